@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test test-slow test-gpu bench lint clean
+
+demo: $(READY)  ## a picture inside a memory budget, and where the memory went
+	@mkdir -p demo-out
+	$(BIN)/tightfit run "a large red circle on the left and a small blue square on the right" \
+		--device loopback --level 3 --seed 7 --out demo-out/picture.png --timeline demo-out/memory.png
+	@echo "look at demo-out/picture.png and demo-out/memory.png"
+
+test: lint  ## lint, types and tests; under 15 minutes on 2 cores
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)  ## proofs that take minutes
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-gpu: $(READY)  ## what needs a CUDA card; skipped where there is none
+	$(BIN)/python -m pytest -m gpu
+
+bench: $(READY)  ## measure, and write bench/results/
+	$(BIN)/python bench/fp8.py
+	$(BIN)/python bench/levels.py
+	$(BIN)/python tools/make_readme.py
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) demo-out

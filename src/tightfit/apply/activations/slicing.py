@@ -1,0 +1,37 @@
+"""One item of a batch at a time through an autoencoder: the peak of one picture, whatever the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tightfit.apply.activations.outputs import combine
+
+__all__ = ["sliced"]
+
+
+def sliced(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` (an autoencoder's `encode` or `decode`), run item by item over its first dimension."""
+
+    def run(whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        count = whole.shape[0]
+        if count == 1:
+            return method(whole, *args, **kwargs)
+
+        def item(value: Any, index: int) -> Any:
+            goes_along = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == count
+            return value[index : index + 1] if goes_along else value
+
+        outputs = [
+            method(
+                whole[index : index + 1],
+                *(item(value, index) for value in args),
+                **{key: item(value, index) for key, value in kwargs.items()},
+            )
+            for index in range(count)
+        ]
+        return combine(outputs, torch.cat)
+
+    return run

@@ -1,0 +1,243 @@
+"""Plan + live modules → the same modules, following the plan until `undo()`.
+
+What is done to a pipeline is done here, in one place and in this order, and undone in the reverse of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from tightfit.apply.activations.layout import channels_last
+from tightfit.apply.activations.slicing import sliced
+from tightfit.apply.activations.tiling import tiled
+from tightfit.apply.activations.waiting import move_waiting
+from tightfit.apply.disguise import disguise
+from tightfit.apply.session import Session
+from tightfit.apply.weights.placement import Residency
+from tightfit.apply.weights.storage import store_weights
+from tightfit.devices.choice import choose_device
+from tightfit.devices.seam import Device
+from tightfit.errors import AlreadyFitted, PlanError, RunError
+from tightfit.measure.modules import find_components, find_role, has_skips, inspect_pipeline
+from tightfit.measure.recorder import LiveNumbers, Recorder
+from tightfit.plan.levels import plan_for
+from tightfit.records import ComponentPlan, Plan, Request, Trace
+from tightfit.report.summary import Report
+
+__all__ = ["Fitted", "apply_plan", "fit"]
+
+logger = logging.getLogger("tightfit")
+_HANDLE = "_tightfit"  # where a disguised object's class keeps its Fitted
+
+
+def fit(
+    pipe: Any,
+    *,
+    level: int | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    request: Request | Mapping[str, Any] | None = None,
+    device: str | torch.device | Device | None = None,
+) -> Fitted:
+    """Makes `pipe`, a diffusers pipeline or one module, run as a level or a plan says.
+
+    Exactly one of `level` (0 to 3) and `plan` is given. A plan is a Plan, a mapping of its fields, or a YAML or
+    JSON file of them; a mapping may name a `level` and only what differs from it. `device` is "cpu", "cuda",
+    "cuda:1" or "loopback" (default: the first card, else the CPU). A second `fit` of the same pipeline replaces the first.
+
+    Returns the handle to its plan, report and `undo()`. Raises PlanError, RequestError or InputError for what is
+    illegal, before anything is changed.
+    """
+    if (level is None) == (plan is None):
+        raise PlanError("fit takes exactly one of level=0…3 and plan=…")
+    choices = {"level": level} if plan is None else _choices(plan)
+    wanted = choices.pop("device", None)
+    if device is not None and wanted is not None and str(device) != wanted:
+        raise PlanError(f"the plan is for {wanted}, but device={device} was asked for: leave one out")
+    target = choose_device(device if device is not None else wanted)
+    if isinstance(request, Mapping):
+        request = Request.from_mapping(request)
+    decided = plan_for(
+        inspect_pipeline(pipe), target.name, separate=target.separate, choices=choices, request=request
+    )
+    return apply_plan(pipe, decided, target)
+
+
+def _choices(plan: Plan | Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    if isinstance(plan, Plan):
+        return plan.to_mapping()
+    if isinstance(plan, Mapping):
+        return dict(plan)
+    return Plan.fields_from_file(plan)
+
+
+def apply_plan(pipe: Any, plan: Plan, device: str | torch.device | Device | None = None) -> Fitted:
+    """Makes `pipe` follow `plan` exactly as it stands; nothing is changed if that fails."""
+    earlier = getattr(pipe, _HANDLE, None)
+    if earlier is not None:
+        earlier.undo()
+    for name, module in find_components(pipe).items():
+        if hasattr(module, _HANDLE):
+            raise AlreadyFitted(f"{name} already follows the plan of another pipeline: undo() that one first", name=name)
+    return Fitted(pipe, plan, choose_device(device or plan.device))
+
+
+class Fitted:
+    """A pipeline that follows a plan. `undo()` gives it back exactly as it was."""
+
+    def __init__(self, pipe: Any, plan: Plan, device: Device) -> None:
+        self.plan = plan
+        self._trace: Trace | None = None
+        self._recorder = Recorder(device)
+        self._residency = Residency(device, self._recorder)
+        self._session = Session(self._residency, self._recorder, self._finished)
+        with ExitStack() as undo:
+            for name, module in find_components(pipe).items():
+                self._fit_component(name, module, plan.components.get(name, ComponentPlan()), device, undo)
+            if not isinstance(pipe, nn.Module):
+                undo.callback(disguise(pipe, **_pipeline_members(self._session, type(pipe), device), **{_HANDLE: self}))
+            undo.callback(self._residency.clear)
+            self._undo: ExitStack | None = undo.pop_all()
+
+    def _fit_component(self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack) -> None:
+        """Layout, place, storage, moving activations; then the module learns to say when it works."""
+        if plan.channels_last:
+            undo.callback(channels_last(module))
+        self._residency.place(name, module, plan.placement, undo)
+        if plan.storage != "as-loaded":
+            grown, restore = store_weights(module, plan, originals_in_ram=device.separate)
+            undo.callback(restore)
+            self._account(name, plan, grown, device, undo)
+        if self.plan.offload_activations and has_skips(module):
+            move_waiting(module, device, self._recorder, undo)
+        undo.callback(disguise(module, **self._component_members(name, module, plan, device)))
+        for child in module.children():
+            handle = child.register_forward_pre_hook(lambda *_: self._session.touch(name), prepend=True)
+            undo.callback(handle.remove)
+
+    def _account(self, name: str, plan: ComponentPlan, grown: int, device: Device, undo: ExitStack) -> None:
+        """Weights that are always on the device are counted once, in the form in which they are there."""
+        if plan.placement == "resident" or not device.separate:
+            self._recorder.weights_changed(grown)
+            undo.callback(self._recorder.weights_changed, -grown)
+
+    def _component_members(self, name: str, module: nn.Module, plan: ComponentPlan, device: Device) -> dict[str, Any]:
+        role, original, session = find_role(name, module), type(module), self._session
+        lossy = [f"fp8: {name} is stored in {plan.storage}"] if plan.storage != "as-loaded" else []
+
+        def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(inner)
+            def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                with session.work(name, role, method):
+                    for what in lossy:
+                        recorder.lossy(what)
+                    if plan.compute_dtype:
+                        return _computing(functools.partial(inner, self), plan.compute_dtype, args, kwargs)
+                    return inner(self, *args, **kwargs)
+
+            return run
+
+        recorder = self._recorder
+        members: dict[str, Any] = {_HANDLE: self, "__call__": working("forward", original.__call__)}
+        if role == "autoencoder":
+            for method in ("encode", "decode"):
+                members[method] = working(method, self._cut_up(module, original, method))
+        if hasattr(original, "device"):
+            members["device"] = property(lambda self: device.torch_device)
+        return members
+
+    def _cut_up(self, module: nn.Module, original: type, method: str) -> Callable[..., Any]:
+        """The autoencoder's method, tiled and sliced as the plan says."""
+        plain, vae, recorder = getattr(original, method), self.plan.vae, self._recorder
+
+        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            bound: Callable[..., Any] = functools.partial(plain, self)
+            if vae.tile is not None:
+                factor = pixels_per_latent(self)
+                granule, tile = (factor, vae.tile) if method == "encode" else (1, max(vae.tile // factor, 1))
+                tile = max(tile // granule, 1) * granule
+                told = f"blended-tiling: {method}d in tiles of {vae.tile} px"
+                bound = tiled(bound, tile, vae.overlap, granule, lambda: recorder.lossy(told))
+            if vae.slicing:
+                bound = sliced(bound)
+            return bound(*args, **kwargs)
+
+        return functools.wraps(plain)(run)
+
+    def _finished(self, trace: Trace) -> None:
+        self._trace = trace
+        logger.info(self.report().log_line())
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the pipeline still follows the plan."""
+        return self._undo is not None
+
+    def live(self) -> LiveNumbers:
+        """What the pipeline is doing right now; may be asked from another thread."""
+        return self._recorder.live()
+
+    def report(self) -> Report:
+        """What was measured of the last call; RunError before the first."""
+        if self._trace is None:
+            raise RunError("there is nothing to report yet: call the pipeline first")
+        return Report(self.plan, self._trace)
+
+    def undo(self) -> None:
+        """Gives the pipeline back exactly as it was: values, dtypes, devices, formats, methods, hooks. Twice is once."""
+        if self._recorder.running:
+            raise RunError("undo() in the middle of a call: let it end first")
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = None
+
+
+def pixels_per_latent(autoencoder: Any) -> int:
+    """How many pixels, one way, become one latent position."""
+    ratio = getattr(autoencoder, "spatial_compression_ratio", None)
+    if isinstance(ratio, int):
+        return ratio
+    config = autoencoder.config
+    for name in ("scale_factor_spatial", "spatial_compression_ratio"):
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    channels = config.get("block_out_channels") or config.get("encoder_block_out_channels") or (0,)
+    return int(2 ** (len(channels) - 1) * (config.get("patch_size") or 1))
+
+
+def _pipeline_members(session: Session, original: type, device: Device) -> dict[str, Any]:
+    @functools.wraps(original.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with session.call():
+            return original.__call__(self, *args, **kwargs)  # type: ignore[operator]
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AlreadyFitted("this pipeline follows a plan, which says where its weights are: undo() before to()")
+
+    here = property(lambda self: device.torch_device)
+    return {"__call__": call, "to": to, "device": here, "_execution_device": here}
+
+
+def _computing(method: Callable[..., Any], dtype: str, args: Any, kwargs: Any) -> Any:
+    """`method` with floating tensors in `dtype`, its results in the dtype of its first floating argument."""
+    compute, given = getattr(torch, dtype), []
+
+    def narrow(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            given.append(value.dtype)
+            return value.to(compute)
+        return value
+
+    def widen(value: Any) -> Any:
+        return value.to(given[0]) if given and isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    args, kwargs = tree_map(narrow, (args, kwargs))
+    return tree_map(widen, method(*args, **kwargs))

@@ -1,0 +1,99 @@
+"""Weights that move together, from host memory to the device and out of it again.
+
+Bringing them in puts fresh parameters that hold device copies where the modules look for them; the
+originals, untouched, are the masters. Putting the originals back *is* the eviction: nothing is copied back,
+and whatever was loaded, fused or replaced in the meantime is simply what is found at the next visit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tightfit.devices.seam import Device
+from tightfit.measure.recorder import Recorder
+
+__all__ = ["Cargo"]
+
+
+class _Slot(NamedTuple):
+    """One place in a module where a tensor is looked up."""
+
+    table: dict[str, torch.Tensor | None]
+    name: str
+    master: torch.Tensor
+    copy: torch.Tensor
+    version: int
+
+
+class Cargo:
+    """All weights below `module`, except those below the modules in `without`."""
+
+    def __init__(
+        self, module: nn.Module, device: Device, recorder: Recorder, without: Collection[nn.Module] = ()
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._recorder = recorder
+        self._without = frozenset(map(id, without))
+        self._slots: list[_Slot] = []
+        self._bytes = 0
+
+    @property
+    def aboard(self) -> bool:
+        return bool(self._slots)
+
+    def bring(self) -> None:
+        """Copies every weight to the device and lets the modules see the copies."""
+        if self._slots:
+            return
+        copies: dict[int, torch.Tensor] = {}
+        with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
+            for table, name, master in self._tensors():
+                copy = copies.get(id(master))
+                if copy is None:
+                    copy = copies[id(master)] = self._copy(master)
+                self._slots.append(_Slot(table, name, master, copy, copy._version))
+        for slot in self._slots:
+            slot.table[slot.name] = slot.copy
+        self._bytes = sum(copy.nbytes for copy in copies.values())
+        self._recorder.weights_changed(self._bytes)
+        self._recorder.moved(bytes_in=self._bytes)
+
+    def evict(self) -> None:
+        """Lets the modules see the masters again; the copies are forgotten."""
+        for table, name, master, copy, version in self._slots:
+            if table.get(name) is not copy:
+                continue  # replaced by somebody while it was here: theirs stands
+            if copy._version != version:
+                with torch.no_grad(), self._recorder.uncounted():
+                    master.data.copy_(copy.data)  # written to while it was here (a LoRA fused in a callback, say)
+                self._recorder.moved(bytes_out=copy.nbytes)
+            table[name] = master
+        self._slots = []
+        self._recorder.weights_changed(-self._bytes)
+        self._bytes = 0
+
+    def _copy(self, master: torch.Tensor) -> torch.Tensor:
+        copy = self._device.bring(master.detach())
+        if isinstance(master, nn.Parameter):
+            return nn.Parameter(copy, requires_grad=False)
+        return copy
+
+    def _tensors(self) -> Iterator[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+        for module in _descend(self._module, self._without):
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        yield table, name, tensor  # type: ignore[misc]
+
+
+def _descend(module: nn.Module, without: Collection[int]) -> Iterator[nn.Module]:
+    if id(module) in without:
+        return
+    yield module
+    for child in module.children():
+        yield from _descend(child, without)

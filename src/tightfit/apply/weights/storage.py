@@ -1,0 +1,102 @@
+"""Puts a component's weights into eight-bit storage, and the originals somewhere from where they come back."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tightfit.apply.weights.fp8 import Float8Weight, storable
+from tightfit.records import ComponentPlan
+
+__all__ = ["store_weights"]
+
+
+class _Originals:
+    """Weights set aside: kept in RAM, or written to a temporary file where RAM is what should be saved."""
+
+    def __init__(self, parameters: list[nn.Parameter], in_ram: bool) -> None:
+        self._parameters = parameters
+        self._file: Path | None = None
+        if in_ram or not parameters:
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="tightfit-originals-")
+        self._forget = weakref.finalize(self, self._folder.cleanup)
+        self._file = Path(self._folder.name) / "weights.safetensors"
+        self._strides = [parameter.stride() for parameter in parameters]
+        save_file({str(i): p.data.contiguous().clone() for i, p in enumerate(parameters)}, self._file)
+        for parameter in parameters:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def give_back(self) -> None:
+        """Every parameter holds its original values again, in their original strides."""
+        if self._file is None:
+            return
+        tensors = load_file(self._file)
+        for index, (parameter, strides) in enumerate(zip(self._parameters, self._strides, strict=True)):
+            value = tensors.pop(str(index))
+            data = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=parameter.device)
+            parameter.data = data.copy_(value)
+        self._forget()
+        self._file = None
+
+
+def store_weights(
+    module: nn.Module, plan: ComponentPlan, *, originals_in_ram: bool
+) -> tuple[int, Callable[[], None]]:
+    """Stores `module`'s matrices and kernels as `plan` says.
+
+    Returns by how many bytes the module's weights grew (negative), and how to restore the originals exactly.
+    What was written into a stored weight in the meantime (a fused LoRA) wins over its original.
+    """
+    form = getattr(torch, plan.storage)
+    compute = getattr(torch, plan.compute_dtype) if plan.compute_dtype else None
+    entries = list(storable(module, plan.skip))
+    stored = [_stored(original, form, compute) for _, _, original in entries]
+    grown = sum(s.nbytes - p.nbytes for s, (_, _, p) in zip(stored, entries, strict=True))
+    for (owner, name, _), parameter in zip(entries, stored, strict=True):
+        owner._parameters[name] = parameter
+    originals = _Originals([parameter for _, _, parameter in entries], originals_in_ram)
+    cast = _cast_rest(module, compute) if compute else []
+
+    def restore() -> None:
+        originals.give_back()
+        for (owner, name, original), parameter in zip(entries, stored, strict=True):
+            if owner._parameters.get(name) is not parameter:
+                continue  # somebody put another there: theirs stands
+            if parameter.written:
+                original.data.copy_(parameter.widen())
+            owner._parameters[name] = original
+        for table, name, original, changed in cast:
+            if table.get(name) is changed:
+                table[name] = original
+
+    return grown, restore
+
+
+def _stored(original: nn.Parameter, form: torch.dtype, compute: torch.dtype | None) -> Float8Weight:
+    parameter = nn.Parameter(Float8Weight.store(original, form, compute), requires_grad=False)
+    assert isinstance(parameter, Float8Weight)  # a parameter keeps the class of its tensor
+    return parameter
+
+
+_Table = dict[str, torch.Tensor | None]
+
+
+def _cast_rest(module: nn.Module, dtype: torch.dtype) -> list[tuple[_Table, str, torch.Tensor, torch.Tensor]]:
+    """Everything of `module` that stays as loaded, in the compute dtype: what was where, and what is there now."""
+    changed = []
+    for owner in module.modules():
+        for table in (owner._parameters, owner._buffers):
+            for name, tensor in list(table.items()):
+                if type(tensor) in (nn.Parameter, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != dtype:
+                    cast = tensor.detach().to(dtype)
+                    new = nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast
+                    table[name] = new
+                    changed.append((table, name, tensor, new))
+    return changed

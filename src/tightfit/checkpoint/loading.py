@@ -1,0 +1,139 @@
+"""A checked model folder → its diffusers pipeline, quietly; whatever goes wrong is one ModelError.
+
+`DiffusionPipeline.from_pretrained` does the work, from files of the folder only: safetensors, no code. One thing
+it only warns of and this refuses: weights that the files lack. diffusers leaves those without values, transformers
+fills them with random numbers, and the pictures would be neither right nor the same twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+
+from tightfit.checkpoint.folder import ModelFolder
+from tightfit.errors import ModelError, unknown_name
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+__all__ = ["load_pipeline"]
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_MISSING = re.compile(r"^(?P<weight>\S.*?) *\| MISSING\b", re.MULTILINE)  # a row of transformers' load report
+_MISMATCH = re.compile(r"^(?P<weight>\S.*?) *\| MISMATCH \|(?P<shapes>.*)", re.MULTILINE)
+_UNFILLED = re.compile(r"and are newly initialized: \['(?P<weight>[^']+)'")  # what diffusers says instead
+
+
+def load_pipeline(folder: ModelFolder, dtype: torch.dtype | None = None) -> DiffusionPipeline:
+    """The pipeline of `folder` on the CPU, its weights as `dtype`, or as diffusers chooses where that is None.
+
+    Raises ModelError where diffusers cannot load it, or where the files lack weights that the models need.
+    """
+    asked = {name: value for name, value in (("dtype", dtype), ("variant", folder.variant)) if value is not None}
+    with _quietly() as notices:
+        _check_class(folder)
+        try:
+            from diffusers import DiffusionPipeline  # the first import of its parts is not quiet
+
+            pipe = DiffusionPipeline.from_pretrained(
+                str(folder.path), use_safetensors=True, local_files_only=True, trust_remote_code=False, **asked
+            )
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # tokenizers and huggingface_hub raise bare subclasses of Exception
+            raise _cannot_load(folder, error, notices) from error
+    _check_complete(folder, pipe, notices)
+    return pipe
+
+
+def _check_class(folder: ModelFolder) -> None:
+    known = dir(import_module("diffusers"))
+    if folder.pipeline_class not in known:
+        pipelines = [name for name in known if "Pipeline" in name]
+        unknown = unknown_name("pipeline class", folder.pipeline_class, pipelines)
+        raise ModelError(f"{folder.path}/model_index.json has an {unknown}", path=str(folder.path))
+
+
+def _cannot_load(folder: ModelFolder, error: Exception, notices: list[str]) -> ModelError:
+    mismatch = _MISMATCH.search("\n".join(notices))
+    cause = f"{mismatch['weight']}: {mismatch['shapes'].strip()}" if mismatch else _first_line(error)
+    return ModelError(
+        f"cannot load {folder.path} as {folder.pipeline_class}: {cause}",
+        path=str(folder.path), pipeline_class=folder.pipeline_class, cause=type(error).__name__,
+    )  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    """What `error` says, on one line of 300 characters at most."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    if not said or isinstance(error, LookupError):  # a KeyError says no more than the key
+        said = f"{type(error).__name__} {said}".strip()
+    return textwrap.shorten(said, 300, placeholder=" …")
+
+
+def _check_complete(folder: ModelFolder, pipe: DiffusionPipeline, notices: list[str]) -> None:
+    """ModelError where weights have no value (they are still on "meta") or were made up."""
+    said = "\n".join(notices)
+    lacking = [match["weight"] for pattern in (_MISSING, _UNFILLED) for match in pattern.finditer(said)]
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module):
+            lacking += [f"{name}.{weight}" for weight, value in part.named_parameters() if value.is_meta]
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ModelError(
+            f"{folder.path} lacks weights that its models need: {', '.join(lacking[:3])}{more}",
+            path=str(folder.path), lacking=lacking,
+        )  # fmt: skip
+
+
+class _Notices(logging.Handler):
+    """Keeps what the libraries say, without colours, for whoever wants to look."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(_COLOUR.sub("", record.getMessage()))
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[list[str]]:
+    """Keeps diffusers and transformers off the terminal, and yields what they would have written there.
+
+    Everything is put back at the end, torch's default dtype too, which diffusers forgets when a model's config is bad.
+    """
+    notices = _Notices()
+    with warnings.catch_warnings(), contextlib.ExitStack() as undo:
+        warnings.simplefilter("ignore", FutureWarning)
+        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+        if are_progress_bars_disabled():  # transformers switches those of huggingface_hub with its own
+            undo.callback(disable_progress_bars)
+        for library in ("diffusers", "transformers"):
+            _quieten(import_module(f"{library}.utils.logging"), notices, undo)
+        yield notices.lines
+
+
+def _quieten(library: Any, notices: _Notices, undo: contextlib.ExitStack) -> None:
+    """Makes the logging of one `library` write to `notices` instead of the terminal, and show no bars."""
+    undo.callback(library.set_verbosity, library.get_verbosity())
+    library.set_verbosity(logging.WARNING)
+    if library.is_progress_bar_enabled():
+        undo.callback(library.enable_progress_bar)
+        library.disable_progress_bar()
+    terminal = [handler for handler in library.get_logger().handlers if type(handler) is logging.StreamHandler]
+    for handler in terminal:
+        undo.callback(library.add_handler, handler)
+        library.remove_handler(handler)
+    undo.callback(library.remove_handler, notices)
+    library.add_handler(notices)

@@ -1,0 +1,125 @@
+"""The language of the demo model: scenes of one or two things, and the captions that describe them.
+
+Every thing carries its own place after its noun ("a red circle on the left and a small blue square on
+the right on a white background"). CLIP's text encoder is causal, so a place that follows its noun puts
+size, colour, shape and place within one token's reach; "A left of B" does not, and was never learned.
+
+A size that is left out means medium, a background that is left out means white.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+SIDE = 128  # pixels, both ways
+
+# radius in pixels of the circle of that size
+SIZES: dict[str, float] = {"small": 10.5, "medium": 15.5, "large": 22.5}
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (220, 40, 40),
+    "green": (40, 165, 65),
+    "blue": (40, 80, 225),
+    "yellow": (240, 212, 40),
+    "orange": (245, 132, 28),
+    "purple": (145, 50, 175),
+}
+SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "diamond")
+# words -> centre in pixels, x then y
+PLACES: dict[str, tuple[float, float]] = {
+    "on the left": (30.0, 64.0),
+    "on the right": (98.0, 64.0),
+    "at the top": (64.0, 30.0),
+    "at the bottom": (64.0, 98.0),
+    "in the center": (64.0, 64.0),
+}
+BACKGROUNDS: dict[str, tuple[int, int, int]] = {
+    "white": (252, 252, 252),
+    "black": (14, 14, 14),
+    "gray": (128, 128, 128),
+    "pink": (250, 185, 205),
+}
+
+WORDS: frozenset[str] = frozenset(
+    [*SIZES, *COLOURS, *SHAPES, *BACKGROUNDS, "a", "an", "and", "background"]
+    + [word for place in PLACES for word in place.split()]
+) - {"medium"}
+
+
+@dataclass(frozen=True, order=True)
+class Thing:
+    """One coloured shape at one place."""
+
+    size: str
+    colour: str
+    shape: str
+    place: str
+
+    def __str__(self) -> str:
+        words = [self.colour, self.shape, self.place]
+        if self.size != "medium":
+            words.insert(0, self.size)
+        article = "an" if words[0][0] in "aeiou" else "a"
+        return " ".join([article, *words])
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One or two things on a background; `str(scene)` is its shortest caption."""
+
+    things: tuple[Thing, ...]
+    background: str
+
+    def __str__(self) -> str:
+        caption = " and ".join(map(str, self.things))
+        return caption if self.background == "white" else f"{caption} on a {self.background} background"
+
+
+def caption(scene: Scene, rng: random.Random) -> str:
+    """A caption of `scene`; a white background is named in half of them."""
+    text = str(scene)
+    if scene.background == "white" and rng.random() < 0.5:
+        text += " on a white background"
+    return text
+
+
+def random_scene(rng: random.Random, things: int) -> Scene:
+    """A scene of one or two `things`, uniform over the grammar."""
+    background = rng.choice(list(BACKGROUNDS))
+    if things == 1:
+        return Scene((_random_thing(rng, rng.choice(list(PLACES)), list(SIZES)),), background)
+    first, second = rng.sample([place for place in PLACES if place != "in the center"], 2)
+    sizes = list(SIZES) if _opposite(first, second) else ["small", "medium"]  # large neighbours would touch
+    return Scene((_random_thing(rng, first, sizes), _random_thing(rng, second, sizes)), background)
+
+
+def _random_thing(rng: random.Random, place: str, sizes: list[str]) -> Thing:
+    return Thing(rng.choice(sizes), rng.choice(list(COLOURS)), rng.choice(SHAPES), place)
+
+
+def _opposite(first: str, second: str) -> bool:
+    (x1, y1), (x2, y2) = PLACES[first], PLACES[second]
+    return (x1 + x2, y1 + y2) == (SIDE, SIDE)
+
+
+_BACKGROUND = re.compile(rf" on a ({'|'.join(BACKGROUNDS)}) background$")
+_THING = re.compile(
+    rf"an? (?:(small|large) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})"
+)
+
+
+def parse(text: str) -> Scene | None:
+    """The scene that `text` describes, or None where it is not a caption of this grammar."""
+    text = " ".join(text.lower().split())
+    background = _BACKGROUND.search(text)
+    matches = [_THING.fullmatch(part) for part in _BACKGROUND.sub("", text).split(" and ")]
+    things = [Thing(m[1] or "medium", m[2], m[3], m[4]) for m in matches if m]
+    if len(things) != len(matches) or len(things) > 2:
+        return None
+    return Scene(tuple(things), background[1] if background else "white")
+
+
+def unknown_words(text: str) -> list[str]:
+    """The words of `text` that the demo model has never seen, in order."""
+    return [word for word in re.findall(r"[^\W_]+", text.lower()) if word not in WORDS]

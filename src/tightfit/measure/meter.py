@@ -1,0 +1,75 @@
+"""Counting tensor bytes where no allocator does: the CPU's and the loopback card's activations."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TensorMeter"]
+
+
+class TensorMeter(TorchDispatchMode):
+    """While entered, tells `changed` the bytes of every storage that operations make and of every one that dies.
+
+    Storages are counted once, whatever views there are; storages that existed before do not count, nor does
+    what is made while `paused`. Memory that a kernel takes and returns within one operation is not seen.
+    """
+
+    def __init__(self, changed: Callable[[int], None]) -> None:
+        super().__init__()
+        self._changed = changed
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._paused = 0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types:  # a tensor subclass (stored weights): its own handler runs the plain operations, seen one by one
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if not self._paused:
+            for tensor in _tensors(result):
+                self._count(tensor.untyped_storage(), args, kwargs)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, *inputs: object) -> None:
+        key = storage._cdata
+        if key in self._live or any(tensor.untyped_storage()._cdata == key for tensor in _tensors(inputs)):
+            return  # a view of something counted, or of something older than the meter
+        size = storage.nbytes()
+
+        def gone(_: object) -> None:
+            if self._live.pop(key, None) is not None:
+                self._changed(-size)
+
+        self._live[key] = weakref.ref(storage, gone)
+        self._changed(size)
+
+    def forget(self) -> None:
+        """Stops following what is still alive, without telling."""
+        self._live.clear()
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """The strided tensors in `value`, which may be a tensor or nested tuples, lists and dicts of anything."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        if value.layout is torch.strided:  # type: ignore[attr-defined]
+            yield value  # type: ignore[misc]
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))

@@ -1,0 +1,102 @@
+"""Live pipeline → Footprint: its networks, what each is for, and the units its weights come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from tightfit.errors import PlanError
+from tightfit.records import Component, Footprint, Role, Unit
+
+__all__ = ["find_components", "find_role", "find_units", "has_skips", "inspect_pipeline", "weight_bytes", "weight_tensors"]
+
+
+def find_components(pipe: object) -> dict[str, nn.Module]:
+    """The networks of `pipe`, a diffusers pipeline or a single module (which is then called "model")."""
+    if isinstance(pipe, nn.Module):
+        return {"model": pipe}
+    parts = getattr(pipe, "components", None)
+    if not isinstance(parts, Mapping):
+        raise PlanError(f"fit takes a diffusers pipeline or a torch.nn.Module, not {type(pipe).__name__}")
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def inspect_pipeline(pipe: object) -> Footprint:
+    """What `pipe` is made of. Reads only."""
+    components = tuple(_inspect(name, module) for name, module in find_components(pipe).items())
+    return Footprint(pipeline=type(pipe).__name__, components=components)
+
+
+def _inspect(name: str, module: nn.Module) -> Component:
+    total, blocks = weight_bytes(module), find_units(module)
+    units = [Unit(name=path, bytes=weight_bytes(block)) for path, block in blocks.items()]
+    left = total - sum(unit.bytes for unit in units)
+    if units:
+        units.append(Unit(name="", bytes=max(left, 0)))  # tied weights may be counted in two blocks
+    return Component(
+        name=name,
+        class_name=type(module).__name__,
+        role=find_role(name, module),
+        bytes=total,
+        units=tuple(units),
+        skips=has_skips(module),
+    )
+
+
+def has_skips(module: nn.Module) -> bool:
+    """Whether `module` is a U-Net: what its down blocks make waits for its up blocks."""
+    halves = getattr(module, "down_blocks", None), getattr(module, "up_blocks", None)
+    return all(isinstance(half, nn.ModuleList) for half in halves)
+
+
+def find_role(name: str, module: nn.Module) -> Role:
+    """What a component is for, from what it can do."""
+    if callable(getattr(module, "encode", None)) and callable(getattr(module, "decode", None)):
+        return "autoencoder"
+    if "safety" in name or "vocoder" in name:
+        return "other"
+    if type(module).__module__.partition(".")[0] == "transformers":
+        return "encoder"
+    return "denoiser"
+
+
+def find_units(module: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of `module` by dotted path: the elements of its outermost module lists."""
+    return {path: block for path, block in _blocks(module, "") if any(True for _ in block.parameters())}
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        for key, element in _elements(child):
+            if _runs(element):
+                yield f"{path}.{key}", element
+            else:
+                yield from _blocks(element, f"{path}.{key}.")
+        if not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _blocks(child, f"{path}.")
+
+
+def _elements(child: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(child, nn.ModuleList | nn.ModuleDict):
+        yield from child.named_children()
+
+
+def _runs(module: nn.Module) -> bool:
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def weight_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of `module`, each once."""
+    seen: set[int] = set()
+    for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers of `module`, tied ones once."""
+    return sum(tensor.nbytes for tensor in weight_tensors(module))

@@ -1,0 +1,209 @@
+"""A running call → Trace: phases, bytes and time, sampled as they change."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import psutil
+
+from tightfit.devices.seam import Device
+from tightfit.measure.meter import TensorMeter
+from tightfit.records import PhaseTrace, Sample, Trace
+
+__all__ = ["LiveNumbers", "Recorder"]
+
+MAX_SAMPLES = 4096
+RSS_EVERY = 0.02  # seconds
+
+
+@dataclass(frozen=True)
+class LiveNumbers:
+    """What is going on right now, for people who watch."""
+
+    phase: str
+    seconds: float
+    weights: int
+    activations: int
+    peak_bytes: int
+    rss_bytes: int
+
+
+@dataclass
+class _Phase:
+    name: str
+    start: float
+    peak: int = 0
+    peak_weights: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    runs: int = 0
+
+
+@dataclass
+class Recorder:
+    """Told of weights by those who move them and of activations by a meter or the allocator; makes Traces.
+
+    `weights` outlives a call (what is resident stays); everything else starts anew with each.
+    """
+
+    device: Device
+    weights: int = 0
+    _calls: int = 0
+    _running: bool = False
+    _activations: int = 0
+    _started: float = 0.0
+    _phases: list[_Phase] = field(default_factory=list)
+    _samples: list[Sample] = field(default_factory=list)
+    _resolution: float = 0.0005
+    _rss: tuple[float, int, int] = (0.0, 0, 0)  # when, last, peak
+    _lossy: dict[str, None] = field(default_factory=dict)
+    _notes: dict[str, None] = field(default_factory=dict)
+    _meter: TensorMeter | None = None
+    _process: psutil.Process = field(default_factory=psutil.Process)
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Measures what happens inside, as one call."""
+        self._begin()
+        try:
+            with self._meter or contextlib.nullcontext():
+                yield
+        finally:
+            self._running = False
+            if self._meter:
+                self._meter.forget()
+                self._meter = None
+
+    def _begin(self) -> None:
+        self._calls += 1
+        self._activations, self._started = 0, time.perf_counter()
+        self._phases, self._samples, self._resolution = [], [], 0.0005
+        self._rss = (0.0, 0, 0)
+        self._lossy.clear()
+        self._notes.clear()
+        if self.device.allocated_bytes() is None:
+            self._meter = TensorMeter(self._activations_changed)
+        self.device.reset_peak()
+        self._running = True
+
+    @property
+    def running(self) -> bool:
+        return self._running
+
+    def enter(self, phase: str) -> None:
+        """A component starts to work in `phase`."""
+        if not self._running:
+            return
+        if not self._phases or self._phases[-1].name != phase:
+            now = time.perf_counter() - self._started if self._phases else 0.0
+            self._look()
+            self.device.reset_peak()
+            self._phases.append(_Phase(phase, now))
+        self._phases[-1].runs += 1
+        self._look()
+
+    def leave(self) -> None:
+        """A component has finished one pass."""
+        if self._running:
+            self._look()
+
+    def weights_changed(self, difference: int) -> None:
+        """`difference` bytes of weights came onto the device (or left it, negative)."""
+        self.weights += difference
+        if self._running:
+            self._look()
+
+    def moved(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
+        """Bytes that crossed between host and device."""
+        if self._running and self._phases:
+            self._phases[-1].bytes_in += bytes_in
+            self._phases[-1].bytes_out += bytes_out
+
+    def lossy(self, what: str) -> None:
+        """A technique changed numbers in this call."""
+        self._lossy[what] = None
+
+    def note(self, what: str) -> None:
+        """Something happened that the plan did not foresee."""
+        self._notes[what] = None
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is made inside is no activation (weights, host copies): whoever makes it tells by itself."""
+        with self._meter.paused() if self._meter else contextlib.nullcontext():
+            yield
+
+    def _activations_changed(self, difference: int) -> None:
+        self._activations += difference
+        self._sample()
+
+    def _look(self) -> None:
+        allocated = self.device.allocated_bytes()
+        if allocated is not None:
+            self._activations = max(allocated - self.weights, 0)
+        self._sample()
+
+    def _sample(self) -> None:
+        now, total = time.perf_counter() - self._started, self.weights + self._activations
+        if self._phases:
+            phase = self._phases[-1]
+            phase.peak = max(phase.peak, total, self.device.peak_bytes() or 0)
+            phase.peak_weights = max(phase.peak_weights, self.weights)
+        sample = Sample.model_construct(seconds=now, weights=self.weights, activations=max(self._activations, 0))
+        if self._samples and now - self._samples[-1].seconds < self._resolution:
+            last = self._samples[-1]
+            if total > last.weights + last.activations:  # within one resolution, the highest stands
+                self._samples[-1] = sample.model_copy(update={"seconds": last.seconds})
+        else:
+            self._samples.append(sample)
+        if len(self._samples) > MAX_SAMPLES:
+            self._thin()
+        if now - self._rss[0] > RSS_EVERY:
+            rss = int(self._process.memory_info().rss)
+            self._rss = (now, rss, max(rss, self._rss[2]))
+
+    def _thin(self) -> None:
+        """Halves the samples, keeping the higher of each two."""
+        pairs = zip(self._samples[::2], self._samples[1::2], strict=False)
+        self._samples = [max(pair, key=lambda s: s.weights + s.activations) for pair in pairs]
+        self._resolution *= 2
+
+    def live(self) -> LiveNumbers:
+        """The numbers of this moment."""
+        seconds = time.perf_counter() - self._started if self._running else 0.0
+        phase = self._phases[-1].name if self._phases else ""
+        peak = max((p.peak for p in self._phases), default=0)
+        return LiveNumbers(phase, seconds, self.weights, self._activations, peak, self._rss[1])
+
+    def trace(self) -> Trace:
+        """The call that has just ended."""
+        self.device.synchronize()
+        self._look()
+        seconds = time.perf_counter() - self._started
+        ends = [phase.start for phase in self._phases[1:]] + [seconds]
+        phases = tuple(
+            PhaseTrace(
+                name=p.name,
+                start=p.start,
+                seconds=end - p.start,
+                peak_bytes=p.peak,
+                peak_weights=p.peak_weights,
+                bytes_in=p.bytes_in,
+                bytes_out=p.bytes_out,
+                runs=max(p.runs, 1),
+            )
+            for p, end in zip(self._phases, ends, strict=True)
+        )
+        return Trace(
+            call=self._calls,
+            device=self.device.name,
+            seconds=seconds,
+            phases=phases,
+            samples=tuple(self._samples),
+            rss_peak_bytes=max(self._rss[2], int(self._process.memory_info().rss)),
+            lossy=tuple(self._lossy),
+            notes=tuple(self._notes),
+        )

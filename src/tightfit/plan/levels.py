@@ -1,0 +1,113 @@
+"""The four levels, and a user's own choices on top of them → Plan.
+
+0  everything on the device
+1  and autoencoders slice and tile
+2  and encoders are on the device only while they encode
+3  and the denoiser streams by units, the rest comes for its phase, activations that wait are moved off
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tightfit.errors import PlanError, unknown_name
+from tightfit.records import Component, ComponentPlan, Footprint, Placement, Plan, Reason, Request
+from tightfit.units import format_bytes
+
+__all__ = ["LEVEL_TILE", "plan_for"]
+
+LEVEL_TILE = 512  # pixels: large enough that tones seldom shift, a quarter of a megapixel at a time
+
+
+def plan_for(
+    footprint: Footprint,
+    device: str,
+    *,
+    separate: bool,
+    choices: Mapping[str, Any],
+    request: Request | None = None,
+) -> Plan:
+    """The plan for `choices`: a level (0 if none) and any Plan fields to differ from it, all by name.
+
+    `separate` says whether the device has memory of its own; where it has none, weights stay where they are and
+    the reasons say so. Raises PlanError for unknown components and what they cannot do.
+    """
+    chosen = {key: value for key, value in choices.items() if key != "reasons"}
+    level = Plan.from_mapping({"level": chosen.get("level")}).level
+    base = _preset(footprint, level or 0) | {"level": level, "device": device}
+    if request is not None:
+        base["request"] = request.to_mapping()
+    plan = Plan.from_mapping(_merge(base, chosen))
+    _check(plan, footprint)
+    reasons = tuple(_reasons(plan, footprint, separate))
+    if not separate:
+        plan = _settled(plan)
+    return plan.model_copy(update={"reasons": reasons})
+
+
+def _preset(footprint: Footprint, level: int) -> dict[str, Any]:
+    components = {c.name: {"placement": _placement(c, level)} for c in footprint.components}
+    vae = {"slicing": True, "tile": LEVEL_TILE} if level >= 1 else {}
+    return {"components": components, "vae": vae, "offload_activations": level >= 3}
+
+
+def _placement(component: Component, level: int) -> Placement:
+    if level >= 3:
+        return "per-unit" if component.role == "denoiser" and component.units else "per-phase"
+    return "per-phase" if level == 2 and component.role == "encoder" else "resident"
+
+
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, mappings field by field."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _check(plan: Plan, footprint: Footprint) -> None:
+    known = {component.name: component for component in footprint.components}
+    for name, component in plan.components.items():
+        if name not in known:
+            raise PlanError(unknown_name(f"component of {footprint.pipeline}", name, known), name=name)
+        if component.placement == "per-unit" and not known[name].units:
+            raise PlanError(f"{name} has no repeated blocks to stream: per-phase would work", name=name)
+
+
+def _settled(plan: Plan) -> Plan:
+    """`plan` where host memory is the device's memory: nothing can be moved off it."""
+    stay = {name: c.model_copy(update={"placement": "resident"}) for name, c in plan.components.items()}
+    return plan.model_copy(update={"components": stay, "offload_activations": False})
+
+
+def _reasons(plan: Plan, footprint: Footprint, separate: bool) -> list[Reason]:
+    reasons: list[Reason] = []
+
+    def because(decision: str, why: str) -> None:
+        reasons.append(Reason(decision=decision, because=why))
+
+    if plan.vae.tile:
+        because(f"tiles of {plan.vae.tile} px", "an autoencoder's maps at full resolution are the peak of a large picture")
+    if plan.vae.slicing:
+        because("one item at a time", "decoding a batch together multiplies the peak and gains no time")
+    moves = {name: c for name, c in plan.components.items() if c.placement != "resident"}
+    if not separate and (moves or plan.offload_activations):
+        names = ", ".join(moves) or "activations"
+        because(f"nothing is moved ({names})", f"{plan.device} computes in host memory: there is nowhere to move to")
+        return reasons
+    for component in footprint.components:
+        chosen = plan.components[component.name]
+        if chosen.placement != "resident":
+            because(f"{component.name} {chosen.placement}", _why(component, chosen.placement))
+    if plan.offload_activations and not any(component.skips for component in footprint.components):
+        because("no activations are moved", "no component keeps any waiting from one unit for another")
+    return reasons
+
+
+def _why(component: Component, placement: Placement) -> str:
+    if placement == "per-phase":
+        return f"its {format_bytes(component.bytes)} are only needed while it works"
+    largest = max(unit.bytes for unit in component.units)
+    return f"one unit at a time needs {format_bytes(largest)} of its {format_bytes(component.bytes)}"

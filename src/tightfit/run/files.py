@@ -1,0 +1,80 @@
+"""Pictures → files, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from tightfit.errors import InputError
+
+__all__ = ["check_writable", "output_paths", "replacing", "save_pictures"]
+
+
+def output_paths(out: Path | None, prompt: str, count: int) -> list[Path]:
+    """Where `count` pictures go: `out`, or names made from the prompt that are still free.
+
+    A folder gets such names inside; a file name is numbered when there are several.
+    """
+    if out is not None and out.suffix.lower() != ".png" and not out.is_dir():
+        raise InputError(f"--out {out} must be a .png file or a folder that exists", out=str(out))
+    if out is None or out.is_dir():
+        folder = out or Path()
+        stem = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
+        tries = (_numbered(folder / f"{stem}{number}.png", count) for number in ("", *(f"-{n}" for n in range(2, 10_000))))
+        return next(paths for paths in tries if not any(path.exists() for path in paths))
+    return _numbered(out, count)
+
+
+def _numbered(path: Path, count: int) -> list[Path]:
+    return [path] if count == 1 else [path.with_name(f"{path.stem}-{index}{path.suffix}") for index in range(count)]
+
+
+def check_writable(path: Path) -> None:
+    """InputError now if `path` could not be written later."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}", path=str(path)) from None
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` that becomes it when all went well, and vanishes when not."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(handle)
+    partial = Path(name)
+    try:
+        yield partial
+        partial.chmod(0o666 & ~_umask())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def save_pictures(pictures: list[Any], paths: list[Path], metadata: dict[str, str]) -> None:
+    """Each picture (a PIL image, or a list of them: a video, saved as an animated PNG) with `metadata` as PNG text."""
+    info = PngInfo()
+    for key, value in metadata.items():
+        info.add_itxt(key, value)
+    for picture, path in zip(pictures, paths, strict=True):
+        frames: list[Image.Image] = picture if isinstance(picture, list) else [picture]
+        with replacing(path) as partial:
+            video = {"save_all": True, "append_images": frames[1:], "duration": 125} if len(frames) > 1 else {}
+            frames[0].save(partial, format="PNG", pnginfo=info, **video)

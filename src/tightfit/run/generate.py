@@ -1,0 +1,86 @@
+"""One request on a fitted pipeline: progress while it works, pictures and a report when it is done."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tightfit.apply.fitting import Fitted
+from tightfit.errors import RequestError
+from tightfit.records import PhaseTrace, Request, Sample, Trace
+from tightfit.report.summary import Report
+from tightfit.run.request import Prompt, call_arguments
+
+__all__ = ["Result", "generate", "with_loading"]
+
+Progress = Callable[[int, int], None]  # steps done, steps in all
+
+
+@dataclass(frozen=True)
+class Result:
+    pictures: list[Any]  # PIL images, or lists of them for videos
+    report: Report
+
+
+def generate(pipe: Any, fitted: Fitted, prompt: Prompt, request: Request, progress: Progress | None = None) -> Result:
+    """Calls `pipe`, which follows `fitted`, once. RequestError for what it does not take."""
+    arguments = call_arguments(pipe, prompt, request)
+    taken = inspect.signature(type(pipe).__call__).parameters
+    if progress is not None and "callback_on_step_end" in taken:
+
+        def step_done(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+            progress(step + 1, int(getattr(pipe, "num_timesteps", step + 1)))
+            return kwargs
+
+        arguments["callback_on_step_end"] = step_done
+    pipe.set_progress_bar_config(disable=True)
+    try:
+        output = pipe(**arguments)
+    except ValueError as error:
+        if _raised_in(error, "check_inputs"):  # the pipeline's own look at what it was given
+            raise RequestError(" ".join(str(error).split())) from error
+        raise
+    return Result(list(output[0]), fitted.report())
+
+
+def _raised_in(error: BaseException, function: str) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_name == function
+
+
+def with_loading(report: Report, seconds: float, weights: int) -> Report:
+    """`report` with the loading of `weights` bytes, which took `seconds`, as its first phase."""
+    trace = report.trace
+    load = PhaseTrace(name="load", start=0.0, seconds=seconds, peak_bytes=weights, peak_weights=weights)
+    phases = [phase.model_copy(update={"start": phase.start + seconds}) for phase in trace.phases]
+    samples = [sample.model_copy(update={"seconds": sample.seconds + seconds}) for sample in trace.samples]
+    begin = [Sample(seconds=0.0, weights=0, activations=0), Sample(seconds=seconds, weights=weights, activations=0)]
+    longer = Trace(
+        **dict(trace) | {"seconds": trace.seconds + seconds, "phases": (load, *phases), "samples": (*begin, *samples)}
+    )
+    return Report(report.plan, longer)
+
+
+def profiled(call: Callable[[], Result], rows: int = 25) -> tuple[Result, str]:
+    """`call()`'s result and the profiler's table of where its time went."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    cuda = torch.profiler.ProfilerActivity.CUDA
+    if cuda in torch.profiler.supported_activities():
+        activities.append(cuda)
+    with torch.profiler.profile(activities=activities) as profile:
+        result = call()
+    order = "self_device_time_total" if cuda in activities else "self_cpu_time_total"
+    return result, str(profile.key_averages().table(sort_by=order, row_limit=rows, max_name_column_width=60))
+
+
+def stopwatch() -> Callable[[], float]:
+    """Seconds since now, each time it is asked."""
+    started = time.perf_counter()
+    return lambda: time.perf_counter() - started

@@ -1,0 +1,120 @@
+"""`tightfit run` as an object: prepare (checks, nothing loaded), load, run, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.apply.fitting import Fitted, fit
+from tightfit.checkpoint.folder import ModelFolder
+from tightfit.checkpoint.loading import load_pipeline
+from tightfit.demo.grammar import WORDS, unknown_words
+from tightfit.devices.choice import choose_device
+from tightfit.devices.seam import Device
+from tightfit.errors import InputError, unknown_name
+from tightfit.records import Plan, Request
+from tightfit.report.summary import Report
+from tightfit.report.timeline import draw_timeline
+from tightfit.run.files import check_writable, output_paths, replacing, save_pictures
+from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
+from tightfit.run.models import find_model
+from tightfit.run.request import Prompt, call_arguments
+
+__all__ = ["Job"]
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass
+class Job:
+    """One run of the command line. Methods are called in their order."""
+
+    prompt: Prompt
+    request: Request
+    choices: dict[str, Any]
+    model: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    out: Path | None = None
+    timeline: Path | None = None
+    snapshot: Path | None = None
+    written: list[Path] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        """Everything that can be wrong is found here, before anything is loaded or written."""
+        Plan.from_mapping({**self.choices, "components": self.choices.get("components") or {}})
+        self._target: Device = choose_device(self.device or self.choices.get("device"))
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise InputError(unknown_name("dtype", self.dtype, _DTYPES), dtype=self.dtype)
+        if self.snapshot is not None:
+            self._target.check_history()
+        if self.timeline is not None and self.timeline.suffix.lower() not in (".png", ".svg"):
+            raise InputError(f"--timeline {self.timeline} must end in .png or .svg", timeline=str(self.timeline))
+        self._outputs = output_paths(self.out, self.prompt.text, self.request.batch)
+        for path in (*self._outputs, self.timeline, self.snapshot):
+            if path is not None:
+                check_writable(path)
+        self._folder: ModelFolder = find_model(self.model)
+
+    def warnings(self) -> list[str]:
+        """What the demo model will not understand."""
+        unknown = unknown_words(self.prompt.text) if self.model is None else []
+        if not unknown:
+            return []
+        words = ", ".join(dict.fromkeys(unknown))
+        return [f"the demo model does not know: {words}. It knows: {', '.join(sorted(WORDS))}"]
+
+    def load(self) -> None:
+        """Loads the model and fits it to the plan."""
+        elapsed = stopwatch()
+        name = self.dtype or ("float32" if self._target.torch_device.type == "cpu" else None)
+        self._pipe = load_pipeline(self._folder, getattr(torch, name) if name else None)
+        call_arguments(self._pipe, self.prompt, self.request)
+        choices = self.choices or {"level": 0}
+        self.fitted: Fitted = fit(self._pipe, plan=choices, request=self.request, device=self._target)
+        self._loading = elapsed()
+
+    def run(self, progress: Progress | None = None, *, profile: bool = False) -> str:
+        """Generates and writes everything; returns the profiler's table, or nothing."""
+        weights, table = self.fitted.live().weights, ""
+        if self.snapshot is not None:
+            self._target.record_history()
+
+        def work() -> Any:
+            return generate(self._pipe, self.fitted, self.prompt, self.request, progress)
+
+        result, table = profiled(work) if profile else (work(), "")
+        self.report: Report = with_loading(result.report, self._loading, weights)
+        self._write(result.pictures)
+        return table
+
+    def _write(self, pictures: list[Any]) -> None:
+        metadata = {
+            "prompt": self.prompt.text,
+            "seed": str(self.prompt.seed),
+            "plan": self.report.plan.to_json(),
+            "model": self._folder.path.name if self.model else "tightfit demo model",
+        }
+        save_pictures(pictures, self._outputs, metadata | {"Software": "tightfit"})
+        self.written += self._outputs
+        if self.timeline is not None:
+            draw_timeline(self.report, self.timeline, self.prompt.text)
+            self.written.append(self.timeline)
+        if self.snapshot is not None:
+            with replacing(self.snapshot) as partial:
+                self._target.write_snapshot(partial)
+            self.written.append(self.snapshot)
+
+    def summary(self) -> dict[str, Any]:
+        """What `--json` prints. There are no predictions yet: they are null."""
+        report = self.report.to_mapping()
+        phases = [{**phase, "predicted_peak_bytes": None} for phase in report["phases"]]
+        return report | {
+            "predicted": {"peak_bytes": None, "seconds": None},
+            "phases": phases,
+            "seed": self.prompt.seed,
+            "outputs": [str(path) for path in self._outputs],
+        }

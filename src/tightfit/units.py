@@ -1,0 +1,59 @@
+"""Sizes of memory: text ⇄ bytes. The only place where sizes are spelled.
+
+"8GB" is 8·10⁹ bytes and "8GiB" is 8·2³⁰, as the SI and IEC have them.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tightfit.errors import InputError
+
+__all__ = ["format_bytes", "format_seconds", "parse_bytes"]
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes of `size`: a number of bytes, or text such as "8GB" (10⁹), "1.5 GiB" (2³⁰), "512MiB".
+
+    Raises InputError where `size` is not positive or not a size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        value = size
+    else:
+        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+        if match is None or match[2].lower() not in _FACTORS:
+            raise InputError(f"{size!r} is not a size: write it like 8GB (10⁹ bytes each) or 8GiB (2³⁰)", size=str(size))
+        value = round(float(match[1]) * _FACTORS[match[2].lower()])
+    if value <= 0:
+        raise InputError(f"a size must be at least one byte, not {size!r}", size=str(size))
+    return value
+
+
+def format_bytes(count: float) -> str:
+    """`count` bytes as people read them: three digits and a binary unit.
+
+    >>> format_bytes(24_292_000_000)
+    '22.6 GiB'
+    """
+    if count < 0:
+        return "-" + format_bytes(-count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` as people read them: '0.42 s', '12.3 s', '4 min 05 s', '1 h 02 min'."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
