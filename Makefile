@@ -25,6 +25,7 @@ test-gpu: $(READY)  ## what needs a CUDA card; skipped where there is none
 bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/fp8.py
 	$(BIN)/python bench/levels.py
+	$(BIN)/python bench/vae.py
 	$(BIN)/python tools/make_readme.py
 
 lint: $(READY)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import logging
 import random
 import sys
+import threading
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
+from typer.core import TyperCommand
 
 from tightfit.errors import InputError, PlanError, TightfitError
 from tightfit.records import Plan, Request
@@ -20,51 +24,71 @@ from tightfit.records import Plan, Request
 if TYPE_CHECKING:
     from tightfit.run.job import Job
 
-app = typer.Typer(
-    help="Any diffusers pipeline, any memory budget, the same pictures.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
+EXAMPLES = """Any diffusers pipeline, any memory budget, the same pictures.
+
+Examples:
+
+  tightfit run "a red circle on the left"
+  tightfit run ./sdxl "an astronaut riding a horse" --level 3 --out horse.png
+  tightfit run --help
+"""
 
 RUN_EXAMPLES = """Generate pictures.
 
 Examples:
 
   tightfit run "a red circle on the left and a small blue square on the right"
+  tightfit run ./sdxl "an astronaut riding a horse" --level 3 --out horse.png
+  tightfit run ./flux "a lighthouse" --level 2 --set vae.tile=256
+  tightfit run "a green triangle at the top" --level 3 --timeline memory.png
 
-  tightfit run ./sdxl "an astronaut riding a horse" --level 3 --steps 30 --out horse.png
-
-  tightfit run ./flux "a lighthouse" --set vae.tile=256 --set components.vae.placement=resident
-
-  tightfit run "a green triangle at the top" --device loopback --level 3 --timeline memory.png
-
-MODEL is a diffusers folder or a hub id; left out, it is the small demo model that ships with tightfit.
+MODEL is a diffusers folder or a hub id. Left out, it is the demo model that
+ships with tightfit.
 """
 
-
-@app.callback()
-def main() -> None:
-    """Any diffusers pipeline, any memory budget, the same pictures."""
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 
-@app.command(help=RUN_EXAMPLES)
+class _Run(TyperCommand):
+    """Says in its usage line which of the words is which."""
+
+    def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:
+        return ["[OPTIONS]", "[MODEL]", "PROMPT"]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tightfit {metadata.version('tightfit')}")
+        raise typer.Exit
+
+
+@app.callback(help=EXAMPLES)
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What all commands have in common."""
+
+
+@app.command(cls=_Run, help=RUN_EXAMPLES)
 def run(
     words: Annotated[list[str], typer.Argument(metavar="[MODEL] PROMPT", help="What to draw, and with what.")],
+    *,
     level: Annotated[int | None, typer.Option(help="0 all on the device … 3 the least memory. Default: 0.")] = None,
     plan: Annotated[Path | None, typer.Option(help="YAML or JSON file of plan fields.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="One plan field, dotted.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A plan field.")] = None,
     height: Annotated[int | None, typer.Option(help="Pixels.")] = None,
     width: Annotated[int | None, typer.Option(help="Pixels.")] = None,
     frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     guidance: Annotated[float | None, typer.Option(help="How strongly the prompt steers.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same pictures. Default: a random one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same pictures. Default: random.")] = None,
     batch: Annotated[int, typer.Option(help="Pictures of the same prompt.")] = 1,
     negative: Annotated[str | None, typer.Option(help="What to keep away from.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or loopback. Default: the best there is.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or loopback. Default: the best.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
-    out: Annotated[Path | None, typer.Option(help="PNG file or existing folder. Default: named after the prompt.")] = None,
+    out: Annotated[Path | None, typer.Option(help="PNG file or folder. Default: named after the prompt.")] = None,
     timeline: Annotated[Path | None, typer.Option(help="Draw where the memory went, as PNG or SVG.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show bytes and phase while it runs.")] = False,
     snapshot: Annotated[Path | None, typer.Option(help="CUDA: allocator history for pytorch.org/memory_viz.")] = None,
@@ -75,17 +99,19 @@ def run(
     with _errors_as_lines(as_json):
         if len(words) > 2:
             raise InputError(f"run takes [MODEL] PROMPT, not {len(words)} words: put the prompt in quotes")
-        if verbose:
-            logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-        request = Request(height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch)
+        choices = _choices(plan, level, set_ or [])
+        many = None if batch == 1 else batch  # as good as not said
+        request = _request(
+            choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=many
+        )
         with _say("starting"):
             from tightfit.run.job import Job  # brings torch and diffusers, which takes seconds
-        from tightfit.run.request import Prompt
+            from tightfit.run.request import Prompt
 
         job = Job(
             prompt=Prompt(words[-1], random.randrange(2**32) if seed is None else seed, negative),
             request=request,
-            choices=_choices(plan, level, set_ or []),
+            choices=choices,
             model=words[0] if len(words) == 2 else None,
             device=device,
             dtype=dtype,
@@ -93,7 +119,8 @@ def run(
             timeline=timeline,
             snapshot=snapshot,
         )
-        _work(job, watch=watch, profile=profile, as_json=as_json)
+        with _log_to_stderr(verbose), _quiet_transformers(), _interrupts_kept():
+            _work(job, watch=watch, profile=profile, as_json=as_json)
 
 
 def _choices(plan: Path | None, level: int | None, changes: list[str]) -> dict[str, Any]:
@@ -112,8 +139,15 @@ def _choices(plan: Path | None, level: int | None, changes: list[str]) -> dict[s
 def _value(change: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
         raise PlanError(f"--set {change!r}: the value is not YAML") from None
+
+
+def _request(choices: dict[str, Any], **asked: Any) -> Request:
+    """What the options ask for, over the request of the plan's own fields, which goes out of `choices`."""
+    given = choices.pop("request", None) or {}
+    options = {field: value for field, value in asked.items() if value is not None}
+    return Request.from_mapping(given | options if isinstance(given, dict) else given)
 
 
 def _set(fields: dict[str, Any], path: list[str], value: Any) -> None:
@@ -153,6 +187,53 @@ def _say(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _log_to_stderr(wanted: bool) -> Iterator[None]:
+    """tightfit's own log, one line per call, on stderr."""
+    logger, handler = logging.getLogger("tightfit"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    level = logger.level
+    if wanted:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keeps transformers' notices off the terminal. diffusers' stay: they say what was done to the request."""
+    from transformers.utils import logging as library
+
+    level = library.get_verbosity()
+    library.set_verbosity_error()
+    try:
+        yield
+    finally:
+        library.set_verbosity(level)
+
+
+@contextlib.contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Ctrl-C again, a moment later, where the first came while a weak reference died: Python swallows it there."""
+    before = sys.unraisablehook
+
+    def look(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            threading.Timer(0.02, _thread.interrupt_main).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = look
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+@contextlib.contextmanager
 def _errors_as_lines(as_json: bool) -> Iterator[None]:
     """Ends the command with one line on stderr and the right exit code, whatever goes wrong."""
     try:
@@ -160,18 +241,20 @@ def _errors_as_lines(as_json: bool) -> Iterator[None]:
     except TightfitError as error:
         raise _ended(error, str(error), error.exit_code, as_json, error.facts) from error
     except KeyboardInterrupt as error:
-        raise _ended(error, "interrupted: nothing was written", 130, as_json) from error
+        raise _ended(error, "interrupted: no half-written file is left", 130, as_json) from error
     except Exception as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        line = f"{type(error).__name__}: {error}"[:500]
         raise _ended(error, line, 1, as_json) from error
 
 
 def _ended(
     error: BaseException, message: str, code: int, as_json: bool, facts: dict[str, object] | None = None
 ) -> typer.Exit:
+    message = " ".join(message.split())
     typer.secho(f"tightfit: {message}", err=True, fg="red")
     if as_json:
-        typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": message, **(facts or {})}}, default=str))
+        told = {"type": type(error).__name__, "message": message, **(facts or {})}
+        typer.echo(json.dumps({"error": told}, default=str))
     return typer.Exit(code)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import CLIPTextModel, CLIPTokenizer
 
@@ -25,21 +26,36 @@ from tightfit.demo.grammar import caption, random_scene
 BATCH = 32
 RATE = 6e-4
 WARMUP = 300  # steps
+ENCODED = 64  # scenes at a time
 DROPPED = 0.1  # share of captions left empty, for guidance
 
 
 @torch.no_grad()
-def make_latents(autoencoder: AutoencoderKL, count: int, seed: int, device: torch.device) -> tuple[torch.Tensor, list[str]]:
-    """`count` scenes as normalised latents (count, 16, 8, 8) and their captions; 60 % hold two things."""
+def make_latents(
+    autoencoder: AutoencoderKL, count: int, seed: int, device: torch.device, cache: Path
+) -> tuple[torch.Tensor, list[str]]:
+    """`count` scenes as normalised latents (count, 4, 16, 16) and their captions; 60 % hold two things.
+
+    Encoding takes minutes: what is done is kept in `cache`, and the rest goes on from there.
+    """
     rng = random.Random(seed)
-    latents, captions = [], []
-    for first in range(0, count, 64):
-        scenes = [random_scene(rng, 2 if rng.random() < 0.6 else 1) for _ in range(min(64, count - first))]
-        drawn = torch.stack([torch.from_numpy(draw(scene, rng)) for scene in scenes]).to(device)
+    kept = load_file(cache)["latents"] if cache.exists() else torch.empty(0)
+    latents, captions = [kept], []
+    for first in range(0, count, ENCODED):
+        scenes = [random_scene(rng, 2 if rng.random() < 0.6 else 1) for _ in range(ENCODED)]
+        pictures = [draw(scene, random.Random(seed + first + row)) for row, scene in enumerate(scenes)]
+        captions += [caption(scene, rng) for scene in scenes]
+        if first < len(kept):
+            continue
+        drawn = torch.stack([torch.from_numpy(picture) for picture in pictures]).to(device)
         pixels = drawn.permute(0, 3, 1, 2).float() / 127.5 - 1
         latents.append(autoencoder.encode(pixels).latent_dist.mean)
-        captions += [caption(scene, rng) for scene in scenes]
-    return torch.cat(latents), captions
+        if (first // ENCODED) % 16 == 15 or first + ENCODED >= count:
+            latents = [torch.cat([part for part in latents if len(part)])]
+            save_file({"latents": latents[0]}, cache)
+            print(f"encoded {len(latents[0])} of {count} scenes", flush=True)
+    whole = torch.cat([part for part in latents if len(part)])
+    return whole[:count], captions[:count]
 
 
 def train(
@@ -56,7 +72,9 @@ def train(
     score_every: int = 600,
 ) -> tuple[CLIPTextModel, UNet2DConditionModel]:
     """Trains for `steps` steps on `scenes` drawn scenes; returns the averaged text encoder and denoiser."""
-    latents, captions = make_latents(autoencoder.to(device), scenes, seed + 1, device)
+    latents, captions = make_latents(
+        autoencoder.to(device), scenes, seed + 1, device, folder / "latents.safetensors"
+    )
     empty = tokenizer("", padding="max_length", return_tensors="pt").input_ids
     tokens = tokenizer(captions, padding="max_length", return_tensors="pt").input_ids
     noise_levels = make_scheduler().alphas_cumprod.to(device)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["load_pipeline"]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_MISSING = re.compile(r"^(?P<weight>\S.*?) *\| MISSING\b", re.MULTILINE)  # a row of transformers' load report
+_MISSING = re.compile(r"^(\S.*?) *\| MISSING\b", re.MULTILINE)  # a row of transformers' load report
 _MISMATCH = re.compile(r"^(?P<weight>\S.*?) *\| MISMATCH \|(?P<shapes>.*)", re.MULTILINE)
-_UNFILLED = re.compile(r"and are newly initialized: \['(?P<weight>[^']+)'")  # what diffusers says instead
+_UNFILLED = re.compile(r"and are newly initialized: \['([^']+)'")  # what diffusers says, without accelerate
 
 
 def load_pipeline(folder: ModelFolder, dtype: torch.dtype | None = None) -> DiffusionPipeline:
@@ -83,11 +83,10 @@ def _first_line(error: Exception) -> str:
 
 def _check_complete(folder: ModelFolder, pipe: DiffusionPipeline, notices: list[str]) -> None:
     """ModelError where weights have no value (they are still on "meta") or were made up."""
+    parts = [(name, part) for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)]
+    empty = [f"{name}.{weight}" for name, part in parts for weight, value in part.named_parameters() if value.is_meta]
     said = "\n".join(notices)
-    lacking = [match["weight"] for pattern in (_MISSING, _UNFILLED) for match in pattern.finditer(said)]
-    for name, part in pipe.components.items():
-        if isinstance(part, torch.nn.Module):
-            lacking += [f"{name}.{weight}" for weight, value in part.named_parameters() if value.is_meta]
+    lacking = empty + _MISSING.findall(said) or _UNFILLED.findall(said)
     if lacking:
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise ModelError(

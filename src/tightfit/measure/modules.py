@@ -68,24 +68,13 @@ def find_units(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    listed = isinstance(module, nn.ModuleList | nn.ModuleDict)  # has no forward of its own: its elements do
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        for key, element in _elements(child):
-            if _runs(element):
-                yield f"{path}.{key}", element
-            else:
-                yield from _blocks(element, f"{path}.{key}.")
-        if not isinstance(child, nn.ModuleList | nn.ModuleDict):
+        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield path, child
+        else:
             yield from _blocks(child, f"{path}.")
-
-
-def _elements(child: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(child, nn.ModuleList | nn.ModuleDict):
-        yield from child.named_children()
-
-
-def _runs(module: nn.Module) -> bool:
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def weight_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

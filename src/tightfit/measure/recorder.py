@@ -16,6 +16,7 @@ from tightfit.records import PhaseTrace, Sample, Trace
 __all__ = ["LiveNumbers", "Recorder"]
 
 MAX_SAMPLES = 4096
+FINEST = 0.0005  # seconds between samples, until there are too many
 RSS_EVERY = 0.02  # seconds
 
 
@@ -57,7 +58,8 @@ class Recorder:
     _started: float = 0.0
     _phases: list[_Phase] = field(default_factory=list)
     _samples: list[Sample] = field(default_factory=list)
-    _resolution: float = 0.0005
+    _latest: Sample | None = None  # newer than the last sample, and lower
+    _resolution: float = 0.0
     _rss: tuple[float, int, int] = (0.0, 0, 0)  # when, last, peak
     _lossy: dict[str, None] = field(default_factory=dict)
     _notes: dict[str, None] = field(default_factory=dict)
@@ -80,7 +82,7 @@ class Recorder:
     def _begin(self) -> None:
         self._calls += 1
         self._activations, self._started = 0, time.perf_counter()
-        self._phases, self._samples, self._resolution = [], [], 0.0005
+        self._phases, self._samples, self._latest, self._resolution = [], [], None, FINEST
         self._rss = (0.0, 0, 0)
         self._lossy.clear()
         self._notes.clear()
@@ -152,23 +154,32 @@ class Recorder:
             phase = self._phases[-1]
             phase.peak = max(phase.peak, total, self.device.peak_bytes() or 0)
             phase.peak_weights = max(phase.peak_weights, self.weights)
-        sample = Sample.model_construct(seconds=now, weights=self.weights, activations=max(self._activations, 0))
-        if self._samples and now - self._samples[-1].seconds < self._resolution:
-            last = self._samples[-1]
-            if total > last.weights + last.activations:  # within one resolution, the highest stands
-                self._samples[-1] = sample.model_copy(update={"seconds": last.seconds})
-        else:
-            self._samples.append(sample)
-        if len(self._samples) > MAX_SAMPLES:
-            self._thin()
+        self._add(Sample.model_construct(seconds=now, weights=self.weights, activations=max(self._activations, 0)))
         if now - self._rss[0] > RSS_EVERY:
             rss = int(self._process.memory_info().rss)
             self._rss = (now, rss, max(rss, self._rss[2]))
 
+    def _add(self, sample: Sample) -> None:
+        """Of what happens within one resolution, the highest and the last are kept."""
+        last = self._samples[-1] if self._samples else None
+        if last is not None and sample.seconds - last.seconds < self._resolution:
+            if _total(sample) > _total(last):
+                self._samples[-1] = sample.model_copy(update={"seconds": last.seconds})
+                self._latest = None
+            else:
+                self._latest = sample
+            return
+        if self._latest is not None:
+            self._samples.append(self._latest)
+            self._latest = None
+        self._samples.append(sample)
+        if len(self._samples) > MAX_SAMPLES:
+            self._thin()
+
     def _thin(self) -> None:
         """Halves the samples, keeping the higher of each two."""
         pairs = zip(self._samples[::2], self._samples[1::2], strict=False)
-        self._samples = [max(pair, key=lambda s: s.weights + s.activations) for pair in pairs]
+        self._samples = [max(pair, key=_total) for pair in pairs]
         self._resolution *= 2
 
     def live(self) -> LiveNumbers:
@@ -183,7 +194,7 @@ class Recorder:
         self.device.synchronize()
         self._look()
         seconds = time.perf_counter() - self._started
-        ends = [phase.start for phase in self._phases[1:]] + [seconds]
+        ends = [phase.start for phase in self._phases[1:]] + [seconds] * bool(self._phases)
         phases = tuple(
             PhaseTrace(
                 name=p.name,
@@ -202,8 +213,12 @@ class Recorder:
             device=self.device.name,
             seconds=seconds,
             phases=phases,
-            samples=tuple(self._samples),
+            samples=(*self._samples, *([self._latest] if self._latest else [])),
             rss_peak_bytes=max(self._rss[2], int(self._process.memory_info().rss)),
             lossy=tuple(self._lossy),
             notes=tuple(self._notes),
         )
+
+
+def _total(sample: Sample) -> int:
+    return sample.weights + sample.activations

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,14 +26,15 @@ def output_paths(out: Path | None, prompt: str, count: int) -> list[Path]:
 
     A folder gets such names inside; a file name is numbered when there are several.
     """
-    if out is not None and out.suffix.lower() != ".png" and not out.is_dir():
-        raise InputError(f"--out {out} must be a .png file or a folder that exists", out=str(out))
-    if out is None or out.is_dir():
-        folder = out or Path()
-        stem = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
-        tries = (_numbered(folder / f"{stem}{number}.png", count) for number in ("", *(f"-{n}" for n in range(2, 10_000))))
-        return next(paths for paths in tries if not any(path.exists() for path in paths))
-    return _numbered(out, count)
+    if out is not None and not os.path.isdir(out):
+        if out.suffix.lower() != ".png":
+            raise InputError(f"--out {out} must be a .png file or a folder that exists", out=str(out))
+        return _numbered(out, count)
+    folder = out or Path()
+    stem = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    tries = (_numbered(folder / f"{name}.png", count) for name in names)
+    return next(paths for paths in tries if not any(map(os.path.lexists, paths)))
 
 
 def _numbered(path: Path, count: int) -> list[Path]:
@@ -40,8 +44,9 @@ def _numbered(path: Path, count: int) -> list[Path]:
 def check_writable(path: Path) -> None:
     """InputError now if `path` could not be written later."""
     try:
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder")
+        with contextlib.suppress(FileNotFoundError):  # of the file itself, or of the folder: that is told below
+            if stat.S_ISDIR(path.stat().st_mode):
+                raise IsADirectoryError(errno.EISDIR, "it is a folder")
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -51,7 +56,7 @@ def check_writable(path: Path) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` that becomes it when all went well, and vanishes when not."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tightfit-", suffix=path.suffix)
     os.close(handle)
     partial = Path(name)
     try:
@@ -69,12 +74,15 @@ def _umask() -> int:
 
 
 def save_pictures(pictures: list[Any], paths: list[Path], metadata: dict[str, str]) -> None:
-    """Each picture (a PIL image, or a list of them: a video, saved as an animated PNG) with `metadata` as PNG text."""
+    """Each picture (a PIL image, or a list of them: a video, saved as an animated PNG) with `metadata` as PNG text.
+
+    All of them are written, or none.
+    """
     info = PngInfo()
     for key, value in metadata.items():
         info.add_itxt(key, value)
-    for picture, path in zip(pictures, paths, strict=True):
-        frames: list[Image.Image] = picture if isinstance(picture, list) else [picture]
-        with replacing(path) as partial:
+    with contextlib.ExitStack() as whole:
+        for picture, path in zip(pictures, paths, strict=True):
+            frames: list[Image.Image] = picture if isinstance(picture, list) else [picture]
             video = {"save_all": True, "append_images": frames[1:], "duration": 125} if len(frames) > 1 else {}
-            frames[0].save(partial, format="PNG", pnginfo=info, **video)
+            frames[0].save(whole.enter_context(replacing(path)), format="PNG", pnginfo=info, **video)

@@ -19,6 +19,7 @@ from tightfit.run.request import Prompt, call_arguments
 __all__ = ["Result", "generate", "with_loading"]
 
 Progress = Callable[[int, int], None]  # steps done, steps in all
+_CHECKS = ("check_inputs", "set_timesteps")  # where pipelines and schedulers look at what they are given
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ def generate(pipe: Any, fitted: Fitted, prompt: Prompt, request: Request, progre
     """Calls `pipe`, which follows `fitted`, once. RequestError for what it does not take."""
     arguments = call_arguments(pipe, prompt, request)
     taken = inspect.signature(type(pipe).__call__).parameters
+    if "output_type" in taken:
+        arguments["output_type"] = "pil"  # the default of some is arrays
     if progress is not None and "callback_on_step_end" in taken:
 
         def step_done(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -42,17 +45,17 @@ def generate(pipe: Any, fitted: Fitted, prompt: Prompt, request: Request, progre
     try:
         output = pipe(**arguments)
     except ValueError as error:
-        if _raised_in(error, "check_inputs"):  # the pipeline's own look at what it was given
+        if _raised_in(error, _CHECKS):
             raise RequestError(" ".join(str(error).split())) from error
         raise
     return Result(list(output[0]), fitted.report())
 
 
-def _raised_in(error: BaseException, function: str) -> bool:
+def _raised_in(error: BaseException, functions: tuple[str, ...]) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_name == function
+    return trace is not None and trace.tb_frame.f_code.co_name in functions
 
 
 def with_loading(report: Report, seconds: float, weights: int) -> Report:

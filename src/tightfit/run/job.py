@@ -45,7 +45,7 @@ class Job:
 
     def prepare(self) -> None:
         """Everything that can be wrong is found here, before anything is loaded or written."""
-        Plan.from_mapping({**self.choices, "components": self.choices.get("components") or {}})
+        Plan.from_mapping(self.choices)
         self._target: Device = choose_device(self.device or self.choices.get("device"))
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise InputError(unknown_name("dtype", self.dtype, _DTYPES), dtype=self.dtype)
@@ -54,10 +54,17 @@ class Job:
         if self.timeline is not None and self.timeline.suffix.lower() not in (".png", ".svg"):
             raise InputError(f"--timeline {self.timeline} must end in .png or .svg", timeline=str(self.timeline))
         self._outputs = output_paths(self.out, self.prompt.text, self.request.batch)
-        for path in (*self._outputs, self.timeline, self.snapshot):
-            if path is not None:
-                check_writable(path)
+        self._check_places([path for path in (*self._outputs, self.timeline, self.snapshot) if path is not None])
         self._folder: ModelFolder = find_model(self.model)
+
+    def _check_places(self, paths: list[Path]) -> None:
+        """Each can be written, and none is written twice."""
+        for path in paths:
+            check_writable(path)
+        places = [path.resolve() for path in paths]
+        for path, place in zip(paths, places, strict=True):
+            if places.count(place) > 1:
+                raise InputError(f"{path} was asked for twice: give each file a name of its own", path=str(path))
 
     def warnings(self) -> list[str]:
         """What the demo model will not understand."""
@@ -73,7 +80,7 @@ class Job:
         name = self.dtype or ("float32" if self._target.torch_device.type == "cpu" else None)
         self._pipe = load_pipeline(self._folder, getattr(torch, name) if name else None)
         call_arguments(self._pipe, self.prompt, self.request)
-        choices = self.choices or {"level": 0}
+        choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
         self.fitted: Fitted = fit(self._pipe, plan=choices, request=self.request, device=self._target)
         self._loading = elapsed()
 
@@ -98,6 +105,7 @@ class Job:
             "plan": self.report.plan.to_json(),
             "model": self._folder.path.name if self.model else "tightfit demo model",
         }
+        self._outputs = output_paths(self.out, self.prompt.text, len(pictures))  # by now, others may have taken names
         save_pictures(pictures, self._outputs, metadata | {"Software": "tightfit"})
         self.written += self._outputs
         if self.timeline is not None:

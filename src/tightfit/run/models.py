@@ -11,7 +11,7 @@ from tightfit.errors import ModelError
 
 __all__ = ["find_model"]
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def find_model(name: str | None) -> ModelFolder:
@@ -25,11 +25,13 @@ def find_model(name: str | None) -> ModelFolder:
 
 
 def _download(name: str) -> Path:
-    """The hub's `name`, fetched or from the cache: configurations and safetensors only."""
+    """The hub's `name`, fetched or from the cache: configurations, and the safetensors of its components only."""
     from huggingface_hub import snapshot_download
 
+    wanted = ["*.json", "*.txt", "*.model", "*/*.safetensors"]  # not the whole model again as one file at the top
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model", "*.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the hub's errors have no common base, and any of them means the same here
         cause = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"{name} is neither a folder here nor to be had from the hub: {cause[0]}", model=name) from error
+        said = f"{name} is neither a folder here nor to be had from the hub: {cause[0]}"
+        raise ModelError(said, model=name) from error

@@ -49,10 +49,8 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments: dict[str, Any] = {"prompt": prompt.text}
-    for field, name in _NAMES.items():
-        value = getattr(request, field)
-        if value is not None:
-            arguments[name] = value
+    asked = {name: getattr(request, field) for field, name in _NAMES.items()}
+    arguments |= {name: value for name, value in asked.items() if value is not None}
     if prompt.negative is not None:
         arguments["negative_prompt"] = prompt.negative
     if request.batch > 1:
@@ -60,7 +58,7 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
         arguments[many[0] if many else "num_images_per_prompt"] = request.batch
     for name in arguments:
         if name not in taken:
-            raise RequestError(f"{type(pipe).__name__} takes no {name}", name=name)
+            raise RequestError(f"{type(pipe).__name__} takes no {name.replace('_', ' ')}", name=name)
     _check_size(pipe, request)
     generators = [torch.Generator().manual_seed(prompt.seed + index) for index in range(request.batch)]
     return arguments | {"generator": generators if request.batch > 1 else generators[0]}
@@ -75,7 +73,7 @@ def size_multiple(pipe: Any) -> int:
         return multiple
     patch = denoiser.config.get("patch_size") or 1
     patch = patch if isinstance(patch, int) else patch[-1]
-    packed = 2 if type(pipe).__name__.startswith("Flux") and patch == 1 else 1  # packs 2×2 latents outside the network
+    packed = 2 if type(pipe).__name__.startswith(("Flux", "Chroma")) and patch == 1 else 1  # packs 2×2 latents outside the network
     return int(multiple * patch * packed)
 
 

@@ -20,10 +20,12 @@ _ADDED = ("down_block_additional_residuals", "down_intrablock_additional_residua
 def move_waiting(module: Any, device: Device, recorder: Recorder, undo: ExitStack) -> None:
     """Sends what `module`'s down blocks leave for its up blocks to host memory until it is needed."""
     stays = False
+    away_now: set[int] = set()  # which tensors wait in host memory
 
     def start(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal stays
         stays = any(kwargs.get(name) is not None for name in _ADDED)
+        away_now.clear()
 
     def away(_: nn.Module, args: Any, output: Any) -> Any:
         if stays or not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], tuple)):
@@ -31,14 +33,21 @@ def move_waiting(module: Any, device: Device, recorder: Recorder, undo: ExitStac
         with recorder.uncounted():
             stored = tuple(device.store(skip) for skip in output[1])
         recorder.moved(bytes_out=sum(skip.nbytes for skip in stored))
+        away_now.update(map(id, stored))
         return output[0], stored
 
     def back(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         skips = kwargs.get("res_hidden_states_tuple")
         if stays or skips is None:
             return None
-        recorder.moved(bytes_in=sum(skip.nbytes for skip in skips))
-        return args, kwargs | {"res_hidden_states_tuple": tuple(_bring(skip, device) for skip in skips)}
+        recorder.moved(bytes_in=sum(skip.nbytes for skip in skips if id(skip) in away_now))
+        return args, kwargs | {"res_hidden_states_tuple": tuple(map(bring, skips))}
+
+    def bring(skip: torch.Tensor) -> torch.Tensor:
+        if id(skip) not in away_now:
+            return skip
+        away_now.remove(id(skip))
+        return device.bring(skip)
 
     undo.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
     for block in module.down_blocks:
@@ -46,6 +55,3 @@ def move_waiting(module: Any, device: Device, recorder: Recorder, undo: ExitStac
     for block in module.up_blocks:
         undo.callback(block.register_forward_pre_hook(back, with_kwargs=True).remove)
 
-
-def _bring(skip: torch.Tensor, device: Device) -> torch.Tensor:
-    return device.bring(skip) if skip.device != device.torch_device or device.kind == "loopback" else skip

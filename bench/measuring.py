@@ -1,0 +1,83 @@
+"""What the benches share: one way to count bytes and time for everybody, and one way to write it down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tightfit.devices.choice import find_machine
+from tightfit.measure.meter import TensorMeter
+from tightfit.run.files import replacing
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Peak:
+    """The most bytes of tensors that were alive at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def change(self, difference: int) -> None:
+        self.now += difference
+        self.most = max(self.most, self.now)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Peak]:
+    peak = Peak()
+    with torch.no_grad(), TensorMeter(peak.change):
+        yield peak
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    with torch.no_grad():
+        call()
+    return time.perf_counter() - started
+
+
+def side_by_side(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median seconds of each call, taken in turns (A B C A B C …) so that noise hits all alike."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        seconds_of(call)  # warm
+    for _ in range(rounds):
+        for name, call in calls.items():
+            taken[name].append(seconds_of(call))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def psnr(value: torch.Tensor, reference: torch.Tensor, span: float) -> float:
+    """Peak signal-to-noise ratio in dB; infinite where they are equal."""
+    error = float((value.double() - reference.double()).square().mean())
+    return float("inf") if error == 0 else float(10 * torch.log10(torch.tensor(span**2 / error)))
+
+
+def write(name: str, facts: dict[str, Any]) -> None:
+    """bench/results/NAME.json, with the machine and the versions it was measured on."""
+    machine = find_machine()
+    where = {
+        "accelerator": machine.accelerators[0].name,
+        "cores": machine.cores,
+        "cpu": _cpu(),
+        **{library: version(library) for library in ("torch", "diffusers", "transformers", "tightfit")},
+    }
+    with replacing(RESULTS / f"{name}.json") as partial:
+        partial.write_text(json.dumps({"machine": where, **facts}, indent=2) + "\n")
+    print(json.dumps(facts, indent=2))
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

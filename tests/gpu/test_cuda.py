@@ -1,0 +1,66 @@
+"""On a real card: the same pictures as with everything resident, at lower peaks, and nothing left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from inspection import assert_same, imprint, relative_error
+from tightfit import fit
+from tightfit.devices.cuda import cuda_count
+from tiny_pipelines import CASES, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_level_gives_what_level_0_gives(case, level) -> None:
+    pipe = case.make()
+    home = run(pipe, case)
+    before = imprint(pipe)
+    fit(pipe, level=0, device="cuda")
+    resident = run(pipe, case).cpu()
+    fitted = fit(pipe, plan={"level": level, "vae": {"slicing": False}}, device="cuda")
+    output = run(pipe, case).cpu()
+    assert torch.equal(output, resident)
+    assert fitted.report().trace.lossy == ()
+    fitted.undo()
+    assert_same(before, imprint(pipe))
+    assert torch.equal(run(pipe, case), home)
+
+
+def test_streaming_lowers_the_allocators_peak() -> None:
+    case = next(case for case in CASES if case.name == "StableDiffusionXL")
+    pipe, peaks = case.make(), []
+    for level in (0, 3):
+        fitted = fit(pipe, level=level, device="cuda")
+        run(pipe, case)
+        peaks.append(fitted.report().trace.peak_bytes)
+        fitted.undo()
+        torch.cuda.empty_cache()
+    assert peaks[1] < 0.8 * peaks[0]
+
+
+def test_fp8_on_the_card() -> None:
+    case = next(case for case in CASES if case.name == "Flux")
+    pipe = case.make()
+    before = imprint(pipe)
+    fit(pipe, level=0, device="cuda")
+    plain = run(pipe, case).cpu()
+    fitted = fit(
+        pipe, plan={"components": {"transformer": {"storage": "float8_e4m3fn", "placement": "per-unit"}}}, device="cuda"
+    )
+    assert 0 < relative_error(run(pipe, case).cpu(), plain) < 0.3
+    fitted.undo()
+    assert_same(before, imprint(pipe))
+
+
+def test_snapshot_is_written(tmp_path) -> None:
+    from tightfit.devices.choice import choose_device
+
+    device = choose_device("cuda")
+    device.check_history()
+    device.record_history()
+    torch.ones(1000, device=device.torch_device)
+    device.write_snapshot(tmp_path / "snapshot.pickle")
+    assert (tmp_path / "snapshot.pickle").stat().st_size > 0

@@ -1,0 +1,63 @@
+"""The commands and options of the command line, frozen."""
+
+from __future__ import annotations
+
+from typer.main import get_command
+
+from tightfit.cli import app
+
+COMMANDS = {
+    "run": [
+        "[MODEL] PROMPT",
+        "--batch",
+        "--device",
+        "--dtype",
+        "--frames",
+        "--guidance",
+        "--height",
+        "--json",
+        "--level",
+        "--negative",
+        "--out",
+        "--plan",
+        "--profile",
+        "--seed",
+        "--set",
+        "--snapshot",
+        "--steps",
+        "--timeline",
+        "--verbose",
+        "--watch",
+        "--width",
+    ],
+}
+
+
+def found() -> dict[str, list[str]]:
+    commands = {}
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        arguments = [str(p.metavar) for p in command.params if p.param_type_name == "argument"]
+        options = [o for p in command.params if p.param_type_name == "option" for o in [*p.opts, *p.secondary_opts]]
+        commands[name] = [*arguments, *sorted(options)]
+    return commands
+
+
+def test_the_commands_and_options_are_those_that_were_agreed() -> None:
+    assert found() == COMMANDS, (
+        "changing this list is changing the public face: somebody's script breaks with every option that goes or is "
+        "renamed, and every option that comes stays for good. If it is meant, change COMMANDS, the README and the "
+        "CHANGELOG together."
+    )
+
+
+def test_every_command_and_option_is_explained() -> None:
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        assert "Examples:" in command.help, f"tightfit {name} --help shows no examples"
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"tightfit {name}: {parameter.name} has no help text"
+
+
+def test_options_left_out_leave_the_decision_to_the_request_and_the_plan() -> None:
+    (run,) = get_command(app).commands.values()  # type: ignore[attr-defined]
+    told = {p.name: p.default for p in run.params if p.param_type_name == "option" and p.default not in (None, False)}
+    assert told == {"batch": 1}
