@@ -1,4 +1,4 @@
-"""fp8 storage: bytes, time and pictures, beside diffusers' layerwise casting, on the demo's UNet and a 100 M transformer."""
+"""fp8 storage: bytes, time and pictures, beside diffusers' layerwise casting: the demo's UNet, a 100 M transformer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel
+
 from measuring import psnr, side_by_side, write
 from tightfit import fit
 from tightfit.checkpoint.loading import load_pipeline
@@ -30,7 +31,13 @@ def draw(pipe: Any, prompts: list[str]) -> torch.Tensor:
     batches = []
     for first in range(0, len(prompts), 10):
         part = slice(first, first + 10)
-        output = pipe(prompts[part], num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=generators[part], output_type="pt")
+        output = pipe(
+            prompts[part],
+            num_inference_steps=STEPS,
+            guidance_scale=GUIDANCE,
+            generator=generators[part],
+            output_type="pt",
+        )
         batches.append(output.images)
     return torch.cat(batches)
 
@@ -53,7 +60,11 @@ def demo() -> dict[str, Any]:
         stored = weight_bytes(half.unet)
         fitted.undo()
         fitted = fit(pipe, plan={"components": {"unet": {"storage": form}}}, device="cpu")
-        facts[form] = {"unet_bytes": stored, "share": round(stored / loaded, 3), "psnr": mean_psnr(draw(pipe, prompts), plain)}
+        facts[form] = {
+            "unet_bytes": stored,
+            "share": round(stored / loaded, 3),
+            "psnr": mean_psnr(draw(pipe, prompts), plain),
+        }
         fitted.undo()
         rival = demo_pipeline()
         rival.unet.enable_layerwise_casting(storage_dtype=getattr(torch, form), compute_dtype=torch.float32)
@@ -66,7 +77,9 @@ def transformer() -> dict[str, Any]:
     """A random Flux transformer of about 100 M parameters in bfloat16."""
     torch.manual_seed(0)
     size: dict[str, Any] = {"attention_head_dim": 64, "num_attention_heads": 8, "joint_attention_dim": 512}
-    model = FluxTransformer2DModel(num_layers=6, num_single_layers=16, pooled_projection_dim=64, axes_dims_rope=(16, 24, 24), **size)
+    model = FluxTransformer2DModel(
+        num_layers=6, num_single_layers=16, pooled_projection_dim=64, axes_dims_rope=(16, 24, 24), **size
+    )
     model = model.to(torch.bfloat16).eval()
     tokens, text = 256, 64
     inputs = {

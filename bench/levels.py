@@ -1,10 +1,11 @@
-"""The four levels on the demo model, played on the loopback card: peaks, bytes moved, time beside the untouched pipeline."""
+"""The four levels on the demo model, played on the loopback card: peaks, bytes moved, time beside the untouched."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
 from fp8 import demo_pipeline
 from measuring import side_by_side, write
 from tightfit import fit

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from tightfit.devices.choice import find_machine
 from tightfit.measure.meter import TensorMeter
 from tightfit.run.files import replacing

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from fp8 import demo_pipeline
 from measuring import counting, psnr, side_by_side, write
 from tightfit import fit

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tiny_pipelines import CASES, TinyCase, run
 
 

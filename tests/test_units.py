@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.errors import InputError
@@ -45,10 +45,28 @@ def test_a_number_is_a_number_of_bytes(size: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GB", "8G", "8GBB", "8 gigs", "-8GB", "+8GB", "1e9", "8,5GB", "8.GB", "1.2.3GB", "8GB RAM", "0x10", "inf", "nan"],
+    [
+        "",
+        "GB",
+        "8G",
+        "8GBB",
+        "8 gigs",
+        "-8GB",
+        "+8GB",
+        "1e9",
+        "8,5GB",
+        "8.GB",
+        "1.2.3GB",
+        "8GB RAM",
+        "0x10",
+        "inf",
+        "nan",
+    ],
 )
 def test_what_is_no_size_is_refused_with_a_size_that_would_be(text: str) -> None:
-    with pytest.raises(InputError, match=r"is not a size: write it like 8GB \(10⁹ bytes each\) or 8GiB \(2³⁰\)") as error:
+    with pytest.raises(
+        InputError, match=r"is not a size: write it like 8GB \(10⁹ bytes each\) or 8GiB \(2³⁰\)"
+    ) as error:
         parse_bytes(text)
     assert repr(text) in str(error.value)
     assert error.value.facts == {"size": text}
@@ -67,7 +85,13 @@ def test_less_than_one_byte_is_refused(size: str | int) -> None:
     assert error.value.facts == {"size": str(size)}
 
 
-@given(st.integers(1, 10**6), st.sampled_from(SPELLINGS), st.sampled_from(["", " "]), st.sampled_from([str.lower, str.upper]))
+@settings(deadline=None)
+@given(
+    st.integers(1, 10**6),
+    st.sampled_from(SPELLINGS),
+    st.sampled_from(["", " "]),
+    st.sampled_from([str.lower, str.upper]),
+)
 def test_case_and_space_do_not_matter(count: int, unit: str, space: str, spelled: object) -> None:
     assert callable(spelled)
     base = 1024 if "i" in unit else 1000
@@ -98,16 +122,19 @@ def test_a_size_is_written_in_three_digits(count: float, text: str) -> None:
     assert format_bytes(count) == text
 
 
+@settings(deadline=None)
 @given(st.integers(1, 999 * 2**40))
 def test_what_is_written_reads_back_within_one_percent(count: int) -> None:
     assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.01)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 999 * 2**40))
 def test_a_written_size_is_short(count: int) -> None:
     assert len(format_bytes(count)) <= len("0.999 GiB")
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**49), st.integers(1, 2**49))
 def test_the_larger_is_never_written_as_the_smaller(one: int, other: int) -> None:
     small, large = sorted((one, other))

@@ -1,7 +1,7 @@
 """bench/results/*.json → the tables of README.md and of the demo model's card. Run by `make bench`.
 
-    python tools/make_readme.py          # rewrite what stands between the markers
-    python tools/make_readme.py --check  # exit 1 if that would change anything
+python tools/make_readme.py          # rewrite what stands between the markers
+python tools/make_readme.py --check  # exit 1 if that would change anything
 """
 
 from __future__ import annotations
@@ -76,8 +76,22 @@ def fp8() -> str:
     for form in ("float8_e4m3fn", "float8_e5m2"):
         demo, model = facts["demo"], facts["transformer"]
         theirs = demo[f"diffusers {form}"]["psnr"]
-        rows.append((form, f"{demo[form]['share']:.2f} ×", f"{model[form]['share']:.2f} ×", f"{demo[form]['psnr']} dB", f"{theirs} dB"))
-    head = ("", "demo UNet, bytes of float16", "100 M transformer, bytes of bfloat16", "demo pictures, PSNR", "diffusers' casting, PSNR")
+        rows.append(
+            (
+                form,
+                f"{demo[form]['share']:.2f} ×",
+                f"{model[form]['share']:.2f} ×",
+                f"{demo[form]['psnr']} dB",
+                f"{theirs} dB",
+            )
+        )
+    head = (
+        "",
+        "demo UNet, bytes of float16",
+        "100 M transformer, bytes of bfloat16",
+        "demo pictures, PSNR",
+        "diffusers' casting, PSNR",
+    )
     return table(head, rows)
 
 

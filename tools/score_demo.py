@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.progress import track
+
 from demo_training.scores import GUIDANCE, STEPS, verdicts
 from demo_training.sheet import draw_sheet
-from rich.progress import track
 from tightfit.checkpoint.folder import check_folder
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.demo.grammar import random_scene

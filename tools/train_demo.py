@@ -13,6 +13,7 @@ from typing import Annotated
 
 import torch
 import typer
+
 from demo_training import autoencoder, denoiser, networks, text
 
 
@@ -33,7 +34,16 @@ def main(
     autoencoder.train(vae, work, steps=2000, whole=200, seed=seed, device=place)
     text.train(encoder, tokenizer, work, steps=300, seed=seed, device=place)
     encoder, unet = denoiser.train(
-        vae, encoder, tokenizer, unet, work, steps=steps, scenes=scenes, seed=seed, device=place, score_every=score_every
+        vae,
+        encoder,
+        tokenizer,
+        unet,
+        work,
+        steps=steps,
+        scenes=scenes,
+        seed=seed,
+        device=place,
+        score_every=score_every,
     )
     pipe = networks.assemble(vae, encoder, tokenizer, unet).to("cpu", torch.float16)
     pipe.save_pretrained(out, safe_serialization=True)

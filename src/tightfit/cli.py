@@ -30,7 +30,8 @@ Examples:
 
   tightfit run "a red circle on the left"
   tightfit run ./sdxl "an astronaut riding a horse" --level 3 --out horse.png
-  tightfit run --help
+
+tightfit COMMAND --help says more.
 """
 
 RUN_EXAMPLES = """Generate pictures.
@@ -52,7 +53,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_comp
 class _Run(TyperCommand):
     """Says in its usage line which of the words is which."""
 
-    def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", "[MODEL]", "PROMPT"]
 
 

@@ -42,7 +42,9 @@ Placement = Literal["resident", "per-phase", "per-unit"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
-Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value), Field(ge=0)]
+Bytes = Annotated[
+    int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value), Field(ge=0)
+]
 
 # the lossy techniques, by the names under which a user allows them
 TECHNIQUES: Mapping[str, str] = {
@@ -224,7 +226,9 @@ class VaePlan(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.tile is None and "overlap" in self.model_fields_set and self.overlap != 0.25:
-            raise PlanError(f"vae.overlap={self.overlap} needs a tile size too, e.g. vae.tile=512", overlap=self.overlap)
+            raise PlanError(
+                f"vae.overlap={self.overlap} needs a tile size too, e.g. vae.tile=512", overlap=self.overlap
+            )
         return self
 
 
@@ -242,7 +246,9 @@ class ComponentPlan(Record):
         if self.storage == "as-loaded":
             for field in ("skip", "compute_dtype"):
                 if getattr(self, field) is not None:
-                    raise PlanError(f"{field} only means something with storage=float8_e4m3fn or float8_e5m2", field=field)
+                    raise PlanError(
+                        f"{field} only means something with storage=float8_e4m3fn or float8_e5m2", field=field
+                    )
         return self
 
 

@@ -29,7 +29,9 @@ def parse_bytes(size: str | int) -> int:
     else:
         match = _SIZE.fullmatch(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in _FACTORS:
-            raise InputError(f"{size!r} is not a size: write it like 8GB (10⁹ bytes each) or 8GiB (2³⁰)", size=str(size))
+            raise InputError(
+                f"{size!r} is not a size: write it like 8GB (10⁹ bytes each) or 8GiB (2³⁰)", size=str(size)
+            )
         value = round(float(match[1]) * _FACTORS[match[2].lower()])
     if value <= 0:
         raise InputError(f"a size must be at least one byte, not {size!r}", size=str(size))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from inspection import assert_same, imprint, relative_error
 from tightfit import fit
 from tightfit.measure.modules import find_components, find_role

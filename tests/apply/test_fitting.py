@@ -10,14 +10,15 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from inspection import assert_same, imprint, relative_error
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from inspection import assert_same, imprint, relative_error
 from tightfit import AlreadyFitted, Fitted, InputError, Plan, PlanError, RunError, fit
 from tightfit.measure.modules import weight_bytes
 from tiny_pipelines import CASES, TinyCase, run
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SD: TinyCase = next(case for case in CASES if case.name == "StableDiffusion")
 
@@ -44,7 +45,12 @@ class NoHostReads(TorchDispatchMode):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_at_level_3_arithmetic_reads_only_what_was_brought(case: TinyCase) -> None:
     pipe = case.make()
-    homes = {t.untyped_storage().data_ptr() for m in pipe.components.values() if isinstance(m, nn.Module) for t in m.parameters()}
+    homes = {
+        t.untyped_storage().data_ptr()
+        for m in pipe.components.values()
+        if isinstance(m, nn.Module)
+        for t in m.parameters()
+    }
     fit(pipe, level=3, device="loopback")
     with NoHostReads(homes):
         run(pipe, case)
@@ -144,7 +150,9 @@ def lora_of(pipe: Any) -> dict[str, torch.Tensor]:
     """A LoRA for the UNet that visibly changes the picture, as a state dict."""
     torch.manual_seed(1)
     pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False), "made")
-    state = {f"unet.{key}": value.clone() for key, value in get_peft_model_state_dict(pipe.unet, adapter_name="made").items()}
+    state = {
+        f"unet.{key}": value.clone() for key, value in get_peft_model_state_dict(pipe.unet, adapter_name="made").items()
+    }
     pipe.unet.delete_adapters("made")
     return state
 
@@ -222,7 +230,14 @@ def test_a_controlnet_and_its_unet_stay_together() -> None:
     pipe = diffusers.StableDiffusionControlNetPipeline(**base.components, controlnet=net, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
     picture = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
-    arguments = {"image": picture, "num_inference_steps": 6, "output_type": "pt", "prompt": "ab", "height": 64, "width": 64}
+    arguments = {
+        "image": picture,
+        "num_inference_steps": 6,
+        "output_type": "pt",
+        "prompt": "ab",
+        "height": 64,
+        "width": 64,
+    }
 
     def draw() -> torch.Tensor:
         return pipe(**arguments, generator=torch.Generator().manual_seed(0)).images

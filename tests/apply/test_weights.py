@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from inspection import assert_same, imprint, relative_error
 from tightfit import fit
 from tightfit.apply.weights.cargo import Cargo
@@ -13,7 +15,6 @@ from tightfit.apply.weights.fp8 import Float8Weight, storable
 from tightfit.devices.seam import CpuDevice, LoopbackDevice
 from tightfit.measure.modules import find_units, weight_bytes
 from tightfit.measure.recorder import Recorder
-from torch import nn
 
 
 class Block(nn.Module):

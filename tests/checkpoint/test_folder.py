@@ -23,8 +23,11 @@ from tightfit.errors import ModelError
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 INDEX = "unet/diffusion_pytorch_model.safetensors.index.json"
-TENSORS = {"conv.weight": np.zeros((4, 8), np.float32), "conv.bias": np.zeros(4, np.float16)}  # 128 + 8 bytes
-COMPONENTS = {
+TENSORS: dict[str, np.ndarray[Any, Any]] = {  # 128 + 8 bytes
+    "conv.weight": np.zeros((4, 8), np.float32),
+    "conv.bias": np.zeros(4, np.float16),
+}
+COMPONENTS: dict[str, list[Any]] = {
     "unet": ["diffusers", "UNet2DConditionModel"],
     "vae": ["diffusers", "AutoencoderKL"],
     "text_encoder": ["transformers", "CLIPTextModel"],
@@ -176,7 +179,8 @@ def test_a_file_instead_of_a_folder(model: Path) -> None:
 def test_a_folder_that_is_no_model(model: Path) -> None:
     said = complaint(model / "tokenizer")
     assert said.startswith(f"{model}/tokenizer is no model: it has no model_index.json, but tokenizer_config.json;")
-    assert "but scheduler_config.json and" not in said
+    (model / "tokenizer/two\nlines").touch()
+    assert "but tokenizer_config.json, two\\nlines;" in complaint(model / "tokenizer")
     (model / "model_index.json").unlink()
     assert "but feature_extractor, safety_checker, scheduler and 4 more" in complaint(model)
 
@@ -319,7 +323,7 @@ def test_no_weights(model: Path) -> None:
     (model / UNET).unlink()
     assert complaint(model) == (
         "model/unet has no weights for UNet2DConditionModel, but config.json: "
-        "it needs diffusion_pytorch_model.safetensors, or its shards and their .index.json"
+        "it needs diffusion_pytorch_model.safetensors, or shards and their .index.json"
     )
 
 

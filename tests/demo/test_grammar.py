@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.demo.grammar import (
@@ -24,9 +24,7 @@ from tightfit.demo.grammar import (
     unknown_words,
 )
 
-THINGS = st.builds(
-    Thing, *(st.sampled_from(list(words)) for words in (SIZES, COLOURS, SHAPES, PLACES))
-)
+THINGS = st.builds(Thing, *(st.sampled_from(list(words)) for words in (SIZES, COLOURS, SHAPES, PLACES)))
 SCENES = st.builds(Scene, st.lists(THINGS, min_size=1, max_size=2).map(tuple), st.sampled_from(list(BACKGROUNDS)))
 
 
@@ -35,6 +33,7 @@ def scenes(count: int) -> list[tuple[Scene, random.Random]]:
     return [(random_scene(rng, rng.choice((1, 2))), rng) for rng in rngs]
 
 
+@settings(deadline=None)
 @given(SCENES, st.randoms(use_true_random=False))
 def test_a_caption_parses_back_to_its_scene(scene: Scene, rng: random.Random) -> None:
     assert parse(str(scene)) == scene
@@ -45,6 +44,7 @@ def test_captions_of_random_scenes_parse_back() -> None:
     assert all(parse(caption(scene, rng)) == scene for scene, rng in scenes(300))
 
 
+@settings(deadline=None)
 @given(SCENES)
 def test_different_scenes_have_different_captions(scene: Scene) -> None:
     first, *rest = scene.things
@@ -53,6 +53,7 @@ def test_different_scenes_have_different_captions(scene: Scene) -> None:
     assert str(scene) not in {str(Scene((other, *rest), scene.background)) for other in others}
 
 
+@settings(deadline=None)
 @given(SCENES)
 def test_capitals_and_spaces_do_not_matter(scene: Scene) -> None:
     assert parse("  " + str(scene).upper().replace(" ", " \n ")) == scene
@@ -102,8 +103,9 @@ def test_other_text_has_no_scene(text: str) -> None:
     assert parse(text) is None
 
 
-@given(st.text())
-def test_parsing_never_fails(text: str) -> None:
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([*sorted(WORDS), *PLACES, "medium", "teal", "."]), max_size=12).map(" ".join))
+def test_words_in_any_order_have_a_scene_that_says_the_same_or_none(text: str) -> None:
     scene = parse(text)
     assert scene is None or parse(str(scene)) == scene
 
@@ -116,6 +118,7 @@ def test_every_word_is_used_and_no_other() -> None:
     assert used == WORDS
 
 
+@settings(deadline=None)
 @given(SCENES, st.randoms(use_true_random=False))
 def test_a_caption_has_no_unknown_words(scene: Scene, rng: random.Random) -> None:
     assert unknown_words(caption(scene, rng)) == []
@@ -143,7 +146,6 @@ def test_unknown_words_come_in_order(text: str, words: list[str]) -> None:
 
 
 def test_random_scenes_are_the_same_for_the_same_seed() -> None:
-    assert scenes(20) != [(scene, None) for scene, _ in scenes(20)]
     assert [scene for scene, _ in scenes(50)] == [scene for scene, _ in scenes(50)]
 
 

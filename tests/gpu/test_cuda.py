@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from inspection import assert_same, imprint, relative_error
 from tightfit import fit
 from tightfit.devices.cuda import cuda_count

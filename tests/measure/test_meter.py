@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tightfit.devices.seam import CpuDevice, LoopbackDevice
 from tightfit.measure.meter import TensorMeter
 from tightfit.measure.recorder import MAX_SAMPLES, Recorder

@@ -53,7 +53,9 @@ def train(autoencoder: AutoencoderKL, folder: Path, *, steps: int, whole: int, s
         if (step + 1) % 100 == 0 or step + 1 == steps:
             left = (time.monotonic() - started) / (step + 1 - done) * (steps - step - 1)
             facts = {"stage": "autoencoder", "step": step + 1, "of": steps, "loss": round(loss.item(), 5)}
-            checkpoint.note(folder / "log.jsonl", facts | {"psnr": round(_psnr(autoencoder, device), 2), "left_s": round(left)})
+            checkpoint.note(
+                folder / "log.jsonl", facts | {"psnr": round(_psnr(autoencoder, device), 2), "left_s": round(left)}
+            )
             checkpoint.save(state, {"autoencoder": autoencoder}, optimizer, step + 1)
     _normalise(autoencoder.eval(), device)
     checkpoint.save_module(finished, autoencoder)

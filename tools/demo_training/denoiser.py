@@ -26,6 +26,7 @@ from tightfit.demo.grammar import caption, random_scene
 BATCH = 32
 RATE = 6e-4
 WARMUP = 300  # steps
+SAVE_EVERY = 120  # seconds
 ENCODED = 64  # scenes at a time
 DROPPED = 0.1  # share of captions left empty, for guidance
 
@@ -72,9 +73,7 @@ def train(
     score_every: int = 600,
 ) -> tuple[CLIPTextModel, UNet2DConditionModel]:
     """Trains for `steps` steps on `scenes` drawn scenes; returns the averaged text encoder and denoiser."""
-    latents, captions = make_latents(
-        autoencoder.to(device), scenes, seed + 1, device, folder / "latents.safetensors"
-    )
+    latents, captions = make_latents(autoencoder.to(device), scenes, seed + 1, device, folder / "latents.safetensors")
     empty = tokenizer("", padding="max_length", return_tensors="pt").input_ids
     tokens = tokenizer(captions, padding="max_length", return_tensors="pt").input_ids
     noise_levels = make_scheduler().alphas_cumprod.to(device)
@@ -102,13 +101,20 @@ def train(
         optimizer.zero_grad()
         _follow(average, live, step)
         now, last = time.monotonic(), step + 1 == steps
-        if now - saved > 120 or last:
+        if now - saved > SAVE_EVERY or last:
             saved = now
             checkpoint.save(state, live | average, optimizer, step + 1)
         if now - scored > score_every or last or (step + 1) % 250 == 0:
-            facts: dict[str, object] = {"stage": "denoiser", "step": step + 1, "of": steps, "loss": round(loss.item(), 4)}
+            facts: dict[str, object] = {
+                "stage": "denoiser",
+                "step": step + 1,
+                "of": steps,
+                "loss": round(loss.item(), 4),
+            }
             if now - scored > score_every or last:
-                facts |= score(assemble(autoencoder, average["average_text"], tokenizer, average["average_unet"]), 24, seed=step)
+                facts |= score(
+                    assemble(autoencoder, average["average_text"], tokenizer, average["average_unet"]), 24, seed=step
+                )
                 scored = time.monotonic()
             left = (time.monotonic() - started) / (step + 1 - done) * (steps - step - 1)
             checkpoint.note(folder / "log.jsonl", facts | {"left_s": round(left)})
@@ -119,7 +125,9 @@ def _pace(step: int, steps: int) -> float:
     return min((step + 1) / WARMUP, 1.0, (steps - step) / (0.2 * steps))
 
 
-def _loss(live: dict[str, torch.nn.Module], clean: torch.Tensor, tokens: torch.Tensor, noise_levels: torch.Tensor) -> torch.Tensor:
+def _loss(
+    live: dict[str, torch.nn.Module], clean: torch.Tensor, tokens: torch.Tensor, noise_levels: torch.Tensor
+) -> torch.Tensor:
     noise = torch.randn(clean.shape).to(clean.device)
     times = torch.randint(0, len(noise_levels), (len(clean),)).to(clean.device)
     level = noise_levels[times].view(-1, 1, 1, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.models.resnet import ResnetBlock2D
@@ -34,7 +36,7 @@ def _merges_for(words: list[str]) -> list[tuple[str, str]]:
     while True:
         counts: dict[tuple[str, str], int] = {}
         for parts in spelled:
-            for pair in zip(parts, parts[1:]):
+            for pair in itertools.pairwise(parts):
                 counts[pair] = counts.get(pair, 0) + 1
         if not counts:
             return merges

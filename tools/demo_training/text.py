@@ -23,7 +23,9 @@ BATCH = 128
 CHOICES = {"size": list(SIZES), "colour": list(COLOURS), "shape": list(SHAPES), "place": list(PLACES)}
 
 
-def train(text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, folder: Path, *, steps: int, seed: int, device: torch.device) -> None:
+def train(
+    text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, folder: Path, *, steps: int, seed: int, device: torch.device
+) -> None:
     finished = folder / "text.safetensors"
     if checkpoint.load_module(finished, text_encoder):
         return

@@ -51,23 +51,21 @@ def fit(
 
     Exactly one of `level` (0 to 3) and `plan` is given. A plan is a Plan, a mapping of its fields, or a YAML or
     JSON file of them; a mapping may name a `level` and only what differs from it. `device` is "cpu", "cuda",
-    "cuda:1" or "loopback" (default: the first card, else the CPU). A second `fit` of the same pipeline replaces the first.
+    "cuda:1" or "loopback" (default: the first card, else the CPU). A second `fit` of a pipeline replaces the first.
 
     Returns the handle to its plan, report and `undo()`. Raises PlanError, RequestError or InputError for what is
     illegal, before anything is changed.
     """
     if (level is None) == (plan is None):
         raise PlanError("fit takes exactly one of level=0…3 and plan=…")
-    choices = {"level": level} if plan is None else _choices(plan)
-    wanted = choices.pop("device", None)
+    choices: dict[str, Any] = {"level": level} if plan is None else _choices(plan)
+    wanted: str | None = choices.pop("device", None)
     if device is not None and wanted is not None and str(device) != wanted:
         raise PlanError(f"the plan is for {wanted}, but device={device} was asked for: leave one out")
     target = choose_device(device if device is not None else wanted)
     if isinstance(request, Mapping):
         request = Request.from_mapping(request)
-    decided = plan_for(
-        inspect_pipeline(pipe), target.name, separate=target.separate, choices=choices, request=request
-    )
+    decided = plan_for(inspect_pipeline(pipe), target.name, separate=target.separate, choices=choices, request=request)
     return apply_plan(pipe, decided, target)
 
 
@@ -86,7 +84,9 @@ def apply_plan(pipe: Any, plan: Plan, device: str | torch.device | Device | None
         earlier.undo()
     for name, module in find_components(pipe).items():
         if hasattr(module, _HANDLE):
-            raise AlreadyFitted(f"{name} already follows the plan of another pipeline: undo() that one first", name=name)
+            raise AlreadyFitted(
+                f"{name} already follows the plan of another pipeline: undo() that one first", name=name
+            )
     return Fitted(pipe, plan, choose_device(device or plan.device))
 
 
@@ -107,7 +107,9 @@ class Fitted:
             undo.callback(self._residency.clear)
             self._undo: ExitStack | None = undo.pop_all()
 
-    def _fit_component(self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack) -> None:
+    def _fit_component(
+        self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
+    ) -> None:
         """Layout, place, storage, moving activations; then the module learns to say when it works."""
         if plan.channels_last:
             undo.callback(channels_last(module))
@@ -192,7 +194,7 @@ class Fitted:
         return Report(self.plan, self._trace)
 
     def undo(self) -> None:
-        """Gives the pipeline back exactly as it was: values, dtypes, devices, formats, methods, hooks. Twice is once."""
+        """Gives the pipeline back exactly as it was: values, dtypes, devices, formats, methods, hooks."""
         if self._recorder.running:
             raise RunError("undo() in the middle of a call: let it end first")
         if self._undo is not None:
@@ -217,7 +219,7 @@ def _pipeline_members(session: Session, original: type, device: Device) -> dict[
     @functools.wraps(original.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with session.call():
-            return original.__call__(self, *args, **kwargs)  # type: ignore[operator]
+            return original.__call__(self, *args, **kwargs)
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise AlreadyFitted("this pipeline follows a plan, which says where its weights are: undo() before to()")

@@ -41,7 +41,9 @@ class Session:
         """The component `name` works; outside a call, its work is a call of its own."""
         with self.call():
             if name not in self._working:
-                self._recorder.enter(method if role == "autoencoder" and method != "forward" else _PHASES.get(role, name))
+                self._recorder.enter(
+                    method if role == "autoencoder" and method != "forward" else _PHASES.get(role, name)
+                )
                 self._residency.enter(name)
             self._working.append(name)
             try:

@@ -173,9 +173,8 @@ def _no_weights(folder: Path, part: ComponentFolder, names: list[str]) -> ModelE
         what = f"is a pickle, which can run code when it is read, and {part.name} has 0 safetensors files"
         how = "convert the model with pipe.save_pretrained(folder, safe_serialization=True)"
         return _error(folder / pickles[0], f"{what}: only safetensors are loaded; {how}", pickles=len(pickles))
-    wanted = f"{_STEMS.get(part.library, 'model')}.safetensors, or its shards and their .index.json"
-    what = f"has no weights for {part.class_name}, but {_listed(names)}: it needs {wanted}"
-    return _error(folder, what, component=part.name, files=len(names))
+    what = f"has no weights for {part.class_name}, but {_listed(names)}: it needs {_STEMS.get(part.library, 'model')}"
+    return _error(folder, f"{what}.safetensors, or shards and their .index.json", component=part.name, files=len(names))
 
 
 def _choose_variant(root: Path, weights: dict[str, dict[str | None, Path]]) -> str | None:
@@ -296,4 +295,5 @@ def _error(path: Path, what: str, **facts: object) -> ModelError:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3] or ["nothing"]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = ascii(", ".join(names[:3]) or "nothing")[1:-1]  # a name may hold a line break
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

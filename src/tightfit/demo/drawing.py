@@ -56,12 +56,10 @@ _EXTENTS: dict[str, tuple[float, float]] = {
 }
 
 
-def _distance(
-    shape: str, dx: NDArray[np.float32], dy: NDArray[np.float32], radius: float
-) -> NDArray[np.float32]:
+def _distance(shape: str, dx: NDArray[np.float32], dy: NDArray[np.float32], radius: float) -> NDArray[np.float32]:
     """Signed distance in pixels to the outline, negative inside (exact for edges, which is all that shows)."""
     width, height = extent(shape, radius)
-    distance: NDArray[np.float32]
+    distance: NDArray[np.floating]
     match shape:
         case "circle":
             distance = np.hypot(dx, dy) - radius

@@ -104,9 +104,7 @@ def _opposite(first: str, second: str) -> bool:
 
 
 _BACKGROUND = re.compile(rf" on a ({'|'.join(BACKGROUNDS)}) background$")
-_THING = re.compile(
-    rf"an? (?:(small|large) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})"
-)
+_THING = re.compile(rf"an? (?:(small|large) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})")
 
 
 def parse(text: str) -> Scene | None:

@@ -43,13 +43,21 @@ def judge(picture: NDArray[np.uint8], asked: Scene) -> Verdict:
     complaints = [] if background == asked.background else [f"background {background}"]
     missing, extra = _difference(asked.things, found), _difference(found, asked.things)
     if missing or extra:
-        complaints.append(f"wanted {', '.join(map(str, missing)) or 'no more'}; saw {', '.join(map(str, extra)) or 'nothing'}")
+        complaints.append(
+            f"wanted {', '.join(map(str, missing)) or 'no more'}; saw {', '.join(map(str, extra)) or 'nothing'}"
+        )
     return Verdict(asked, found, background, "; ".join(complaints))
 
 
 def _difference(left: tuple[Thing, ...], right: tuple[Thing, ...]) -> list[Thing]:
     rest = list(right)
-    return [thing for thing in left if not (thing in rest and (rest.remove(thing) or True))]
+    missing = []
+    for thing in left:
+        if thing in rest:
+            rest.remove(thing)
+        else:
+            missing.append(thing)
+    return missing
 
 
 def _border_colour(pixels: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -54,5 +54,5 @@ class CudaDevice(Device):
         torch.cuda.memory._record_memory_history(max_entries=200_000, device=self.torch_device)
 
     def write_snapshot(self, path: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None, device=self.torch_device)

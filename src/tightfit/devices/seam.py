@@ -45,10 +45,10 @@ class Device(ABC):
     def reset_peak(self) -> None:
         return None
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Waits until the device has done all that it was given."""
 
-    def release_cache(self) -> None:
+    def release_cache(self) -> None:  # noqa: B027
         """Gives memory that the allocator keeps for later back to the driver."""
 
     def check_history(self) -> None:

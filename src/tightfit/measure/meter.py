@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["TensorMeter"]
 
 
-class TensorMeter(TorchDispatchMode):
+class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, tells `changed` the bytes of every storage that operations make and of every one that dies.
 
     Storages are counted once, whatever views there are; storages that existed before do not count, nor does
@@ -21,7 +21,7 @@ class TensorMeter(TorchDispatchMode):
     """
 
     def __init__(self, changed: Callable[[int], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._changed = changed
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._paused = 0

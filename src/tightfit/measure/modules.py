@@ -10,7 +10,15 @@ from torch import nn
 from tightfit.errors import PlanError
 from tightfit.records import Component, Footprint, Role, Unit
 
-__all__ = ["find_components", "find_role", "find_units", "has_skips", "inspect_pipeline", "weight_bytes", "weight_tensors"]
+__all__ = [
+    "find_components",
+    "find_role",
+    "find_units",
+    "has_skips",
+    "inspect_pipeline",
+    "weight_bytes",
+    "weight_tensors",
+]
 
 
 def find_components(pipe: object) -> dict[str, nn.Module]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tightfit.errors import PlanError, unknown_name
-from tightfit.records import Component, ComponentPlan, Footprint, Placement, Plan, Reason, Request
+from tightfit.records import Component, Footprint, Placement, Plan, Reason, Request
 from tightfit.units import format_bytes
 
 __all__ = ["LEVEL_TILE", "plan_for"]
@@ -89,7 +89,9 @@ def _reasons(plan: Plan, footprint: Footprint, separate: bool) -> list[Reason]:
         reasons.append(Reason(decision=decision, because=why))
 
     if plan.vae.tile:
-        because(f"tiles of {plan.vae.tile} px", "an autoencoder's maps at full resolution are the peak of a large picture")
+        because(
+            f"tiles of {plan.vae.tile} px", "an autoencoder's maps at full resolution are the peak of a large picture"
+        )
     if plan.vae.slicing:
         because("one item at a time", "decoding a batch together multiplies the peak and gains no time")
     moves = {name: c for name, c in plan.components.items() if c.placement != "resident"}

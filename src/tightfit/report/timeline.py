@@ -164,7 +164,8 @@ def _peak(axes: Axes, curve: Curve, limit: int | None, drawn: int | None, memory
     lift = gap + 5 if 0 <= gap < 20 else 7
     axes.plot([x], [y], marker="o", markersize=4.5, color=LIMIT if over else INK, clip_on=False, zorder=5)
     axes.annotate(
-        text, (x, y), xytext=({"left": -3, "right": 3}.get(side, 0), lift), textcoords="offset points", ha=side, va="bottom",
+        text, (x, y), xytext=({"left": -3, "right": 3}.get(side, 0), lift), textcoords="offset points", ha=side,
+        va="bottom",
         fontsize=9, fontweight="bold", color=LIMIT if over else INK, zorder=6,
         path_effects=[withStroke(linewidth=3, foreground="white")],
     )  # fmt: skip

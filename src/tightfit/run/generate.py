@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,9 +74,10 @@ def with_loading(report: Report, seconds: float, weights: int) -> Report:
 
 def profiled(call: Callable[[], Result], rows: int = 25) -> tuple[Result, str]:
     """`call()`'s result and the profiler's table of where its time went."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its stages are nobody's news
     activities = [torch.profiler.ProfilerActivity.CPU]
     cuda = torch.profiler.ProfilerActivity.CUDA
-    if cuda in torch.profiler.supported_activities():
+    if cuda in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
         activities.append(cuda)
     with torch.profiler.profile(activities=activities) as profile:
         result = call()

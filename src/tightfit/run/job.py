@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from tightfit.apply.fitting import Fitted, fit
 from tightfit.checkpoint.folder import ModelFolder
@@ -23,7 +24,7 @@ from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_
 from tightfit.run.models import find_model
 from tightfit.run.request import Prompt, call_arguments
 
-__all__ = ["Job"]
+__all__ = ["Job", "stored_dtype"]
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -77,8 +78,8 @@ class Job:
     def load(self) -> None:
         """Loads the model and fits it to the plan."""
         elapsed = stopwatch()
-        name = self.dtype or ("float32" if self._target.torch_device.type == "cpu" else None)
-        self._pipe = load_pipeline(self._folder, getattr(torch, name) if name else None)
+        default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder)
+        self._pipe = load_pipeline(self._folder, getattr(torch, self.dtype or default))
         call_arguments(self._pipe, self.prompt, self.request)
         choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
         self.fitted: Fitted = fit(self._pipe, plan=choices, request=self.request, device=self._target)
@@ -126,3 +127,13 @@ class Job:
             "seed": self.prompt.seed,
             "outputs": [str(path) for path in self._outputs],
         }
+
+
+def stored_dtype(folder: ModelFolder) -> str:
+    """What the largest component is stored in: one dtype for all, or one could not read what another makes."""
+    largest = max(folder.components, key=lambda component: component.weight_bytes)
+    if not largest.weight_files:
+        return "float32"
+    with safe_open(largest.weight_files[0], "pt") as file:
+        stored = file.get_slice(next(iter(file.keys()))).get_dtype()
+    return {"F32": "float32", "F16": "float16"}.get(stored, "bfloat16")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from tightfit.apply.fitting import Fitted
@@ -18,28 +19,43 @@ __all__ = ["showing_progress"]
 
 @contextlib.contextmanager
 def showing_progress(fitted: Fitted, *, watch: bool) -> Iterator[Told]:
-    """Yields what a run tells its steps to. Shown on stderr, and only where that is a terminal, unless `watch`."""
-    columns: list[ProgressColumn] = [TextColumn("denoising"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    """Yields what a run tells its steps to, and shows them on stderr where that is a terminal.
+
+    Where it is none, only those who `watch` are shown anything: plain lines, one for each step and one at the end.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with _Bar(fitted if watch else None, console) as bar:
+            task = bar.add_task("denoising", total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+
+    def told(done: int, total: int) -> None:
+        if watch:
+            print(f"step {done} of {total}, {_numbers(fitted)}", file=sys.stderr)
+
+    yield told
     if watch:
-        columns.append(_LiveColumn(fitted))
-    console = Console(stderr=True, force_terminal=True if watch else None)
-    with Progress(*columns, console=console, transient=not watch, refresh_per_second=8) as bar:
-        task = bar.add_task("denoising", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        print(_numbers(fitted), file=sys.stderr)
 
 
-class _LiveColumn(ProgressColumn):
-    """Bytes on the device and in RAM, at this moment."""
+class _Bar(Progress):
+    """Steps and the time left, and the bytes of `watched` below them."""
 
-    max_refresh = 0.1
+    def __init__(self, watched: Fitted | None, console: Console) -> None:
+        self._watched = watched
+        columns = (TextColumn("denoising"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        super().__init__(*columns, console=console, transient=watched is None, refresh_per_second=8)
 
-    def __init__(self, fitted: Fitted) -> None:
-        self._fitted = fitted
-        super().__init__()
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        if self._watched is not None:
+            yield Text(_numbers(self._watched))
 
-    def render(self, task: Task) -> Text:
-        now = self._fitted.live()
-        return Text(
-            f"{now.phase or 'ready'}: weights {format_bytes(now.weights)}, activations {format_bytes(now.activations)}, "
-            f"peak {format_bytes(now.peak_bytes)}, RSS {format_bytes(now.rss_bytes)}"
-        )
+
+def _numbers(fitted: Fitted) -> str:
+    """Phase, bytes on the device and bytes in RAM, at this moment."""
+    now = fitted.live()
+    weights, activations, peak = map(format_bytes, (now.weights, now.activations, now.peak_bytes))
+    rss = format_bytes(now.rss_bytes)
+    return f"{now.phase or 'ready'}: weights {weights}, activations {activations}, peak {peak}, RSS {rss}"

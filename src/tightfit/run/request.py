@@ -16,14 +16,17 @@ from tightfit.units import format_bytes
 
 __all__ = ["Prompt", "call_arguments", "size_multiple"]
 
-# fields of a request → what pipelines call them
+# what is asked for → what pipelines call it
 _NAMES = {
     "height": "height",
     "width": "width",
     "frames": "num_frames",
     "steps": "num_inference_steps",
     "guidance": "guidance_scale",
+    "batch": "num_images_per_prompt",
+    "negative prompt": "negative_prompt",
 }
+_OURS = {theirs: ours for ours, theirs in _NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,10 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments: dict[str, Any] = {"prompt": prompt.text}
-    asked = {name: getattr(request, field) for field, name in _NAMES.items()}
-    arguments |= {name: value for name, value in asked.items() if value is not None}
+    for field in ("height", "width", "frames", "steps", "guidance"):
+        value = getattr(request, field)
+        if value is not None:
+            arguments[_NAMES[field]] = value
     if prompt.negative is not None:
         arguments["negative_prompt"] = prompt.negative
     if request.batch > 1:
@@ -58,7 +63,7 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
         arguments[many[0] if many else "num_images_per_prompt"] = request.batch
     for name in arguments:
         if name not in taken:
-            raise RequestError(f"{type(pipe).__name__} takes no {name.replace('_', ' ')}", name=name)
+            raise RequestError(f"{type(pipe).__name__} takes no {_OURS.get(name, name)}", name=name)
     _check_size(pipe, request)
     generators = [torch.Generator().manual_seed(prompt.seed + index) for index in range(request.batch)]
     return arguments | {"generator": generators if request.batch > 1 else generators[0]}
@@ -73,7 +78,8 @@ def size_multiple(pipe: Any) -> int:
         return multiple
     patch = denoiser.config.get("patch_size") or 1
     patch = patch if isinstance(patch, int) else patch[-1]
-    packed = 2 if type(pipe).__name__.startswith(("Flux", "Chroma")) and patch == 1 else 1  # packs 2×2 latents outside the network
+    # Flux and its kind pack 2×2 latents outside the network
+    packed = 2 if patch == 1 and type(pipe).__name__.startswith(("Flux", "Chroma")) else 1
     return int(multiple * patch * packed)
 
 
@@ -88,11 +94,20 @@ def _check_size(pipe: Any, request: Request) -> None:
                 f"{side} {pixels} is not a multiple of {multiple}, as this model needs: {near} would do",
                 **{side: pixels, "multiple": multiple},
             )
-    pixels = (request.height or 1) * (request.width or 1) * (request.frames or 1) * request.batch
-    needed, ram = pixels * 3 * 4, ram_bytes()
+    side = _default_side(pipe)
+    area = (request.height or side) * (request.width or side) * (request.frames or 1) * request.batch
+    needed, ram = area * 3 * 4, ram_bytes()
     if needed > ram:
         raise RequestError(
-            f"the pictures alone would take {format_bytes(needed)}, and this machine has {format_bytes(ram)} of RAM: ask for less",
+            f"the pictures alone would take {format_bytes(needed)}, and RAM has {format_bytes(ram)}: ask for less",
             needed_bytes=needed,
             ram_bytes=ram,
         )
+
+
+def _default_side(pipe: Any) -> int:
+    """About how many pixels a side has that is not asked for: pipelines say it in latents, where they say it."""
+    latents = getattr(pipe, "default_sample_size", None)
+    if latents is None and getattr(pipe, "unet", None) is not None:
+        latents = pipe.unet.config.get("sample_size")
+    return latents * pixels_per_latent(pipe.vae) if isinstance(latents, int) and hasattr(pipe, "vae") else 512

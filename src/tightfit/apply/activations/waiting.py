@@ -54,4 +54,3 @@ def move_waiting(module: Any, device: Device, recorder: Recorder, undo: ExitStac
         undo.callback(block.register_forward_hook(away).remove)
     for block in module.up_blocks:
         undo.callback(block.register_forward_pre_hook(back, with_kwargs=True).remove)
-

@@ -56,7 +56,7 @@ class Float8Weight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Float8Weight:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor._make_wrapper_subclass(
             cls, rows.shape, strides=rows.stride(), dtype=dtype, device=rows.device
         )
 
@@ -81,7 +81,7 @@ class Float8Weight(torch.Tensor):
         return self._writes.count > 0
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         return self.rows.nbytes + self.scale.nbytes
 
     def _like(self, rows: torch.Tensor, scale: torch.Tensor) -> Float8Weight:
@@ -94,7 +94,7 @@ class Float8Weight(torch.Tensor):
         self._writes.count += 1
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, weight = kwargs or {}, args[0]
@@ -132,6 +132,8 @@ def _without_format(options: dict[str, Any]) -> dict[str, Any]:
 def _opened(args: tuple[Any, ...], wide: dict[int, torch.Tensor]) -> list[Any]:
     """`args` with the stored weights inside lists (`torch.cat`, say) widened too."""
     return [
-        type(arg)(v.widen() if isinstance(v, Float8Weight) else v for v in arg) if isinstance(arg, list | tuple) else arg
+        type(arg)(v.widen() if isinstance(v, Float8Weight) else v for v in arg)
+        if isinstance(arg, list | tuple)
+        else arg
         for arg in args
     ]

@@ -17,6 +17,7 @@ from tightfit.records import Placement
 
 __all__ = ["Residency"]
 
+HOST = torch.device("cpu")
 ALTERNATIONS = 4  # changes of turn between two components in one call, after which they stay together
 
 
@@ -39,32 +40,16 @@ class Residency:
     def place(self, name: str, module: nn.Module, placement: Placement, undo: ExitStack) -> None:
         """Arranges for `module`, the component `name`, and registers in `undo` how to take it back."""
         if placement == "resident" or not self._device.separate:
-            undo.callback(self._settle(module))
+            undo.callback(_move(module, self._device.torch_device))
+            size = weight_bytes(module)
+            self._recorder.weights_changed(size)
+            undo.callback(self._recorder.weights_changed, -size)
             return
+        undo.callback(_move(module, HOST))
         units = find_units(module) if placement == "per-unit" else {}
         self._cargo[name] = Cargo(module, self._device, self._recorder, without=units.values())
         for unit in units.values():
             self._stream(unit, undo)
-
-    def _settle(self, module: nn.Module) -> Callable[[], None]:
-        """Moves a component to the device for good; what is there already stays."""
-        size, target = weight_bytes(module), self._device.torch_device
-        homes = {id(tensor): tensor.device for tensor in weight_tensors(module)}
-        self._move(module, lambda tensor: target)
-        self._recorder.weights_changed(size)
-
-        def leave() -> None:
-            self._recorder.weights_changed(-size)
-            usual = next(iter(homes.values()), target)  # for what was loaded in the meantime
-            self._move(module, lambda tensor: homes.get(id(tensor), usual))
-
-        return leave
-
-    @staticmethod
-    def _move(module: nn.Module, home: Callable[[torch.Tensor], torch.device]) -> None:
-        for tensor in weight_tensors(module):
-            if tensor.device != home(tensor):
-                tensor.data = tensor.data.to(home(tensor))
 
     def _stream(self, unit: nn.Module, undo: ExitStack) -> None:
         """Brings one unit in before each of its forward passes and forgets it after."""
@@ -105,3 +90,17 @@ class Residency:
                 cargo.evict()
         self._turns.clear()
         self._last = None
+
+
+def _move(module: nn.Module, target: torch.device) -> Callable[[], None]:
+    """Moves the weights of `module` to `target`; returns how to move each back to where it was."""
+    homes = {id(tensor): tensor.device for tensor in weight_tensors(module)}
+    usual = next(iter(homes.values()), target)  # for what is loaded in the meantime
+
+    def move(home: Callable[[torch.Tensor], torch.device]) -> None:
+        for tensor in weight_tensors(module):
+            if tensor.device != home(tensor):
+                tensor.data = tensor.data.to(home(tensor))
+
+    move(lambda tensor: target)
+    return lambda: move(lambda tensor: homes.get(id(tensor), usual))

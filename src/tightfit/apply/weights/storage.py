@@ -6,6 +6,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +24,9 @@ class _Originals:
     def __init__(self, parameters: list[nn.Parameter], in_ram: bool) -> None:
         self._parameters = parameters
         self._file: Path | None = None
+        if in_ram:
+            for parameter in parameters:
+                parameter.data = parameter.data.to("cpu")  # whoever moved them to the device moves them back
         if in_ram or not parameters:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="tightfit-originals-")
@@ -46,9 +50,7 @@ class _Originals:
         self._file = None
 
 
-def store_weights(
-    module: nn.Module, plan: ComponentPlan, *, originals_in_ram: bool
-) -> tuple[int, Callable[[], None]]:
+def store_weights(module: nn.Module, plan: ComponentPlan, *, originals_in_ram: bool) -> tuple[int, Callable[[], None]]:
     """Stores `module`'s matrices and kernels as `plan` says.
 
     Returns by how many bytes the module's weights grew (negative), and how to restore the originals exactly.
@@ -60,21 +62,21 @@ def store_weights(
     stored = [_stored(original, form, compute) for _, _, original in entries]
     grown = sum(s.nbytes - p.nbytes for s, (_, _, p) in zip(stored, entries, strict=True))
     for (owner, name, _), parameter in zip(entries, stored, strict=True):
-        owner._parameters[name] = parameter
+        owner._parameters[name] = parameter  # type: ignore[assignment]
     originals = _Originals([parameter for _, _, parameter in entries], originals_in_ram)
     cast = _cast_rest(module, compute) if compute else []
 
     def restore() -> None:
         originals.give_back()
         for (owner, name, original), parameter in zip(entries, stored, strict=True):
-            if owner._parameters.get(name) is not parameter:
+            if owner._parameters.get(name) is not parameter:  # type: ignore[comparison-overlap]
                 continue  # somebody put another there: theirs stands
             if parameter.written:
                 original.data.copy_(parameter.widen())
             owner._parameters[name] = original
-        for table, name, original, changed in cast:
+        for table, name, loaded, changed in cast:
             if table.get(name) is changed:
-                table[name] = original
+                table[name] = loaded
 
     return grown, restore
 
@@ -85,18 +87,17 @@ def _stored(original: nn.Parameter, form: torch.dtype, compute: torch.dtype | No
     return parameter
 
 
-_Table = dict[str, torch.Tensor | None]
-
-
-def _cast_rest(module: nn.Module, dtype: torch.dtype) -> list[tuple[_Table, str, torch.Tensor, torch.Tensor]]:
+def _cast_rest(module: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
     """Everything of `module` that stays as loaded, in the compute dtype: what was where, and what is there now."""
     changed = []
     for owner in module.modules():
-        for table in (owner._parameters, owner._buffers):
+        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for table in tables:
             for name, tensor in list(table.items()):
-                if type(tensor) in (nn.Parameter, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != dtype:
+                if type(tensor) not in (nn.Parameter, torch.Tensor) or not tensor.is_floating_point():
+                    continue
+                if tensor.dtype != dtype:
                     cast = tensor.detach().to(dtype)
-                    new = nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast
-                    table[name] = new
-                    changed.append((table, name, tensor, new))
+                    table[name] = nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast
+                    changed.append((table, name, tensor, table[name]))
     return changed

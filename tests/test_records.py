@@ -1,0 +1,511 @@
+"""The nouns: to text and back, frozen, equal by value, and one clear line for whatever is illegal."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tightfit import records
+from tightfit.errors import InputError, PlanError, RequestError, unknown_name
+from tightfit.records import (
+    TECHNIQUES,
+    Accelerator,
+    Budget,
+    Component,
+    ComponentPlan,
+    Footprint,
+    Machine,
+    PhaseTrace,
+    Plan,
+    Reason,
+    Record,
+    Request,
+    Sample,
+    Trace,
+    Unit,
+    VaePlan,
+    check_techniques,
+)
+
+# one of each, every field different from its default
+
+REQUEST = Request(height=768, width=512, frames=81, batch=2, steps=20, guidance=3.5)
+BUDGET = Budget(device=8 * 10**9, ram=32 * 2**30)
+CARD = Accelerator(
+    name="NVIDIA H100", kind="cuda", bytes=80 * 2**30, arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13},
+    memory_rate=3.35e12, link_rate=5.5e10,
+)  # fmt: skip
+MACHINE = Machine(accelerators=(CARD,), ram=2**37, cores=16, disk_rate=3e9)
+UNIT = Unit(name="transformer_blocks.0", bytes=678)
+COMPONENT = Component(name="unet", class_name="UNet", role="denoiser", bytes=1234, units=(UNIT,), skips=True)
+FOOTPRINT = Footprint(pipeline="FluxPipeline", components=(COMPONENT,))
+REASON = Reason(decision="transformer per-unit", because="it is larger than “the card”")
+VAE = VaePlan(slicing=True, tile=512, overlap=0.125)
+STORED = ComponentPlan(
+    placement="per-unit", storage="float8_e4m3fn", compute_dtype="bfloat16", skip=("norm", "^proj_out$"),
+    channels_last=True,
+)  # fmt: skip
+PLAN = Plan(
+    device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,
+    offload_activations=True, reasons=(REASON,),
+)  # fmt: skip
+SAMPLE = Sample(seconds=0.25, weights=3, activations=4)
+PHASE = PhaseTrace(
+    name="denoise", start=0.1, seconds=2.5, peak_bytes=9, peak_weights=8, bytes_in=7, bytes_out=6, runs=20
+)
+TRACE = Trace(
+    call=2, device="cuda:1", seconds=3.5, phases=(PHASE,), samples=(SAMPLE,), rss_peak_bytes=5, lossy=("fp8",),
+    notes=("it rained",),
+)  # fmt: skip
+EXAMPLES = [
+    REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, FOOTPRINT, REASON, VAE, STORED, PLAN, SAMPLE, PHASE, TRACE,
+]  # fmt: skip
+
+each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
+
+
+def test_there_is_an_example_of_each_record() -> None:
+    kinds = {kind for kind in vars(records).values() if isinstance(kind, type) and issubclass(kind, Record)}
+    assert {type(record) for record in EXAMPLES} == kinds - {Record}
+
+
+@each
+def test_the_examples_leave_no_field_at_its_default(record: Record) -> None:
+    for name, field in type(record).model_fields.items():
+        assert getattr(record, name) != field.default
+
+
+# to text and back
+
+
+@each
+def test_round_trip_by_mapping(record: Record) -> None:
+    assert type(record).from_mapping(record.to_mapping()) == record
+
+
+@each
+def test_round_trip_by_json(record: Record) -> None:
+    assert type(record).from_text(record.to_json()) == record
+    assert type(record).from_text(record.to_json(indent=2)) == record
+
+
+@each
+def test_round_trip_by_yaml(record: Record) -> None:
+    assert type(record).from_text(record.to_yaml()) == record
+
+
+@each
+def test_text_is_what_other_programs_read(record: Record) -> None:
+    assert json.loads(record.to_json()) == yaml.safe_load(record.to_yaml()) == record.to_mapping()
+
+
+def test_yaml_is_written_for_people() -> None:
+    assert PLAN.to_yaml().splitlines()[:6] == [
+        "device: cuda:1", "level: 3", "request:", "  height: 768", "  width: 512", "  frames: 81"
+    ]  # fmt: skip
+    assert "“the card”" in PLAN.to_yaml()
+
+
+def test_a_file_gives_its_fields(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("level: 2\nvae: {tile: 256}\n")
+    assert Plan.fields_from_file(tmp_path / "plan.yaml") == {"level": 2, "vae": {"tile": 256}}
+    (tmp_path / "plan.json").write_text(PLAN.to_json())
+    assert Plan.from_mapping(Plan.fields_from_file(str(tmp_path / "plan.json"))) == PLAN
+
+
+def test_fields_left_out_take_their_defaults() -> None:
+    assert Plan.from_text("vae: {tile: 64}") == Plan(vae=VaePlan(tile=64))
+    assert Request() == Request(height=None, width=None, frames=None, batch=1, steps=None, guidance=None)
+
+
+@pytest.mark.parametrize("size", ["8GB", "8000000000", 8 * 10**9, 8e9])
+def test_a_budget_is_a_size_in_words_or_bytes(size: Any) -> None:
+    assert Budget(device=size).device == 8 * 10**9
+    assert Budget.from_text(f"ram: {size}").ram == 8 * 10**9
+
+
+# plans of every kind
+
+# what names are made of; not beyond U+FFFF, where JSON writes pairs of surrogates, which YAML's reader does not join
+TEXT = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["C", "Zl", "Zp"]), max_size=20)
+SIDES = st.none() | st.integers(1, 10**5)
+COMPONENT_PLANS = st.builds(
+    ComponentPlan,
+    placement=st.sampled_from(["resident", "per-phase", "per-unit"]),
+    channels_last=st.booleans(),
+) | st.builds(
+    ComponentPlan,
+    placement=st.sampled_from(["resident", "per-phase", "per-unit"]),
+    storage=st.sampled_from(["float8_e4m3fn", "float8_e5m2"]),
+    compute_dtype=st.sampled_from([None, "float32", "float16", "bfloat16"]),
+    skip=st.none() | st.lists(TEXT, max_size=3).map(tuple),
+    channels_last=st.booleans(),
+)
+VAE_PLANS = st.builds(VaePlan, slicing=st.booleans()) | st.builds(
+    VaePlan, slicing=st.booleans(), tile=st.integers(16, 10**5), overlap=st.floats(0, 0.5)
+)
+REQUESTS = st.builds(
+    Request, height=SIDES, width=SIDES, frames=SIDES, batch=st.integers(1, 99), steps=SIDES,
+    guidance=st.none() | st.floats(0, 1e300),
+)  # fmt: skip
+PLANS = st.builds(
+    Plan,
+    device=TEXT,
+    level=st.none() | st.integers(0, 3),
+    request=st.none() | REQUESTS,
+    budget=st.none() | st.builds(Budget, device=st.integers(1, 2**60), ram=st.none() | st.integers(1, 2**60)),
+    components=st.dictionaries(TEXT, COMPONENT_PLANS, max_size=3),
+    vae=VAE_PLANS,
+    offload_activations=st.booleans(),
+    reasons=st.lists(st.builds(Reason, decision=TEXT, because=TEXT), max_size=3).map(tuple),
+)
+
+
+@settings(deadline=None)
+@given(PLANS)
+def test_any_plan_goes_to_text_and_back(plan: Plan) -> None:
+    assert Plan.from_text(plan.to_json()) == plan
+    assert Plan.from_text(plan.to_yaml()) == plan
+
+
+@settings(deadline=None)
+@given(PLANS)
+def test_a_plan_is_lossless_where_nothing_is_stored_or_tiled(plan: Plan) -> None:
+    stored = any(component.storage != "as-loaded" for component in plan.components.values())
+    sides = [plan.request.height, plan.request.width] if plan.request else [None]
+    tiled = plan.vae.tile is not None and any((side or math.inf) > plan.vae.tile for side in sides)
+    assert plan.lossless == (not stored and not tiled)
+    assert ("  lossless" in str(plan).splitlines()) == plan.lossless
+
+
+# frozen, equal by value
+
+
+@each
+def test_no_field_can_be_set(record: Record) -> None:
+    for name in type(record).model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(record, name, getattr(record, name))
+        with pytest.raises(ValidationError, match="frozen"):
+            delattr(record, name)
+    with pytest.raises(ValidationError, match="frozen"):
+        record.extra = 1  # type: ignore[attr-defined]
+
+
+@each
+def test_records_are_equal_by_value(record: Record) -> None:
+    assert type(record)(**dict(record)) == record
+    for name, field in type(record).model_fields.items():
+        assert record.model_copy(update={name: field.default}) != record
+
+
+def test_records_of_plain_values_can_be_keys() -> None:
+    assert {REQUEST: 1, BUDGET: 2}[Request(**dict(REQUEST))] == 1
+
+
+def test_lists_become_tuples() -> None:
+    given = {"call": 1, "seconds": 1.0, "phases": [PHASE.to_mapping()], "notes": ["a"]}
+    trace = Trace.from_mapping(given)
+    assert trace.phases == (PHASE,)
+    assert trace.notes == ("a",)
+
+
+def test_records_do_not_share_their_defaults() -> None:
+    assert Plan().components is not Plan().components
+
+
+def test_what_was_given_can_change_afterwards() -> None:
+    fields: dict[str, Any] = {"components": {"vae": {"placement": "per-phase"}}}
+    plan = Plan.from_mapping(fields)
+    fields["components"]["unet"] = {}
+    fields["components"]["vae"]["placement"] = "resident"
+    assert plan == Plan(components={"vae": ComponentPlan(placement="per-phase")})
+
+
+# what is illegal
+
+NO_BUDGET = "a budget needs device bytes, RAM bytes or both, e.g. Budget(device='8GB')"
+NO_SIZE = "is not a size: write it like 8GB (10⁹ bytes each) or 8GiB (2³⁰)"
+NO_INTEGER = "must be a valid integer, unable to parse string as an integer"
+STORAGES = "storage must be 'as-loaded', 'float8_e4m3fn' or 'float8_e5m2', not "
+DTYPES = "compute_dtype must be 'float32', 'float16' or 'bfloat16', not "
+FP8_ONLY = "only means something with storage=float8_e4m3fn or float8_e5m2"
+PLACEMENTS = "placement must be 'resident', 'per-phase' or 'per-unit', not "
+DEPTHS = [  # a wrong field of a record at each depth: where, and the sentence
+    (Request, {"heigth": 512}, "unknown field of Request 'heigth': did you mean 'height'?"),
+    (Request, {"q": 1}, "unknown field of Request 'q': there are batch, frames, guidance, height, steps, width"),
+    (Budget, {"devcie": 1}, "unknown field of Budget 'devcie': did you mean 'device'?"),
+    (Plan, {"levle": 1}, "unknown field of Plan 'levle': did you mean 'level'?"),
+    (Plan, {"vae": {"tiel": 1}}, "unknown field of VaePlan 'tiel': did you mean 'tile'?"),
+    (Plan, {"request": {"stpes": 1}}, "unknown field of Request 'stpes': did you mean 'steps'?"),
+    (Plan, {"budget": {"rma": 1}}, "unknown field of Budget 'rma': did you mean 'ram'?"),
+    (Plan, {"components": {"vae": {"storge": 1}}}, "unknown field of ComponentPlan 'storge': did you mean 'storage'?"),
+    (Plan, {"reasons": [{"decison": 1}]}, "unknown field of Reason 'decison': did you mean 'decision'?"),
+    (Footprint, {"pipelin": 1}, "unknown field of Footprint 'pipelin': did you mean 'pipeline'?"),
+    (Footprint, {"components": [{"rol": 1}]}, "unknown field of Component 'rol': did you mean 'role'?"),
+    (Footprint, {"components": [{"units": [{"byts": 1}]}]}, "unknown field of Unit 'byts': did you mean 'bytes'?"),
+    (Machine, {"accelerator": []}, "unknown field of Machine 'accelerator': did you mean 'accelerators'?"),
+    (Machine, {"accelerators": [{"knd": 1}]}, "unknown field of Accelerator 'knd': did you mean 'kind'?"),
+    (Trace, {"secnds": 1}, "unknown field of Trace 'secnds': did you mean 'seconds'?"),
+    (Trace, {"phases": [{"strat": 1}]}, "unknown field of PhaseTrace 'strat': did you mean 'start'?"),
+    (Trace, {"samples": [{"wieghts": 1}]}, "unknown field of Sample 'wieghts': did you mean 'weights'?"),
+]
+
+
+def completed(kind: type[Record], fields: Any) -> Any:
+    """`fields` over an example of `kind`, records inside it too, so that only what `fields` has wrong is wrong."""
+    example = next(record for record in EXAMPLES if type(record) is kind).to_mapping()
+    return laid_over(example, fields)
+
+
+def laid_over(example: Any, fields: Any) -> Any:
+    if isinstance(example, dict) and isinstance(fields, dict):
+        return example | {key: laid_over(example.get(key), value) for key, value in fields.items()}
+    if isinstance(example, list) and isinstance(fields, list) and example and fields:
+        return [laid_over(example[0], value) for value in fields]
+    return fields
+
+
+def complaint(kind: type[Record], fields: Any) -> InputError:
+    with pytest.raises(InputError) as error:
+        kind.from_mapping(fields)
+    assert "\n" not in str(error.value)
+    assert isinstance(error.value, ValueError)
+    return error.value
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), DEPTHS)
+def test_an_unknown_field_is_named_with_the_nearest(kind: type[Record], fields: Any, message: str) -> None:
+    error = complaint(kind, completed(kind, fields))
+    assert str(error) == message
+    assert repr(error.facts["field"]) in message
+
+
+def test_unknown_fields_are_checked_in_every_record() -> None:
+    for record in EXAMPLES:
+        assert f"unknown field of {type(record).__name__} 'zzz'" in str(
+            complaint(type(record), record.to_mapping() | {"zzz": 1})
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (Request, {"height": 0}, "height must be greater than 0, not 0"),
+        (Request, {"width": -8}, "width must be greater than 0, not -8"),
+        (Request, {"frames": 0}, "frames must be greater than 0, not 0"),
+        (Request, {"batch": 0}, "batch must be greater than 0, not 0"),
+        (Request, {"batch": None}, "batch must be a valid integer, not None"),
+        (Request, {"steps": 0}, "steps must be greater than 0, not 0"),
+        (Request, {"steps": 2.5}, "steps must be a valid integer, got a number with a fractional part, not 2.5"),
+        (Request, {"height": "tall"}, f"height {NO_INTEGER}, not 'tall'"),
+        (Request, {"guidance": -1}, "guidance must be greater than or equal to 0, not -1"),
+        (Request, {"guidance": math.nan}, "guidance must be a finite number, not nan"),
+        (Request, {"guidance": math.inf}, "guidance must be a finite number, not inf"),
+        (Budget, {"device": None, "ram": None}, NO_BUDGET),
+        (Budget, {"device": 0, "ram": None}, NO_BUDGET),
+        (Budget, {"device": -1}, "device must be greater than or equal to 0, not -1"),
+        (Budget, {"ram": "lots"}, f"'lots' {NO_SIZE}"),
+        (Budget, {"ram": "0GB"}, "a size must be at least one byte, not '0GB'"),
+        (Accelerator, {"bytes": 0}, "bytes must be greater than 0, not 0"),
+        (Accelerator, {"link_rate": math.inf}, "link_rate must be a finite number, not inf"),
+        (Accelerator, {"arithmetic_rates": {"bfloat16": "fast"}}, "arithmetic_rates.bfloat16 must be a valid number"),
+        (Machine, {"cores": 0}, "cores must be greater than 0, not 0"),
+        (Machine, {"ram": 0}, "ram must be greater than 0, not 0"),
+        (Unit, {"bytes": -1}, "bytes must be greater than or equal to 0, not -1"),
+        (Component, {"role": "painter"}, "role must be 'encoder', 'denoiser', 'autoencoder' or 'other', not 'painter'"),
+        (Component, {"units": [{"bytes": -2}]}, "bytes must be greater than or equal to 0, not -2"),
+        (VaePlan, {"tile": 8}, "tile must be greater than or equal to 16, not 8"),
+        (VaePlan, {"overlap": -0.1}, "overlap must be greater than or equal to 0, not -0.1"),
+        (VaePlan, {"overlap": 0.6}, "overlap must be less than or equal to 0.5, not 0.6"),
+        (VaePlan, {"tile": None, "overlap": 0.1}, "vae.overlap=0.1 needs a tile size too, e.g. vae.tile=512"),
+        (ComponentPlan, {"placement": "somewhere"}, f"{PLACEMENTS}'somewhere'"),
+        (ComponentPlan, {"placement": None}, f"{PLACEMENTS}None"),
+        (ComponentPlan, {"storage": "int4"}, f"{STORAGES}'int4'"),
+        (ComponentPlan, {"compute_dtype": "int8"}, f"{DTYPES}'int8'"),
+        (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None}, f"skip {FP8_ONLY}"),
+        (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None, "skip": []}, f"skip {FP8_ONLY}"),
+        (ComponentPlan, {"storage": "as-loaded", "skip": None}, f"compute_dtype {FP8_ONLY}"),
+        (Plan, {"level": -1}, "level must be greater than or equal to 0, not -1"),
+        (Plan, {"level": 4}, "level must be less than or equal to 3, not 4"),
+        (Plan, {"level": "three"}, f"level {NO_INTEGER}, not 'three'"),
+        (Plan, {"offload_activations": "perhaps"}, "offload_activations must be a valid boolean"),
+        (Plan, {"vae": {"tile": 15}}, "tile must be greater than or equal to 16, not 15"),
+        (Plan, {"vae": None}, "vae must be a valid dictionary or instance of VaePlan, not None"),
+        (Plan, {"components": [1]}, "components must be a valid dictionary, not [1]"),
+        (Plan, {"components": {"transformer": {"placement": "x"}}}, f"{PLACEMENTS}'x'"),
+        (Plan, {"request": {"height": 0}}, "height must be greater than 0, not 0"),
+        (Plan, {"budget": {"device": "8 gigs"}}, f"'8 gigs' {NO_SIZE}"),
+        (Sample, {"weights": -1}, "weights must be greater than or equal to 0, not -1"),
+        (PhaseTrace, {"runs": 0}, "runs must be greater than 0, not 0"),
+        (PhaseTrace, {"seconds": -0.5}, "seconds must be greater than or equal to 0, not -0.5"),
+        (Trace, {"call": 0}, "call must be greater than 0, not 0"),
+        (Trace, {"seconds": math.nan}, "seconds must be a finite number, not nan"),
+        (Trace, {"phases": [{"peak_bytes": -1}]}, "peak_bytes must be greater than or equal to 0, not -1"),
+    ],
+)  # fmt: skip
+def test_an_illegal_value_is_named_with_what_would_be_legal(kind: type[Record], fields: Any, message: str) -> None:
+    assert message in str(complaint(kind, completed(kind, fields)))
+
+
+def test_a_long_value_is_cut_short() -> None:
+    assert len(str(complaint(Plan, {"level": "x" * 10_000}))) < 200
+
+
+@each
+def test_a_missing_field_is_named(record: Record) -> None:
+    for name, field in type(record).model_fields.items():
+        if field.is_required():
+            fields = {key: value for key, value in record.to_mapping().items() if key != name}
+            error = complaint(type(record), fields)
+            assert str(error) == f"{name} is missing from {type(record).__name__}"
+            assert error.facts == {"field": name}
+
+
+def test_what_is_wrong_with_a_request_is_a_request_error() -> None:
+    assert type(complaint(Request, {"height": 0})) is RequestError
+    assert type(complaint(Plan, {"request": {"heigth": 1}})) is RequestError
+    assert type(complaint(Plan, {"level": 4})) is PlanError
+    assert RequestError.exit_code == PlanError.exit_code == 2
+
+
+def test_numbers_go_along_with_the_message() -> None:
+    assert complaint(Plan, {"level": 4}).facts == {"field": "level", "given": "4"}
+    assert complaint(VaePlan, {"overlap": 0.1}).facts == {"overlap": 0.1}
+    assert complaint(ComponentPlan, {"skip": ["norm"]}).facts == {"field": "skip"}
+    assert complaint(Budget, {"ram": "lots"}).facts == {"size": "lots"}
+
+
+@pytest.mark.parametrize("fields", [None, 3, "level: 3", [("level", 3)], {3: "level"}])
+def test_only_a_mapping_has_fields(fields: object) -> None:
+    with pytest.raises(PlanError, match=r"a plan is a mapping of fields to values, not "):
+        Plan.from_mapping(fields)
+    with pytest.raises(RequestError, match=r"a request is a mapping of fields to values, not "):
+        Request.from_mapping(fields)
+
+
+@pytest.mark.parametrize("text", ["", "level", "- level", "3: 1", "null", "[]"])
+def test_text_without_fields_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="a plan is a mapping of fields to values, not "):
+        Plan.from_text(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "level: [", "a: b: c", "%", "level: 1\n\tvae: 2", "\0", "[" * 5000, "x: !!python/name:os.system"]
+)
+def test_text_of_another_kind_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(PlanError, match="this is neither JSON nor YAML: ") as error:
+        Plan.from_text(text)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    binary = tmp_path / "plan.bin"
+    binary.write_bytes(b"\xff\xfe\xfa")
+    for path, cause in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory"), (binary, "can't decode")):
+        with pytest.raises(PlanError) as error:
+            Plan.fields_from_file(path)
+        assert str(error.value).startswith(f"cannot read the plan {path}: ")
+        assert cause in str(error.value)
+        assert error.value.facts == {"path": str(path)}
+
+
+# lossy and lossless
+
+
+def test_placement_streaming_slicing_and_layout_are_lossless() -> None:
+    moved = ComponentPlan(placement="per-unit", channels_last=True)
+    plan = Plan(level=3, components={"unet": moved}, vae=VaePlan(slicing=True), offload_activations=True)
+    assert plan.lossy == ()
+    assert plan.lossless
+
+
+def test_stored_weights_are_lossy_and_named() -> None:
+    stored = ComponentPlan(storage="float8_e5m2")
+    plan = Plan(components={"unet": stored, "vae": ComponentPlan(), "text_encoder": STORED})
+    assert plan.lossy == (
+        "fp8: unet is stored in float8_e5m2",
+        "fp8: text_encoder is stored in float8_e4m3fn",
+    )
+    assert not plan.lossless
+
+
+@pytest.mark.parametrize(
+    ("request_", "lossless"),
+    [
+        (None, False),
+        (Request(), False),  # the pipeline's own size, which may be larger
+        (Request(height=512), False),
+        (Request(width=512), False),
+        (Request(height=512, width=512), True),
+        (Request(height=8, width=512), True),
+        (Request(height=513, width=512), False),
+        (Request(height=512, width=513), False),
+        (Request(height=512, width=512, frames=81, batch=4), True),
+    ],
+)
+def test_tiles_are_lossy_where_a_picture_needs_more_than_one(request_: Request | None, lossless: bool) -> None:
+    plan = Plan(vae=VaePlan(tile=512), request=request_)
+    assert plan.lossless is lossless
+    assert plan.lossy == (() if lossless else ("blended-tiling: pictures larger than 512 px are decoded in tiles",))
+
+
+def test_everything_lossy_goes_by_a_name_that_can_be_allowed() -> None:
+    plan = Plan(components={"unet": STORED}, vae=VaePlan(tile=64))
+    assert [text.partition(":")[0] for text in plan.lossy] == ["fp8", "blended-tiling"]
+    assert {"fp8", "blended-tiling"} == set(TECHNIQUES)
+
+
+def test_techniques_are_known_by_name() -> None:
+    assert check_techniques(["fp8", "blended-tiling"]) == ("fp8", "blended-tiling")
+    assert check_techniques("fp8") == ("fp8",)
+    assert check_techniques(iter(())) == ()
+    with pytest.raises(PlanError, match=r"unknown technique 'fp9': did you mean 'fp8'\?") as error:
+        check_techniques(["fp8", "fp9"])
+    assert error.value.facts == {"name": "fp9"}
+    with pytest.raises(PlanError, match="unknown technique 'teacache': there are blended-tiling, fp8"):
+        check_techniques("teacache")
+
+
+@pytest.mark.parametrize(
+    ("known", "sentence"),
+    [
+        (["vae", "unet"], "unknown part 'nuet': did you mean 'unet'?"),
+        (["vae", "moon"], "unknown part 'nuet': there are moon, vae"),
+        (["vae"], "unknown part 'nuet': there is vae"),
+        ([], "unknown part 'nuet': there are none"),
+    ],
+)
+def test_an_unknown_name_comes_with_the_nearest_or_all(known: list[str], sentence: str) -> None:
+    assert unknown_name("part", "nuet", known) == sentence
+
+
+# as text for people
+
+
+def test_a_plan_says_everything_it_decides() -> None:
+    assert str(PLAN).splitlines() == [
+        "plan: level 3 on cuda:1",
+        "  transformer: per-unit, stored as float8_e4m3fn, channels-last",
+        "  autoencoder: tiles of 512 px, one item at a time",
+        "  waiting activations: moved to host memory",
+        "  lossy: fp8: transformer is stored in float8_e4m3fn",
+        "  lossy: blended-tiling: pictures larger than 512 px are decoded in tiles",
+        "  because: transformer per-unit: it is larger than “the card”",
+    ]
+    assert str(Plan()).splitlines() == ["plan: custom on cpu", "  autoencoder: whole pictures", "  lossless"]
+
+
+def test_a_trace_says_its_peak() -> None:
+    phases = tuple(PhaseTrace(name="p", start=0, seconds=1, peak_bytes=peak * 2**20) for peak in (3, 7, 5))
+    assert Trace(seconds=3, phases=phases).peak_bytes == 7 * 2**20
+    assert Trace(seconds=3, phases=()).peak_bytes == 0
+    assert str(Trace(call=4, device="cuda:0", seconds=3.14159, phases=phases)) == "call 4 on cuda:0: 3.14 s, peak 7 MiB"
