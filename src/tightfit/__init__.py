@@ -1,18 +1,22 @@
 """tightfit: any diffusers pipeline, any memory budget, the same pictures."""
 
-from tightfit.apply.fitting import Fitted, apply_plan, fit
-from tightfit.errors import (
-    AlreadyFitted,
-    BudgetTooSmall,
-    InputError,
-    ModelError,
-    PlanError,
-    RequestError,
-    RunError,
-    TightfitError,
-)
-from tightfit.records import Budget, Footprint, Machine, Plan, Request, Trace
-from tightfit.report.summary import Report
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tightfit.apply.fitting import Fitted, apply_plan, fit
+    from tightfit.errors import (
+        AlreadyFitted,
+        BudgetTooSmall,
+        InputError,
+        ModelError,
+        PlanError,
+        RequestError,
+        RunError,
+        TightfitError,
+    )
+    from tightfit.records import Budget, Footprint, Machine, Plan, Request, Trace
+    from tightfit.report.summary import Report
 
 __all__ = [
     "AlreadyFitted",
@@ -34,3 +38,16 @@ __all__ = [
     "apply_plan",
     "fit",
 ]
+
+_HOMES = ("errors", "records", "report.summary", "apply.fitting")  # the last brings torch and diffusers: seconds
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are looked up when they are first asked for, so that `tightfit --help` need not load torch."""
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"tightfit.{home}")
+            if name in module.__all__:
+                globals()[name] = value = getattr(module, name)
+                return value
+    raise AttributeError(f"module 'tightfit' has no attribute {name!r}")

@@ -6,15 +6,13 @@ What is illegal raises RequestError or PlanError with one line that says what wo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tightfit.errors import InputError, PlanError, RequestError, unknown_name
+from tightfit.record import Record
 from tightfit.units import format_bytes, parse_bytes
 
 __all__ = [
@@ -53,93 +51,6 @@ TECHNIQUES: Mapping[str, str] = {
 }
 
 
-class Record(BaseModel):
-    """A frozen value. Errors in building one become the tree of `tightfit.errors`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    error: ClassVar[type[InputError]] = PlanError
-
-    def __init__(self, **fields: Any) -> None:
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise self._explain(error) from None
-
-    @classmethod
-    def from_mapping(cls, fields: object) -> Self:
-        """The record with these fields; `error` (PlanError, RequestError) where they are illegal."""
-        if not isinstance(fields, Mapping) or not all(isinstance(key, str) for key in fields):
-            raise cls.error(f"a {cls.__name__.lower()} is a mapping of fields to values, not {fields!r:.60}")
-        return cls(**fields)
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """The record from its JSON or YAML."""
-        return cls.from_mapping(cls.fields_from_text(text))
-
-    @classmethod
-    def fields_from_text(cls, text: str) -> dict[str, Any]:
-        """The fields that JSON or YAML names, not yet validated."""
-        try:
-            fields = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            line = " ".join(str(error).split())
-            raise cls.error(f"this is neither JSON nor YAML: {line}") from None
-        if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
-            raise cls.error(f"a {cls.__name__.lower()} is a mapping of fields to values, not {fields!r:.60}")
-        return fields
-
-    @classmethod
-    def fields_from_file(cls, path: str | Path) -> dict[str, Any]:
-        """The fields that a JSON or YAML file names, not yet validated."""
-        try:
-            return cls.fields_from_text(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            cause = getattr(error, "strerror", None) or error
-            raise cls.error(f"cannot read the {cls.__name__.lower()} {path}: {cause}", path=str(path)) from None
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Plain values only."""
-        return self.model_dump(mode="json")
-
-    def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_mapping(), indent=indent)
-
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True)
-
-    @classmethod
-    def _explain(cls, error: ValidationError) -> InputError:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        match first["type"]:
-            case "extra_forbidden":
-                name, home = str(first["loc"][-1]), _record_at(cls, first["loc"][:-1])
-                return cls.error(unknown_name(f"field of {home.__name__}", name, home.model_fields), field=field)
-            case "value_error":
-                cause = first["ctx"]["error"]
-                return cause if isinstance(cause, InputError) else cls.error(str(cause), field=field)
-            case "missing":
-                return cls.error(f"{field} is missing from {cls.__name__}", field=field)
-        given, wanted = first["input"], first["msg"].removeprefix("Input ").replace("should be", "must be")
-        return cls.error(f"{field} {wanted}, not {given!r:.60}", field=field, given=repr(given))
-
-
-def _record_at(record: type[Record], path: Iterable[int | str]) -> type[Record]:
-    """The record type that a validation error's path leads to."""
-    for part in path:
-        if isinstance(part, int) or part not in record.model_fields:
-            continue  # an index into a tuple, or a component's name
-        arguments = [record.model_fields[part].annotation]
-        while arguments:
-            kind = arguments.pop()
-            if isinstance(kind, type) and issubclass(kind, Record):
-                record = kind
-                break
-            arguments += get_args(kind)
-    return record
-
-
 class Request(Record):
     """What one call asks for. Fields left out take the pipeline's own defaults."""
 
@@ -172,7 +83,7 @@ class Accelerator(Record):
     name: str
     kind: str  # "cuda", "cpu", "loopback" …
     bytes: int = Field(gt=0)
-    arithmetic_rates: dict[str, float] = {}  # dtype → operations per second
+    arithmetic_rates: dict[str, float] = Field(default_factory=dict)  # dtype → operations per second
     memory_rate: float | None = None  # bytes per second
     link_rate: float | None = None  # bytes per second, host to device
 
@@ -259,7 +170,7 @@ class Plan(Record):
     level: int | None = Field(None, ge=0, le=3)
     request: Request | None = None
     budget: Budget | None = None
-    components: dict[str, ComponentPlan] = {}
+    components: dict[str, ComponentPlan] = Field(default_factory=dict)
     vae: VaePlan = VaePlan()
     offload_activations: bool = False  # activations that wait for a later unit wait in host memory
     reasons: tuple[Reason, ...] = ()

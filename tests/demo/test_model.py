@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from tightfit import fit
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.demo.grammar import parse

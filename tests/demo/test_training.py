@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from demo_training import autoencoder, denoiser, networks, text
 
 CPU = torch.device("cpu")

@@ -60,9 +60,9 @@ def fit(
         raise PlanError("fit takes exactly one of level=0…3 and plan=…")
     choices: dict[str, Any] = {"level": level} if plan is None else _choices(plan)
     wanted: str | None = choices.pop("device", None)
-    if device is not None and wanted is not None and str(device) != wanted:
-        raise PlanError(f"the plan is for {wanted}, but device={device} was asked for: leave one out")
     target = choose_device(device if device is not None else wanted)
+    if wanted is not None and choose_device(wanted).name != target.name:
+        raise PlanError(f"the plan is for {wanted}, but device={target.name} was asked for: leave one out")
     if isinstance(request, Mapping):
         request = Request.from_mapping(request)
     decided = plan_for(inspect_pipeline(pipe), target.name, separate=target.separate, choices=choices, request=request)

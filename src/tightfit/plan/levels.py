@@ -36,8 +36,8 @@ def plan_for(
     chosen = {key: value for key, value in choices.items() if key != "reasons"}
     level = Plan.from_mapping({"level": chosen.get("level")}).level
     base = _preset(footprint, level or 0) | {"level": level, "device": device}
-    if request is not None:
-        base["request"] = request.to_mapping()
+    if request is not None:  # what is asked for now wins over what a saved plan was made for
+        chosen["request"] = request.to_mapping()
     plan = Plan.from_mapping(_merge(base, chosen))
     _check(plan, footprint)
     reasons = tuple(_reasons(plan, footprint, separate))

@@ -1,0 +1,107 @@
+"""What all records have in common: frozen, validated once when made, to JSON and YAML and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tightfit.errors import InputError, PlanError, unknown_name
+
+__all__ = ["Record"]
+
+
+class Record(BaseModel):
+    """A frozen value. Errors in building one become the tree of `tightfit.errors`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    error: ClassVar[type[InputError]] = PlanError
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise self._explain(error) from None
+
+    @classmethod
+    def from_mapping(cls, fields: object) -> Self:
+        """The record with these fields; `error` (PlanError, RequestError) where they are illegal."""
+        if not isinstance(fields, Mapping) or not all(isinstance(key, str) for key in fields):
+            raise cls.error(f"a {cls.__name__.lower()} is a mapping of fields to values, not {fields!r:.60}")
+        return cls(**fields)
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """The record from its JSON or YAML."""
+        return cls.from_mapping(cls.fields_from_text(text))
+
+    @classmethod
+    def fields_from_text(cls, text: str) -> dict[str, Any]:
+        """The fields that JSON or YAML names, not yet validated."""
+        try:
+            fields = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            line = " ".join(str(error).split())
+            raise cls.error(f"this is neither JSON nor YAML: {line}") from None
+        if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
+            raise cls.error(f"a {cls.__name__.lower()} is a mapping of fields to values, not {fields!r:.60}")
+        return fields
+
+    @classmethod
+    def fields_from_file(cls, path: str | Path) -> dict[str, Any]:
+        """The fields that a JSON or YAML file names, not yet validated."""
+        try:
+            return cls.fields_from_text(Path(path).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            cause = getattr(error, "strerror", None) or error
+            raise cls.error(f"cannot read the {cls.__name__.lower()} {path}: {cause}", path=str(path)) from None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values only."""
+        return self.model_dump(mode="json")
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(self.to_mapping(), indent=indent)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True)
+
+    @classmethod
+    def _explain(cls, error: ValidationError) -> InputError:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        match first["type"]:
+            case "extra_forbidden":
+                name, home = str(first["loc"][-1]), _record_at(cls, first["loc"][:-1])
+                return cls.error(unknown_name(f"field of {home.__name__}", name, home.model_fields), field=field)
+            case "value_error":
+                cause = first["ctx"]["error"]
+                if not isinstance(cause, InputError):
+                    return cls.error(str(cause), field=field)
+                inner = str(cause.facts.get("field", ""))
+                if field and inner and str(cause).startswith(inner):  # say where the inner record's field is
+                    return type(cause)(f"{field}.{cause}", **cause.facts | {"field": f"{field}.{inner}"})
+                return cause
+            case "missing":
+                return cls.error(f"{field} is missing from {cls.__name__}", field=field)
+        given, wanted = first["input"], first["msg"].removeprefix("Input ").replace("should be", "must be")
+        return cls.error(f"{field} {wanted}, not {given!r:.60}", field=field, given=repr(given))
+
+
+def _record_at(record: type[Record], path: Iterable[int | str]) -> type[Record]:
+    """The record type that a validation error's path leads to."""
+    for part in path:
+        if isinstance(part, int) or part not in record.model_fields:
+            continue  # an index into a tuple, or a component's name
+        arguments = [record.model_fields[part].annotation]
+        while arguments:
+            kind = arguments.pop()
+            if isinstance(kind, type) and issubclass(kind, Record):
+                record = kind
+                break
+            arguments += get_args(kind)
+    return record
