@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 .PHONY: demo test test-slow test-gpu bench lint clean
 
@@ -14,10 +15,10 @@ demo: $(READY)  ## a picture inside a memory budget, and where the memory went
 	@echo "look at demo-out/picture.png and demo-out/memory.png"
 
 test: lint  ## lint, types and tests; under 15 minutes on 2 cores
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-slow: $(READY)  ## proofs that take minutes
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu"
 
 test-gpu: $(READY)  ## what needs a CUDA card; skipped where there is none
 	$(BIN)/python -m pytest -m gpu

@@ -264,19 +264,18 @@ def test_no_error_of_ours_is_raised_without_a_message() -> None:
 
 
 def test_the_tree_in_the_docstring_of_errors_is_the_tree() -> None:
-    drawn = re.findall(r"^([│├└─ ]*)(\w+Error|\w+)(?: \((\w+)\))?  +.*$", errors.__doc__ or "", re.MULTILINE)
-    drawn += re.findall(r"^([│├└─ ]+)(\w+)()$", errors.__doc__ or "", re.MULTILINE)
-    assert sorted(name for _, name, _ in drawn) == sorted(name for name in errors.__all__ if name[0].isupper())
-    above = ["Exception"]
-    for line in (errors.__doc__ or "").splitlines():
-        for branch, name, also in drawn:
-            if re.match(rf"{branch}{name}\b", line):
-                depth = len(branch) // 4 + 1
-                bases = [above[depth - 1], *([also] if also else [])]
-                kind = getattr(errors, name)
-                assert [base.__name__ for base in kind.__bases__] == bases
-                assert "exit code" not in line or line.endswith(f"exit code {kind.exit_code}")
-                above[depth:] = [name]
+    introduction, _, drawing = (errors.__doc__ or "").partition("\n\n")
+    assert introduction
+    above, drawn = ["Exception"], []
+    for line in drawing.splitlines():
+        branch, name, also = re.match(r"([│├└─ ]*)(\w+)(?: \((\w+)\))?", line).groups()  # type: ignore[union-attr]
+        depth = len(branch) // 4 + 1
+        kind = getattr(errors, name)
+        assert [base.__name__ for base in kind.__bases__] == [above[depth - 1], *([also] if also else [])]
+        assert "exit code" not in line or line.endswith(f"exit code {kind.exit_code}")
+        above[depth:] = [name]
+        drawn.append(name)
+    assert sorted(drawn) == [name for name in errors.__all__ if name[0].isupper()]
 
 
 # how long things are

@@ -26,6 +26,7 @@ from tightfit.run.request import Prompt, call_arguments
 
 __all__ = ["Job", "stored_dtype"]
 
+DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -77,6 +78,9 @@ class Job:
 
     def load(self) -> None:
         """Loads the model and fits it to the plan."""
+        if self.model is None:  # diffusers' usual 50 steps at guidance 7.5 do not suit it
+            given = {name: value for name, value in self.request if value is not None}
+            self.request = Request(**{**DEMO_DEFAULTS, **given})
         elapsed = stopwatch()
         default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder)
         self._pipe = load_pipeline(self._folder, getattr(torch, self.dtype or default))

@@ -94,8 +94,8 @@ def _check_size(pipe: Any, request: Request) -> None:
                 f"{side} {pixels} is not a multiple of {multiple}, as this model needs: {near} would do",
                 **{side: pixels, "multiple": multiple},
             )
-    side = _default_side(pipe)
-    area = (request.height or side) * (request.width or side) * (request.frames or 1) * request.batch
+    usual = _default_side(pipe)
+    area = (request.height or usual) * (request.width or usual) * (request.frames or 1) * request.batch
     needed, ram = area * 3 * 4, ram_bytes()
     if needed > ram:
         raise RequestError(
