@@ -509,3 +509,8 @@ def test_a_trace_says_its_peak() -> None:
     assert Trace(seconds=3, phases=phases).peak_bytes == 7 * 2**20
     assert Trace(seconds=3, phases=()).peak_bytes == 0
     assert str(Trace(call=4, device="cuda:0", seconds=3.14159, phases=phases)) == "call 4 on cuda:0: 3.14 s, peak 7 MiB"
+
+
+def test_json_that_yaml_would_misread() -> None:
+    assert Plan.from_text(Plan(device="😀").to_json()) == Plan(device="😀")
+    assert Plan.from_text('{\n\t"level": 2\n}').level == 2

@@ -159,3 +159,8 @@ def test_the_larger_is_never_written_as_the_smaller(one: int, other: int) -> Non
 )
 def test_times_are_written_as_people_read_them(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_whole_numbers_of_any_length_stay_whole() -> None:
+    assert parse_bytes("9007199254740993") == 9007199254740993
+    assert parse_bytes("9" * 400) == int("9" * 400)

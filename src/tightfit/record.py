@@ -43,7 +43,7 @@ class Record(BaseModel):
     def fields_from_text(cls, text: str) -> dict[str, Any]:
         """The fields that JSON or YAML names, not yet validated."""
         try:
-            fields = yaml.safe_load(text)
+            fields = _parse(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             line = " ".join(str(error).split())
             raise cls.error(f"this is neither JSON nor YAML: {line}") from None
@@ -90,6 +90,13 @@ class Record(BaseModel):
                 return cls.error(f"{field} is missing from {cls.__name__}", field=field)
         given, wanted = first["input"], first["msg"].removeprefix("Input ").replace("should be", "must be")
         return cls.error(f"{field} {wanted}, not {given!r:.60}", field=field, given=repr(given))
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:  # YAML is nearly a superset, but for tabs and surrogate pairs
+        return yaml.safe_load(text)
 
 
 def _record_at(record: type[Record], path: Iterable[int | str]) -> type[Record]:

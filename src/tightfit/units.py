@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from tightfit.errors import InputError
 
@@ -32,7 +33,7 @@ def parse_bytes(size: str | int) -> int:
             raise InputError(
                 f"{size!r} is not a size: write it like 8GB (10⁹ bytes each) or 8GiB (2³⁰)", size=str(size)
             )
-        value = round(float(match[1]) * _FACTORS[match[2].lower()])
+        value = round(Fraction(match[1]) * _FACTORS[match[2].lower()])
     if value <= 0:
         raise InputError(f"a size must be at least one byte, not {size!r}", size=str(size))
     return value

@@ -261,6 +261,13 @@ def test_a_component_can_be_kept_on_the_device() -> None:
     assert phases["encode"].peak_weights == weight_bytes(pipe.vae) + weight_bytes(pipe.text_encoder)
 
 
+def test_a_plan_that_only_names_its_level_is_that_level() -> None:
+    pipe = SD.make()
+    named = fit(pipe, plan=Plan(level=3), device="loopback").plan
+    assert named == fit(pipe, level=3, device="loopback").plan
+    assert named == fit(pipe, plan=named).plan
+
+
 def test_on_the_cpu_offloading_means_nothing_and_says_so() -> None:
     fitted = fit(SD.make(), level=3, device="cpu")
     assert all(component.placement == "resident" for component in fitted.plan.components.values())

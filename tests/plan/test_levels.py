@@ -70,8 +70,14 @@ def test_level_3_streams_the_denoiser_and_moves_what_waits() -> None:
     assert placements(decided) == {"text_encoder": "per-phase", "unet": "per-unit", "vae": "per-phase"}
     assert decided.vae == plan({"level": 1}).vae
     assert decided.offload_activations
-    assert decisions(decided)[2:] == ["text_encoder per-phase", "unet per-unit", "vae per-phase"]
+    placed = ["text_encoder per-phase", "unet per-unit", "vae per-phase"]
+    assert decisions(decided)[2:] == [*placed, "skips of unet moved to host memory"]
     assert decided.reasons[3].because == "one unit at a time needs 3 GiB of its 22 GiB"
+
+
+def test_lossy_storage_and_layout_have_their_reasons_too() -> None:
+    decided = plan({"components": {"unet": {"storage": "float8_e5m2", "channels_last": True}}}, SD)
+    assert decisions(decided) == ["unet stored in float8_e5m2", "unet channels-last"]
 
 
 def test_level_3_says_when_no_activation_waits() -> None:

@@ -71,7 +71,7 @@ def fit(
 
 def _choices(plan: Plan | Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if isinstance(plan, Plan):
-        return plan.to_mapping()
+        return plan.model_dump(mode="json", exclude_unset=True)  # what was not said is the level's to say
     if isinstance(plan, Mapping):
         return dict(plan)
     return Plan.fields_from_file(plan)

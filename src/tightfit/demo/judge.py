@@ -18,7 +18,8 @@ SPECK = 24  # pixels; a smaller blob is not a thing
 COLOUR_TOLERANCE = 60.0  # Euclidean distance in RGB
 PLACE_TOLERANCE = 14.0  # pixels from the place's centre
 SIZE_TOLERANCE = 1.22  # ratio to the nominal size; neighbours are 1.45 apart
-OVERLAP = 0.75  # least intersection over union with the ideal shape
+OVERLAP = 0.8  # least intersection over union with the ideal shape
+PURITY = 0.7  # least share of its pixels that are of its colour; a small thing is a fifth outline
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,11 @@ def _describe(pixels: NDArray[np.float32], blob: NDArray[np.bool_]) -> Thing:
 
 
 def _colour(pixels: NDArray[np.float32], blob: NDArray[np.bool_]) -> str:
-    return _nearest(np.median(pixels[blob], axis=0), COLOURS)
+    name = _nearest(np.median(pixels[blob], axis=0), COLOURS)
+    if name == "unclear":
+        return name
+    near = np.linalg.norm(pixels[blob] - np.array(COLOURS[name]), axis=-1) <= COLOUR_TOLERANCE
+    return name if near.mean() >= PURITY else "unclear"
 
 
 def _nearest(colour: NDArray[np.float32], palette: dict[str, tuple[int, int, int]]) -> str:

@@ -94,6 +94,11 @@ def _reasons(plan: Plan, footprint: Footprint, separate: bool) -> list[Reason]:
         )
     if plan.vae.slicing:
         because("one item at a time", "decoding a batch together multiplies the peak and gains no time")
+    for name, chosen in plan.components.items():
+        if chosen.storage != "as-loaded":
+            because(f"{name} stored in {chosen.storage}", "asked for by name: fewer bytes, slightly other numbers")
+        if chosen.channels_last:
+            because(f"{name} channels-last", "asked for by name: many convolution kernels want it")
     moves = {name: c for name, c in plan.components.items() if c.placement != "resident"}
     if not separate and (moves or plan.offload_activations):
         names = ", ".join(moves) or "activations"
@@ -103,8 +108,14 @@ def _reasons(plan: Plan, footprint: Footprint, separate: bool) -> list[Reason]:
         chosen = plan.components[component.name]
         if chosen.placement != "resident":
             because(f"{component.name} {chosen.placement}", _why(component, chosen.placement))
-    if plan.offload_activations and not any(component.skips for component in footprint.components):
-        because("no activations are moved", "no component keeps any waiting from one unit for another")
+    if plan.offload_activations:
+        skipping = [component.name for component in footprint.components if component.skips]
+        if skipping:
+            because(
+                f"skips of {', '.join(skipping)} moved to host memory", "they wait there for the second half of a step"
+            )
+        else:
+            because("no activations are moved", "no component keeps any waiting from one unit for another")
     return reasons
 
 
