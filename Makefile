@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+DEVICE := $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo loopback)  # loopback: a card played by the CPU
 READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
@@ -11,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 demo: $(READY)  ## a picture inside a memory budget, and where the memory went
 	@mkdir -p demo-out
 	$(BIN)/tightfit run "a large red circle on the left and a small blue square on the right" \
-		--device loopback --level 3 --seed 7 --out demo-out/picture.png --timeline demo-out/memory.png
+		--device $(DEVICE) --level 3 --seed 7 --out demo-out/picture.png --timeline demo-out/memory.png
 	@echo "look at demo-out/picture.png and demo-out/memory.png"
 
 test: lint  ## lint, types and tests; under 15 minutes on 2 cores

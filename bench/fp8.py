@@ -69,7 +69,7 @@ def demo() -> dict[str, Any]:
         rival = demo_pipeline()
         rival.unet.enable_layerwise_casting(storage_dtype=getattr(torch, form), compute_dtype=torch.float32)
         facts[f"diffusers {form}"] = {"psnr": mean_psnr(draw(rival, prompts), plain)}
-    assert torch.equal(draw(pipe, prompts[:2]), plain[:2])
+    assert torch.equal(draw(pipe, prompts[:10]), plain[:10])  # the same batch: undone exactly
     return facts
 
 

@@ -22,8 +22,8 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the finished pipeline.")] = Path("src/tightfit/demo/model"),
     seed: int = 0,
     device: str = "cuda" if torch.cuda.is_available() else "cpu",
-    steps: Annotated[int, typer.Option(help="Denoiser steps; may be changed when resuming.")] = 20_000,
-    scenes: Annotated[int, typer.Option(help="Drawn scenes the denoiser learns from.")] = 40_000,
+    steps: Annotated[int, typer.Option(help="Denoiser steps; may be changed when resuming.")] = 3500,
+    scenes: Annotated[int, typer.Option(help="Drawn scenes the denoiser learns from.")] = 16_384,
     score_every: Annotated[int, typer.Option(help="Seconds between scores.")] = 600,
 ) -> None:
     work.mkdir(parents=True, exist_ok=True)

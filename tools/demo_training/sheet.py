@@ -26,13 +26,13 @@ PROMPTS = (
 
 def draw_sheet(pipe: StableDiffusionPipeline, path: Path) -> None:
     """Writes a PNG of two rows of pictures, each under its prompt's words."""
-    figure = Figure(figsize=(10.4, 6.4), dpi=110, facecolor="white")
+    figure = Figure(figsize=(10.4, 6.6), dpi=110, facecolor="white")
     axes = figure.subplots(2, 4)
     for seed, (prompt, axis) in enumerate(zip(PROMPTS, axes.flat, strict=True)):
         generator = torch.Generator().manual_seed(seed)
         picture = pipe(prompt, num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=generator).images[0]
         axis.imshow(picture, interpolation="nearest")
-        axis.set_title("\n".join(textwrap.wrap(prompt, 26)), fontsize=9, color="#333333")
+        axis.set_title("\n".join(textwrap.wrap(prompt, 34)), fontsize=8, color="#333333")
         axis.set_xticks([])
         axis.set_yticks([])
         for spine in axis.spines.values():
