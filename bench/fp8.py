@@ -89,7 +89,6 @@ def transformer() -> dict[str, Any]:
         "timestep": torch.tensor([0.5]),
         "img_ids": torch.zeros(tokens, 3),
         "txt_ids": torch.zeros(text, 3),
-        "guidance": torch.tensor([3.5]),
     }
     with torch.no_grad():
         plain = model(**inputs).sample
@@ -116,4 +115,5 @@ def transformer() -> dict[str, Any]:
 
 if __name__ == "__main__":
     Path(__file__).parent.joinpath("results").mkdir(exist_ok=True)
-    write("fp8", {"demo": demo(), "transformer": transformer()})
+    write("fp8-transformer", transformer())
+    write("fp8-demo", demo())
