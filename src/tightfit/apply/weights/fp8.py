@@ -107,7 +107,7 @@ class Float8Weight(torch.Tensor):
         stored = [value for value in (*args, *kwargs.values()) if isinstance(value, Float8Weight)]
         wide = {id(value): value.widen() for value in stored}
         result = func(
-            *(wide.get(id(value), value) for value in _opened(args, wide)),
+            *(wide.get(id(value), value) for value in _opened(args)),
             **{key: wide.get(id(value), value) for key, value in kwargs.items()},
         )
         if func._schema.is_mutable and isinstance(weight, Float8Weight):
@@ -129,7 +129,7 @@ def _without_format(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != "memory_format"}
 
 
-def _opened(args: tuple[Any, ...], wide: dict[int, torch.Tensor]) -> list[Any]:
+def _opened(args: tuple[Any, ...]) -> list[Any]:
     """`args` with the stored weights inside lists (`torch.cat`, say) widened too."""
     return [
         type(arg)(v.widen() if isinstance(v, Float8Weight) else v for v in arg)
