@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from torch import nn
 
 from inspection import assert_same, imprint, relative_error
@@ -157,6 +158,43 @@ def test_what_the_skip_patterns_name_stays_as_loaded() -> None:
     untouched = model(INPUT)
     fit(model, plan=plan, device="cpu")
     assert torch.equal(model(INPUT), untouched)
+
+
+def flux(blocks: int, heads: int) -> FluxTransformer2DModel:
+    """A Flux transformer with random weights in bfloat16."""
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        attention_head_dim=64,
+        num_attention_heads=heads,
+        joint_attention_dim=64 * heads,
+        num_layers=blocks // 4 + 1,
+        num_single_layers=blocks,
+        pooled_projection_dim=64,
+        axes_dims_rope=(16, 24, 24),
+    )
+    return model.to(torch.bfloat16).requires_grad_(False)
+
+
+def test_by_default_the_ends_of_a_model_stay_and_its_blocks_are_stored_with_their_modulation() -> None:
+    model = flux(blocks=1, heads=1)
+    fit(model, plan={"components": {"model": {"storage": "float8_e4m3fn"}}}, device="cpu")
+    stored = {name for name, value in model.named_parameters() if isinstance(value.data, Float8Weight)}
+    stays = {name for name, value in model.named_parameters() if value.ndim > 1} - stored
+    assert {name.split(".")[0] for name in stored} == {"transformer_blocks", "single_transformer_blocks"}
+    assert {"transformer_blocks.0.norm1.linear.weight", "single_transformer_blocks.0.norm.linear.weight"} <= stored
+    assert {name.split(".")[0] for name in stays} == {
+        "time_text_embed", "context_embedder", "x_embedder", "norm_out", "proj_out",
+    }  # fmt: skip
+
+
+def test_a_hundred_million_parameters_are_halved() -> None:
+    model = flux(blocks=16, heads=8)
+    parameters, loaded = sum(parameter.numel() for parameter in model.parameters()), weight_bytes(model)
+    assert parameters > 100e6
+    fitted = fit(model, plan={"components": {"model": {"storage": "float8_e5m2"}}}, device="cpu")
+    assert weight_bytes(model) < 0.52 * loaded
+    fitted.undo()
+    assert weight_bytes(model) == loaded
 
 
 def test_units_are_the_elements_of_the_outermost_lists() -> None:
