@@ -121,6 +121,12 @@ def test_a_file_gives_its_fields(tmp_path: Path) -> None:
     assert Plan.from_mapping(Plan.fields_from_file(str(tmp_path / "plan.json"))) == PLAN
 
 
+def test_equal_records_have_equal_hashes() -> None:
+    again = Plan.from_text(PLAN.to_json())
+    assert again == PLAN
+    assert len({PLAN, again, Plan()}) == 2
+
+
 def test_fields_left_out_take_their_defaults() -> None:
     assert Plan.from_text("vae: {tile: 64}") == Plan(vae=VaePlan(tile=64))
     assert Request() == Request(height=None, width=None, frames=None, batch=1, steps=None, guidance=None)
@@ -234,7 +240,7 @@ def test_what_was_given_can_change_afterwards() -> None:
 
 NO_BUDGET = "a budget needs device bytes, RAM bytes or both, e.g. Budget(device='8GB')"
 NO_SIZE = "is not a size: write it like 8GB (10⁹ bytes each) or 8GiB (2³⁰)"
-NO_INTEGER = "must be a valid integer, unable to parse string as an integer"
+NO_INTEGER = "must be a valid integer"
 STORAGES = "storage must be 'as-loaded', 'float8_e4m3fn' or 'float8_e5m2', not "
 DTYPES = "compute_dtype must be 'float32', 'float16' or 'bfloat16', not "
 FP8_ONLY = "only means something with storage=float8_e4m3fn or float8_e5m2"
@@ -305,17 +311,22 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (Request, {"batch": 0}, "batch must be greater than 0, not 0"),
         (Request, {"batch": None}, "batch must be a valid integer, not None"),
         (Request, {"steps": 0}, "steps must be greater than 0, not 0"),
-        (Request, {"steps": 2.5}, "steps must be a valid integer, got a number with a fractional part, not 2.5"),
+        (Request, {"steps": 2.5}, "steps must be a valid integer, not 2.5"),
+        (Request, {"height": True}, "height must be a valid integer, not True"),
+        (Request, {"guidance": True}, "guidance must be a valid number, not True"),
         (Request, {"height": "tall"}, f"height {NO_INTEGER}, not 'tall'"),
         (Request, {"guidance": -1}, "guidance must be greater than or equal to 0, not -1"),
         (Request, {"guidance": math.nan}, "guidance must be a finite number, not nan"),
         (Request, {"guidance": math.inf}, "guidance must be a finite number, not inf"),
         (Budget, {"device": None, "ram": None}, NO_BUDGET),
-        (Budget, {"device": 0, "ram": None}, NO_BUDGET),
-        (Budget, {"device": -1}, "device must be greater than or equal to 0, not -1"),
+        (Budget, {"device": 0}, "device must be greater than 0, not 0"),
+        (Budget, {"device": True}, "device must be a valid integer, not True"),
+        (Budget, {"device": 0.5}, "device must be a valid integer, not 0.5"),
+        (Budget, {"device": -1}, "device must be greater than 0, not -1"),
         (Budget, {"ram": "lots"}, f"'lots' {NO_SIZE}"),
         (Budget, {"ram": "0GB"}, "a size must be at least one byte, not '0GB'"),
         (Accelerator, {"bytes": 0}, "bytes must be greater than 0, not 0"),
+        (Accelerator, {"memory_rate": 0}, "memory_rate must be greater than 0, not 0"),
         (Accelerator, {"link_rate": math.inf}, "link_rate must be a finite number, not inf"),
         (Accelerator, {"arithmetic_rates": {"bfloat16": "fast"}}, "arithmetic_rates.bfloat16 must be a valid number"),
         (Machine, {"cores": 0}, "cores must be greater than 0, not 0"),
@@ -335,6 +346,7 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None, "skip": []}, f"skip {FP8_ONLY}"),
         (ComponentPlan, {"storage": "as-loaded", "skip": None}, f"compute_dtype {FP8_ONLY}"),
         (Plan, {"level": -1}, "level must be greater than or equal to 0, not -1"),
+        (Plan, {"level": True}, "level must be a valid integer, not True"),
         (Plan, {"level": 4}, "level must be less than or equal to 3, not 4"),
         (Plan, {"level": "three"}, f"level {NO_INTEGER}, not 'three'"),
         (Plan, {"offload_activations": "perhaps"}, "offload_activations must be a valid boolean"),

@@ -27,6 +27,9 @@ class Record(BaseModel):
         except ValidationError as error:
             raise self._explain(error) from None
 
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.to_mapping(), sort_keys=True))  # mappings inside have no hash of their own
+
     @classmethod
     def from_mapping(cls, fields: object) -> Self:
         """The record with these fields; `error` (PlanError, RequestError) where they are illegal."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from tightfit.errors import InputError, PlanError, RequestError, unknown_name
 from tightfit.record import Record
@@ -40,9 +40,20 @@ Placement = Literal["resident", "per-phase", "per-unit"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
-Bytes = Annotated[
-    int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value), Field(ge=0)
-]
+
+
+def _whole_bytes(size: object) -> object:
+    """Words and whole floats (8e9) as the integer they stand for; anything else as it is, to be refused."""
+    if isinstance(size, str):
+        return parse_bytes(size)
+    return int(size) if isinstance(size, float) and size.is_integer() else size
+
+
+Count = Annotated[int, Strict(), Field(ge=0)]  # strict: True is no number
+Positive = Annotated[int, Strict(), Field(gt=0)]
+Size = Annotated[Positive, BeforeValidator(_whole_bytes)]
+Real = Annotated[float, Strict(), Field(ge=0)]
+Rate = Annotated[float, Strict(), Field(gt=0)]  # per second
 
 # the lossy techniques, by the names under which a user allows them
 TECHNIQUES: Mapping[str, str] = {
@@ -56,23 +67,23 @@ class Request(Record):
 
     error: ClassVar[type[InputError]] = RequestError
 
-    height: int | None = Field(None, gt=0)  # pixels
-    width: int | None = Field(None, gt=0)
-    frames: int | None = Field(None, gt=0)
-    batch: int = Field(1, gt=0)
-    steps: int | None = Field(None, gt=0)
-    guidance: float | None = Field(None, ge=0)
+    height: Positive | None = None  # pixels
+    width: Positive | None = None
+    frames: Positive | None = None
+    batch: Positive = 1
+    steps: Positive | None = None
+    guidance: Real | None = None
 
 
 class Budget(Record):
     """Bytes that may be used: of each accelerator, and of RAM. At least one of the two is set."""
 
-    device: Bytes | None = None
-    ram: Bytes | None = None
+    device: Size | None = None
+    ram: Size | None = None
 
     @model_validator(mode="after")
     def _set(self) -> Self:
-        if not self.device and not self.ram:
+        if self.device is None and self.ram is None:
             raise PlanError("a budget needs device bytes, RAM bytes or both, e.g. Budget(device='8GB')")
         return self
 
@@ -82,26 +93,26 @@ class Accelerator(Record):
 
     name: str
     kind: str  # "cuda", "cpu", "loopback" …
-    bytes: int = Field(gt=0)
-    arithmetic_rates: dict[str, float] = Field(default_factory=dict)  # dtype → operations per second
-    memory_rate: float | None = None  # bytes per second
-    link_rate: float | None = None  # bytes per second, host to device
+    bytes: Positive
+    arithmetic_rates: dict[str, Rate] = Field(default_factory=dict)  # dtype → operations per second
+    memory_rate: Rate | None = None  # bytes per second
+    link_rate: Rate | None = None  # bytes per second, host to device
 
 
 class Machine(Record):
     """What there is to run on."""
 
     accelerators: tuple[Accelerator, ...]
-    ram: int = Field(gt=0)  # bytes that this process may use, cgroup limits included
-    cores: int = Field(gt=0)
-    disk_rate: float | None = None  # bytes per second
+    ram: Positive  # bytes that this process may use, cgroup limits included
+    cores: Positive
+    disk_rate: Rate | None = None  # bytes per second
 
 
 class Unit(Record):
     """Weights that move together: a repeated block, or what is left outside the blocks."""
 
     name: str  # dotted path inside the component; "" for what is left
-    bytes: int = Field(ge=0)
+    bytes: Count
 
 
 class Component(Record):
@@ -110,7 +121,7 @@ class Component(Record):
     name: str
     class_name: str
     role: Role
-    bytes: int = Field(ge=0)
+    bytes: Count
     units: tuple[Unit, ...] = ()
     skips: bool = False  # activations of early units wait for late ones (a U-Net)
 
@@ -131,8 +142,8 @@ class VaePlan(Record):
     """How autoencoders work through their pictures, in both directions."""
 
     slicing: bool = False  # one item of a batch at a time
-    tile: int | None = Field(None, ge=16)  # side in pixels; None: whole pictures
-    overlap: float = Field(0.25, ge=0, le=0.5)  # share of a tile that it has in common with its neighbour
+    tile: Annotated[int, Strict(), Field(ge=16)] | None = None  # side in pixels; None: whole pictures
+    overlap: Annotated[float, Strict(), Field(ge=0, le=0.5)] = 0.25  # share of a tile shared with the next
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -167,7 +178,7 @@ class Plan(Record):
     """Every decision about a run, and the reason for each."""
 
     device: str = "cpu"
-    level: int | None = Field(None, ge=0, le=3)
+    level: Annotated[int, Strict(), Field(ge=0, le=3)] | None = None
     request: Request | None = None
     budget: Budget | None = None
     components: dict[str, ComponentPlan] = Field(default_factory=dict)
@@ -208,33 +219,33 @@ class Plan(Record):
 class Sample(Record):
     """Tensor bytes on the device at one moment, `seconds` after the start."""
 
-    seconds: float = Field(ge=0)
-    weights: int = Field(ge=0)
-    activations: int = Field(ge=0)
+    seconds: Real
+    weights: Count
+    activations: Count
 
 
 class PhaseTrace(Record):
     """What was measured of one stretch in which the same component worked."""
 
     name: str
-    start: float = Field(ge=0)  # seconds after the start of the trace
-    seconds: float = Field(ge=0)
-    peak_bytes: int = Field(ge=0)  # of tensors on the device
-    peak_weights: int = Field(0, ge=0)
-    bytes_in: int = Field(0, ge=0)  # host to device
-    bytes_out: int = Field(0, ge=0)
-    runs: int = Field(1, gt=0)  # how many forward passes
+    start: Real  # seconds after the start of the trace
+    seconds: Real
+    peak_bytes: Count  # of tensors on the device
+    peak_weights: Count = 0
+    bytes_in: Count = 0  # host to device
+    bytes_out: Count = 0
+    runs: Positive = 1  # how many forward passes
 
 
 class Trace(Record):
     """What was measured of one call."""
 
-    call: int = Field(1, gt=0)
+    call: Positive = 1
     device: str = "cpu"
-    seconds: float = Field(ge=0)
+    seconds: Real
     phases: tuple[PhaseTrace, ...]
     samples: tuple[Sample, ...] = ()
-    rss_peak_bytes: int = Field(0, ge=0)
+    rss_peak_bytes: Count = 0
     lossy: tuple[str, ...] = ()  # techniques that really changed numbers in this call
     notes: tuple[str, ...] = ()  # what happened that nobody planned
 

@@ -47,11 +47,11 @@ def format_bytes(count: float) -> str:
     """
     if count < 0:
         return "-" + format_bytes(-count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.3g} {unit}"
         count /= 1024
-    return f"{count:.3g} TiB"
+    return f"{count:.3g} PiB"
 
 
 def format_seconds(seconds: float) -> str:
