@@ -9,8 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -350,21 +348,6 @@ def test_a_failure_nobody_foresaw_is_one_line_too(tiny_model: Path, monkeypatch:
     assert result.exit_code == 1
     assert result.stderr == "tightfit: RuntimeError: no space left\n"
     assert last_line(result) == {"error": {"type": "RuntimeError", "message": "RuntimeError: no space left"}}
-
-
-def test_an_interrupt_that_python_swallows_comes_again() -> None:
-    class Thing: ...
-
-    def interrupted(_: object) -> None:
-        raise KeyboardInterrupt
-
-    thing = Thing()
-    reference = weakref.ref(thing, interrupted)
-    with pytest.raises(KeyboardInterrupt), cli._interrupts_kept():  # noqa: PT012
-        del thing
-        assert reference() is None
-        for _ in range(1000):
-            time.sleep(0.01)
 
 
 # help and usage

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import json
 import logging
 import random
-import sys
-import threading
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -120,7 +117,7 @@ def run(
             timeline=timeline,
             snapshot=snapshot,
         )
-        with _log_to_stderr(verbose), _quiet_transformers(), _interrupts_kept():
+        with _log_to_stderr(verbose), _quiet_transformers():
             _work(job, watch=watch, profile=profile, as_json=as_json)
 
 
@@ -214,24 +211,6 @@ def _quiet_transformers() -> Iterator[None]:
         yield
     finally:
         library.set_verbosity(level)
-
-
-@contextlib.contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """Ctrl-C again, a moment later, where the first came while a weak reference died: Python swallows it there."""
-    before = sys.unraisablehook
-
-    def look(unraisable: Any) -> None:
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            threading.Timer(0.02, _thread.interrupt_main).start()
-        else:
-            before(unraisable)
-
-    sys.unraisablehook = look
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
 
 
 @contextlib.contextmanager

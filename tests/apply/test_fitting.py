@@ -300,6 +300,17 @@ def test_one_log_line_for_each_call(caplog: pytest.LogCaptureFixture) -> None:
     assert "call=2" in lines[1]
 
 
+def test_activations_need_not_be_counted() -> None:
+    pipe = SD.make()
+    fitted = fit(pipe, level=3, device="loopback", count_activations=False)
+    run(pipe, SD)
+    trace = fitted.report().trace
+    assert all(phase.peak_bytes == phase.peak_weights > 0 for phase in trace.phases)
+    assert all(sample.activations == 0 for sample in trace.samples)
+    assert moved(fitted) > 0
+    assert any("activations were not counted" in note for note in trace.notes)
+
+
 def test_fitted_pipelines_refuse_to_be_moved() -> None:
     pipe = SD.make()
     fit(pipe, level=3, device="loopback")

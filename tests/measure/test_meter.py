@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
@@ -28,20 +30,25 @@ def counter() -> Counter:
 
 def test_what_operations_make_counts_until_it_dies(counter: Counter) -> None:
     weight = torch.ones(512, 512)
-    with TensorMeter(counter.change):
+    with TensorMeter(counter.change) as meter:
         first = weight + 1
         second = first * 2
         assert counter.now == 2 * MIB
         del first
+        meter.settle()
         assert counter.now == MIB
         del second
+        third = weight + 2  # as large as the second was, and in its place
+        assert counter.now == MIB
+        del third
+    meter.settle()
     assert counter.now == 0
     assert counter.most == 2 * MIB
 
 
 def test_views_and_older_tensors_do_not_count(counter: Counter) -> None:
     weight = torch.ones(512, 512)
-    with TensorMeter(counter.change):
+    with TensorMeter(counter.change) as meter:
         views = [weight.t(), weight[3:], weight.view(-1), weight.detach()]
         new = weight + 1
         views += [new.t(), new[1:], new.reshape(-1)]
@@ -49,17 +56,33 @@ def test_views_and_older_tensors_do_not_count(counter: Counter) -> None:
         weight.add_(1)
         assert counter.now == MIB
         del new
+        meter.settle()
         assert counter.now == MIB  # its views are alive
         views.clear()
+        meter.settle()
         assert counter.now == 0
 
 
 def test_what_outlives_the_meter_is_told_when_it_dies(counter: Counter) -> None:
-    with TensorMeter(counter.change):
+    with TensorMeter(counter.change) as meter:
         kept = torch.ones(512, 512)
     assert counter.now == MIB
     del kept
+    meter.settle()
     assert counter.now == 0
+
+
+def test_an_interrupt_is_never_swallowed(counter: Counter) -> None:
+    """Python drops what is raised in a weak reference's callback; the meter's callbacks run no Python."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for trial in range(100):
+            signal.setitimer(signal.ITIMER_REAL, 0.001 + trial * 1e-5)
+            with pytest.raises(KeyboardInterrupt), TensorMeter(counter.change):
+                torch.stack([torch.ones(8) + 1 for _ in range(20_000)])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_pauses_and_nested_lists(counter: Counter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,17 +14,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["TensorMeter"]
 
 
+class _Life(weakref.ref[torch.UntypedStorage]):
+    """A storage that is followed until it dies."""
+
+    __slots__ = ("key", "size")
+    key: int
+    size: int
+
+
 class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, tells `changed` the bytes of every storage that operations make and of every one that dies.
+    """While entered, tells `changed` the bytes of every storage that operations make and of every one that died.
 
     Storages are counted once, whatever views there are; storages that existed before do not count, nor does
     what is made while `paused`. Memory that a kernel takes and returns within one operation is not seen.
+    Deaths are told with the next operation or `settle()`.
     """
 
     def __init__(self, changed: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._changed = changed
-        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._live: dict[int, _Life] = {}
+        self._dead: list[weakref.ref[torch.UntypedStorage]] = []
         self._paused = 0
 
     @contextlib.contextmanager
@@ -40,7 +51,8 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types:  # a tensor subclass (stored weights): its own handler runs the plain operations, seen one by one
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if not self._paused:
+        if not self._paused and not _aliases(func):
+            self.settle()
             for tensor in _tensors(result):
                 self._count(tensor.untyped_storage(), args, kwargs)
         return result
@@ -49,18 +61,34 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._live or any(tensor.untyped_storage()._cdata == key for tensor in _tensors(inputs)):
             return  # a view of something counted, or of something older than the meter
-        size = storage.nbytes()
+        # a builtin as callback: Python swallows what is raised in one, and Ctrl-C is raised in Python code only
+        life = _Life(storage, self._dead.append)
+        life.key, life.size = key, storage.nbytes()
+        self._live[key] = life
+        self._changed(life.size)
 
-        def gone(_: object) -> None:
-            if self._live.pop(key, None) is not None:
-                self._changed(-size)
-
-        self._live[key] = weakref.ref(storage, gone)
-        self._changed(size)
+    def settle(self) -> None:
+        """Tells of the storages that died since the last time."""
+        freed = 0
+        while self._dead:
+            life = self._dead.pop()
+            assert isinstance(life, _Life)
+            if self._live.get(life.key) is life:
+                del self._live[life.key]
+                freed += life.size
+        if freed:
+            self._changed(-freed)
 
     def forget(self) -> None:
         """Stops following what is still alive, without telling."""
         self._live.clear()
+        self._dead.clear()
+
+
+@functools.cache
+def _aliases(func: torch._ops.OpOverload) -> bool:
+    """Whether `func` is a view or writes in place, by its schema: then it makes no storage."""
+    return all(value.alias_info is not None for value in func._schema.returns)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -51,6 +51,7 @@ class Recorder:
     """
 
     device: Device
+    count_activations: bool = True  # where no allocator counts them
     weights: int = 0
     _calls: int = 0
     _running: bool = False
@@ -87,7 +88,10 @@ class Recorder:
         self._lossy.clear()
         self._notes.clear()
         if self.device.allocated_bytes() is None:
-            self._meter = TensorMeter(self._activations_changed)
+            if self.count_activations:
+                self._meter = TensorMeter(self._activations_changed)
+            else:
+                self.note("activations were not counted (count_activations=False): peaks are of weights alone")
         self.device.reset_peak()
         self._running = True
 
@@ -146,6 +150,8 @@ class Recorder:
         allocated = self.device.allocated_bytes()
         if allocated is not None:
             self._activations = max(allocated - self.weights, 0)
+        elif self._meter:
+            self._meter.settle()
         self._sample()
 
     def _sample(self) -> None:
