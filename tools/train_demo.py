@@ -1,4 +1,4 @@
-"""Trains the demo model from a seed: autoencoder, text encoder, denoiser, then the pipeline folder.
+"""Trains the demo model from a seed: autoencoder, its decoder again, text encoder, denoiser, the pipeline folder.
 
     python tools/train_demo.py --work demo-training --out src/tightfit/demo/model
 
@@ -22,7 +22,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the finished pipeline.")] = Path("src/tightfit/demo/model"),
     seed: int = 0,
     device: str = "cuda" if torch.cuda.is_available() else "cpu",
-    steps: Annotated[int, typer.Option(help="Denoiser steps; may be changed when resuming.")] = 3500,
+    steps: Annotated[int, typer.Option(help="Denoiser steps; may be changed when resuming.")] = 7500,
     scenes: Annotated[int, typer.Option(help="Drawn scenes the denoiser learns from.")] = 16_384,
     score_every: Annotated[int, typer.Option(help="Seconds between scores.")] = 600,
 ) -> None:
@@ -32,6 +32,7 @@ def main(
     tokenizer = networks.make_tokenizer()
     vae, encoder, unet = networks.make_autoencoder(), networks.make_text_encoder(tokenizer), networks.make_denoiser()
     autoencoder.train(vae, work, steps=2000, whole=200, seed=seed, device=place)
+    autoencoder.sharpen(vae, work, steps=2000, seed=seed, device=place)
     text.train(encoder, tokenizer, work, steps=300, seed=seed, device=place)
     encoder, unet = denoiser.train(
         vae,

@@ -1,4 +1,4 @@
-"""Stage 3: the denoiser and the text encoder together, on latents made once.
+"""Stage 4: the denoiser and the text encoder together, on latents made once.
 
 v-prediction with zero terminal SNR; one run at a constant rate with a linear fall to zero over the last
 fifth, so that `steps` may still be changed while it runs; an exponential average of the weights is kept.
@@ -52,7 +52,7 @@ def make_latents(
         pixels = drawn.permute(0, 3, 1, 2).float() / 127.5 - 1
         latents.append(autoencoder.encode(pixels).latent_dist.mean)
         if (first // ENCODED) % 16 == 15 or first + ENCODED >= count:
-            latents = [torch.cat([part for part in latents if len(part)])]
+            latents = [torch.cat([part for part in latents if len(part)]).contiguous()]  # as it will be when read
             save_file({"latents": latents[0]}, cache)
             print(f"encoded {len(latents[0])} of {count} scenes", flush=True)
     whole = torch.cat([part for part in latents if len(part)])

@@ -1,4 +1,4 @@
-"""Stage 2: the text encoder alone learns to bind, before any picture is seen.
+"""Stage 3: the text encoder alone learns to bind, before any picture is seen.
 
 Four linear heads must read size, colour, shape and place of a thing off the last token of its place
 words, a fifth the background off the end token. With that in the hidden states the denoiser only has to
