@@ -147,6 +147,10 @@ def test_the_plan_in_a_picture_makes_the_same_picture_again(tiny_model: Path) ->
     again = run(tiny_model, "a red fox", "--plan", "plan.json", "--seed", 1, "--out", "again.png", "--json")
     assert last_line(again)["plan"] == last_line(first)["plan"]
     assert pixels("again.png") == pixels("fox.png")
+    other = tightfit_("run", tiny_model, "a red fox", "--plan", "plan.json", "--level", 3, "--out", "other.png")
+    assert other.exit_code == 2
+    assert "plan.json is a complete plan (level 2): --level 3 would change its name and nothing else" in other.stderr
+    assert not Path("other.png").exists()
 
 
 def test_who_watches_sees_plain_lines_where_there_is_no_terminal(tiny_model: Path) -> None:

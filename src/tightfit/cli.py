@@ -125,6 +125,11 @@ def _choices(plan: Path | None, level: int | None, changes: list[str]) -> dict[s
     """Plan fields from a file, then --level, then --set, each over the one before."""
     choices: dict[str, Any] = Plan.fields_from_file(plan) if plan is not None else {}
     if level is not None:
+        if choices.get("reasons") and choices.get("level") != level:
+            raise PlanError(
+                f"{plan} is a complete plan (level {choices.get('level')}): --level {level} would change its name "
+                "and nothing else. Leave one of them out, or change single fields with --set"
+            )
         choices["level"] = level
     for change in changes:
         field, equals, text = change.partition("=")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -79,8 +79,7 @@ class Record(BaseModel):
         field = ".".join(str(part) for part in first["loc"])
         match first["type"]:
             case "extra_forbidden":
-                name, home = str(first["loc"][-1]), _record_at(cls, first["loc"][:-1])
-                return cls.error(unknown_name(f"field of {home.__name__}", name, home.model_fields), field=field)
+                return cls.error(unknown_name(f"field of {cls.__name__}", field, cls.model_fields), field=field)
             case "value_error":
                 cause = first["ctx"]["error"]
                 if not isinstance(cause, InputError):
@@ -100,18 +99,3 @@ def _parse(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:  # YAML is nearly a superset, but for tabs and surrogate pairs
         return yaml.safe_load(text)
-
-
-def _record_at(record: type[Record], path: Iterable[int | str]) -> type[Record]:
-    """The record type that a validation error's path leads to."""
-    for part in path:
-        if isinstance(part, int) or part not in record.model_fields:
-            continue  # an index into a tuple, or a component's name
-        arguments = [record.model_fields[part].annotation]
-        while arguments:
-            kind = arguments.pop()
-            if isinstance(kind, type) and issubclass(kind, Record):
-                record = kind
-                break
-            arguments += get_args(kind)
-    return record
