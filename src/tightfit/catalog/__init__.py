@@ -1,0 +1,1 @@
+"""Facts, no behaviour: known models' configurations and known cards."""

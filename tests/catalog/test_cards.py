@@ -1,0 +1,117 @@
+"""The known cards' facts: well formed, plausible, and a few figures everybody knows."""
+
+import json
+import re
+from importlib import resources
+from typing import Any
+
+import pytest
+
+FIELDS = {
+    "title",
+    "bytes",
+    "compute_capability",
+    "arithmetic_rates",
+    "memory_rate",
+    "link_rate",
+    "link",
+    "source",
+}
+RATE_OF_SIXTEEN_LANES = {"3.0": 12.0e9, "4.0": 25.0e9, "5.0": 50.0e9}
+GIB = 2**30
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    assert len(keys) == len(set(keys)), f"a key stands twice: {sorted(keys)}"
+    return dict(pairs)
+
+
+def read() -> dict[str, dict[str, Any]]:
+    text = resources.files("tightfit.catalog").joinpath("cards.json").read_text(encoding="utf-8")
+    cards: dict[str, dict[str, Any]] = json.loads(text, object_pairs_hook=distinct)
+    return cards
+
+
+CARDS = read()
+
+
+def capability(card: dict[str, Any]) -> tuple[int, int]:
+    major, minor = card["compute_capability"].split(".")
+    return int(major), int(minor)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_is_well_formed(name: str) -> None:
+    card = CARDS[name]
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)
+    assert set(card) == FIELDS
+    assert all(isinstance(card[field], str) and card[field] for field in ("title", "link", "source"))
+    assert isinstance(card["bytes"], int)
+    assert isinstance(card["memory_rate"], float)
+    assert isinstance(card["link_rate"], float)
+    assert re.fullmatch(r"\d+\.\d", card["compute_capability"])
+    assert all(isinstance(rate, float) and rate > 0 for rate in card["arithmetic_rates"].values())
+
+
+def test_titles_are_distinct() -> None:
+    titles = [card["title"] for card in CARDS.values()]
+    assert len(titles) == len(set(titles))
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_is_plausible(name: str) -> None:
+    card = CARDS[name]
+    assert card["bytes"] % GIB == 0
+    assert 2 * GIB <= card["bytes"] <= 192 * GIB
+    assert 100e9 <= card["memory_rate"] <= 6e12
+    assert card["link_rate"] < card["memory_rate"]
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_rates_follow_the_generation(name: str) -> None:
+    card = CARDS[name]
+    rates = card["arithmetic_rates"]
+    expected = {"float32", "float16"}
+    if capability(card) >= (8, 0):
+        expected.add("bfloat16")
+    if capability(card) >= (8, 9):
+        expected.add("float8")
+    assert set(rates) == expected
+    assert 1e12 < rates["float32"] < 200e12
+    assert rates["float16"] >= 0.9 * rates["float32"]
+    assert rates.get("bfloat16", rates["float16"]) == rates["float16"]
+    if "float8" in rates:
+        assert rates["float8"] == pytest.approx(2 * rates["float16"], rel=0.02)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_link_rate_is_that_of_the_named_link(name: str) -> None:
+    card = CARDS[name]
+    link = re.fullmatch(r"PCIe (\d\.0) x(8|16)", card["link"])
+    assert link is not None
+    assert card["link_rate"] == pytest.approx(RATE_OF_SIXTEEN_LANES[link[1]] * int(link[2]) / 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "memory_rate", "kind", "rate"),
+    [
+        ("t4", 16, 320e9, "float16", 65e12),
+        ("v100", 16, 900e9, "float16", 125e12),
+        ("rtx2080ti", 11, 616e9, "float16", 53.8e12),
+        ("rtx3060", 12, 360e9, "float32", 12.7e12),
+        ("rtx3090", 24, 936e9, "float32", 35.6e12),
+        ("rtx4090", 24, 1008e9, "bfloat16", 165.2e12),
+        ("rtx4090", 24, 1008e9, "float8", 330.3e12),
+        ("rtx5090", 32, 1792e9, "bfloat16", 209.5e12),
+        ("rtx-a6000", 48, 768e9, "bfloat16", 154.8e12),
+        ("a100-80gb", 80, 2039e9, "bfloat16", 312e12),
+        ("h100", 80, 3.35e12, "bfloat16", 989.4e12),
+        ("h200", 141, 4.8e12, "bfloat16", 989.4e12),
+    ],
+)
+def test_well_known_figures(name: str, gib: int, memory_rate: float, kind: str, rate: float) -> None:
+    card = CARDS[name]
+    assert card["bytes"] == gib * GIB
+    assert card["memory_rate"] == pytest.approx(memory_rate)
+    assert card["arithmetic_rates"][kind] == pytest.approx(rate)

@@ -1,0 +1,156 @@
+"""Known models' configurations: well formed, buildable, and as large as published."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import pytest
+import torch
+
+FIELDS = {"name", "title", "repository", "source", "pipeline", "options", "request", "components", "absent"}
+REQUEST = {"height", "width", "steps", "guidance"}
+NETWORK = {"library", "class", "dtype", "config", "parameters", "source"}
+OTHER = {"library", "class", "config", "source"}  # tokenizers and schedulers: nothing to count
+LIBRARIES = {"diffusers", "transformers"}
+DTYPES = {"float32", "float16", "bfloat16"}
+BILLION, MILLION = 10**9, 10**6
+
+# What others say the networks hold; "a+b" is both together.
+PUBLISHED = {
+    ("flux.1-dev", "transformer"): 11.90 * BILLION,  # flux1-dev.safetensors: 23.80 GB of bfloat16
+    ("flux.1-dev", "text_encoder_2"): 4.762 * BILLION,  # its two shards on the hub: 9.52 GB of bfloat16
+    ("flux.1-dev", "vae"): 83.82 * MILLION,  # its file on the hub: 167.7 MB of bfloat16
+    ("sdxl", "unet"): 5_135_149_760 / 2,  # bytes of diffusion_pytorch_model.fp16.safetensors
+    ("sdxl", "text_encoder+text_encoder_2"): 817 * MILLION,  # arxiv.org/abs/2307.01952, table 1
+    ("sd-1.5", "unet"): 3_438_167_536 / 4,  # bytes of diffusion_pytorch_model.safetensors, float32
+    ("sd-1.5", "text_encoder"): 492_265_879 / 4,  # bytes of model.safetensors, float32
+    ("sd-1.5", "vae"): 334_643_268 / 4,  # bytes of diffusion_pytorch_model.safetensors, float32
+    ("sd3-medium", "transformer"): 2.03 * BILLION,  # the hub's file: 4.17 GB of float16 with its 57 M fixed positions
+    ("sd3.5-large", "transformer"): 8.1 * BILLION,  # stability.ai/news/introducing-stable-diffusion-3-5
+    ("flux.2-dev", "transformer"): 32 * BILLION,  # the model card
+    ("flux.2-dev", "text_encoder"): 24.01 * BILLION,  # the hub's count for Mistral-Small-3.2-24B-Instruct-2506
+    ("qwen-image", "transformer"): 20.43 * BILLION,  # its nine shards on the hub: 40.86 GB of bfloat16
+    ("qwen-image", "text_encoder"): 8.29 * BILLION,  # the hub's count for Qwen2.5-VL-7B-Instruct
+    ("sana-1.6b", "transformer"): 1.6 * BILLION,  # arxiv.org/abs/2410.10629
+    ("sana-1.6b", "text_encoder"): 2.61 * BILLION,  # the hub's count for google/gemma-2-2b-it
+    ("sana-1.6b", "vae"): 1_249_001_100 / 4,  # bytes of values in its float32 file on the hub
+    ("pixart-sigma", "transformer"): 2_443_492_488 / 4,  # bytes of the 512 model's float32 file, the same network
+    ("cogvideox-2b", "transformer"): 1.69 * BILLION,  # the hub's count
+    ("cogvideox-5b", "transformer"): 5_570_283_072,  # a full fine-tuning log in cogvideox-factory's README
+    ("ltx-video-2b", "transformer"): 1.92 * BILLION,  # the hub's count
+    ("ltx-video-2b", "vae"): 1_676_798_532 / 4,  # bytes of diffusion_pytorch_model.safetensors, float32
+    ("ltx-video-13b", "transformer"): 13 * BILLION,  # the model card
+    ("wan-2.1-14b", "transformer"): 14.3 * BILLION,  # the hub's count
+    ("wan-2.1-14b", "text_encoder"): 5.68 * BILLION,  # models_t5_umt5-xxl-enc-bf16.pth: 11.36 GB
+    ("wan-2.1-14b", "vae"): 127 * MILLION,  # arxiv.org/abs/2503.20314
+    ("wan-2.1-1.3b", "transformer"): 1.42 * BILLION,  # the hub's count
+    ("wan-2.2-a14b", "transformer+transformer_2"): 28.6 * BILLION,  # two experts, each the hub's 14.3 billion
+    ("wan-2.2-5b", "transformer"): 5 * BILLION,  # the model card
+    ("wan-2.2-5b", "vae"): 705 * MILLION,  # Wan2.2_VAE.pth: 2.82 GB of float32
+    ("hunyuanvideo", "transformer"): 12.82 * BILLION,  # its six shards on the hub: 25.64 GB of bfloat16
+    ("mochi-1", "transformer"): 10 * BILLION,  # the model card
+}
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    assert len(keys) == len(set(keys)), f"a key stands twice: {sorted(keys)}"
+    return dict(pairs)
+
+
+def read() -> dict[str, dict[str, Any]]:
+    folder = resources.files("tightfit.catalog").joinpath("models")
+    files = [file for file in folder.iterdir() if file.name.endswith(".json")]
+    return {
+        file.name.removesuffix(".json"): json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=distinct)
+        for file in files
+    }
+
+
+MODELS = read()
+COMPONENTS = [(model, name) for model, facts in sorted(MODELS.items()) for name in facts["components"]]
+NETWORKS = [(model, name) for model, name in COMPONENTS if "parameters" in MODELS[model]["components"][name]]
+
+
+def class_of(component: dict[str, Any]) -> Any:
+    return getattr(importlib.import_module(component["library"]), component["class"])
+
+
+@cache
+def built(library: str, name: str, config: str) -> torch.nn.Module:
+    """The network of that configuration, without memory behind its parameters."""
+    made = class_of({"library": library, "class": name})
+    with torch.device("meta"):
+        network = (
+            made.from_config(json.loads(config))
+            if library == "diffusers"
+            else made(made.config_class(**json.loads(config)))
+        )
+    assert isinstance(network, torch.nn.Module)
+    return network
+
+
+def test_there_are_models() -> None:
+    assert len(MODELS) >= 19
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_a_file_is_well_formed(model: str) -> None:
+    facts = MODELS[model]
+    assert set(facts) == FIELDS
+    assert facts["name"] == model
+    assert facts["source"] == f"https://huggingface.co/{facts['repository']}"
+    request = facts["request"]
+    assert set(request) in (REQUEST, REQUEST | {"frames"})
+    assert all(isinstance(request[key], int) and request[key] > 0 for key in set(request) - {"guidance"})
+    assert isinstance(request["guidance"], float)
+    for component in facts["components"].values():
+        assert set(component) in (NETWORK, OTHER)
+        assert component["library"] in LIBRARIES
+        assert component["source"].startswith("https://")
+        assert component.get("dtype", "float32") in DTYPES
+        assert isinstance(component["config"], dict)
+        assert not [key for key in component["config"] if key.startswith("_")]
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_the_components_are_those_of_the_pipeline(model: str) -> None:
+    facts = MODELS[model]
+    pipeline = class_of({"library": "diffusers", "class": facts["pipeline"]})
+    arguments = inspect.signature(pipeline.__init__).parameters
+    assert not set(facts["components"]) & set(facts["absent"])
+    named = {*facts["components"], *facts["absent"], *facts["options"]}
+    assert named <= set(arguments)
+    required = {key for key, argument in arguments.items() if argument.default is inspect.Parameter.empty}
+    assert required - {"self"} <= named
+    assert set(pipeline._optional_components) <= named
+    assert set(facts["absent"]) <= set(pipeline._optional_components)
+
+
+@pytest.mark.parametrize(("model", "name"), COMPONENTS)
+def test_a_class_exists_and_knows_every_key(model: str, name: str) -> None:
+    component = MODELS[model]["components"][name]
+    made = class_of(component)
+    if component["library"] == "diffusers":
+        assert set(component["config"]) <= set(inspect.signature(made.__init__).parameters)
+        if "parameters" not in component:
+            made.from_config(component["config"])
+
+
+@pytest.mark.parametrize(("model", "name"), NETWORKS)
+def test_a_network_has_its_parameters(model: str, name: str) -> None:
+    component = MODELS[model]["components"][name]
+    network = built(component["library"], component["class"], json.dumps(component["config"], sort_keys=True))
+    assert sum(parameter.numel() for parameter in network.parameters()) == component["parameters"]
+
+
+@pytest.mark.parametrize(("model", "names"), PUBLISHED)
+def test_the_parameters_are_as_published(model: str, names: str) -> None:
+    components = MODELS[model]["components"]
+    parameters = sum(components[name]["parameters"] for name in names.split("+"))
+    assert parameters == pytest.approx(PUBLISHED[model, names], rel=0.01)
