@@ -11,7 +11,7 @@ from measuring import side_by_side, write
 from tightfit import fit
 
 CALL = {"prompt": "a large red circle on the left and a small blue square on the right", "num_inference_steps": 20}
-ROUNDS = 3
+ROUNDS = 9
 
 
 def picture(pipe: Any) -> torch.Tensor:
