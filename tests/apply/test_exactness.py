@@ -94,7 +94,11 @@ def test_techniques_alone_and_in_pairs(name: str, techniques: tuple[str, ...]) -
         assert any(what.startswith("fp8: ") for what in trace.lossy)
         assert any(what.startswith("fp8: ") for what in fitted.plan.lossy)
         assert not torch.equal(first, untouched)
-        assert relative_error(first, fp8_output(name)) <= ROUNDING
+        stored = fp8_output(name)
+        if ROUNDED & set(techniques):  # by its norm: the worst of a video's pixels differ by 1.1e-5 of the largest
+            assert float((first - stored).norm() / stored.norm()) <= 2e-6
+        else:
+            assert torch.equal(first, stored)
     elif ROUNDED & set(techniques):
         assert trace.lossy == ()
         assert relative_error(first, untouched) <= ROUNDING

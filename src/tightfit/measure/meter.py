@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,13 +54,13 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._paused and not _aliases(func):
             self.settle()
             for tensor in _tensors(result):
-                self._count(tensor.untyped_storage(), args, kwargs)
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._live and not _holds(args, key) and not (kwargs and _holds(kwargs.values(), key)):
+                    self._count(storage, key)
         return result
 
-    def _count(self, storage: torch.UntypedStorage, *inputs: object) -> None:
-        key = storage._cdata
-        if key in self._live or any(tensor.untyped_storage()._cdata == key for tensor in _tensors(inputs)):
-            return  # a view of something counted, or of something older than the meter
+    def _count(self, storage: torch.UntypedStorage, key: int) -> None:
         # a builtin as callback: Python swallows what is raised in one, and Ctrl-C is raised in Python code only
         life = _Life(storage, self._dead.append)
         life.key, life.size = key, storage.nbytes()
@@ -91,13 +91,25 @@ def _aliases(func: torch._ops.OpOverload) -> bool:
     return all(value.alias_info is not None for value in func._schema.returns)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """The strided tensors in `value`, which may be a tensor or nested tuples, lists and dicts of anything."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
+    """The strided tensors in what an operation returned: a tensor, or tuples and lists of them and other things."""
+    if type(value) in _PLAIN:
         if value.layout is torch.strided:  # type: ignore[attr-defined]
             yield value  # type: ignore[misc]
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+
+
+def _holds(values: Iterable[Any], key: int) -> bool:
+    """Whether a tensor in `values` has the storage `key`: what came out is then a view of something older."""
+    for value in values:
+        if type(value) in _PLAIN:
+            if value.layout is torch.strided and value.untyped_storage()._cdata == key:
+                return True
+        elif type(value) in (list, tuple) and _holds(value, key):
+            return True
+    return False

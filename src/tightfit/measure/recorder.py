@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import psutil
 
@@ -30,6 +31,18 @@ class LiveNumbers:
     activations: int
     peak_bytes: int
     rss_bytes: int
+
+
+class _Moment(NamedTuple):
+    """A Sample before anybody asks for it: there are thousands a second, and validating one takes longer."""
+
+    seconds: float
+    weights: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations
 
 
 @dataclass
@@ -58,8 +71,8 @@ class Recorder:
     _activations: int = 0
     _started: float = 0.0
     _phases: list[_Phase] = field(default_factory=list)
-    _samples: list[Sample] = field(default_factory=list)
-    _latest: Sample | None = None  # newer than the last sample, and lower
+    _moments: list[_Moment] = field(default_factory=list)
+    _latest: _Moment | None = None  # newer than the last sample, and lower
     _resolution: float = 0.0
     _rss: tuple[float, int, int] = (0.0, 0, 0)  # when, last, peak
     _lossy: dict[str, None] = field(default_factory=dict)
@@ -83,7 +96,7 @@ class Recorder:
     def _begin(self) -> None:
         self._calls += 1
         self._activations, self._started = 0, time.perf_counter()
-        self._phases, self._samples, self._latest, self._resolution = [], [], None, FINEST
+        self._phases, self._moments, self._latest, self._resolution = [], [], None, FINEST
         self._rss = (0.0, 0, 0)
         self._lossy.clear()
         self._notes.clear()
@@ -160,32 +173,32 @@ class Recorder:
             phase = self._phases[-1]
             phase.peak = max(phase.peak, total, self.device.peak_bytes() or 0)
             phase.peak_weights = max(phase.peak_weights, self.weights)
-        self._add(Sample.model_construct(seconds=now, weights=self.weights, activations=max(self._activations, 0)))
+        self._add(_Moment(now, self.weights, max(self._activations, 0)))
         if now - self._rss[0] > RSS_EVERY:
             rss = int(self._process.memory_info().rss)
             self._rss = (now, rss, max(rss, self._rss[2]))
 
-    def _add(self, sample: Sample) -> None:
+    def _add(self, moment: _Moment) -> None:
         """Of what happens within one resolution, the highest and the last are kept."""
-        last = self._samples[-1] if self._samples else None
-        if last is not None and sample.seconds - last.seconds < self._resolution:
-            if _total(sample) > _total(last):
-                self._samples[-1] = sample.model_copy(update={"seconds": last.seconds})
+        last = self._moments[-1] if self._moments else None
+        if last is not None and moment.seconds - last.seconds < self._resolution:
+            if moment.total > last.total:
+                self._moments[-1] = moment._replace(seconds=last.seconds)
                 self._latest = None
             else:
-                self._latest = sample
+                self._latest = moment
             return
         if self._latest is not None:
-            self._samples.append(self._latest)
+            self._moments.append(self._latest)
             self._latest = None
-        self._samples.append(sample)
-        if len(self._samples) > MAX_SAMPLES:
+        self._moments.append(moment)
+        if len(self._moments) > MAX_SAMPLES:
             self._thin()
 
     def _thin(self) -> None:
         """Halves the samples, keeping the higher of each two."""
-        pairs = zip(self._samples[::2], self._samples[1::2], strict=False)
-        self._samples = [max(pair, key=_total) for pair in pairs]
+        pairs = zip(self._moments[::2], self._moments[1::2], strict=False)
+        self._moments = [max(pair, key=lambda moment: moment.total) for pair in pairs]
         self._resolution *= 2
 
     def live(self) -> LiveNumbers:
@@ -214,17 +227,14 @@ class Recorder:
             )
             for p, end in zip(self._phases, ends, strict=True)
         )
+        moments = [*self._moments, *([self._latest] if self._latest else [])]
         return Trace(
             call=self._calls,
             device=self.device.name,
             seconds=seconds,
             phases=phases,
-            samples=(*self._samples, *([self._latest] if self._latest else [])),
+            samples=tuple(Sample(**moment._asdict()) for moment in moments),
             rss_peak_bytes=max(self._rss[2], int(self._process.memory_info().rss)),
             lossy=tuple(self._lossy),
             notes=tuple(self._notes),
         )
-
-
-def _total(sample: Sample) -> int:
-    return sample.weights + sample.activations

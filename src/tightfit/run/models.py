@@ -28,7 +28,8 @@ def _download(name: str) -> Path:
     """The hub's `name`, fetched or from the cache: configurations, and the safetensors of its components only."""
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.txt", "*.model", "*.jinja", "*/*.safetensors"]  # not the whole model again as one file at the top
+    # safetensors of components only: at the top there is often the whole model again, as one file
+    wanted = ["*.json", "*.txt", "*.model", "*.jinja", "*/*.safetensors"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the hub's errors have no common base, and any of them means the same here
