@@ -89,14 +89,28 @@ class Budget(Record):
 
 
 class Accelerator(Record):
-    """A device that computes. Rates are None until they are measured."""
+    """A device that computes. Rates are None until they are measured.
+
+    Arithmetic rates are operations per second (a multiplication and an addition are two) by dtype ("bfloat16"), or
+    by kind and dtype ("convolution.bfloat16") where a kind has a rate of its own: matmul, convolution, attention.
+    """
 
     name: str
-    kind: str  # "cuda", "cpu", "loopback" …
+    kind: str  # "cuda", "cpu", "loopback", "pretend" …
     bytes: Positive
-    arithmetic_rates: dict[str, Rate] = Field(default_factory=dict)  # dtype → operations per second
+    compute_capability: str | None = None  # of a CUDA card, e.g. "8.9"
+    arithmetic_rates: dict[str, Rate] = Field(default_factory=dict)
     memory_rate: Rate | None = None  # bytes per second
-    link_rate: Rate | None = None  # bytes per second, host to device
+    link_rate: Rate | None = None  # bytes per second, pinned host memory to device
+    link_rate_out: Rate | None = None  # bytes per second, device to pinned host memory; None: as link_rate
+    launch_overhead: Real = 0.0  # seconds of the host for each piece of work
+
+    def arithmetic_rate(self, kind: str, dtype: str) -> float | None:
+        """Operations per second for `kind` in `dtype`; float32's where the dtype has none."""
+        for key in (f"{kind}.{dtype}", dtype, f"{kind}.float32", "float32"):
+            if key in self.arithmetic_rates:
+                return self.arithmetic_rates[key]
+        return None
 
 
 class Machine(Record):

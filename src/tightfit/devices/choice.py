@@ -15,7 +15,7 @@ __all__ = ["choose_device", "find_machine"]
 
 
 def choose_device(name: str | torch.device | Device | None = None) -> Device:
-    """The device called `name`: "cpu", "cuda", "cuda:1" or "loopback"; None takes the first card, else the CPU."""
+    """The device called `name`: "cpu", "cuda", "cuda:1", "loopback", "pretend:0"; None: a card, else the CPU."""
     if isinstance(name, Device):
         return name
     cards = cuda_count()
@@ -27,11 +27,15 @@ def choose_device(name: str | torch.device | Device | None = None) -> Device:
             return CpuDevice()
         case "loopback":
             return LoopbackDevice()
+        case "pretend":
+            from tightfit.devices.pretend import PretendDevice  # only where it is asked for
+
+            return PretendDevice(int(index or 0) if (index or "0").isdecimal() else -1)
         case "cuda" if index in ("", *map(str, range(cards))) and cards:
             return CudaDevice(int(index or 0))
         case "cuda":
             raise InputError(f"no such device: {name}; this computer has {cards} CUDA cards", cards=cards)
-    raise InputError(unknown_name("device", kind, ("cpu", "cuda", "loopback")), name=str(name))
+    raise InputError(unknown_name("device", kind, ("cpu", "cuda", "loopback", "pretend")), name=str(name))
 
 
 def find_machine() -> Machine:

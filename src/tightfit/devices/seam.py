@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class Device(ABC):
     kind: str
     torch_device: torch.device
     separate: bool  # False: host memory is its memory, and moving weights "off the device" means nothing
+    swaps_parameters = False  # True: `parameter.data` of a host parameter cannot become a tensor of this device
 
     @abstractmethod
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -47,6 +49,10 @@ class Device(ABC):
 
     def synchronize(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Waits until the device has done all that it was given."""
+
+    def now(self) -> float:
+        """Seconds on the device's clock, from any start."""
+        return time.perf_counter()
 
     def release_cache(self) -> None:  # noqa: B027
         """Gives memory that the allocator keeps for later back to the driver."""

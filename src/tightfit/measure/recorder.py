@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -95,7 +94,7 @@ class Recorder:
 
     def _begin(self) -> None:
         self._calls += 1
-        self._activations, self._started = 0, time.perf_counter()
+        self._activations, self._started = 0, self.device.now()
         self._phases, self._moments, self._latest, self._resolution = [], [], None, FINEST
         self._rss = (0.0, 0, 0)
         self._lossy.clear()
@@ -117,7 +116,7 @@ class Recorder:
         if not self._running:
             return
         if not self._phases or self._phases[-1].name != phase:
-            now = time.perf_counter() - self._started if self._phases else 0.0
+            now = self.device.now() - self._started if self._phases else 0.0
             self._look()
             self.device.reset_peak()
             self._phases.append(_Phase(phase, now))
@@ -168,7 +167,7 @@ class Recorder:
         self._sample()
 
     def _sample(self) -> None:
-        now, total = time.perf_counter() - self._started, self.weights + self._activations
+        now, total = self.device.now() - self._started, self.weights + self._activations
         if self._phases:
             phase = self._phases[-1]
             phase.peak = max(phase.peak, total, self.device.peak_bytes() or 0)
@@ -203,7 +202,7 @@ class Recorder:
 
     def live(self) -> LiveNumbers:
         """The numbers of this moment."""
-        seconds = time.perf_counter() - self._started if self._running else 0.0
+        seconds = self.device.now() - self._started if self._running else 0.0
         phase = self._phases[-1].name if self._phases else ""
         peak = max((p.peak for p in self._phases), default=0)
         return LiveNumbers(phase, seconds, self.weights, self._activations, peak, self._rss[1])
@@ -212,7 +211,7 @@ class Recorder:
         """The call that has just ended."""
         self.device.synchronize()
         self._look()
-        seconds = time.perf_counter() - self._started
+        seconds = self.device.now() - self._started
         ends = [phase.start for phase in self._phases[1:]] + [seconds] * bool(self._phases)
         phases = tuple(
             PhaseTrace(

@@ -13,11 +13,12 @@ expandable_segments:True).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
-__all__ = ["Block", "CachingAllocator", "CardFull", "Counter", "Event"]
+__all__ = ["Block", "CachingAllocator", "CardFull", "Counter", "Event", "Step", "least_capacity", "replay"]
 
 MIB = 2**20
 QUANTUM = 512
@@ -26,6 +27,16 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 LARGE_REQUEST = 10 * MIB  # from here on, segments are made to measure
 LARGE_ROUNDING = 2 * MIB
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that was asked of an allocator; `block` numbers blocks in the order in which they were made."""
+
+    what: Literal["malloc", "free", "use", "empty_cache"]
+    block: int = 0
+    size: int = 0
+    stream: int = 0
 
 
 class Event(Protocol):
@@ -69,6 +80,7 @@ class Block:
     size: int
     stream: int
     pool: _Pool
+    number: int = 0
     requested: int = 0
     used: bool = False
     mapped: bool = True
@@ -123,6 +135,8 @@ class CachingAllocator:
         self.expandable = expandable
         self.allocated, self.reserved, self.requested = Counter(), Counter(), Counter()
         self.retries = 0
+        self.history: list[Step] = []
+        self._made = itertools.count()
         self._record = record
         self._pools = {True: _Pool(small=True), False: _Pool(small=False)}
         self._waiting: dict[int, list[tuple[Event, Block]]] = {}  # by stream, oldest first
@@ -130,6 +144,8 @@ class CachingAllocator:
 
     def malloc(self, requested: int, stream: int = 0) -> Block:
         """A block of at least `requested` bytes; CardFull where there is none to be had."""
+        number = next(self._made)
+        self.history.append(Step("malloc", number, requested, stream))
         self._collect()
         size = rounded(requested)
         pool = self._pools[size <= SMALL]
@@ -142,13 +158,14 @@ class CachingAllocator:
             raise CardFull(requested, self.capacity, self.allocated.now, self.reserved.now)
         if self._worth_splitting(block, size):
             self._split(block, size)
-        block.used, block.requested = True, requested
+        block.used, block.number, block.requested = True, number, requested
         self.allocated.add(block.size)
         self.requested.add(requested)
         return block
 
     def free(self, block: Block) -> None:
         """Takes `block` back; it is free once every stream that used it has passed this point."""
+        self.history.append(Step("free", block.number))
         block.used = False
         self.allocated.add(-block.size)
         self.requested.add(-block.requested)
@@ -161,11 +178,13 @@ class CachingAllocator:
 
     def use(self, block: Block, stream: int) -> None:
         """`stream`, not the one `block` was made for, works on it (torch's `record_stream`)."""
+        self.history.append(Step("use", block.number, stream=stream))
         if stream != block.stream:
             block.streams.add(stream)
 
     def empty_cache(self) -> None:
         """Gives all segments that nothing uses back to the card."""
+        self.history.append(Step("empty_cache"))
         self._release_cache()
 
     def _take_free(self, pool: _Pool, size: int, stream: int) -> Block | None:
@@ -281,9 +300,7 @@ class CachingAllocator:
             return False
         pool.remove(block)
         if length < block.size:
-            rest = Block(
-                block.address + length, block.size - length, block.stream, pool, mapped=False, expandable=True
-            )
+            rest = Block(block.address + length, block.size - length, block.stream, pool, mapped=False, expandable=True)
             _chain(block, rest, block.after)
             pool.insert(rest)
         block.size, block.mapped = length, True
@@ -311,6 +328,50 @@ class CachingAllocator:
         block.address, block.size, block.mapped = first, last - first, False
         self.reserved.add(first - last)
         self._put_back(block)
+
+
+class _Passed:
+    """An event that is over when it is recorded."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+def replay(history: Iterable[Step], capacity: int, *, expandable: bool = False) -> CachingAllocator:
+    """The allocator of a card with `capacity` bytes after `history`; CardFull where that did not fit.
+
+    Streams are taken to have done their work whenever a block that they used is given up.
+    """
+    allocator = CachingAllocator(capacity, lambda stream: _Passed(), expandable=expandable)
+    blocks: dict[int, Block] = {}
+    for step in history:
+        match step.what:
+            case "malloc":
+                blocks[step.block] = allocator.malloc(step.size, step.stream)
+            case "free":
+                allocator.free(blocks.pop(step.block))
+            case "use":
+                allocator.use(blocks[step.block], step.stream)
+            case "empty_cache":
+                allocator.empty_cache()
+    return allocator
+
+
+def least_capacity(history: Sequence[Step], *, expandable: bool = False) -> int:
+    """The bytes that a card must have for `history` to fit, caches given back where that helps; a multiple of 2 MiB."""
+    roomy = replay(history, 2**60, expandable=expandable)
+    fits, fails = roomy.reserved.peak // LARGE_ROUNDING, roomy.allocated.peak // LARGE_ROUNDING - 1
+    while fits - fails > 1:
+        middle = (fits + fails) // 2
+        try:
+            replay(history, middle * LARGE_ROUNDING, expandable=expandable)
+            fits = middle
+        except CardFull:
+            fails = middle
+    return fits * LARGE_ROUNDING
 
 
 def rounded(size: int) -> int:
@@ -353,7 +414,7 @@ def _idle_run(block: Block | None, enough: int) -> int:
 
 def _chain(*blocks: Block | None) -> None:
     """Makes `blocks` neighbours, in this order."""
-    for left, right in zip(blocks, blocks[1:], strict=False):
+    for left, right in itertools.pairwise(blocks):
         if left is not None:
             left.after = right
         if right is not None:

@@ -1,31 +1,108 @@
-"""One pretend card: its number, what it is like, its allocator and its clock."""
+"""One pretend card: what it is like, its allocator and its clock, and what work does to them."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
-from tightfit.pretend.allocator import CachingAllocator
-from tightfit.pretend.clock import Host, Timeline
+import torch
+
+from tightfit.pretend.allocator import Block, CachingAllocator, CardFull
+from tightfit.pretend.clock import Host, Point, Timeline
+from tightfit.pretend.kernels import Work, duration
 from tightfit.records import Accelerator
+from tightfit.units import format_bytes
 
-__all__ = ["LAUNCH", "Card"]
+__all__ = ["Card", "Values"]
 
-LAUNCH = 5_000  # nanoseconds that the host needs to launch one kernel from Python
+Values = Literal["real", "shapes"]
+WORKSPACE = 8_519_680  # bytes that cuBLAS keeps for each stream it is used on: torch's default :4096:2:16:8 …
+LARGE_WORKSPACE = 32 * 2**20  # … and :4096:8 on compute capability 9, 10 and 12
+_bases = itertools.count(2**44, 2**44)
+PAGEABLE = 0.5  # of the link's rate: the driver copies through a pinned buffer of its own (an assumption)
 
 
 @dataclass(eq=False)
 class Card:
-    """A card that exists only here. `values` says whether numbers are kept ("real") or mostly shapes ("shapes")."""
+    """A card that exists only here.
+
+    `values` says what is kept of tensors: all numbers ("real"), or shapes, and the numbers of small ones ("shapes").
+    """
 
     index: int
     accelerator: Accelerator
     host: Host
-    values: str
-    expandable: bool = False
+    values: Values = "shapes"
+    expandable: bool = False  # segments: see CachingAllocator
     stream: int = 0  # the stream that work is given to
+    base: int = field(default_factory=lambda: next(_bases))  # of its addresses, which are nobody else's
     timeline: Timeline = field(init=False)
     allocator: CachingAllocator = field(init=False)
+    _workspaces: dict[int, Block] = field(default_factory=dict)  # by stream
 
     def __post_init__(self) -> None:
-        self.timeline = Timeline(self.host, LAUNCH)
+        self.timeline = Timeline(self.host, round(self.accelerator.launch_overhead * 1e9))
         self.allocator = CachingAllocator(self.accelerator.bytes, self.timeline.record, expandable=self.expandable)
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """What is done inside goes to `stream`."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def malloc(self, size: int) -> Block:
+        """A block for the current stream; torch's OutOfMemoryError where the card has none left."""
+        try:
+            return self.allocator.malloc(size, self.stream)
+        except CardFull as full:
+            free = full.capacity - full.reserved
+            raise torch.OutOfMemoryError(
+                f"pretend:{self.index} is out of memory. Tried to allocate {format_bytes(size)}. It has a capacity of "
+                f"{format_bytes(full.capacity)} of which {format_bytes(free)} is free; {format_bytes(full.allocated)} "
+                f"is allocated by tensors, and {format_bytes(full.reserved - full.allocated)} is reserved but "
+                "unallocated"
+            ) from None
+
+    def do(self, work: Work) -> None:
+        """Runs a kernel: what it holds comes and goes, and its time passes on the current stream."""
+        if work.kind == "matmul" and self.stream not in self._workspaces:
+            self._workspaces[self.stream] = self.malloc(self._workspace)
+        held = [self.malloc(size) for size in work.held if size]
+        for block in held:
+            self.allocator.free(block)
+        self.timeline.run(self.stream, "compute", duration(work, self.accelerator))
+
+    @property
+    def _workspace(self) -> int:
+        major = (self.accelerator.compute_capability or "").partition(".")[0]
+        return LARGE_WORKSPACE if major in ("9", "10", "12") else WORKSPACE
+
+    def copy_in(self, size: int, *, pinned: bool, wait: bool) -> None:
+        """`size` bytes from the host. From pageable memory, the host always waits."""
+        self._cross("in", size, self.accelerator.link_rate, pinned=pinned, wait=wait)
+
+    def copy_out(self, size: int, *, pinned: bool, wait: bool) -> None:
+        """`size` bytes to the host."""
+        rate = self.accelerator.link_rate_out or self.accelerator.link_rate
+        self._cross("out", size, rate, pinned=pinned, wait=wait)
+
+    def _cross(self, engine: str, size: int, rate: float | None, *, pinned: bool, wait: bool) -> None:
+        time = size / (rate * (1.0 if pinned else PAGEABLE)) if rate else 0.0
+        self.timeline.run(self.stream, engine, round(time * 1e9))
+        if wait or not pinned:
+            self.record().wait()
+
+    def record(self) -> Point:
+        """An event at the end of what the current stream was given."""
+        return self.timeline.record(self.stream)
+
+    @property
+    def now(self) -> int:
+        """Nanoseconds until all that was given is done."""
+        return max(self.host.now, self.timeline.end)

@@ -59,6 +59,11 @@ class Timeline:
         """What `stream` is given from now on begins after `point`."""
         self._streams[stream] = max(self._streams.get(stream, 0), point.time)
 
+    @property
+    def end(self) -> int:
+        """When all streams have done what they were given."""
+        return max(self._streams.values(), default=0)
+
     def synchronize(self) -> None:
         """The host waits for all streams."""
-        self.host.now = max([self.host.now, *self._streams.values()])
+        self.host.now = max(self.host.now, self.end)

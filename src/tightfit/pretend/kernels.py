@@ -42,7 +42,9 @@ class Work:
     held: tuple[int, ...] = ()  # bytes of each buffer that its kernel allocates and gives back
 
 
-def work_of(op: torch._ops.OpOverload, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Work:
+def work_of(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+) -> Work:
     """What `op` on `args` costs, given the tensors it read and those it made or wrote."""
     kind = _KINDS.get(op.overloadpacket, "memory")
     traffic = sum(_touched(tensor) for tensor in (*inputs, *outputs))
@@ -53,13 +55,12 @@ def work_of(op: torch._ops.OpOverload, args: tuple[Any, ...], inputs: list[torch
         operations = _attention_operations(*(tensor.shape for tensor in args[:3]))
     else:
         operations = flop_registry[op.overloadpacket](*args, out_val=outputs[0])
-    held = _channels_last_copies(args[0], outputs[0]) if kind == "convolution" else ()
-    return Work(kind, dtype, operations, traffic, held)
+    return Work(kind, dtype, operations, traffic, _held(kind, args, outputs[0]))
 
 
 def duration(work: Work, accelerator: Accelerator) -> int:
-    """Nanoseconds that `work` takes at the rates of `accelerator`."""
-    rate = accelerator.arithmetic_rates.get(str(work.dtype).removeprefix("torch."), 0.0)
+    """Nanoseconds that `work` takes at the rates of `accelerator`; what has no rate takes no time."""
+    rate = accelerator.arithmetic_rate(work.kind, str(work.dtype).removeprefix("torch."))
     arithmetic = work.operations / rate if rate else 0.0
     memory = work.bytes / accelerator.memory_rate if accelerator.memory_rate else 0.0
     return round(max(arithmetic, memory) * 1e9)
@@ -78,12 +79,16 @@ def _attention_operations(query: torch.Size, key: torch.Size, value: torch.Size)
     return 2 * query[:-2].numel() * query[-2] * key[-2] * (query[-1] + value[-1])
 
 
-def _channels_last_copies(picture: torch.Tensor, output: torch.Tensor) -> tuple[int, ...]:
-    """cuDNN's half-precision kernels want channels last, and hold copies of a map that has them first.
+def _held(kind: Kind, args: tuple[Any, ...], output: torch.Tensor) -> tuple[int, ...]:
+    """What a kernel allocates beside its output.
 
-    Source: measured in a trial on an RTX 4090 with torch 2.7.1 in float16; counting both copies brought ten
-    autoencoder sizes from 17 % too little to within 0.3 % of the measured peaks.
+    Attention: the flash and memory-efficient kernels keep one float32 for each query, and no scores. Convolution:
+    cuDNN's half-precision kernels want channels last, and hold copies of maps that have them first (measured in a
+    trial on an RTX 4090 with torch 2.7.1 in float16: counting both brought ten autoencoder sizes from 17 % too
+    little to within 0.3 % of the measured peaks).
     """
-    if picture.dtype not in _HALVES:
-        return ()
-    return tuple(tensor.nbytes for tensor in (picture, output) if tensor.is_contiguous() and tensor.shape[1] > 1)
+    if kind == "attention":
+        return (4 * args[0].shape[:-1].numel(),)
+    if kind == "convolution" and output.dtype in _HALVES:
+        return tuple(value.nbytes for value in (args[0], output) if value.is_contiguous() and value.shape[1] > 1)
+    return ()

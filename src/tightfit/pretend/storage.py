@@ -81,7 +81,7 @@ class _Life(weakref.ref[torch.UntypedStorage]):
 _stores: dict[int, Store] = {}
 _lives: set[_Life] = set()
 _dead: list[weakref.ref[torch.UntypedStorage]] = []
-_nowhere = itertools.count(2**60)  # addresses for what has no bytes
+_nowhere = itertools.count(2**62)  # addresses for what has no bytes
 
 
 def new_tensor(
@@ -94,8 +94,8 @@ def new_tensor(
 ) -> torch.Tensor:
     """A tensor on `card` with a storage of `size` bytes of its own, allocated there."""
     settle()
-    block = card.allocator.malloc(size, card.stream) if size else None
-    address = (card.index + 1 << 48) + block.address if block else next(_nowhere)
+    block = card.malloc(size) if size else None
+    address = card.base + block.address if block else next(_nowhere)
     store = _stores[address] = Store(card, address, size, block, values)
     tensor = _tensor_at(store, dtype, shape, strides)
     life = _Life(tensor.untyped_storage(), _dead.append)  # a builtin: Ctrl-C cannot get lost in it

@@ -39,6 +39,11 @@ class Residency:
 
     def place(self, name: str, module: nn.Module, placement: Placement, undo: ExitStack) -> None:
         """Arranges for `module`, the component `name`, and registers in `undo` how to take it back."""
+        if placement == "resident" and self._device.swaps_parameters:
+            cargo = Cargo(module, self._device, self._recorder)
+            cargo.bring()
+            undo.callback(cargo.evict)
+            return
         if placement == "resident" or not self._device.separate:
             undo.callback(_move(module, self._device.torch_device))
             size = weight_bytes(module)
@@ -99,7 +104,7 @@ def _move(module: nn.Module, target: torch.device) -> Callable[[], None]:
 
     def move(home: Callable[[torch.Tensor], torch.device]) -> None:
         for tensor in weight_tensors(module):
-            if tensor.device != home(tensor):
+            if tensor.device != home(tensor) and not tensor.is_meta:  # of what is only a shape, the host has no copy
                 tensor.data = tensor.data.to(home(tensor))
 
     move(lambda tensor: target)

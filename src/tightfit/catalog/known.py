@@ -1,0 +1,92 @@
+"""Names → known models and known cards."""
+
+from __future__ import annotations
+
+import functools
+import json
+from importlib.resources import files
+from typing import Any
+
+from pydantic import Field
+
+from tightfit.errors import InputError, unknown_name
+from tightfit.record import Record
+from tightfit.records import Accelerator, Positive, Request
+
+__all__ = ["KnownComponent", "KnownModel", "card_names", "find_card", "find_model", "model_names"]
+
+# What eager PyTorch reaches of a card's nominal rates, by kind of work (assumptions, the same for every card and model,
+# until `tightfit machine` has measured the one at hand)
+SHARES = {"matmul": 0.7, "convolution": 0.5, "attention": 0.5}
+MEMORY_SHARE = 0.85
+LAUNCH_OVERHEAD = 6e-6  # seconds of the host for one operation called from Python
+
+
+class KnownComponent(Record):
+    """A part of a known model: a network, a tokenizer or a scheduler."""
+
+    library: str
+    class_name: str = Field(alias="class")
+    config: dict[str, Any] = Field(default_factory=dict)
+    dtype: str | None = None  # of a network's weights, as they are usually loaded
+    parameters: Positive | None = None
+    source: str
+
+
+class KnownModel(Record):
+    """A pipeline whose configuration is known, and what it is usually asked for."""
+
+    name: str
+    title: str
+    repository: str
+    source: str
+    pipeline: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    absent: tuple[str, ...] = ()  # optional components that are left out
+    request: Request
+    components: dict[str, KnownComponent]
+
+
+@functools.cache
+def model_names() -> tuple[str, ...]:
+    folder = files("tightfit.catalog") / "models"
+    return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))
+
+
+def find_model(name: str) -> KnownModel:
+    """The known model called `name`, e.g. "flux.1-dev"; InputError with the nearest name if there is none."""
+    if name not in model_names():
+        raise InputError(unknown_name("model in the catalog", name, model_names()), name=name)
+    return KnownModel.from_text((files("tightfit.catalog") / "models" / f"{name}.json").read_text())
+
+
+@functools.cache
+def _cards() -> dict[str, Any]:
+    cards: dict[str, Any] = json.loads((files("tightfit.catalog") / "cards.json").read_text())
+    return cards
+
+
+def card_names() -> tuple[str, ...]:
+    return tuple(sorted(_cards()))
+
+
+def find_card(name: str) -> Accelerator:
+    """The known card called `name`, e.g. "rtx4090", at the rates that eager PyTorch is assumed to reach on it.
+
+    InputError with the nearest name if there is none.
+    """
+    if name not in _cards():
+        raise InputError(unknown_name("card", name, card_names()), name=name)
+    facts = _cards()[name]
+    nominal = facts["arithmetic_rates"]
+    rates = {f"{kind}.{dtype}": share * rate for kind, share in SHARES.items() for dtype, rate in nominal.items()}
+    return Accelerator(
+        name=facts["title"],
+        kind="pretend",
+        bytes=facts["bytes"],
+        compute_capability=facts["compute_capability"],
+        arithmetic_rates=rates,
+        memory_rate=MEMORY_SHARE * facts["memory_rate"],
+        link_rate=facts["link_rate"],
+        launch_overhead=LAUNCH_OVERHEAD,
+    )

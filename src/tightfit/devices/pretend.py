@@ -1,0 +1,65 @@
+"""A pretend card behind the seam: everything that is done on a card is done on it too."""
+
+from __future__ import annotations
+
+import torch
+
+from tightfit.devices.seam import Device
+from tightfit.errors import InputError
+from tightfit.pretend.backend import cards_in_use
+from tightfit.pretend.storage import settle
+
+__all__ = ["PretendDevice"]
+
+
+class PretendDevice(Device):
+    """Number `index` of the pretend cards in use. Its times are the cards' clock's."""
+
+    kind = "pretend"
+    separate = True
+    swaps_parameters = True
+
+    def __init__(self, index: int = 0) -> None:
+        cards = cards_in_use()
+        if not 0 <= index < len(cards):
+            raise InputError(
+                f"no such device: pretend:{index}; {len(cards)} pretend cards are in use", cards=len(cards)
+            )
+        self.card = cards[index]
+        self.torch_device = torch.device("pretend", index)
+        self.name = f"pretend:{index}"
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.to(self.torch_device, non_blocking=True)
+        self.card.copy_in(tensor.nbytes, pinned=True, wait=False)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.torch_device)
+
+    def store(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.card.values == "real":
+            return tensor.to("cpu")
+        self.card.copy_out(tensor.nbytes, pinned=True, wait=True)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    def total_bytes(self) -> int:
+        return self.card.accelerator.bytes
+
+    def allocated_bytes(self) -> int:
+        settle()
+        return self.card.allocator.allocated.now
+
+    def peak_bytes(self) -> int:
+        return self.card.allocator.allocated.peak
+
+    def reset_peak(self) -> None:
+        settle()
+        self.card.allocator.allocated.reset_peak()
+
+    def synchronize(self) -> None:
+        self.card.timeline.synchronize()
+
+    def release_cache(self) -> None:
+        self.card.allocator.empty_cache()
+
+    def now(self) -> float:
+        return self.card.now * 1e-9

@@ -1,0 +1,118 @@
+"""Known models, model folders and live pipelines → the same pipeline without weights: networks are shapes.
+
+Networks are built from their configurations, with large tensors on torch's "meta" device, which has no memory.
+Tokenizers of known models are stand-ins: how many tokens a prompt has matters, which ones does not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tightfit.catalog.known import KnownComponent, KnownModel
+from tightfit.errors import ModelError
+
+__all__ = ["StandInTokenizer", "build_known"]
+
+LARGE = 2**14  # elements
+PROMPT_TOKENS = 77  # of a prompt that is not padded to a fixed length
+
+
+def build_known(model: KnownModel) -> Any:
+    """The diffusers pipeline of a known `model`, its networks on "meta"."""
+    parts: dict[str, Any] = {name: _build(name, part) for name, part in model.components.items()}
+    pipeline = getattr(diffusers, model.pipeline)
+    expected = inspect.signature(pipeline.__init__).parameters
+    absent = {name: None for name in model.absent if name in expected}
+    return pipeline(**parts, **absent, **model.options)
+
+
+def _build(name: str, part: KnownComponent) -> Any:
+    if "tokenizer" in name or part.class_name.endswith(("Tokenizer", "Processor")):
+        return StandInTokenizer(**part.config)
+    library = {"diffusers": diffusers, "transformers": transformers}[part.library]
+    kind = getattr(library, part.class_name, None)
+    if kind is None:
+        raise ModelError(f"{part.library} has no {part.class_name}: a newer version may", name=name)
+    if part.dtype is None:
+        return kind.from_config(part.config)
+    with _LargeOnMeta():
+        network = kind(kind.config_class(**part.config)) if library is transformers else kind.from_config(part.config)
+    return _in_dtype(network.eval().requires_grad_(False), getattr(torch, part.dtype))
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """What is made large has no memory; what is small, or computed from small things, has its numbers.
+
+    (With everything on "meta", tables that a network computes for itself would be lost.)
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _MAKERS and kwargs.get("device") is None:
+            size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            if math.prod(size) > LARGE:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+_MAKERS = (torch.empty, torch.full, torch.ones, torch.rand, torch.randn, torch.zeros)
+
+
+def _in_dtype(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """As loading leaves it: floating point in `dtype`, but for modules that their class keeps in float32."""
+    kept = set(getattr(network, "_keep_in_fp32_modules", None) or ())
+    for path, tensor in [*network.named_parameters(), *network.named_buffers()]:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if kept & set(path.split(".")) else dtype)
+    return network
+
+
+class StandInTokenizer:
+    """Answers as a tokenizer does, with tokens that mean nothing: all of `max_length` where it pads to that."""
+
+    bos_token_id, eos_token_id, pad_token_id = 0, 2, 1
+    bos_token, eos_token, pad_token = "<s>", "</s>", "<pad>"
+    padding_side = "right"
+    added_tokens_encoder: Mapping[str, int] = MappingProxyType({})
+
+    def __init__(self, model_max_length: int = 512, **_: Any) -> None:
+        self.model_max_length = model_max_length
+
+    @property
+    def tokenizer(self) -> StandInTokenizer:
+        return self
+
+    def __call__(
+        self, text: Any = None, *, padding: Any = False, max_length: int | None = None, **_: Any
+    ) -> transformers.BatchEncoding:
+        """`input_ids` and `attention_mask`, int64 of shape (texts, tokens)."""
+        count = 1 if text is None or isinstance(text, str) else len(text)
+        longest = max_length or self.model_max_length
+        tokens = longest if padding == "max_length" else min(PROMPT_TOKENS, longest)
+        ids = torch.full((count, tokens), 5, dtype=torch.int64)
+        ids[:, -1] = self.eos_token_id
+        return transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool = True, **options: Any) -> Any:
+        if not tokenize:
+            return ["" for _ in messages]
+        return self([""] * len(messages), **options)
+
+    def tokenize(self, text: str) -> list[str]:
+        return text.split()
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [self.bos_token_id, *(5 for _ in self.tokenize(text)), self.eos_token_id]
+
+    def batch_decode(self, ids: Any, **_: Any) -> list[str]:
+        return ["" for _ in ids]

@@ -1,0 +1,178 @@
+"""An operation on a card: run on the CPU's numbers or on shapes, with its results, bytes and time put on the card."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tightfit.errors import RunError
+from tightfit.pretend.card import Card
+from tightfit.pretend.kernels import work_of
+from tightfit.pretend.storage import CPU_KEYS, new_tensor, store_of, view
+
+__all__ = ["NAME", "compute", "fits_values", "inner", "new_like", "valueless"]
+
+NAME = "pretend"
+SMALL = 64 * 2**10  # bytes up to which tensors keep their numbers where shapes are enough …
+SMALL_WHOLE = 8 * 2**20  # … if they are integers or truth values: positions and masks decide what happens next
+_aten = torch.ops.aten
+
+
+def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], card: Card) -> Any:
+    """The result of `op` on `card`: tensors that are there, over memory that was allocated there."""
+    if op in _MASKED:
+        args = (args[0], _positions(args[1]), *args[2:])
+    outer = [*_tensors(args), *_tensors(kwargs.values())]
+    shapes = any(_is_shape(tensor, card) for tensor in outer)
+    inside = {id(tensor): inner(tensor, shapes=shapes) for tensor in outer}
+    place = torch.device("meta" if shapes else "cpu")
+    inner_args = tuple(_replaced(value, inside, place) for value in args)
+    inner_kwargs = {name: _replaced(value, inside, place) for name, value in kwargs.items()}
+    result = _run(op, inner_args, inner_kwargs, shapes=shapes)
+    for tensor in _written(op, args, kwargs):
+        _note_write(tensor, inside[id(tensor)], card)
+    back = {id(inside[id(tensor)]): tensor for tensor in outer}
+    homes = {inside[id(tensor)].untyped_storage()._cdata: tensor for tensor in outer}
+    final = _returned(result, back, homes, card)
+    card.do(work_of(op, inner_args, list(inside.values()), list(_tensors((result,)))))
+    return final
+
+
+_MASKED = {_aten._index_put_impl_.default, _aten.index.Tensor, _aten.index_put_.default}
+
+
+def _positions(indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """`indices` with masks as the positions they select, whose number is known even if they select from a shape."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype != torch.bool:
+            found.append(index)
+            continue
+        mask = inner(index)
+        if mask.is_meta:
+            raise valueless("indexing with a mask", index)
+        found += mask.nonzero().unbind(1)
+    return found
+
+
+def _run(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes: bool) -> Any:
+    if shapes and op is _aten.scaled_dot_product_attention.default:
+        return _attention_shape(*args[:3])
+    try:
+        return op(*args, **kwargs)
+    except NotImplementedError as error:
+        cause = str(error).partition("\n")[0]
+        raise NotImplementedError(
+            f"the pretend device cannot do {op} on {'shapes alone' if shapes else 'numbers'}: {cause}. Keep that part "
+            "on the CPU, or use values='real'"
+        ) from error
+
+
+def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """As CUDA's flash and memory-efficient kernels lay it out: heads inside positions."""
+    *batch, heads, length, _ = query.shape
+    order = torch.empty((*batch, length, heads, value.shape[-1]), dtype=query.dtype, device="meta")
+    return order.transpose(-3, -2)
+
+
+def inner(tensor: torch.Tensor, *, shapes: bool = False) -> torch.Tensor:
+    """What `tensor` stands for: numbers on the CPU, or (if it has none, or `shapes`) a shape on "meta"."""
+    if tensor.device.type != NAME:
+        return tensor.to("meta") if shapes else tensor
+    values = store_of(tensor).values
+    if shapes or values is None:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch.empty(0, dtype=tensor.dtype).set_(values, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _is_shape(tensor: torch.Tensor, card: Card) -> bool:
+    """Whether `tensor` has no numbers, or looks at so few of them so often that what it makes will have none."""
+    if tensor.device.type != NAME:
+        return False
+    return store_of(tensor).values is None or not fits_values(card, tensor.dtype, tensor.nbytes)
+
+
+def fits_values(card: Card, dtype: torch.dtype, size: int) -> bool:
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    return card.values == "real" or size <= (SMALL_WHOLE if whole else SMALL)
+
+
+def new_like(value: torch.Tensor, card: Card) -> torch.Tensor:
+    """A tensor on `card` laid out as `value` is on "meta", with room for numbers if they are kept there."""
+    storage = value.untyped_storage()
+    keeps = fits_values(card, value.dtype, storage.nbytes())
+    numbers = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage() if keeps else None
+    return new_tensor(card, value.dtype, value.shape, value.stride(), storage.nbytes(), numbers)
+
+
+def _note_write(tensor: torch.Tensor, inside: torch.Tensor, card: Card) -> None:
+    """After `inside` was written: `tensor` takes on its new size, and has no numbers any more if it has none."""
+    if inside.shape != tensor.shape:
+        _aten.set_.source_Tensor.redispatch(CPU_KEYS, tensor, _result(inside, card))
+    elif inside.is_meta and tensor.device.type == NAME:
+        store_of(tensor).values = None
+
+
+def _result(value: torch.Tensor, card: Card) -> torch.Tensor:
+    storage = value.untyped_storage()
+    keeps = not value.is_meta and fits_values(card, value.dtype, storage.nbytes())
+    return new_tensor(card, value.dtype, value.shape, value.stride(), storage.nbytes(), storage if keeps else None)
+
+
+def _returned(value: Any, back: dict[int, torch.Tensor], homes: dict[int, torch.Tensor], card: Card) -> Any:
+    """`value` with its tensors on the card: those that went in, views of them, and new ones."""
+    if isinstance(value, torch.Tensor):
+        if id(value) in back:
+            return back[id(value)]
+        home = homes.get(value.untyped_storage()._cdata)
+        if home is not None:
+            return view(home, value.shape, value.stride(), int(value.storage_offset()))
+        return _result(value, card)
+    if isinstance(value, list | tuple):
+        return type(value)(_returned(item, back, homes, card) for item in value)
+    return value
+
+
+def _replaced(value: Any, inside: dict[int, torch.Tensor], place: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return inside[id(value)]
+    if isinstance(value, list | tuple):
+        return [_replaced(item, inside, place) for item in value]
+    return place if isinstance(value, torch.device) else value
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _written(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that `op` writes, by its schema."""
+    for position, name in _writes(op):
+        value = kwargs.get(name, args[position] if position < len(args) else None)
+        yield from _tensors((value,))
+
+
+@functools.cache
+def _writes(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def valueless(what: str, tensor: torch.Tensor) -> RunError:
+    """The error for what cannot be known from shapes."""
+    shape = tuple(tensor.shape)
+    return RunError(
+        f"{what} needs the numbers of a tensor of shape {shape}, of which only the shape is kept: use values='real', "
+        "or keep that part on the CPU",
+        shape=list(shape),
+    )

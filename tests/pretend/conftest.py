@@ -1,0 +1,37 @@
+"""Pretend cards for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tightfit.pretend.backend import use_cards
+from tightfit.pretend.card import Card, Values
+from tightfit.pretend.clock import Host
+from tightfit.records import Accelerator
+
+ACCELERATOR = Accelerator(
+    name="a card",
+    kind="pretend",
+    bytes=2**40,
+    compute_capability="8.9",
+    arithmetic_rates={"float32": 50e12, "bfloat16": 100e12},
+    memory_rate=1e12,
+    link_rate=25e9,
+    launch_overhead=5e-6,
+)
+MakeCards = Callable[..., list[Card]]
+
+
+@pytest.fixture
+def make_cards() -> MakeCards:
+    """Puts `count` cards of `capacity` bytes into use."""
+
+    def make(count: int = 1, *, values: Values = "real", capacity: int = 2**40) -> list[Card]:
+        host, like = Host(), ACCELERATOR.model_copy(update={"bytes": capacity})
+        cards = [Card(index, like, host, values) for index in range(count)]
+        use_cards(cards)
+        return cards
+
+    return make

@@ -1,0 +1,73 @@
+"""What a pretend card counts, beside what a dispatch-level count of the same call on the CPU sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pretend.conftest import MakeCards
+from tightfit import fit
+from tightfit.checkpoint.loading import load_pipeline
+from tightfit.devices.pretend import PretendDevice
+from tightfit.pretend.card import WORKSPACE
+from tightfit.pretend.storage import settle
+from tightfit.records import Trace
+from tightfit.run.models import find_model
+from tiny_pipelines import CASES, run
+
+
+class Exact(PretendDevice):
+    """Counts what was asked for, not what the allocator rounds it to, and without cuBLAS's workspace."""
+
+    def allocated_bytes(self) -> int:
+        settle()
+        return self.card.allocator.requested.now - self._workspace
+
+    def peak_bytes(self) -> int:
+        return self.card.allocator.requested.peak - self._workspace
+
+    def reset_peak(self) -> None:
+        settle()
+        self.card.allocator.requested.reset_peak()
+
+    @property
+    def _workspace(self) -> int:
+        return WORKSPACE * len(self.card._workspaces)
+
+
+def traces(make: Any, call: Any, make_cards: MakeCards) -> tuple[Trace, Trace]:
+    """Of one call on the CPU, counted, and of one on a pretend card without numbers."""
+    found = []
+    make_cards(values="shapes")
+    for device in ("loopback", Exact()):
+        pipe = make()
+        fitted = fit(pipe, level=0, device=device)
+        call(pipe)
+        found.append(fitted.report().trace)
+        fitted.undo()
+    return found[0], found[1]
+
+
+def assert_alike(counted: Trace, traced: Trace) -> None:
+    assert [phase.name for phase in counted.phases] == [phase.name for phase in traced.phases]
+    for truth, phase in zip(counted.phases, traced.phases, strict=True):
+        assert phase.peak_weights == truth.peak_weights
+        assert phase.peak_bytes == pytest.approx(truth.peak_bytes, rel=0.01), phase.name
+        activations = truth.peak_bytes - truth.peak_weights  # a card has a copy of the prompt's tokens, too
+        assert phase.peak_bytes - phase.peak_weights == pytest.approx(activations, rel=0.02), phase.name
+
+
+@pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan", "StableDiffusion3", "LTX", "CogVideoX"])
+def test_small_pipelines(name: str, make_cards: MakeCards) -> None:
+    case = next(case for case in CASES if case.name == name)
+    assert_alike(*traces(case.make, lambda pipe: run(pipe, case), make_cards))
+
+
+def test_the_demo_pipeline(make_cards: MakeCards) -> None:
+    def call(pipe: Any) -> None:
+        pipe.set_progress_bar_config(disable=True)
+        pipe("a red circle on the left", num_inference_steps=2, guidance_scale=2.5, output_type="pt")
+
+    assert_alike(*traces(lambda: load_pipeline(find_model(None), torch.float32), call, make_cards))
