@@ -41,7 +41,7 @@ REQUEST = Request(height=768, width=512, frames=81, batch=2, steps=20, guidance=
 BUDGET = Budget(device=8 * 10**9, ram=32 * 2**30)
 CARD = Accelerator(
     name="NVIDIA H100", kind="cuda", bytes=80 * 2**30, arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13},
-    memory_rate=3.35e12, link_rate=5.5e10,
+    compute_capability="9.0", memory_rate=3.35e12, link_rate=5.5e10, link_rate_out=5.4e10, launch_overhead=5e-6,
 )  # fmt: skip
 MACHINE = Machine(accelerators=(CARD,), ram=2**37, cores=16, disk_rate=3e9)
 UNIT = Unit(name="transformer_blocks.0", bytes=678)

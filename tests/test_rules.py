@@ -21,7 +21,7 @@ FILES = sorted(SRC.rglob("*.py"))
 
 # each may import from its own folder and from what stands to its left
 ORDER = (
-    "errors", "units", "record", "records", "demo", "catalog", "report", "devices", "pretend", "measure", "plan",
+    "errors", "units", "record", "records", "catalog", "demo", "report", "pretend", "devices", "measure", "plan",
     "apply", "checkpoint", "run", "cli",
 )  # fmt: skip
 PURE = {"errors", "units", "record", "records", "catalog"}  # all that plan and report may see

@@ -8,15 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.pretend.allocator import (
-    Block,
-    CachingAllocator,
-    CardFull,
-    least_capacity,
-    replay,
-    rounded,
-    segment_size,
-)
+from tightfit.pretend.allocator import CachingAllocator, CardFull
+from tightfit.pretend.blocks import Block, rounded, segment_size
+from tightfit.pretend.history import least_capacity, replay
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from pretend.conftest import MakeCards
 from tightfit import fit
-from tightfit.pretend.allocator import least_capacity
 from tightfit.pretend.card import WORKSPACE
+from tightfit.pretend.history import least_capacity
 from tightfit.pretend.storage import settle
 from tiny_pipelines import CASES, TinyCase, run
 

@@ -1,1 +1,1 @@
-"""Facts, no behaviour: known models' configurations and known cards."""
+"""Takes the name of a known model or card, returns facts about it; never acts on them."""

@@ -14,19 +14,28 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
-__all__ = ["Block", "CachingAllocator", "CardFull", "Counter", "Event", "Step", "least_capacity", "replay"]
+from tightfit.pretend.blocks import (
+    LARGE_ROUNDING,
+    QUANTUM,
+    SMALL,
+    Block,
+    Counter,
+    Pool,
+    chain,
+    idle_run,
+    of_stream,
+    order,
+    room,
+    rounded,
+    segment_size,
+    up,
+)
 
-MIB = 2**20
-QUANTUM = 512
-SMALL = MIB  # the largest request that the small pool serves
-SMALL_SEGMENT = 2 * MIB
-LARGE_SEGMENT = 20 * MIB
-LARGE_REQUEST = 10 * MIB  # from here on, segments are made to measure
-LARGE_ROUNDING = 2 * MIB
+__all__ = ["CachingAllocator", "CardFull", "Event", "Step"]
 
 
 @dataclass(frozen=True)
@@ -57,73 +66,6 @@ class CardFull(Exception):
         self.requested, self.capacity, self.allocated, self.reserved = requested, capacity, allocated, reserved
 
 
-@dataclass
-class Counter:
-    """A number of bytes and the most it has been."""
-
-    now: int = 0
-    peak: int = 0
-
-    def add(self, difference: int) -> None:
-        self.now += difference
-        self.peak = max(self.peak, self.now)
-
-    def reset_peak(self) -> None:
-        self.peak = self.now
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """A stretch of a segment: in use, free, or (in an expandable segment) not mapped."""
-
-    address: int
-    size: int
-    stream: int
-    pool: _Pool
-    number: int = 0
-    requested: int = 0
-    used: bool = False
-    mapped: bool = True
-    expandable: bool = False
-    before: Block | None = None
-    after: Block | None = None
-    streams: set[int] = field(default_factory=set)  # others that used it
-    awaited: int = 0  # events that must pass before it is free
-
-    @property
-    def idle(self) -> bool:
-        return not self.used and not self.awaited and not self.streams
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is a segment of its own."""
-        return self.before is None and self.after is None
-
-
-@dataclass(eq=False)
-class _Pool:
-    """Free blocks for small or for large requests, ordered by stream, size and address."""
-
-    small: bool
-    free: list[Block] = field(default_factory=list)
-    unmapped: list[Block] = field(default_factory=list)
-
-    def insert(self, block: Block) -> None:
-        bisect.insort(self.free if block.mapped else self.unmapped, block, key=_order)
-
-    def remove(self, block: Block) -> None:
-        blocks = self.free if block.mapped else self.unmapped
-        del blocks[bisect.bisect_left(blocks, _order(block), key=_order)]
-
-    @property
-    def page(self) -> int:
-        return SMALL_SEGMENT if self.small else LARGE_SEGMENT
-
-
-def _order(block: Block) -> tuple[int, int, int]:
-    return block.stream, block.size, block.address
-
-
 class CachingAllocator:
     """The allocator of one card with `capacity` bytes for tensors.
 
@@ -138,9 +80,9 @@ class CachingAllocator:
         self.history: list[Step] = []
         self._made = itertools.count()
         self._record = record
-        self._pools = {True: _Pool(small=True), False: _Pool(small=False)}
+        self._pools = {True: Pool(small=True), False: Pool(small=False)}
         self._waiting: dict[int, list[tuple[Event, Block]]] = {}  # by stream, oldest first
-        self._next_address = 2 * MIB
+        self._next_address = LARGE_ROUNDING
 
     def malloc(self, requested: int, stream: int = 0) -> Block:
         """A block of at least `requested` bytes; CardFull where there is none to be had."""
@@ -187,21 +129,21 @@ class CachingAllocator:
         self.history.append(Step("empty_cache"))
         self._release_cache()
 
-    def _take_free(self, pool: _Pool, size: int, stream: int) -> Block | None:
+    def _take_free(self, pool: Pool, size: int, stream: int) -> Block | None:
         """The smallest free block that fits, out of the pool."""
-        index = bisect.bisect_left(pool.free, (stream, size, 0), key=_order)
-        candidates = _of_stream(pool.free, index, stream)
+        index = bisect.bisect_left(pool.free, (stream, size, 0), key=order)
+        candidates = of_stream(pool.free, index, stream)
         best = next(candidates, None)
         if best is None:
             return None
         for other in candidates if best.expandable else ():
-            if _room(other) >= _room(best):
+            if room(other) >= room(best):
                 break
             best = other
         pool.remove(best)
         return best
 
-    def _grow(self, pool: _Pool, size: int, stream: int) -> Block | None:
+    def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
         """A free block from memory that the card still has; None where it has not enough."""
         if self.expandable:
             return self._expand(pool, size, stream)
@@ -212,7 +154,7 @@ class CachingAllocator:
         return Block(self._addresses(length), length, stream, pool)
 
     def _addresses(self, length: int, alignment: int = LARGE_ROUNDING) -> int:
-        address = _up(self._next_address, alignment)
+        address = up(self._next_address, alignment)
         self._next_address = address + length
         return address
 
@@ -223,7 +165,7 @@ class CachingAllocator:
     def _split(self, block: Block, size: int) -> None:
         """Keeps the first `size` bytes in `block`; the rest is a free block of its own."""
         rest = Block(block.address + size, block.size - size, block.stream, block.pool, expandable=block.expandable)
-        _chain(block, rest, block.after)
+        chain(block, rest, block.after)
         block.size = size
         block.pool.insert(rest)
 
@@ -240,9 +182,9 @@ class CachingAllocator:
             block.size += neighbour.size
             if neighbour is block.before:
                 block.address = neighbour.address
-                _chain(neighbour.before, block, block.after)
+                chain(neighbour.before, block, block.after)
             else:
-                _chain(block.before, block, neighbour.after)
+                chain(block.before, block, neighbour.after)
 
     def _collect(self, *, wait: bool = False) -> None:
         """Frees blocks whose other streams have passed the point where they were given up."""
@@ -267,7 +209,7 @@ class CachingAllocator:
 
     # expandable segments
 
-    def _expand(self, pool: _Pool, size: int, stream: int) -> Block | None:
+    def _expand(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Maps pages at the lowest address where `size` bytes are free or unmapped in a row."""
         block = self._expandable_place(pool, size, stream)
         if not block.mapped and not self._map(block, min(block.size, size)):
@@ -281,13 +223,13 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _expandable_place(self, pool: _Pool, size: int, stream: int) -> Block:
-        index = bisect.bisect_left(pool.unmapped, (stream, 0, 0), key=_order)
-        for block in _of_stream(pool.unmapped, index, stream):
+    def _expandable_place(self, pool: Pool, size: int, stream: int) -> Block:
+        index = bisect.bisect_left(pool.unmapped, (stream, 0, 0), key=order)
+        for block in of_stream(pool.unmapped, index, stream):
             first = block.before if block.before is not None and block.before.idle else block
-            if _idle_run(first, size) >= size:
+            if idle_run(first, size) >= size:
                 return first
-        length = _up(self.capacity + self.capacity // 8, pool.page)
+        length = up(self.capacity + self.capacity // 8, pool.page)
         address = self._addresses(length, pool.page)
         block = Block(address, length, stream, pool, mapped=False, expandable=True)
         pool.insert(block)
@@ -295,13 +237,13 @@ class CachingAllocator:
 
     def _map(self, block: Block, size: int) -> bool:
         """Maps whole pages from the start of the unmapped `block`, at least `size` bytes if the card has them."""
-        pool, length = block.pool, min(_up(size, block.pool.page), block.size)
+        pool, length = block.pool, min(up(size, block.pool.page), block.size)
         if self.reserved.now + length > self.capacity:
             return False
         pool.remove(block)
         if length < block.size:
             rest = Block(block.address + length, block.size - length, block.stream, pool, mapped=False, expandable=True)
-            _chain(block, rest, block.after)
+            chain(block, rest, block.after)
             pool.insert(rest)
         block.size, block.mapped = length, True
         self.reserved.add(length)
@@ -311,7 +253,7 @@ class CachingAllocator:
     def _unmap(self, block: Block) -> None:
         """Gives the whole pages inside the free `block` back."""
         pool, page = block.pool, block.pool.page
-        first = _up(block.address, page)
+        first = up(block.address, page)
         last = (block.address + block.size) // page * page
         if last <= first:
             return
@@ -319,103 +261,12 @@ class CachingAllocator:
         head, tail = first - block.address, block.address + block.size - last
         if head:
             kept = Block(block.address, head, block.stream, pool, expandable=True)
-            _chain(block.before, kept, block)
+            chain(block.before, kept, block)
             pool.insert(kept)
         if tail:
             kept = Block(last, tail, block.stream, pool, expandable=True)
-            _chain(block, kept, block.after)
+            chain(block, kept, block.after)
             pool.insert(kept)
         block.address, block.size, block.mapped = first, last - first, False
         self.reserved.add(first - last)
         self._put_back(block)
-
-
-class _Passed:
-    """An event that is over when it is recorded."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
-
-
-def replay(history: Iterable[Step], capacity: int, *, expandable: bool = False) -> CachingAllocator:
-    """The allocator of a card with `capacity` bytes after `history`; CardFull where that did not fit.
-
-    Streams are taken to have done their work whenever a block that they used is given up.
-    """
-    allocator = CachingAllocator(capacity, lambda stream: _Passed(), expandable=expandable)
-    blocks: dict[int, Block] = {}
-    for step in history:
-        match step.what:
-            case "malloc":
-                blocks[step.block] = allocator.malloc(step.size, step.stream)
-            case "free":
-                allocator.free(blocks.pop(step.block))
-            case "use":
-                allocator.use(blocks[step.block], step.stream)
-            case "empty_cache":
-                allocator.empty_cache()
-    return allocator
-
-
-def least_capacity(history: Sequence[Step], *, expandable: bool = False) -> int:
-    """The bytes that a card must have for `history` to fit, caches given back where that helps; a multiple of 2 MiB."""
-    roomy = replay(history, 2**60, expandable=expandable)
-    fits, fails = roomy.reserved.peak // LARGE_ROUNDING, roomy.allocated.peak // LARGE_ROUNDING - 1
-    while fits - fails > 1:
-        middle = (fits + fails) // 2
-        try:
-            replay(history, middle * LARGE_ROUNDING, expandable=expandable)
-            fits = middle
-        except CardFull:
-            fails = middle
-    return fits * LARGE_ROUNDING
-
-
-def rounded(size: int) -> int:
-    """Bytes of a block for a request of `size`."""
-    return max(_up(size, QUANTUM), QUANTUM)
-
-
-def segment_size(size: int) -> int:
-    """Bytes of the segment that is reserved for a block of `size` where none is free."""
-    if size <= SMALL:
-        return SMALL_SEGMENT
-    if size < LARGE_REQUEST:
-        return LARGE_SEGMENT
-    return _up(size, LARGE_ROUNDING)
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _of_stream(blocks: list[Block], index: int, stream: int) -> Iterator[Block]:
-    while index < len(blocks) and blocks[index].stream == stream:
-        yield blocks[index]
-        index += 1
-
-
-def _room(block: Block) -> int:
-    """What `block` could grow to: it counts as that large when the best fit is looked for."""
-    return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
-
-
-def _idle_run(block: Block | None, enough: int) -> int:
-    """Bytes in a row from `block` on that nothing uses, mapped or not, up to `enough`."""
-    size = 0
-    while size < enough and block is not None and block.idle:
-        size += block.size
-        block = block.after
-    return size
-
-
-def _chain(*blocks: Block | None) -> None:
-    """Makes `blocks` neighbours, in this order."""
-    for left, right in itertools.pairwise(blocks):
-        if left is not None:
-            left.after = right
-        if right is not None:
-            right.before = left

@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 
-from tightfit.pretend.allocator import Block, CachingAllocator, CardFull
+from tightfit.pretend.allocator import CachingAllocator, CardFull
+from tightfit.pretend.blocks import Block
 from tightfit.pretend.clock import Host, Point, Timeline
 from tightfit.pretend.kernels import Work, duration
 from tightfit.records import Accelerator

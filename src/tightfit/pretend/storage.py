@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tightfit.pretend.allocator import Block
+from tightfit.pretend.blocks import Block
 from tightfit.pretend.card import Card
 
 __all__ = ["CPU_KEYS", "Store", "new_tensor", "settle", "store_of", "view"]

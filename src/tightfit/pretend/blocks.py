@@ -1,0 +1,147 @@
+"""Blocks of a card's memory: stretches of segments, kept in pools, in the sizes that torch's allocator gives them."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = [
+    "LARGE_ROUNDING",
+    "QUANTUM",
+    "SMALL",
+    "Block",
+    "Counter",
+    "Pool",
+    "chain",
+    "idle_run",
+    "of_stream",
+    "order",
+    "room",
+    "rounded",
+    "segment_size",
+    "up",
+]
+
+MIB = 2**20
+QUANTUM = 512
+SMALL = MIB  # the largest request that the small pool serves
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+LARGE_REQUEST = 10 * MIB  # from here on, segments are made to measure
+LARGE_ROUNDING = 2 * MIB
+
+
+@dataclass
+class Counter:
+    """A number of bytes and the most it has been."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, difference: int) -> None:
+        self.now += difference
+        self.peak = max(self.peak, self.now)
+
+    def reset_peak(self) -> None:
+        self.peak = self.now
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A stretch of a segment: in use, free, or (in an expandable segment) not mapped."""
+
+    address: int
+    size: int
+    stream: int
+    pool: Pool
+    number: int = 0
+    requested: int = 0
+    used: bool = False
+    mapped: bool = True
+    expandable: bool = False
+    before: Block | None = None
+    after: Block | None = None
+    streams: set[int] = field(default_factory=set)  # others that used it
+    awaited: int = 0  # events that must pass before it is free
+
+    @property
+    def idle(self) -> bool:
+        return not self.used and not self.awaited and not self.streams
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a segment of its own."""
+        return self.before is None and self.after is None
+
+
+@dataclass(eq=False)
+class Pool:
+    """Free blocks for small or for large requests, ordered by stream, size and address."""
+
+    small: bool
+    free: list[Block] = field(default_factory=list)
+    unmapped: list[Block] = field(default_factory=list)
+
+    def insert(self, block: Block) -> None:
+        bisect.insort(self.free if block.mapped else self.unmapped, block, key=order)
+
+    def remove(self, block: Block) -> None:
+        blocks = self.free if block.mapped else self.unmapped
+        del blocks[bisect.bisect_left(blocks, order(block), key=order)]
+
+    @property
+    def page(self) -> int:
+        return SMALL_SEGMENT if self.small else LARGE_SEGMENT
+
+
+def order(block: Block) -> tuple[int, int, int]:
+    return block.stream, block.size, block.address
+
+
+def rounded(size: int) -> int:
+    """Bytes of a block for a request of `size`."""
+    return max(up(size, QUANTUM), QUANTUM)
+
+
+def segment_size(size: int) -> int:
+    """Bytes of the segment that is reserved for a block of `size` where none is free."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    if size < LARGE_REQUEST:
+        return LARGE_SEGMENT
+    return up(size, LARGE_ROUNDING)
+
+
+def up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def of_stream(blocks: list[Block], index: int, stream: int) -> Iterator[Block]:
+    while index < len(blocks) and blocks[index].stream == stream:
+        yield blocks[index]
+        index += 1
+
+
+def room(block: Block) -> int:
+    """What `block` could grow to: it counts as that large when the best fit is looked for."""
+    return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
+
+
+def idle_run(block: Block | None, enough: int) -> int:
+    """Bytes in a row from `block` on that nothing uses, mapped or not, up to `enough`."""
+    size = 0
+    while size < enough and block is not None and block.idle:
+        size += block.size
+        block = block.after
+    return size
+
+
+def chain(*blocks: Block | None) -> None:
+    """Makes `blocks` neighbours, in this order."""
+    for left, right in itertools.pairwise(blocks):
+        if left is not None:
+            left.after = right
+        if right is not None:
+            right.before = left

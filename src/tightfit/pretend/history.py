@@ -1,0 +1,54 @@
+"""What was asked of an allocator, asked again: of a card of another size, and of the smallest that will do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tightfit.pretend.allocator import CachingAllocator, CardFull, Step
+from tightfit.pretend.blocks import LARGE_ROUNDING, Block
+
+__all__ = ["least_capacity", "replay"]
+
+
+class _Passed:
+    """An event that is over when it is recorded."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+def replay(history: Iterable[Step], capacity: int, *, expandable: bool = False) -> CachingAllocator:
+    """The allocator of a card with `capacity` bytes after `history`; CardFull where that did not fit.
+
+    Streams are taken to have done their work whenever a block that they used is given up.
+    """
+    allocator = CachingAllocator(capacity, lambda stream: _Passed(), expandable=expandable)
+    blocks: dict[int, Block] = {}
+    for step in history:
+        match step.what:
+            case "malloc":
+                blocks[step.block] = allocator.malloc(step.size, step.stream)
+            case "free":
+                allocator.free(blocks.pop(step.block))
+            case "use":
+                allocator.use(blocks[step.block], step.stream)
+            case "empty_cache":
+                allocator.empty_cache()
+    return allocator
+
+
+def least_capacity(history: Sequence[Step], *, expandable: bool = False) -> int:
+    """The bytes that a card must have for `history` to fit, caches given back where that helps; a multiple of 2 MiB."""
+    roomy = replay(history, 2**60, expandable=expandable)
+    fits, fails = roomy.reserved.peak // LARGE_ROUNDING, roomy.allocated.peak // LARGE_ROUNDING - 1
+    while fits - fails > 1:
+        middle = (fits + fails) // 2
+        try:
+            replay(history, middle * LARGE_ROUNDING, expandable=expandable)
+            fits = middle
+        except CardFull:
+            fails = middle
+    return fits * LARGE_ROUNDING
