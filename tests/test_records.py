@@ -25,6 +25,7 @@ from tightfit.records import (
     Machine,
     PhaseTrace,
     Plan,
+    Prediction,
     Reason,
     Record,
     Request,
@@ -59,14 +60,17 @@ PLAN = Plan(
 )  # fmt: skip
 SAMPLE = Sample(seconds=0.25, weights=3, activations=4)
 PHASE = PhaseTrace(
-    name="denoise", start=0.1, seconds=2.5, peak_bytes=9, peak_weights=8, bytes_in=7, bytes_out=6, runs=20
-)
+    name="denoise", start=0.1, seconds=2.5, peak_bytes=9, peak_weights=8, peak_reserved=10, bytes_in=7,
+    bytes_out=6, runs=20,
+)  # fmt: skip
 TRACE = Trace(
     call=2, device="cuda:1", seconds=3.5, phases=(PHASE,), samples=(SAMPLE,), rss_peak_bytes=5, lossy=("fp8",),
     notes=("it rained",),
 )  # fmt: skip
+PREDICTION = Prediction(model="sdxl", card="rtx3060", capacity=11, fits=True, plan=PLAN, trace=TRACE)
 EXAMPLES = [
     REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, FOOTPRINT, REASON, VAE, STORED, PLAN, SAMPLE, PHASE, TRACE,
+    PREDICTION,
 ]  # fmt: skip
 
 each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)

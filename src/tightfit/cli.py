@@ -44,6 +44,18 @@ MODEL is a diffusers folder or a hub id. Left out, it is the demo model that
 ships with tightfit.
 """
 
+PLAN_EXAMPLES = """Say what would happen, without weights and without the card.
+
+Examples:
+
+  tightfit plan flux.1-dev --card rtx4090 --level 3
+  tightfit plan sdxl --card rtx3060 --level 1 --height 1024 --width 1024
+  tightfit plan wan-2.1-14b --card a100-80gb --frames 81 --json
+
+MODEL and CARD are names from the catalog; a wrong one is answered with those
+that are near. Exit code 3: it does not fit.
+"""
+
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 
@@ -119,6 +131,51 @@ def run(
         )
         with _log_to_stderr(verbose), _quiet_transformers():
             _work(job, watch=watch, profile=profile, as_json=as_json)
+
+
+@app.command(name="plan", help=PLAN_EXAMPLES)
+def predict(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A known model, e.g. flux.1-dev.")],
+    *,
+    card: Annotated[str, typer.Option(help="A known card, e.g. rtx4090.")],
+    level: Annotated[int | None, typer.Option(help="0 all on the device … 3 the least memory. Default: 0.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="YAML or JSON file of plan fields.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A plan field.")] = None,
+    height: Annotated[int | None, typer.Option(help="Pixels.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="How strongly the prompt steers.")] = None,
+    batch: Annotated[int, typer.Option(help="Pictures of the same prompt.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")] = False,
+) -> None:
+    with _errors_as_lines(as_json):
+        from tightfit.catalog.known import find_card, find_model
+        from tightfit.report.forecast import describe, to_mapping
+        from tightfit.run.predictions import remembered
+
+        find_model(model), find_card(card)  # before anything slow
+        choices = _choices(plan, level, set_ or [])
+        asked = _request(
+            choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance,
+            batch=None if batch == 1 else batch,
+        )  # fmt: skip
+        choices = {name: value for name, value in choices.items() if name != "device"} or {"level": 0}
+        Plan.from_mapping(choices)
+
+        def rehearsal() -> Any:
+            with _say("rehearsing on a pretend card"), _quiet_transformers():
+                from tightfit.run.rehearsal import rehearse
+
+                return rehearse(model, card, choices, asked)
+
+        question = {"model": model, "card": card, "choices": choices, "request": asked.to_mapping()}
+        prediction = remembered(question, rehearsal)
+        typer.echo(describe(prediction))
+        if as_json:
+            typer.echo(json.dumps(to_mapping(prediction)))
+    if not prediction.fits:
+        raise typer.Exit(3)
 
 
 def _choices(plan: Path | None, level: int | None, changes: list[str]) -> dict[str, Any]:

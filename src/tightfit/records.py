@@ -26,6 +26,7 @@ __all__ = [
     "PhaseTrace",
     "Placement",
     "Plan",
+    "Prediction",
     "Reason",
     "Request",
     "Sample",
@@ -246,6 +247,7 @@ class PhaseTrace(Record):
     seconds: Real
     peak_bytes: Count  # of tensors on the device
     peak_weights: Count = 0
+    peak_reserved: Count = 0  # what the device's allocator held for them; 0 where there is none
     bytes_in: Count = 0  # host to device
     bytes_out: Count = 0
     runs: Positive = 1  # how many forward passes
@@ -269,6 +271,21 @@ class Trace(Record):
 
     def __str__(self) -> str:
         return f"call {self.call} on {self.device}: {self.seconds:.3g} s, peak {format_bytes(self.peak_bytes)}"
+
+
+class Prediction(Record):
+    """What would happen: a plan, and the trace of a call under it that was made on a pretend card."""
+
+    model: str
+    card: str
+    capacity: Positive  # bytes that the card has for tensors
+    fits: bool
+    plan: Plan
+    trace: Trace
+
+    @property
+    def peak_reserved(self) -> int:
+        return max((phase.peak_reserved for phase in self.trace.phases), default=0)
 
 
 def check_techniques(names: Iterable[str]) -> tuple[str, ...]:

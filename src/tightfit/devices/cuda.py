@@ -38,6 +38,9 @@ class CudaDevice(Device):
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
+    def peak_reserved_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.torch_device)
+
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 

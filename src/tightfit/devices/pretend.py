@@ -51,8 +51,12 @@ class PretendDevice(Device):
     def peak_bytes(self) -> int:
         return self.card.allocator.allocated.peak
 
+    def peak_reserved_bytes(self) -> int:
+        return self.card.allocator.reserved.peak
+
     def reset_peak(self) -> None:
         settle()
+        self.card.allocator.reserved.reset_peak()
         self.card.allocator.allocated.reset_peak()
 
     def synchronize(self) -> None:

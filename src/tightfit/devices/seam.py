@@ -44,6 +44,10 @@ class Device(ABC):
         """The most that `allocated_bytes` has been since `reset_peak`."""
         return None
 
+    def peak_reserved_bytes(self) -> int:
+        """The most that the device's allocator held, used or not, since `reset_peak`; 0 where there is none."""
+        return 0
+
     def reset_peak(self) -> None:
         return None
 

@@ -50,6 +50,7 @@ class _Phase:
     start: float
     peak: int = 0
     peak_weights: int = 0
+    peak_reserved: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
     runs: int = 0
@@ -172,6 +173,7 @@ class Recorder:
             phase = self._phases[-1]
             phase.peak = max(phase.peak, total, self.device.peak_bytes() or 0)
             phase.peak_weights = max(phase.peak_weights, self.weights)
+            phase.peak_reserved = max(phase.peak_reserved, self.device.peak_reserved_bytes())
         self._add(_Moment(now, self.weights, max(self._activations, 0)))
         if now - self._rss[0] > RSS_EVERY:
             rss = int(self._process.memory_info().rss)
@@ -220,6 +222,7 @@ class Recorder:
                 seconds=end - p.start,
                 peak_bytes=p.peak,
                 peak_weights=p.peak_weights,
+                peak_reserved=p.peak_reserved,
                 bytes_in=p.bytes_in,
                 bytes_out=p.bytes_out,
                 runs=max(p.runs, 1),

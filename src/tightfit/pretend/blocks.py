@@ -47,6 +47,10 @@ class Counter:
     def reset_peak(self) -> None:
         self.peak = self.now
 
+    def reach(self, above: int) -> None:
+        """Something came and went that took `above` bytes at its most."""
+        self.peak = max(self.peak, self.now + above)
+
 
 @dataclass(eq=False, slots=True)
 class Block:

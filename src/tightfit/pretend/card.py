@@ -42,6 +42,8 @@ class Card:
     base: int = field(default_factory=lambda: next(_bases))  # of its addresses, which are nobody else's
     timeline: Timeline = field(init=False)
     allocator: CachingAllocator = field(init=False)
+    bytes_in: int = 0  # what has crossed the link
+    bytes_out: int = 0
     _workspaces: dict[int, Block] = field(default_factory=dict)  # by stream
 
     def __post_init__(self) -> None:
@@ -86,10 +88,12 @@ class Card:
 
     def copy_in(self, size: int, *, pinned: bool, wait: bool) -> None:
         """`size` bytes from the host. From pageable memory, the host always waits."""
+        self.bytes_in += size
         self._cross("in", size, self.accelerator.link_rate, pinned=pinned, wait=wait)
 
     def copy_out(self, size: int, *, pinned: bool, wait: bool) -> None:
         """`size` bytes to the host."""
+        self.bytes_out += size
         rate = self.accelerator.link_rate_out or self.accelerator.link_rate
         self._cross("out", size, rate, pinned=pinned, wait=wait)
 

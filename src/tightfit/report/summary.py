@@ -104,6 +104,7 @@ def _sum(phases: Sequence[PhaseTrace]) -> PhaseTrace:
         seconds=sum(phase.seconds for phase in phases),
         peak_bytes=highest.peak_bytes,
         peak_weights=highest.peak_weights,
+        peak_reserved=max(phase.peak_reserved for phase in phases),
         bytes_in=sum(phase.bytes_in for phase in phases),
         bytes_out=sum(phase.bytes_out for phase in phases),
         runs=sum(phase.runs for phase in phases),

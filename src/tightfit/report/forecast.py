@@ -1,0 +1,83 @@
+"""What a prediction says: as text for people, as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tightfit.records import PhaseTrace, Prediction
+from tightfit.report.summary import fold_phases
+from tightfit.units import format_bytes, format_seconds
+
+__all__ = ["describe", "to_mapping"]
+
+_HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "reserved", "bytes in")
+
+
+def describe(prediction: Prediction) -> str:
+    """A headline, a table by phase, and what the plan decided."""
+    trace = prediction.trace
+    rows = [_HEADINGS, *(_row(phase) for phase in fold_phases(trace.phases))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  " + "  ".join(cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in enumerate(cells))
+        for cells in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
+    plan = prediction.plan
+    return "\n".join(
+        [
+            f"{prediction.model} on {prediction.card}: {_verdict(prediction)}; "
+            f"predicted {format_seconds(trace.seconds)}",
+            "",
+            *lines,
+            "",
+            "lossless" if plan.lossless else f"lossy: {'; '.join(plan.lossy)}",
+            *(f"note: {note}" for note in trace.notes),
+            *(f"because: {reason.decision}: {reason.because}" for reason in plan.reasons),
+        ]
+    )
+
+
+def _verdict(prediction: Prediction) -> str:
+    need, has = format_bytes(prediction.peak_reserved), format_bytes(prediction.capacity)
+    if not prediction.fits:
+        return f"does not fit, it needs {need} and the card has {has} for tensors"
+    if prediction.peak_reserved > prediction.capacity:
+        return f"fits into {has} by giving cached memory back, with {need} it would not have to"
+    return f"fits, {need} of {has}"
+
+
+def _row(phase: PhaseTrace) -> tuple[str, ...]:
+    sizes = (phase.peak_bytes, phase.peak_weights, phase.peak_reserved, phase.bytes_in)
+    return (phase.name, format_seconds(phase.seconds), str(phase.runs), *map(format_bytes, sizes))
+
+
+def to_mapping(prediction: Prediction) -> dict[str, Any]:
+    """Plain values, ready for JSON."""
+    trace = prediction.trace
+    return {
+        "fits": prediction.fits,
+        "model": prediction.model,
+        "card": prediction.card,
+        "capacity_bytes": prediction.capacity,
+        "lossless": prediction.plan.lossless,
+        "predicted": {
+            "peak_bytes": trace.peak_bytes,
+            "peak_reserved_bytes": prediction.peak_reserved,
+            "seconds": trace.seconds,
+        },
+        "phases": [
+            {
+                "name": phase.name,
+                "predicted_peak_bytes": phase.peak_bytes,
+                "predicted_peak_weights": phase.peak_weights,
+                "predicted_reserved_bytes": phase.peak_reserved,
+                "seconds": phase.seconds,
+                "bytes_in": phase.bytes_in,
+                "bytes_out": phase.bytes_out,
+                "runs": phase.runs,
+            }
+            for phase in fold_phases(trace.phases)
+        ],
+        "plan": prediction.plan.to_mapping(),
+        "reasons": [reason.to_mapping() for reason in prediction.plan.reasons],
+    }

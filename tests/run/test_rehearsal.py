@@ -1,0 +1,93 @@
+"""What would happen: rehearsed steps are those of a whole run, and answers are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tightfit.cli import app
+from tightfit.records import Prediction, Request
+from tightfit.run import predictions, rehearsal
+from tightfit.run.rehearsal import rehearse
+
+QUESTION = ("plan", "sd-1.5", "--card", "rtx3060", "--steps", "2", "--json")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def tightfit_(*words: str) -> Any:
+    return CliRunner().invoke(app, words)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_steps_that_are_not_worked_through_are_like_those_that_are(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = rehearse("sd-1.5", "rtx3060", {"level": level}, Request(steps=5, height=256, width=256))
+    monkeypatch.setattr(rehearsal, "_remembering", lambda part, *_: part.forward)
+    whole = rehearse("sd-1.5", "rtx3060", {"level": level}, Request(steps=5, height=256, width=256))
+    assert short.fits
+    for quick, full in zip(short.trace.phases, whole.trace.phases, strict=True):
+        assert quick.seconds == pytest.approx(full.seconds, rel=1e-3)
+        assert (quick.name, quick.runs, quick.bytes_in, quick.bytes_out) == (
+            full.name, full.runs, full.bytes_in, full.bytes_out,
+        )  # fmt: skip
+        assert (quick.peak_bytes, quick.peak_weights) == (full.peak_bytes, full.peak_weights)
+        assert quick.peak_reserved == full.peak_reserved
+
+
+def test_the_command_says_by_phase_what_would_happen_and_remembers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = tightfit_(*QUESTION)
+    assert first.exit_code == 0, first.stderr
+    assert first.stdout.startswith("sd-1.5 on rtx3060: fits, ")
+    told = json.loads(first.stdout.splitlines()[-1])
+    assert [phase["name"] for phase in told["phases"]] == ["encode", "denoise", "decode"]
+    assert told["fits"] is True
+    assert told["predicted"]["peak_bytes"] == max(phase["predicted_peak_bytes"] for phase in told["phases"])
+    monkeypatch.setattr(rehearsal, "rehearse", None)
+    assert tightfit_(*QUESTION).stdout == first.stdout
+
+
+def test_what_does_not_fit_says_what_it_needs() -> None:
+    result = tightfit_("plan", "pixart-sigma", "--card", "gtx1650", "--level", "0", "--steps", "2", "--json")
+    assert result.exit_code == 3
+    assert "does not fit, it needs " in result.stdout
+    assert json.loads(result.stdout.splitlines()[-1])["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("flux.1-dve", "--card", "rtx4090"), "unknown model in the catalog 'flux.1-dve': did you mean 'flux.1-dev'?"),
+        (("sdxl", "--card", "rtx4909"), "unknown card 'rtx4909': did you mean 'rtx4090'?"),
+        (("sdxl", "--card", "rtx4090", "--level", "9"), "level must be less than or equal to 3, not 9"),
+        (("sdxl", "--card", "rtx4090", "--frames", "9"), "StableDiffusionXLPipeline takes no frames"),
+        (("sdxl", "--card", "rtx4090", "--height", "1001"), "height 1001 is not a multiple of 8"),
+    ],
+)
+def test_wrong_questions_get_one_line(words: tuple[str, ...], message: str) -> None:
+    result = tightfit_("plan", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_broken_answer_is_asked_for_again(tmp_path: Path) -> None:
+    question = {"model": "x"}
+    asked = []
+
+    def answer() -> Prediction:
+        asked.append(1)
+        return rehearse("sd-1.5", "rtx3060", {"level": 0}, Request(steps=1, height=64, width=64))
+
+    first = predictions.remembered(question, answer)
+    assert predictions.remembered(question, answer) == first
+    (file,) = (tmp_path / "cache/tightfit/predictions").iterdir()
+    file.write_text(file.read_text()[:100])
+    assert predictions.remembered(question, answer) == first
+    assert len(asked) == 2
