@@ -28,6 +28,7 @@ bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/fp8.py
 	$(BIN)/python bench/levels.py
 	$(BIN)/python bench/vae.py
+	$(BIN)/python bench/predict.py
 	$(BIN)/python tools/make_readme.py
 
 lint: $(READY)

@@ -96,7 +96,19 @@ def fp8() -> str:
     return table(head, rows)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"score": score, "levels": levels, "vae": vae, "fp8": fp8}
+def predict() -> str:
+    rows = []
+    for name, row in read("predict").items():
+        if name == "machine":
+            continue
+        low, high = row["measured_gib"]
+        measured = f"{low} GiB" if low == high else f"{low} to {high} GiB"
+        case = f"{name} transformer, {row['request']}"
+        rows.append((case, f"{row['predicted_gib']:.2f} GiB", measured, f"{row['error']:+.2%}", f"{row['seconds']} s"))
+    return table(("one forward pass, bfloat16", "predicted peak", "measured elsewhere", "error", "found out in"), rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"score": score, "levels": levels, "vae": vae, "fp8": fp8, "predict": predict}
 
 
 def fill(page: str) -> str:

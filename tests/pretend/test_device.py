@@ -182,3 +182,17 @@ def test_arithmetic_takes_its_time(make_cards: MakeCards) -> None:
     left @ right
     operations = 2 * 8192**3
     assert card.now - before == pytest.approx(operations / 100e12 * 1e9 + 5_000, rel=1e-3)
+
+
+def test_shapes_are_those_of_the_same_operation_with_the_same_numbers(make_cards: MakeCards) -> None:
+    make_cards(values="shapes")
+    large = torch.empty(64, 1024, device="pretend")
+    for _ in range(2):  # the second time they are remembered
+        assert (large + 1).dtype == torch.float32
+        assert (large + True).dtype == torch.float32
+        assert torch.sum(large, 0).shape == (1024,)
+        assert torch.sum(large, 1).shape == (64,)
+        assert torch.sum(large, 1, keepdim=True).shape == (64, 1)
+        assert [value.shape for value in torch.max(large, 0)] == [(1024,), (1024,)]
+        assert (large.to(torch.int64) // 1).dtype == torch.int64
+        assert (large.to(torch.int64) / 1).dtype == torch.float32

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from tightfit.catalog.known import KnownComponent, KnownModel
 from tightfit.errors import ModelError
 
-__all__ = ["StandInTokenizer", "build_known"]
+__all__ = ["StandInTokenizer", "build_known", "build_part"]
 
 LARGE = 2**14  # elements
 PROMPT_TOKENS = 77  # of a prompt that is not padded to a fixed length
@@ -29,14 +29,15 @@ PROMPT_TOKENS = 77  # of a prompt that is not padded to a fixed length
 
 def build_known(model: KnownModel) -> Any:
     """The diffusers pipeline of a known `model`, its networks on "meta"."""
-    parts: dict[str, Any] = {name: _build(name, part) for name, part in model.components.items()}
+    parts: dict[str, Any] = {name: build_part(name, part) for name, part in model.components.items()}
     pipeline = getattr(diffusers, model.pipeline)
     expected = inspect.signature(pipeline.__init__).parameters
     absent = {name: None for name in model.absent if name in expected}
     return pipeline(**parts, **absent, **model.options)
 
 
-def _build(name: str, part: KnownComponent) -> Any:
+def build_part(name: str, part: KnownComponent) -> Any:
+    """The component `name`: a network whose large tensors are on "meta", a stand-in for a tokenizer, a scheduler."""
     if "tokenizer" in name or part.class_name.endswith(("Tokenizer", "Processor")):
         return StandInTokenizer(**part.config)
     library = {"diffusers": diffusers, "transformers": transformers}[part.library]

@@ -62,13 +62,44 @@ def _run(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     if shapes and op is _aten.scaled_dot_product_attention.default:
         return _attention_shape(*args[:3])
     try:
-        return op(*args, **kwargs)
+        return _shaped(op, args, kwargs) if shapes and not op._schema.is_mutable else op(*args, **kwargs)
     except NotImplementedError as error:
         cause = str(error).partition("\n")[0]
         raise NotImplementedError(
             f"the pretend device cannot do {op} on {'shapes alone' if shapes else 'numbers'}: {cause}. Keep that part "
             "on the CPU, or use values='real'"
         ) from error
+
+
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_layouts: dict[Any, tuple[_Layout, ...]] = {}  # what operations on shapes gave: a network repeats its blocks
+MOST_LAYOUTS = 2**16
+
+
+def _shaped(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`op` on shapes alone: torch's kernels for that are Python, so what they said is remembered."""
+    key = (op, _signature(args), _signature(tuple(sorted(kwargs.items()))))
+    known = _layouts.get(key)
+    if known is not None:
+        made = tuple(torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in known)
+        return made if len(op._schema.returns) > 1 else made[0]
+    result = op(*args, **kwargs)
+    outputs = result if isinstance(result, tuple) else (result,)
+    given = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
+    if all(isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in given for value in outputs):
+        if len(_layouts) >= MOST_LAYOUTS:
+            _layouts.clear()
+        _layouts[key] = tuple((value.shape, value.stride(), value.dtype) for value in outputs)
+    return result
+
+
+def _signature(value: Any) -> Any:
+    """All that a shape depends on, hashable: 1, 1.0 and True are three things."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, list | tuple):
+        return tuple(_signature(item) for item in value)
+    return type(value), value
 
 
 def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
