@@ -8,7 +8,7 @@ from tightfit.cli import app
 
 COMMANDS = {
     "plan": [
-        "MODEL",
+        "[MODEL]",
         "--batch",
         "--card",
         "--frames",

@@ -52,8 +52,10 @@ Examples:
   tightfit plan sdxl --card rtx3060 --level 1 --height 1024 --width 1024
   tightfit plan wan-2.1-14b --card a100-80gb --frames 81 --json
 
-MODEL and CARD are names from the catalog; a wrong one is answered with those
-that are near. Exit code 3: it does not fit.
+MODEL is a known model, a diffusers folder or a hub id (only its small files
+and the headers of its weights are read); left out, the demo model. CARD is a
+known card. A wrong name is answered with those near it. Exit code 3: it does
+not fit.
 """
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
@@ -135,7 +137,9 @@ def run(
 
 @app.command(name="plan", help=PLAN_EXAMPLES)
 def predict(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A known model, e.g. flux.1-dev.")],
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A known model (flux.1-dev), a folder or a hub id.")
+    ] = None,
     *,
     card: Annotated[str, typer.Option(help="A known card, e.g. rtx4090.")],
     level: Annotated[int | None, typer.Option(help="0 all on the device … 3 the least memory. Default: 0.")] = None,
@@ -150,11 +154,12 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")] = False,
 ) -> None:
     with _errors_as_lines(as_json):
-        from tightfit.catalog.known import find_card, find_model
+        from tightfit.catalog.known import find_card
         from tightfit.report.forecast import describe, to_mapping
-        from tightfit.run.predictions import remembered
+        from tightfit.run.predictions import find_subject, remembered
 
-        find_model(model), find_card(card)  # before anything slow
+        find_card(card)  # before anything slow
+        which, mark = find_subject(model)
         choices = _choices(plan, level, set_ or [])
         asked = _request(
             choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance,
@@ -167,9 +172,9 @@ def predict(
             with _say("rehearsing on a pretend card"), _quiet_transformers():
                 from tightfit.run.rehearsal import rehearse
 
-                return rehearse(model, card, choices, asked)
+                return rehearse(which, card, choices, asked, title=model or "the demo model")
 
-        question = {"model": model, "card": card, "choices": choices, "request": asked.to_mapping()}
+        question = {"model": mark, "title": model, "card": card, "choices": choices, "request": asked.to_mapping()}
         prediction = remembered(question, rehearsal)
         typer.echo(describe(prediction))
         if as_json:

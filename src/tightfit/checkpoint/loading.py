@@ -12,7 +12,7 @@ import logging
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -33,25 +33,29 @@ _MISMATCH = re.compile(r"^(?P<weight>\S.*?) *\| MISMATCH \|(?P<shapes>.*)", re.M
 _UNFILLED = re.compile(r"and are newly initialized: \['([^']+)'")  # what diffusers says, without accelerate
 
 
-def load_pipeline(folder: ModelFolder, dtype: torch.dtype | None = None) -> DiffusionPipeline:
+def load_pipeline(
+    folder: ModelFolder, dtype: torch.dtype | None = None, networks: Mapping[str, Any] | None = None
+) -> DiffusionPipeline:
     """The pipeline of `folder` on the CPU, its weights as `dtype`, or as diffusers chooses where that is None.
 
-    Raises ModelError where diffusers cannot load it, or where the files lack weights that the models need.
+    Components named in `networks` are taken from there. Raises ModelError where diffusers cannot load it, or where
+    the files lack weights that the models need.
     """
     asked = {name: value for name, value in (("dtype", dtype), ("variant", folder.variant)) if value is not None}
+    given = networks or {}
     with _quietly() as notices:
         _check_class(folder)
         try:
             from diffusers import DiffusionPipeline  # the first import of its parts is not quiet
 
             pipe = DiffusionPipeline.from_pretrained(
-                str(folder.path), use_safetensors=True, local_files_only=True, trust_remote_code=False, **asked
+                str(folder.path), use_safetensors=True, local_files_only=True, trust_remote_code=False, **asked, **given
             )
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # tokenizers and huggingface_hub raise bare subclasses of Exception
             raise _cannot_load(folder, error, notices) from error
-    _check_complete(folder, pipe, notices)
+    _check_complete(folder, pipe, notices, given)
     return pipe
 
 
@@ -81,9 +85,10 @@ def _first_line(error: Exception) -> str:
     return textwrap.shorten(said, 300, placeholder=" …")
 
 
-def _check_complete(folder: ModelFolder, pipe: DiffusionPipeline, notices: list[str]) -> None:
-    """ModelError where weights have no value (they are still on "meta") or were made up."""
-    parts = [(name, part) for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)]
+def _check_complete(folder: ModelFolder, pipe: DiffusionPipeline, notices: list[str], given: Mapping[str, Any]) -> None:
+    """ModelError where weights that were not `given` have no value (they are still on "meta") or were made up."""
+    loaded = {name: part for name, part in pipe.components.items() if name not in given}
+    parts = [(name, part) for name, part in loaded.items() if isinstance(part, torch.nn.Module)]
     empty = [f"{name}.{weight}" for name, part in parts for weight, value in part.named_parameters() if value.is_meta]
     said = "\n".join(notices)
     lacking = empty + _MISSING.findall(said) or _UNFILLED.findall(said)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from tightfit.catalog.known import KnownComponent, KnownModel
 from tightfit.errors import ModelError
 
-__all__ = ["StandInTokenizer", "build_known", "build_part"]
+__all__ = ["StandInTokenizer", "build_known", "build_network", "build_part"]
 
 LARGE = 2**14  # elements
 PROMPT_TOKENS = 77  # of a prompt that is not padded to a fixed length
@@ -46,9 +46,17 @@ def build_part(name: str, part: KnownComponent) -> Any:
         raise ModelError(f"{part.library} has no {part.class_name}: a newer version may", name=name)
     if part.dtype is None:
         return kind.from_config(part.config)
+    config = kind.config_class(**part.config) if library is transformers else part.config
+    return build_network(
+        lambda: kind(config) if library is transformers else kind.from_config(config), getattr(torch, part.dtype)
+    )
+
+
+def build_network(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """What `make` makes, for inference in `dtype`, with its large tensors on "meta"."""
     with _LargeOnMeta():
-        network = kind(kind.config_class(**part.config)) if library is transformers else kind.from_config(part.config)
-    return _in_dtype(network.eval().requires_grad_(False), getattr(torch, part.dtype))
+        network = make()
+    return _in_dtype(network.eval().requires_grad_(False), dtype)
 
 
 class _LargeOnMeta(TorchFunctionMode):

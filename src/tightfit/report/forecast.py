@@ -30,7 +30,7 @@ def describe(prediction: Prediction) -> str:
             "",
             *lines,
             "",
-            "lossless" if plan.lossless else f"lossy: {'; '.join(plan.lossy)}",
+            f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else "lossless",
             *(f"note: {note}" for note in trace.notes),
             *(f"because: {reason.decision}: {reason.because}" for reason in plan.reasons),
         ]
@@ -59,7 +59,7 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
         "model": prediction.model,
         "card": prediction.card,
         "capacity_bytes": prediction.capacity,
-        "lossless": prediction.plan.lossless,
+        "lossless": not trace.lossy,
         "predicted": {
             "peak_bytes": trace.peak_bytes,
             "peak_reserved_bytes": prediction.peak_reserved,

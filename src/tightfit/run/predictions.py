@@ -16,11 +16,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tightfit.errors import TightfitError
+from tightfit.catalog.known import model_names
+from tightfit.checkpoint.folder import ModelFolder
+from tightfit.errors import InputError, TightfitError, unknown_name
 from tightfit.records import Prediction
 from tightfit.run.files import replacing
+from tightfit.run.models import find_model
 
-__all__ = ["cache_folder", "remembered"]
+__all__ = ["cache_folder", "find_subject", "remembered"]
 
 _LIBRARIES = ("diffusers", "torch", "transformers")
 
@@ -28,6 +31,16 @@ _LIBRARIES = ("diffusers", "torch", "transformers")
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/tightfit, or ~/.cache/tightfit."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightfit"
+
+
+def find_subject(name: str | None) -> tuple[str | ModelFolder, str]:
+    """A known model or a checked folder (of a hub id, too; None: the demo model), and what tells it from others."""
+    if name in model_names():
+        return name, name
+    if name is not None and not Path(name).exists() and "/" not in name:
+        raise InputError(unknown_name("model in the catalog", name, model_names()), name=name)
+    folder = find_model(name)
+    return folder, _fingerprint(folder)
 
 
 def remembered(question: dict[str, Any], answer: Callable[[], Prediction]) -> Prediction:
@@ -51,4 +64,15 @@ def _key(question: dict[str, Any]) -> str:
     for path in sorted(path for suffix in ("py", "json") for path in package.rglob(f"*.{suffix}")):
         digest.update(f"{path.relative_to(package)}\0".encode())
         digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _fingerprint(folder: ModelFolder) -> str:
+    """What a prediction for `folder` depends on: everything but the numbers in its weight files."""
+    digest = hashlib.sha256()
+    weights = {file for part in folder.components for file in part.weight_files}
+    for file in sorted(file for file in folder.path.rglob("*") if file.is_file()):
+        digest.update(f"{file.relative_to(folder.path)} {file.stat().st_size}\0".encode())
+        if file not in weights and file.stat().st_size < 10**8 and file.suffix in (".json", ".txt", ".model", ".jinja"):
+            digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""A known model's call on a pretend card, without weights and without hardware: what would happen, before it does.
+"""A model's call on a pretend card, without weights and without hardware: what would happen, before it does.
 
 The unmodified pipeline follows the plan by the same engine as anywhere else. Its denoiser works twice for every
 shape of input it is given; from then on it only lets the time pass that its second pass took.
@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tightfit.apply.fitting import Fitted, fit
 from tightfit.catalog.known import find_card, find_model
+from tightfit.checkpoint.folder import ModelFolder
+from tightfit.checkpoint.shapes import build_folder
 from tightfit.measure.building import build_known
 from tightfit.measure.modules import find_components, find_role
 from tightfit.pretend.allocator import CardFull
@@ -30,6 +32,7 @@ from tightfit.pretend.clock import Host
 from tightfit.pretend.history import replay
 from tightfit.pretend.storage import settle
 from tightfit.records import Prediction, Request
+from tightfit.run.job import stored_dtype
 from tightfit.run.request import Prompt, call_arguments
 
 __all__ = ["CONTEXT", "rehearse"]
@@ -38,18 +41,20 @@ CONTEXT = 512 * 2**20  # bytes of a card that CUDA's context and the driver keep
 ROOM = 2**60  # bytes: the rehearsal itself never runs out
 
 
-def rehearse(model_name: str, card_name: str, choices: dict[str, Any], asked: Request) -> Prediction:
-    """What the known model `model_name` would do on the known card `card_name`, under `choices` of Plan fields.
+def rehearse(
+    model: str | ModelFolder, card_name: str, choices: dict[str, Any], asked: Request, *, title: str | None = None
+) -> Prediction:
+    """What `model`, a known one's name or a checked folder, would do on a known card, under `choices` of Plan fields.
 
-    What `asked` leaves open is the model's usual request. InputError for unknown names, RequestError and PlanError
-    for what is illegal.
+    The prediction calls it `title`. What `asked` leaves open is a known model's usual request, or the pipeline's own defaults. InputError for unknown
+    names, ModelError for a folder that makes no pipeline, RequestError and PlanError for what is illegal.
     """
-    model, accelerator = find_model(model_name), find_card(card_name)
+    accelerator = find_card(card_name)
     card = Card(0, accelerator.model_copy(update={"bytes": ROOM}), Host())
     use_cards([card])
-    pipe = build_known(model)
+    pipe, usual = _build(model)
     pipe.set_progress_bar_config(disable=True)
-    request = Request(**_usual(pipe, model.request) | {name: value for name, value in asked if value is not None})
+    request = Request(**_usual(pipe, usual) | {name: value for name, value in asked if value is not None})
     fitted = fit(pipe, plan=choices, request=request, device="pretend:0")
     for name, part in find_components(pipe).items():
         if find_role(name, part) == "denoiser":
@@ -60,13 +65,21 @@ def rehearse(model_name: str, card_name: str, choices: dict[str, Any], asked: Re
     capacity = max(accelerator.bytes - CONTEXT, 1)
     trace = fitted.report().trace
     return Prediction(
-        model=model_name,
+        model=title or (model if isinstance(model, str) else model.path.name),
         card=card_name,
         capacity=capacity,
         fits=_fits(card, capacity),
         plan=fitted.plan.model_copy(update={"device": "cuda:0"}),
         trace=trace.model_copy(update={"device": card_name, "rss_peak_bytes": 0}),
     )
+
+
+def _build(model: str | ModelFolder) -> tuple[Any, Request]:
+    """The pipeline without weights, and what it is usually asked for."""
+    if isinstance(model, ModelFolder):
+        return build_folder(model, getattr(torch, stored_dtype(model))), Request()
+    known = find_model(model)
+    return build_known(known), known.request
 
 
 @contextlib.contextmanager
