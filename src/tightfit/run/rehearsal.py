@@ -46,8 +46,9 @@ def rehearse(
 ) -> Prediction:
     """What `model`, a known one's name or a checked folder, would do on a known card, under `choices` of Plan fields.
 
-    The prediction calls it `title`. What `asked` leaves open is a known model's usual request, or the pipeline's own defaults. InputError for unknown
-    names, ModelError for a folder that makes no pipeline, RequestError and PlanError for what is illegal.
+    What `asked` leaves open is a known model's usual request, or the pipeline's own defaults. The prediction calls
+    the model `title`. InputError for unknown names, ModelError for a folder that makes no pipeline, RequestError and
+    PlanError for what is illegal.
     """
     accelerator = find_card(card_name)
     card = Card(0, accelerator.model_copy(update={"bytes": ROOM}), Host())
