@@ -13,7 +13,7 @@ import torch
 
 from measuring import write
 from tightfit import fit
-from tightfit.catalog.known import find_card, find_model
+from tightfit.catalog.known import known_card, known_model
 from tightfit.measure.building import build_part
 from tightfit.pretend.backend import use_cards
 from tightfit.pretend.card import Card
@@ -50,10 +50,10 @@ ROWS: dict[str, tuple[str, dict[str, tuple[tuple[int, ...], torch.dtype]], tuple
 
 def predicted(name: str, inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[float, float]:
     """Peak in GiB of one forward pass of the model's transformer, and the seconds that it took to find out."""
-    card = find_card("a100-80gb")
+    card = known_card("a100-80gb")
     use_cards([Card(0, card, Host())])
     started = time.perf_counter()
-    transformer = build_part("transformer", find_model(name).components["transformer"])
+    transformer = build_part("transformer", known_model(name).components["transformer"])
     fitted = fit(transformer, level=0, device="pretend:0")
     with torch.no_grad():
         transformer(

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from typer.core import TyperCommand
 
-from tightfit.errors import InputError, PlanError, TightfitError
-from tightfit.records import Plan, Request
+from tightfit.errors import InputError, TightfitError
+from tightfit.records import Plan
+from tightfit.run.wishes import call_request, plan_fields
 
 if TYPE_CHECKING:
     from tightfit.run.job import Job
@@ -61,6 +61,18 @@ not fit.
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 
+# options that several commands have
+Level = Annotated[int | None, typer.Option(help="0 all on the device … 3 the least memory. Default: 0.")]
+PlanFile = Annotated[Path | None, typer.Option(help="YAML or JSON file of plan fields.")]
+Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A plan field.")]
+Pixels = Annotated[int | None, typer.Option(help="Pixels.")]
+Frames = Annotated[int | None, typer.Option(help="Frames of a video.")]
+Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
+Guidance = Annotated[float | None, typer.Option(help="How strongly the prompt steers.")]
+Batch = Annotated[int, typer.Option(help="Pictures of the same prompt.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")]
+
+
 class _Run(TyperCommand):
     """Says in its usage line which of the words is which."""
 
@@ -87,16 +99,16 @@ def main(
 def run(
     words: Annotated[list[str], typer.Argument(metavar="[MODEL] PROMPT", help="What to draw, and with what.")],
     *,
-    level: Annotated[int | None, typer.Option(help="0 all on the device … 3 the least memory. Default: 0.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="YAML or JSON file of plan fields.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A plan field.")] = None,
-    height: Annotated[int | None, typer.Option(help="Pixels.")] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="How strongly the prompt steers.")] = None,
+    level: Level = None,
+    plan: PlanFile = None,
+    set_: Changes = None,
+    height: Pixels = None,
+    width: Pixels = None,
+    frames: Frames = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
     seed: Annotated[int | None, typer.Option(help="The same seed, the same pictures. Default: random.")] = None,
-    batch: Annotated[int, typer.Option(help="Pictures of the same prompt.")] = 1,
+    batch: Batch = 1,
     negative: Annotated[str | None, typer.Option(help="What to keep away from.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or loopback. Default: the best.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
@@ -106,15 +118,14 @@ def run(
     snapshot: Annotated[Path | None, typer.Option(help="CUDA: allocator history for pytorch.org/memory_viz.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Print where the time went, by operation.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log one line per call.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     with _errors_as_lines(as_json):
         if len(words) > 2:
             raise InputError(f"run takes [MODEL] PROMPT, not {len(words)} words: put the prompt in quotes")
-        choices = _choices(plan, level, set_ or [])
-        many = None if batch == 1 else batch  # as good as not said
-        request = _request(
-            choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=many
+        choices = plan_fields(plan, level, set_ or [])
+        request = call_request(
+            choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
         with _say("starting"):
             from tightfit.run.job import Job  # brings torch and diffusers, which takes seconds
@@ -142,34 +153,33 @@ def predict(
     ] = None,
     *,
     card: Annotated[str, typer.Option(help="A known card, e.g. rtx4090.")],
-    level: Annotated[int | None, typer.Option(help="0 all on the device … 3 the least memory. Default: 0.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="YAML or JSON file of plan fields.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A plan field.")] = None,
-    height: Annotated[int | None, typer.Option(help="Pixels.")] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="How strongly the prompt steers.")] = None,
-    batch: Annotated[int, typer.Option(help="Pictures of the same prompt.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")] = False,
+    level: Level = None,
+    plan: PlanFile = None,
+    set_: Changes = None,
+    height: Pixels = None,
+    width: Pixels = None,
+    frames: Frames = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    batch: Batch = 1,
+    as_json: AsJson = False,
 ) -> None:
     with _errors_as_lines(as_json):
-        from tightfit.catalog.known import find_card
+        from tightfit.catalog.known import known_card
         from tightfit.report.forecast import describe, to_mapping
         from tightfit.run.predictions import find_subject, remembered
 
-        find_card(card)  # before anything slow
+        known_card(card)  # before anything slow
         which, mark = find_subject(model)
-        choices = _choices(plan, level, set_ or [])
-        asked = _request(
-            choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance,
-            batch=None if batch == 1 else batch,
-        )  # fmt: skip
+        choices = plan_fields(plan, level, set_ or [])
+        asked = call_request(
+            choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
+        )
         choices = {name: value for name, value in choices.items() if name != "device"} or {"level": 0}
         Plan.from_mapping(choices)
 
         def rehearsal() -> Any:
-            with _say("rehearsing on a pretend card"), _quiet_transformers():
+            with _say("rehearsing on a pretend card"):
                 from tightfit.run.rehearsal import rehearse
 
                 return rehearse(which, card, choices, asked, title=model or "the demo model")
@@ -181,46 +191,6 @@ def predict(
             typer.echo(json.dumps(to_mapping(prediction)))
     if not prediction.fits:
         raise typer.Exit(3)
-
-
-def _choices(plan: Path | None, level: int | None, changes: list[str]) -> dict[str, Any]:
-    """Plan fields from a file, then --level, then --set, each over the one before."""
-    choices: dict[str, Any] = Plan.fields_from_file(plan) if plan is not None else {}
-    if level is not None:
-        if choices.get("reasons") and choices.get("level") != level:
-            raise PlanError(
-                f"{plan} is a complete plan (level {choices.get('level')}): --level {level} would change its name "
-                "and nothing else. Leave one of them out, or change single fields with --set"
-            )
-        choices["level"] = level
-    for change in changes:
-        field, equals, text = change.partition("=")
-        if not equals or not all(field.split(".")):
-            raise PlanError(f"--set {change!r} is not FIELD=VALUE, e.g. --set vae.tile=256")
-        _set(choices, field.split("."), _value(change, text))
-    return choices
-
-
-def _value(change: str, text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
-        raise PlanError(f"--set {change!r}: the value is not YAML") from None
-
-
-def _request(choices: dict[str, Any], **asked: Any) -> Request:
-    """What the options ask for, over the request of the plan's own fields, which goes out of `choices`."""
-    given = choices.pop("request", None) or {}
-    options = {field: value for field, value in asked.items() if value is not None}
-    return Request.from_mapping(given | options if isinstance(given, dict) else given)
-
-
-def _set(fields: dict[str, Any], path: list[str], value: Any) -> None:
-    for name in path[:-1]:
-        fields = fields.setdefault(name, {})
-        if not isinstance(fields, dict):
-            raise PlanError(f"--set {'.'.join(path)}: {name} has no fields inside")
-    fields[path[-1]] = value
 
 
 def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:

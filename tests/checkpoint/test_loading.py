@@ -287,3 +287,11 @@ def test_everything_is_as_before(model: Path, verbosity: int, bars: bool) -> Non
         with pytest.raises(ModelError):
             load_pipeline(check_folder(model))
         assert state() == before
+
+
+def test_torch_still_knows_its_factories_after_loading(tiny_model: Path) -> None:
+    """transformers replaces torch.linspace for a while; torch looks its factories up once, and keeps what it finds."""
+    torch.utils._device._device_constructors.cache_clear()
+    load_pipeline(check_folder(tiny_model))
+    with torch.device("meta"):
+        assert torch.linspace(0, 1, 3).is_meta

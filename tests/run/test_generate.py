@@ -17,16 +17,6 @@ from tiny_pipelines import CASES
 SMALL = Request(height=64, width=64, steps=3)
 
 
-@pytest.fixture(scope="module")
-def pipe() -> Any:
-    return CASES[0].make()
-
-
-@pytest.fixture(scope="module")
-def fitted(pipe: Any) -> Fitted:
-    return fit(pipe, level=0, device="cpu")
-
-
 def pixels(result: Result) -> list[bytes]:
     return [picture.tobytes() for picture in result.pictures]
 

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from tightfit import fit
-from tightfit.catalog.known import find_card
+from tightfit.catalog.known import known_card
 from tightfit.checkpoint.folder import check_folder
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.cli import app
@@ -55,7 +55,7 @@ def test_a_folder_without_its_weights_is_predicted_as_it_runs(level: int, tiny_m
     folder = check_folder(tiny_model)
     asked = Request(steps=3, height=64, width=64, batch=2)
     told = rehearse(folder, "rtx3060", {"level": level}, asked)
-    card = Card(0, find_card("rtx3060"), Host(), values="real")
+    card = Card(0, known_card("rtx3060"), Host(), values="real")
     use_cards([card])
     pipe = load_pipeline(folder, torch.float32)
     pipe.set_progress_bar_config(disable=True)

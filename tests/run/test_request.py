@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tightfit import Fitted, Request, RequestError, fit
+from tightfit import Fitted, Request, RequestError
 from tightfit.run import request as module
 from tightfit.run.generate import generate
 from tightfit.run.request import Prompt, call_arguments, size_multiple
@@ -24,16 +24,6 @@ class Plain:
     """A pipeline that takes next to nothing."""
 
     def __call__(self, prompt: str, height: int = 64, generator: object = None) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def pipe() -> Any:
-    return CASES[0].make()
-
-
-@pytest.fixture(scope="module")
-def fitted(pipe: Any) -> Fitted:
-    return fit(pipe, level=0, device="cpu")
 
 
 # the prompt

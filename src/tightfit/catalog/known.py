@@ -13,7 +13,7 @@ from tightfit.errors import InputError, unknown_name
 from tightfit.record import Record
 from tightfit.records import Accelerator, Positive, Request
 
-__all__ = ["KnownComponent", "KnownModel", "card_names", "find_card", "find_model", "model_names"]
+__all__ = ["KnownComponent", "KnownModel", "card_names", "known_card", "known_model", "model_names"]
 
 # What eager PyTorch reaches of a card's nominal rates, by kind of work (assumptions, the same for every card and model,
 # until `tightfit machine` has measured the one at hand)
@@ -53,7 +53,7 @@ def model_names() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))
 
 
-def find_model(name: str) -> KnownModel:
+def known_model(name: str) -> KnownModel:
     """The known model called `name`, e.g. "flux.1-dev"; InputError with the nearest name if there is none."""
     if name not in model_names():
         raise InputError(unknown_name("model in the catalog", name, model_names()), name=name)
@@ -70,7 +70,7 @@ def card_names() -> tuple[str, ...]:
     return tuple(sorted(_cards()))
 
 
-def find_card(name: str) -> Accelerator:
+def known_card(name: str) -> Accelerator:
     """The known card called `name`, e.g. "rtx4090", at the rates that eager PyTorch is assumed to reach on it.
 
     InputError with the nearest name if there is none.

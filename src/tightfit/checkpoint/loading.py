@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._device
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
 from tightfit.checkpoint.folder import ModelFolder
@@ -25,7 +26,7 @@ from tightfit.errors import ModelError, unknown_name
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-__all__ = ["load_pipeline"]
+__all__ = ["load_pipeline", "quietly"]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MISSING = re.compile(r"^(\S.*?) *\| MISSING\b", re.MULTILINE)  # a row of transformers' load report
@@ -43,7 +44,7 @@ def load_pipeline(
     """
     asked = {name: value for name, value in (("dtype", dtype), ("variant", folder.variant)) if value is not None}
     given = networks or {}
-    with _quietly() as notices:
+    with quietly() as notices:
         _check_class(folder)
         try:
             from diffusers import DiffusionPipeline  # the first import of its parts is not quiet
@@ -112,7 +113,7 @@ class _Notices(logging.Handler):
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[list[str]]:
+def quietly() -> Iterator[list[str]]:
     """Keeps diffusers and transformers off the terminal, and yields what they would have written there.
 
     Everything is put back at the end, torch's default dtype too, which diffusers forgets when a model's config is bad.
@@ -121,6 +122,8 @@ def _quietly() -> Iterator[list[str]]:
     with warnings.catch_warnings(), contextlib.ExitStack() as undo:
         warnings.simplefilter("ignore", FutureWarning)
         undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+        # transformers swaps torch.linspace while it loads, and torch would remember that one for `with torch.device`
+        torch.utils._device._device_constructors()  # type: ignore[no-untyped-call]
         if are_progress_bars_disabled():  # transformers switches those of huggingface_hub with its own
             undo.callback(disable_progress_bars)
         for library in ("diffusers", "transformers"):

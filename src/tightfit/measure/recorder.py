@@ -119,10 +119,16 @@ class Recorder:
         if not self._phases or self._phases[-1].name != phase:
             now = self.device.now() - self._started if self._phases else 0.0
             self._look()
+            self._end_phase()
             self.device.reset_peak()
             self._phases.append(_Phase(phase, now))
         self._phases[-1].runs += 1
         self._look()
+
+    def _end_phase(self) -> None:
+        """Asks the allocator what it held, once: the question is a slow one."""
+        if self._phases:
+            self._phases[-1].peak_reserved = self.device.peak_reserved_bytes()
 
     def leave(self) -> None:
         """A component has finished one pass."""
@@ -173,7 +179,6 @@ class Recorder:
             phase = self._phases[-1]
             phase.peak = max(phase.peak, total, self.device.peak_bytes() or 0)
             phase.peak_weights = max(phase.peak_weights, self.weights)
-            phase.peak_reserved = max(phase.peak_reserved, self.device.peak_reserved_bytes())
         self._add(_Moment(now, self.weights, max(self._activations, 0)))
         if now - self._rss[0] > RSS_EVERY:
             rss = int(self._process.memory_info().rss)
@@ -213,6 +218,7 @@ class Recorder:
         """The call that has just ended."""
         self.device.synchronize()
         self._look()
+        self._end_phase()
         seconds = self.device.now() - self._started
         ends = [phase.start for phase in self._phases[1:]] + [seconds] * bool(self._phases)
         phases = tuple(

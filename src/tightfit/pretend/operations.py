@@ -13,7 +13,7 @@ from tightfit.pretend.card import Card
 from tightfit.pretend.kernels import work_of
 from tightfit.pretend.storage import CPU_KEYS, new_tensor, store_of, view
 
-__all__ = ["NAME", "compute", "fits_values", "inner", "new_like", "valueless"]
+__all__ = ["NAME", "compute", "inner", "new_like", "valueless"]
 
 NAME = "pretend"
 SMALL = 64 * 2**10  # bytes up to which tensors keep their numbers where shapes are enough …
@@ -123,20 +123,19 @@ def _is_shape(tensor: torch.Tensor, card: Card) -> bool:
     """Whether `tensor` has no numbers, or looks at so few of them so often that what it makes will have none."""
     if tensor.device.type != NAME:
         return False
-    return store_of(tensor).values is None or not fits_values(card, tensor.dtype, tensor.nbytes)
+    return store_of(tensor).values is None or not _fits_values(card, tensor.dtype, tensor.nbytes)
 
 
-def fits_values(card: Card, dtype: torch.dtype, size: int) -> bool:
+def _fits_values(card: Card, dtype: torch.dtype, size: int) -> bool:
     whole = not (dtype.is_floating_point or dtype.is_complex)
     return card.values == "real" or size <= (SMALL_WHOLE if whole else SMALL)
 
 
 def new_like(value: torch.Tensor, card: Card) -> torch.Tensor:
     """A tensor on `card` laid out as `value` is on "meta", with room for numbers if they are kept there."""
-    storage = value.untyped_storage()
-    keeps = fits_values(card, value.dtype, storage.nbytes())
-    numbers = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage() if keeps else None
-    return new_tensor(card, value.dtype, value.shape, value.stride(), storage.nbytes(), numbers)
+    size = value.untyped_storage().nbytes()
+    keeps = _fits_values(card, value.dtype, size)
+    return new_tensor(card, value, torch.empty(size, dtype=torch.uint8).untyped_storage() if keeps else None)
 
 
 def _note_write(tensor: torch.Tensor, inside: torch.Tensor, card: Card) -> None:
@@ -148,9 +147,10 @@ def _note_write(tensor: torch.Tensor, inside: torch.Tensor, card: Card) -> None:
 
 
 def _result(value: torch.Tensor, card: Card) -> torch.Tensor:
+    """What came out of an operation, on `card`, with its numbers if they are kept there."""
     storage = value.untyped_storage()
-    keeps = not value.is_meta and fits_values(card, value.dtype, storage.nbytes())
-    return new_tensor(card, value.dtype, value.shape, value.stride(), storage.nbytes(), storage if keeps else None)
+    keeps = not value.is_meta and _fits_values(card, value.dtype, storage.nbytes())
+    return new_tensor(card, value, storage if keeps else None)
 
 
 def _returned(value: Any, back: dict[int, torch.Tensor], homes: dict[int, torch.Tensor], card: Card) -> Any:

@@ -84,20 +84,14 @@ _dead: list[weakref.ref[torch.UntypedStorage]] = []
 _nowhere = itertools.count(2**62)  # addresses for what has no bytes
 
 
-def new_tensor(
-    card: Card,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    size: int,
-    values: torch.UntypedStorage | None,
-) -> torch.Tensor:
-    """A tensor on `card` with a storage of `size` bytes of its own, allocated there."""
+def new_tensor(card: Card, like: torch.Tensor, values: torch.UntypedStorage | None) -> torch.Tensor:
+    """A tensor on `card`, laid out as `like` in a storage of the same size, allocated there, with these `values`."""
     settle()
+    size = like.untyped_storage().nbytes()
     block = card.malloc(size) if size else None
     address = card.base + block.address if block else next(_nowhere)
     store = _stores[address] = Store(card, address, size, block, values)
-    tensor = _tensor_at(store, dtype, shape, strides)
+    tensor = _tensor_at(store, like.dtype, like.shape, like.stride())
     life = _Life(tensor.untyped_storage(), _dead.append)  # a builtin: Ctrl-C cannot get lost in it
     life.store = store
     _lives.add(life)

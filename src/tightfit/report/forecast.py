@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tightfit.records import PhaseTrace, Prediction
-from tightfit.report.summary import fold_phases
+from tightfit.report.summary import align, fold_phases
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["describe", "to_mapping"]
@@ -16,23 +16,16 @@ _HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "reserved
 def describe(prediction: Prediction) -> str:
     """A headline, a table by phase, and what the plan decided."""
     trace = prediction.trace
-    rows = [_HEADINGS, *(_row(phase) for phase in fold_phases(trace.phases))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  " + "  ".join(cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in enumerate(cells))
-        for cells in (list(zip(row, widths, strict=True)) for row in rows)
-    ]
-    plan = prediction.plan
     return "\n".join(
         [
             f"{prediction.model} on {prediction.card}: {_verdict(prediction)}; "
             f"predicted {format_seconds(trace.seconds)}",
             "",
-            *lines,
+            *align([_HEADINGS, *(_row(phase) for phase in fold_phases(trace.phases))]),
             "",
             f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else "lossless",
             *(f"note: {note}" for note in trace.notes),
-            *(f"because: {reason.decision}: {reason.because}" for reason in plan.reasons),
+            *(f"because: {reason.decision}: {reason.because}" for reason in prediction.plan.reasons),
         ]
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 from tightfit.records import TECHNIQUES, PhaseTrace, Plan, Trace
 from tightfit.units import format_bytes, format_seconds
 
-__all__ = ["MOST_ROWS", "Report", "fold_phases"]
+__all__ = ["MOST_ROWS", "Report", "align", "fold_phases"]
 
 MOST_ROWS = 12  # a run whose components take turns has hundreds of phases: beyond this, one row per name
 HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "bytes in", "bytes out")
@@ -126,14 +126,18 @@ def _table(phases: Sequence[PhaseTrace]) -> list[str]:
     if not phases:
         return ["no phase was measured"]
     shown = phases if len(phases) <= MOST_ROWS else fold_phases(phases)
-    rows = [HEADINGS, *(_row(phase) for phase in shown)]
+    folded = [f"  ({len(phases)} stretches, added up by name)"] if shown is not phases else []
+    return align([HEADINGS, *(_row(phase) for phase in shown)]) + folded
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """`rows` of cells as indented lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
         lines.append("  " + "  ".join(cells))
-    folded = [f"  ({len(phases)} stretches, added up by name)"] if shown is not phases else []
-    return lines + folded
+    return lines
 
 
 def _row(phase: PhaseTrace) -> tuple[str, ...]:

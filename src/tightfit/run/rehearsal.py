@@ -6,22 +6,20 @@ shape of input it is given; from then on it only lets the time pass that its sec
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.utils import logging as library
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tightfit.apply.fitting import Fitted, fit
-from tightfit.catalog.known import find_card, find_model
+from tightfit.catalog.known import known_card, known_model
 from tightfit.checkpoint.folder import ModelFolder
+from tightfit.checkpoint.loading import quietly
 from tightfit.checkpoint.shapes import build_folder
 from tightfit.measure.building import build_known
 from tightfit.measure.modules import find_components, find_role
@@ -33,7 +31,7 @@ from tightfit.pretend.history import replay
 from tightfit.pretend.storage import settle
 from tightfit.records import Prediction, Request
 from tightfit.run.job import stored_dtype
-from tightfit.run.request import Prompt, call_arguments
+from tightfit.run.request import NAMES, Prompt, call_arguments
 
 __all__ = ["CONTEXT", "rehearse"]
 
@@ -50,7 +48,7 @@ def rehearse(
     the model `title`. InputError for unknown names, ModelError for a folder that makes no pipeline, RequestError and
     PlanError for what is illegal.
     """
-    accelerator = find_card(card_name)
+    accelerator = known_card(card_name)
     card = Card(0, accelerator.model_copy(update={"bytes": ROOM}), Host())
     use_cards([card])
     pipe, usual = _build(model)
@@ -61,7 +59,7 @@ def rehearse(
         if find_role(name, part) == "denoiser":
             part.forward = _remembering(part, fitted, card)
     arguments = call_arguments(pipe, Prompt("a prompt", seed=0), request)
-    with torch.no_grad(), _without_notices():
+    with torch.no_grad(), quietly():
         pipe(**arguments, output_type="pt")
     capacity = max(accelerator.bytes - CONTEXT, 1)
     trace = fitted.report().trace
@@ -79,30 +77,14 @@ def _build(model: str | ModelFolder) -> tuple[Any, Request]:
     """The pipeline without weights, and what it is usually asked for."""
     if isinstance(model, ModelFolder):
         return build_folder(model, getattr(torch, stored_dtype(model))), Request()
-    known = find_model(model)
+    known = known_model(model)
     return build_known(known), known.request
-
-
-@contextlib.contextmanager
-def _without_notices() -> Iterator[None]:
-    """Keeps what diffusers says of deprecations and dtypes off the terminal: nobody here chose them."""
-    level = library.get_verbosity()
-    library.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        library.set_verbosity(level)
 
 
 def _usual(pipe: Any, request: Request) -> dict[str, Any]:
     """The parts of a model's usual request that its pipeline takes."""
     taken = inspect.signature(type(pipe).__call__).parameters
-    named = {"frames": "num_frames", "steps": "num_inference_steps", "guidance": "guidance_scale"}
-    return {name: value for name, value in request if value is not None and named.get(name, name) in taken} | {
-        "batch": request.batch
-    }
+    return {name: value for name, value in request if value is not None and NAMES[name] in taken}
 
 
 def _fits(card: Card, capacity: int) -> bool:

@@ -14,10 +14,10 @@ from tightfit.errors import RequestError
 from tightfit.records import Request
 from tightfit.units import format_bytes
 
-__all__ = ["Prompt", "call_arguments", "size_multiple"]
+__all__ = ["NAMES", "Prompt", "call_arguments", "size_multiple"]
 
 # what is asked for → what pipelines call it
-_NAMES = {
+NAMES = {
     "height": "height",
     "width": "width",
     "frames": "num_frames",
@@ -26,7 +26,7 @@ _NAMES = {
     "batch": "num_images_per_prompt",
     "negative prompt": "negative_prompt",
 }
-_OURS = {theirs: ours for ours, theirs in _NAMES.items()}
+_OURS = {theirs: ours for ours, theirs in NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
     for field in ("height", "width", "frames", "steps", "guidance"):
         value = getattr(request, field)
         if value is not None:
-            arguments[_NAMES[field]] = value
+            arguments[NAMES[field]] = value
     if prompt.negative is not None:
         arguments["negative_prompt"] = prompt.negative
     if request.batch > 1:

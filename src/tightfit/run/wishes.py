@@ -1,0 +1,55 @@
+"""What the command line's options say → Plan fields and a Request. Sees no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tightfit.errors import PlanError
+from tightfit.records import Plan, Request
+
+__all__ = ["call_request", "plan_fields"]
+
+
+def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dict[str, Any]:
+    """Plan fields from a file, then --level, then --set, each over the one before. PlanError for what is none."""
+    choices: dict[str, Any] = Plan.fields_from_file(plan) if plan is not None else {}
+    if level is not None:
+        if choices.get("reasons") and choices.get("level") != level:
+            raise PlanError(
+                f"{plan} is a complete plan (level {choices.get('level')}): --level {level} would change its name "
+                "and nothing else. Leave one of them out, or change single fields with --set"
+            )
+        choices["level"] = level
+    for change in changes:
+        field, equals, text = change.partition("=")
+        if not equals or not all(field.split(".")):
+            raise PlanError(f"--set {change!r} is not FIELD=VALUE, e.g. --set vae.tile=256")
+        _set(choices, field.split("."), _value(change, text))
+    return choices
+
+
+def call_request(choices: dict[str, Any], **asked: Any) -> Request:
+    """What the options ask for, over the request of the plan's own fields, which goes out of `choices`."""
+    given = choices.pop("request", None) or {}
+    options = {field: value for field, value in asked.items() if value is not None}
+    if options.get("batch") == 1:
+        del options["batch"]  # as good as not said
+    return Request.from_mapping(given | options if isinstance(given, dict) else given)
+
+
+def _value(change: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+        raise PlanError(f"--set {change!r}: the value is not YAML") from None
+
+
+def _set(fields: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        fields = fields.setdefault(name, {})
+        if not isinstance(fields, dict):
+            raise PlanError(f"--set {'.'.join(path)}: {name} has no fields inside")
+    fields[path[-1]] = value
