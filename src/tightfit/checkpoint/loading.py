@@ -123,7 +123,7 @@ def quietly() -> Iterator[list[str]]:
         warnings.simplefilter("ignore", FutureWarning)
         undo.callback(torch.set_default_dtype, torch.get_default_dtype())
         # transformers swaps torch.linspace while it loads, and torch would remember that one for `with torch.device`
-        torch.utils._device._device_constructors()  # type: ignore[no-untyped-call]
+        torch.utils._device._device_constructors()
         if are_progress_bars_disabled():  # transformers switches those of huggingface_hub with its own
             undo.callback(disable_progress_bars)
         for library in ("diffusers", "transformers"):
