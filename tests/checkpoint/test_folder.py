@@ -363,7 +363,7 @@ def test_an_index_that_is_no_json(model: Path) -> None:
 
 def header(content: object, tensors: int = 0) -> bytes:
     """A safetensors file with `content` as its header, JSON unless it is text, and `tensors` bytes after it."""
-    text = (content if isinstance(content, str) else json.dumps(content)).encode()
+    text = (content if isinstance(content, str) else json.dumps(content)).encode(errors="surrogatepass")
     return struct.pack("<Q", len(text)) + text + bytes(tensors)
 
 

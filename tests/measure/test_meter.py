@@ -74,12 +74,17 @@ def test_what_outlives_the_meter_is_told_when_it_dies(counter: Counter) -> None:
 
 def test_an_interrupt_is_never_swallowed(counter: Counter) -> None:
     """Python drops what is raised in a weak reference's callback; the meter's callbacks run no Python."""
+
+    def work(delay: float) -> None:
+        with TensorMeter(counter.change):
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            torch.stack([torch.ones(8) + 1 for _ in range(20_000)])
+
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for trial in range(100):
-            signal.setitimer(signal.ITIMER_REAL, 0.001 + trial * 1e-5)
-            with pytest.raises(KeyboardInterrupt), TensorMeter(counter.change):
-                torch.stack([torch.ones(8) + 1 for _ in range(20_000)])
+            with pytest.raises(KeyboardInterrupt):
+                work(0.001 + trial * 1e-5)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
