@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 FIELDS = {"name", "title", "repository", "source", "pipeline", "options", "request", "components", "absent"}
+FIELDS |= {"request_source", "dtype_source"}
+PLACES = ("https://", "diffusers 0.42.1, ", "from memory")  # what a source names, one of them at least
 REQUEST = {"height", "width", "steps", "guidance"}
 NETWORK = {"library", "class", "dtype", "config", "parameters", "source"}
 OTHER = {"library", "class", "config", "source"}  # tokenizers and schedulers: nothing to count
@@ -102,7 +105,7 @@ def test_there_are_models() -> None:
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_a_file_is_well_formed(model: str) -> None:
     facts = MODELS[model]
-    assert set(facts) == FIELDS
+    assert set(facts) == FIELDS | ({"options_source"} if facts["options"] else set())
     assert facts["name"] == model
     assert facts["source"] == f"https://huggingface.co/{facts['repository']}"
     request = facts["request"]
@@ -116,6 +119,15 @@ def test_a_file_is_well_formed(model: str) -> None:
         assert component.get("dtype", "float32") in DTYPES
         assert isinstance(component["config"], dict)
         assert not [key for key in component["config"] if key.startswith("_")]
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_every_choice_has_its_source(model: str) -> None:
+    """Or says that it is from memory; files of diffusers that are named exist."""
+    for source in [text for field, text in MODELS[model].items() if field.endswith("_source")]:
+        assert any(place in source for place in PLACES)
+        for file in re.findall(r"pipelines/\w+/\w+\.py", source):
+            assert resources.files("diffusers").joinpath(file).is_file(), file
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import Field
 
 from tightfit.errors import InputError, unknown_name
+from tightfit.footprint import Positive
 from tightfit.record import Record
-from tightfit.records import Accelerator, Positive, Request
+from tightfit.records import Accelerator, Request
 
 __all__ = ["KnownComponent", "KnownModel", "card_names", "known_card", "known_model", "model_names"]
 
@@ -19,7 +20,7 @@ __all__ = ["KnownComponent", "KnownModel", "card_names", "known_card", "known_mo
 # until `tightfit machine` has measured the one at hand)
 SHARES = {"matmul": 0.7, "convolution": 0.5, "attention": 0.5}
 MEMORY_SHARE = 0.85
-LAUNCH_OVERHEAD = 6e-6  # seconds of the host for one operation called from Python
+LAUNCH_OVERHEAD = 10e-6  # seconds of the host for each kernel of a network in Python (half of a slow server core's)
 
 
 class KnownComponent(Record):
@@ -42,8 +43,11 @@ class KnownModel(Record):
     source: str
     pipeline: str
     options: dict[str, Any] = Field(default_factory=dict)
+    options_source: str = ""
     absent: tuple[str, ...] = ()  # optional components that are left out
     request: Request
+    request_source: str
+    dtype_source: str
     components: dict[str, KnownComponent]
 
 
