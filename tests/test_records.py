@@ -23,6 +23,8 @@ from tightfit.records import (
     ComponentPlan,
     Footprint,
     Machine,
+    Pass,
+    Phase,
     PhaseTrace,
     Plan,
     Prediction,
@@ -32,7 +34,9 @@ from tightfit.records import (
     Sample,
     Trace,
     Unit,
+    Use,
     VaePlan,
+    Workload,
     check_techniques,
 )
 
@@ -41,13 +45,26 @@ from tightfit.records import (
 REQUEST = Request(height=768, width=512, frames=81, batch=2, steps=20, guidance=3.5)
 BUDGET = Budget(device=8 * 10**9, ram=32 * 2**30)
 CARD = Accelerator(
-    name="NVIDIA H100", kind="cuda", bytes=80 * 2**30, arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13},
-    compute_capability="9.0", memory_rate=3.35e12, link_rate=5.5e10, link_rate_out=5.4e10, launch_overhead=5e-6,
+    name="cuda:0", kind="cuda", bytes=80 * 2**30, free=79 * 2**30, title="NVIDIA H100", compute_capability="9.0",
+    arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13}, memory_rate=3.35e12, link_rate=5.5e10,
+    link_rate_out=5.4e10, launch_overhead=5e-6,
 )  # fmt: skip
-MACHINE = Machine(accelerators=(CARD,), ram=2**37, cores=16, disk_rate=3e9)
-UNIT = Unit(name="transformer_blocks.0", bytes=678)
-COMPONENT = Component(name="unet", class_name="UNet", role="denoiser", bytes=1234, units=(UNIT,), skips=True)
-FOOTPRINT = Footprint(pipeline="FluxPipeline", components=(COMPONENT,))
+MACHINE = Machine(
+    accelerators=(CARD,), ram=2**37, ram_free=2**36, ram_limit=2**37, pinnable=2**35, cores=16, cpu="EPYC",
+    disk_rate=3e9, notes=("no link",),
+)  # fmt: skip
+UNIT = Unit(name="transformer_blocks.0", bytes=678, dtypes={"bfloat16": 600, "float32": 78})
+COMPONENT = Component(
+    name="unet", class_name="UNet", role="denoiser", bytes=1234, dtypes={"bfloat16": 1234}, units=(UNIT,), skips=True
+)
+WORKLOAD = Workload(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
+USE = Use(unit="transformer_blocks.0", waiting=32, peak=64, work=(WORKLOAD,))
+PASS = Pass(component="unet", method="forward", runs=2, peak=65, uses=(USE,))
+STRETCH = Phase(
+    name="denoise", peak=66, passes=(PASS,), order=(0, 0), between=(WORKLOAD,), skipped=("unet.a",),
+    conditional=("unet.b",),
+)  # fmt: skip
+FOOTPRINT = Footprint(pipeline="FluxPipeline", components=(COMPONENT,), request=REQUEST, phases=(STRETCH,))
 REASON = Reason(decision="transformer per-unit", because="it is larger than “the card”")
 VAE = VaePlan(slicing=True, tile=512, overlap=0.125)
 STORED = ComponentPlan(
@@ -69,8 +86,8 @@ TRACE = Trace(
 )  # fmt: skip
 PREDICTION = Prediction(model="sdxl", card="rtx3060", capacity=11, fits=True, plan=PLAN, trace=TRACE)
 EXAMPLES = [
-    REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, FOOTPRINT, REASON, VAE, STORED, PLAN, SAMPLE, PHASE, TRACE,
-    PREDICTION,
+    REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, USE, PASS, STRETCH, FOOTPRINT, REASON, VAE, STORED, PLAN,
+    SAMPLE, PHASE, TRACE, PREDICTION,
 ]  # fmt: skip
 
 each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)

@@ -1,4 +1,4 @@
-"""The nouns: Request, Budget, Machine, Footprint, Plan, Trace.
+"""The nouns: Request and Footprint (from footprint.py), Budget, Machine, Plan, Trace.
 
 All are frozen, validated once when made, equal by value, and go to JSON and YAML and back. No torch here.
 What is illegal raises RequestError or PlanError with one line that says what would be legal.
@@ -7,11 +7,24 @@ What is illegal raises RequestError or PlanError with one line that says what wo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from tightfit.errors import InputError, PlanError, RequestError, unknown_name
+from tightfit.errors import PlanError, unknown_name
+from tightfit.footprint import (
+    Component,
+    Count,
+    Footprint,
+    Pass,
+    Phase,
+    Positive,
+    Real,
+    Request,
+    Unit,
+    Use,
+    Workload,
+)
 from tightfit.record import Record
 from tightfit.units import format_bytes, parse_bytes
 
@@ -23,6 +36,8 @@ __all__ = [
     "ComponentPlan",
     "Footprint",
     "Machine",
+    "Pass",
+    "Phase",
     "PhaseTrace",
     "Placement",
     "Plan",
@@ -33,14 +48,15 @@ __all__ = [
     "Storage",
     "Trace",
     "Unit",
+    "Use",
     "VaePlan",
+    "Workload",
     "check_techniques",
 ]
 
 Placement = Literal["resident", "per-phase", "per-unit"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
-Role = Literal["encoder", "denoiser", "autoencoder", "other"]
 
 
 def _whole_bytes(size: object) -> object:
@@ -50,10 +66,7 @@ def _whole_bytes(size: object) -> object:
     return int(size) if isinstance(size, float) and size.is_integer() else size
 
 
-Count = Annotated[int, Strict(), Field(ge=0)]  # strict: True is no number
-Positive = Annotated[int, Strict(), Field(gt=0)]
 Size = Annotated[Positive, BeforeValidator(_whole_bytes)]
-Real = Annotated[float, Strict(), Field(ge=0)]
 Rate = Annotated[float, Strict(), Field(gt=0)]  # per second
 
 # the lossy techniques, by the names under which a user allows them
@@ -61,19 +74,6 @@ TECHNIQUES: Mapping[str, str] = {
     "fp8": "weights stored in eight bits, widened for each use",
     "blended-tiling": "autoencoder tiles decoded on their own and blended where they overlap",
 }
-
-
-class Request(Record):
-    """What one call asks for. Fields left out take the pipeline's own defaults."""
-
-    error: ClassVar[type[InputError]] = RequestError
-
-    height: Positive | None = None  # pixels
-    width: Positive | None = None
-    frames: Positive | None = None
-    batch: Positive = 1
-    steps: Positive | None = None
-    guidance: Real | None = None
 
 
 class Budget(Record):
@@ -99,6 +99,8 @@ class Accelerator(Record):
     name: str
     kind: str  # "cuda", "cpu", "loopback", "pretend" …
     bytes: Positive
+    free: Count | None = None  # of these bytes, how many tensors could take when it was asked
+    title: str | None = None  # what it is sold as
     compute_capability: str | None = None  # of a CUDA card, e.g. "8.9"
     arithmetic_rates: dict[str, Rate] = Field(default_factory=dict)
     memory_rate: Rate | None = None  # bytes per second
@@ -115,37 +117,17 @@ class Accelerator(Record):
 
 
 class Machine(Record):
-    """What there is to run on."""
+    """What there is to run on. What is free is what was free when it was asked."""
 
     accelerators: tuple[Accelerator, ...]
     ram: Positive  # bytes that this process may use, cgroup limits included
-    cores: Positive
-    disk_rate: Rate | None = None  # bytes per second
-
-
-class Unit(Record):
-    """Weights that move together: a repeated block, or what is left outside the blocks."""
-
-    name: str  # dotted path inside the component; "" for what is left
-    bytes: Count
-
-
-class Component(Record):
-    """One network of a pipeline, under diffusers' own name."""
-
-    name: str
-    class_name: str
-    role: Role
-    bytes: Count
-    units: tuple[Unit, ...] = ()
-    skips: bool = False  # activations of early units wait for late ones (a U-Net)
-
-
-class Footprint(Record):
-    """What a pipeline is made of."""
-
-    pipeline: str
-    components: tuple[Component, ...]
+    ram_free: Count | None = None  # bytes that it could still take
+    ram_limit: Positive | None = None  # its control group's, where that is less than the computer has
+    pinnable: Count | None = None  # bytes that could be page-locked for copies to a card
+    cores: Positive  # that this process may use
+    cpu: str | None = None  # what the processor is sold as
+    disk_rate: Rate | None = None  # bytes per second, read past the page cache
+    notes: tuple[str, ...] = ()  # what was not measured, and why
 
 
 class Reason(Record):
