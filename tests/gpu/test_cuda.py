@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+
 import pytest
 import torch
 
 from inspection import assert_same, imprint, relative_error
 from tightfit import fit
+from tightfit.devices.choice import choose_device
 from tightfit.devices.cuda import cuda_count
+from tightfit.run.machines import measured_machine
 from tiny_pipelines import CASES, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
@@ -57,11 +62,35 @@ def test_fp8_on_the_card() -> None:
 
 
 def test_snapshot_is_written(tmp_path) -> None:
-    from tightfit.devices.choice import choose_device
-
     device = choose_device("cuda")
     device.check_history()
     device.record_history()
     torch.ones(1000, device=device.torch_device)
     device.write_snapshot(tmp_path / "snapshot.pickle")
     assert (tmp_path / "snapshot.pickle").stat().st_size > 0
+
+
+def seconds_of_matmul(name: str, side: int) -> float:
+    left, right = (torch.randn(side, side, device=name, dtype=torch.float16) for _ in range(2))
+    device = choose_device(name)
+    return statistics.median(device.seconds(lambda: [left @ right for _ in range(50)]) / 50 for _ in range(9))
+
+
+def test_the_measured_machine_has_the_cards_rates(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    begun = time.perf_counter()
+    machine = measured_machine()
+    assert time.perf_counter() - begun < 20
+    assert 0 < machine.pinnable <= machine.ram_free <= machine.ram
+    assert len(machine.accelerators) == cuda_count()
+    for card in machine.accelerators:
+        assert (card.kind, card.title) == ("cuda", torch.cuda.get_device_name(card.name))
+        assert card.compute_capability == "{}.{}".format(*torch.cuda.get_device_capability(card.name))
+        assert 0 < card.free < card.bytes
+        assert 1e12 < card.arithmetic_rates["matmul.float16"] < 1e16
+        assert card.arithmetic_rates["matmul.float16"] >= 0.8 * card.arithmetic_rates["matmul.float32"]
+        assert 1e8 < card.link_rate < card.memory_rate < 1e14
+        assert 1e8 < card.link_rate_out < card.memory_rate
+        assert 1e-7 < card.launch_overhead < 1e-3
+        assert 1 / 6 < seconds_of_matmul(card.name, 2048) / (2 * 2048**3 / card.arithmetic_rates["matmul.float16"]) < 6
+    assert measured_machine().accelerators[0].arithmetic_rates == machine.accelerators[0].arithmetic_rates

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
 
 import torch
 
 from tightfit.devices.cuda import CudaDevice, cuda_count
-from tightfit.devices.seam import CpuDevice, Device, LoopbackDevice, ram_bytes
+from tightfit.devices.seam import CpuDevice, Device, LoopbackDevice, ram_bytes, ram_free, ram_limit
 from tightfit.errors import InputError, unknown_name
 from tightfit.records import Accelerator, Machine
 
@@ -39,8 +41,57 @@ def choose_device(name: str | torch.device | Device | None = None) -> Device:
 
 
 def find_machine() -> Machine:
-    """This computer's devices, RAM and cores; rates are measured elsewhere."""
+    """This computer's devices, RAM and cores, and what of them is free now; rates are measured elsewhere.
+
+    Asking cards what they have free opens a context on each, which takes some hundred MB of it.
+    """
     cards = [CudaDevice(index) for index in range(cuda_count())]
     devices: list[Device] = [*cards] or [CpuDevice()]
-    accelerators = tuple(Accelerator(name=d.name, kind=d.kind, bytes=d.total_bytes()) for d in devices)
-    return Machine(accelerators=accelerators, ram=ram_bytes(), cores=os.cpu_count() or 1)
+    cpu = _cpu()
+    return Machine(
+        accelerators=tuple(_accelerator(device, device.title() or cpu) for device in devices),
+        ram=ram_bytes(),
+        ram_free=ram_free(),
+        ram_limit=ram_limit(),
+        pinnable=_pinnable() if cards else 0,
+        cores=_cores(),
+        cpu=cpu,
+    )
+
+
+def _accelerator(device: Device, title: str | None) -> Accelerator:
+    return Accelerator(
+        name=device.name,
+        kind=device.kind,
+        bytes=device.total_bytes(),
+        free=device.free_bytes(),
+        title=title,
+        compute_capability=device.compute_capability(),
+    )
+
+
+def _pinnable() -> int:
+    """Bytes that CUDA could page-lock now, at most. Without a card there is nothing to page-lock for: 0.
+
+    On Linux the driver locks pages by its own means: RLIMIT_MEMLOCK binds mlock() only, and what is locked is RAM
+    that is taken (of the control group, too), so the bound is the RAM that is free. Windows lets the driver have
+    about half of the RAM (ComfyUI's model_management.py stays at 40 % for it). On WSL, "pinned system memory
+    availability for applications is limited" (NVIDIA's CUDA on WSL guide) without a number: half is the bound there
+    too, and in containers 0.5 to 1 GB has been seen (microsoft/WSL#14078, NVIDIA/nvidia-docker#1725). So whoever
+    page-locks must be ready for a refusal.
+    """
+    by_windows = platform.system() == "Windows" or "microsoft" in platform.release().lower()
+    return min(ram_free(), ram_bytes() // 2) if by_windows else ram_free()
+
+
+def _cores() -> int:
+    """Cores that this process may use, where the system can tell; else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu() -> str | None:
+    """What the processor is sold as."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), None) or platform.processor() or platform.machine() or None

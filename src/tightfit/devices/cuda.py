@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,6 +33,21 @@ class CudaDevice(Device):
     def total_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
+    def free_bytes(self) -> int:
+        """What the driver has left, and what this process's allocator keeps without a tensor in it."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free + torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+
+    def title(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def compute_capability(self) -> str:
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        return f"{major}.{minor}"
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device)
 
@@ -47,8 +63,20 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def seconds(self, work: Callable[[], object]) -> float:
+        """By the card's own clock: events before and after `work`, on the stream that it is given to."""
+        with torch.cuda.device(self.torch_device):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            self.synchronize()
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
     def release_cache(self) -> None:
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # page-locked buffers, which torch keeps for later too
 
     def check_history(self) -> None:
         return None

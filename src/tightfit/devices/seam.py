@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -12,7 +12,10 @@ import torch
 
 from tightfit.errors import InputError
 
-__all__ = ["CpuDevice", "Device", "LoopbackDevice", "ram_bytes"]
+__all__ = ["CpuDevice", "Device", "LoopbackDevice", "ram_bytes", "ram_free", "ram_limit"]
+
+GROUPS = Path("/sys/fs/cgroup")  # where control groups are mounted
+OWN_GROUPS = Path("/proc/self/cgroup")  # which of them this process is in
 
 
 class Device(ABC):
@@ -36,6 +39,22 @@ class Device(ABC):
     def total_bytes(self) -> int:
         """Memory of the device."""
 
+    def free_bytes(self) -> int:
+        """Memory of the device that new tensors could take now."""
+        return self.total_bytes() - (self.allocated_bytes() or 0)
+
+    def title(self) -> str | None:
+        """What the device is sold as; None where nobody says."""
+        return None
+
+    def compute_capability(self) -> str | None:
+        """Of a CUDA card, e.g. "8.9"."""
+        return None
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """`size` bytes of host memory of the kind that copies to and from the device fastest."""
+        return torch.empty(size, dtype=torch.uint8)
+
     def allocated_bytes(self) -> int | None:
         """Bytes of live tensors as the device's own allocator counts them; None where it does not count."""
         return None
@@ -57,6 +76,14 @@ class Device(ABC):
     def now(self) -> float:
         """Seconds on the device's clock, from any start."""
         return time.perf_counter()
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """How long the device takes to do all that `work()` gives it, from idle to idle."""
+        self.synchronize()
+        start = self.now()
+        work()
+        self.synchronize()
+        return self.now() - start
 
     def release_cache(self) -> None:  # noqa: B027
         """Gives memory that the allocator keeps for later back to the driver."""
@@ -90,6 +117,9 @@ class CpuDevice(Device):
     def total_bytes(self) -> int:
         return ram_bytes()
 
+    def free_bytes(self) -> int:
+        return ram_free()
+
 
 class LoopbackDevice(Device):
     """A card played by the CPU: its "device memory" is host memory too, but counted apart and really copied to.
@@ -110,12 +140,51 @@ class LoopbackDevice(Device):
     def total_bytes(self) -> int:
         return ram_bytes()
 
+    def free_bytes(self) -> int:
+        return ram_free()
+
 
 def ram_bytes() -> int:
     """RAM that this process may use: the machine's, or its control group's limit where that is less."""
-    limits = [psutil.virtual_memory().total]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if os.path.exists(file):
-            text = Path(file).read_text().strip()
-            limits += [int(text)] if text.isdigit() else []
-    return min(limits)
+    return ram_limit() or psutil.virtual_memory().total
+
+
+def ram_limit() -> int | None:
+    """The least limit of the control groups that this process is in; None where none is less than the RAM."""
+    least = min((limit for limit, _ in _limits()), default=None)
+    return least if least is not None and least < psutil.virtual_memory().total else None
+
+
+def ram_free() -> int:
+    """RAM that this process could still take without swapping, or being killed at a control group's limit."""
+    return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits())]))
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limit and use of each control group that this process is in and that has a limit.
+
+    Cached pages of files count as unused: the kernel drops them before it refuses memory.
+    """
+    for folder in _groups():
+        for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
+            try:
+                most, taken = (folder / f"memory.{limit}").read_text(), (folder / f"memory.{used}").read_text()
+                kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                prefix = "total_" if "total_cache" in kept else ""  # version 1 counts the groups inside apart
+                files = sum(int(kept.get(f"{prefix}{age}_file", 0)) for age in ("active", "inactive"))
+                yield int(most), max(0, int(taken) - files)
+            except (OSError, ValueError):  # another version's file, or "max": no limit
+                continue
+
+
+def _groups() -> Iterator[Path]:
+    """The folders of this process's memory control groups, of version 2 and of version 1, and of those around them.
+
+    In a container the group's path is often that outside, and what is mounted is the group itself: the folders that
+    do not exist are passed over, and the last is always there.
+    """
+    lines = OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else []
+    paths = {kinds: path for _, kinds, path in (line.split(":", 2) for line in lines)}
+    for root, kind in ((GROUPS, ""), (GROUPS / "memory", "memory")):
+        own = Path(paths.get(kind, "/").lstrip("/"))
+        yield from (root / path for path in (own, *own.parents))

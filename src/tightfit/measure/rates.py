@@ -1,0 +1,283 @@
+"""A device and a disk → the rates that they really reach, in seconds.
+
+Every rate is the median of several runs of one shape. The shapes are those of diffusion models (linear layers 3072
+wide, convolutions of 256 channels, 24 heads of 128), from a few tokens or pixels to thousands: each size is four
+times the work of the one before, and it grows while larger ones still fit into the time that the rate has. So a fast
+card is measured where it is busy, and half precision on a CPU without instructions for it, a hundred times slower
+than single, costs no more time than the rest. It is measured all the same: left out, it would pass for as fast as
+single.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import itertools
+import math
+import mmap
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import psutil
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tightfit.devices.choice import choose_device
+from tightfit.devices.seam import Device
+from tightfit.records import Machine
+from tightfit.units import format_bytes
+
+__all__ = ["Told", "Work", "device_rates", "disk_rate", "measure_rates", "rate_of"]
+
+Told = Callable[[str, int, int], None]  # what is measured next, how many rates are done, and of how many
+
+SECONDS = 9.0  # for all devices together, besides what libraries take to start
+DISK_SECONDS = 2.5
+SIZES = 6  # at most: the largest is 4⁵ times the smallest
+LEAST_RUNS, MOST_RUNS = 3, 50
+SHORTEST = 0.005  # seconds: what is shorter is done several times and timed together
+BUSY = 0.15  # of all processors' time in others' hands: more is worth a note
+LAUNCHES = 200  # fewer than a card's queue holds, so that the host never waits in it
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CHUNK, FILE = 8 * 2**20, 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that a device can do again and again."""
+
+    run: Callable[[], object]
+    amount: float  # operations or bytes of one run
+
+
+Make = Callable[[int], Work]  # of a size: 0, 1, 2 …, each four times the work of the one before
+
+
+def measure_rates(machine: Machine, folder: Path, told: Told = lambda name, done, total: None) -> Machine:
+    """`machine` with the rates of its devices, and of the disk that `folder` is on; with a note for each it lacks."""
+    devices = [choose_device(accelerator.name) for accelerator in machine.accelerators]
+    total, done = sum(len(_makers(device)) + 1 for device in devices) + 1, itertools.count()
+    accelerators, notes, others = [], list(machine.notes), _others()
+
+    def step(name: str) -> None:
+        told(name, next(done), total)
+
+    for device, accelerator in zip(devices, machine.accelerators, strict=True):
+        rates, missing = device_rates(device, SECONDS / len(devices), step)
+        accelerators.append(type(accelerator)(**dict(accelerator) | rates))
+        notes += missing
+    step("disk")
+    disk = None
+    try:
+        disk = disk_rate(folder, DISK_SECONDS)
+    except OSError as error:
+        notes.append(f"disk: not measured: {error.strerror or error}")
+    step("done")
+    if (share := others()) > BUSY:
+        notes.append(f"other programs took {share:.0%} of the processors meanwhile, which lowers rates")
+    return Machine(**dict(machine) | {"accelerators": accelerators, "disk_rate": disk, "notes": notes})
+
+
+def _others() -> Callable[[], float]:
+    """What tells the share of all processors' time that other programs have had since now."""
+
+    def worked() -> float:
+        times = psutil.cpu_times()
+        kinds = ("user", "nice", "system", "irq", "softirq", "steal")
+        return sum(getattr(times, kind, 0.0) for kind in kinds) - time.process_time()
+
+    start, before = time.perf_counter(), worked()
+    return lambda: (worked() - before) / ((time.perf_counter() - start) * (psutil.cpu_count() or 1))
+
+
+def device_rates(device: Device, seconds: float, step: Callable[[str], None]) -> tuple[dict[str, Any], list[str]]:
+    """The rates of `device` as an Accelerator's fields, and why others could not be measured."""
+    makers = _makers(device)
+    found: dict[str, float] = {}
+    notes = []
+    with torch.inference_mode():
+        for name, make in makers.items():
+            step(f"{device.name}: {name.replace('_', ' ')}")
+            try:
+                found[name] = rate_of(device, make, seconds / (len(makers) + 1))
+            except RuntimeError as error:  # of torch: a dtype it has no kernel for, too little memory …
+                reason, *_ = str(error).splitlines() or [type(error).__name__]
+                notes.append(f"{device.name}: {name.replace('_', ' ')} not measured: {reason}")
+            device.release_cache()
+        step(f"{device.name}: launches")
+        overhead = launch_overhead(device, seconds / (len(makers) + 1))
+    arithmetic = {name: found.pop(name) for name in list(found) if "." in name}
+    return {"arithmetic_rates": arithmetic, "launch_overhead": overhead, **found}, notes
+
+
+def rate_of(device: Device, make: Make, seconds: float) -> float:
+    """Amount per second of the largest work that can be run often enough in `seconds`."""
+    make(0).run()  # libraries start with the first call, and that is nobody's rate
+    device.synchronize()
+    deadline = time.perf_counter() + seconds
+    for size in range(SIZES):
+        work = make(size)
+        work.run()
+        taken = device.seconds(work.run)
+        if time.perf_counter() + 24 * taken > deadline:  # the next takes four times as long, and runs six times
+            break
+    times = math.ceil(SHORTEST / max(taken, 1e-6))
+
+    def run() -> None:
+        for _ in range(times):
+            work.run()
+
+    runs: list[float] = []
+    while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() < deadline):
+        runs.append(device.seconds(run) / times)
+    return work.amount / statistics.median(runs)
+
+
+def launch_overhead(device: Device, seconds: float) -> float:
+    """Seconds that the host takes for each kernel of a network in Python, with its modules and views, on tiny tensors.
+
+    A bare operation in a loop takes a fifth of that.
+    """
+    block = _Block().to(device.torch_device)
+    tokens = torch.zeros(1, 4, _Block.width, device=device.torch_device)
+    block(tokens)
+    deadline = time.perf_counter() + seconds
+    runs: list[float] = []
+    while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() < deadline):
+        device.synchronize()
+        start = device.now()
+        for _ in range(LAUNCHES // _Block.kernels):
+            block(tokens)
+        runs.append((device.now() - start) / (LAUNCHES // _Block.kernels * _Block.kernels))
+    return statistics.median(runs)
+
+
+class _Block(nn.Module):
+    """A transformer's block, so small that its arithmetic takes no time."""
+
+    width, kernels = 8, 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(self.width), nn.LayerNorm(self.width)
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(self.width, self.width) for _ in range(4))
+        self.up, self.act, self.down = nn.Linear(self.width, self.width), nn.GELU(), nn.Linear(self.width, self.width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        normed = self.norm1(tokens)
+        query, key, value = (
+            to(normed).unflatten(-1, (2, -1)).transpose(1, 2) for to in (self.to_q, self.to_k, self.to_v)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        tokens = tokens + self.to_out(attended)
+        changed: torch.Tensor = tokens + self.down(self.act(self.up(self.norm2(tokens))))
+        return changed
+
+
+def _makers(device: Device) -> dict[str, Make]:
+    """What is measured of `device`, under the names that an Accelerator has for it."""
+    kinds = {"matmul": _matmul, "convolution": _convolution, "attention": _attention}
+    makers: dict[str, Make] = {
+        f"{kind}.{str(dtype).removeprefix('torch.')}": functools.partial(make, device, dtype)
+        for kind, make in kinds.items()
+        for dtype in DTYPES
+    }
+    makers["memory_rate"] = functools.partial(_memory, device)
+    if device.separate:
+        makers["link_rate"] = functools.partial(_link, device, False)
+        makers["link_rate_out"] = functools.partial(_link, device, True)
+    return makers
+
+
+def _matmul(device: Device, dtype: torch.dtype, size: int) -> Work:
+    rows, width = 4 * 4**size, 3072
+    tokens, weight = _noise(device, dtype, rows, width), _noise(device, dtype, width, width)
+    return Work(lambda: F.linear(tokens, weight), 2 * rows * width**2)
+
+
+def _convolution(device: Device, dtype: torch.dtype, size: int) -> Work:
+    side, channels = 8 * 2**size, 256
+    picture, weight = _noise(device, dtype, 1, channels, side, side), _noise(device, dtype, channels, channels, 3, 3)
+    return Work(lambda: F.conv2d(picture, weight, padding=1), 2 * 9 * channels**2 * side**2)
+
+
+def _attention(device: Device, dtype: torch.dtype, size: int) -> Work:
+    heads, positions, width = 24, 128 * 2**size, 128
+    query, key, value = (_noise(device, dtype, 1, heads, positions, width) for _ in range(3))
+    return Work(lambda: F.scaled_dot_product_attention(query, key, value), 4 * heads * positions**2 * width)
+
+
+def _memory(device: Device, size: int) -> Work:
+    """Reads a tensor and writes another, far larger than caches at last."""
+    count = min(2**16 * 4**size, device.free_bytes() // 32)
+    source, target = torch.zeros(count, device=device.torch_device), torch.zeros(count, device=device.torch_device)
+    return Work(lambda: target.copy_(source), source.nbytes + target.nbytes)
+
+
+def _link(device: Device, out: bool, size: int) -> Work:
+    here = device.pinned(2**18 * 4**size)
+    there = torch.zeros(len(here), dtype=torch.uint8, device=device.torch_device)
+    source, target = (there, here) if out else (here, there)
+    return Work(lambda: target.copy_(source, non_blocking=True), len(here))
+
+
+def _noise(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Numbers that are no zeros, on which cards save power and run faster. A short sequence again and again."""
+    few = torch.randn(2**12, generator=torch.Generator().manual_seed(0)).to(dtype).to(device.torch_device)
+    count = math.prod(shape)
+    return few.repeat(-(-count // len(few)))[:count].view(shape)
+
+
+def disk_rate(folder: Path, seconds: float) -> float:
+    """Bytes per second that a program reads from a file in `folder`, past the page cache; OSError where it cannot.
+
+    The file has no name where the system allows that, and loses it at once where not: nothing is left behind.
+    """
+    room = shutil.disk_usage(folder).free
+    if room < 4 * FILE:
+        message = f"the disk has {format_bytes(room)} of room, and a file of {format_bytes(FILE)} should not crowd it"
+        raise OSError(errno.ENOSPC, message)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file, mmap.mmap(-1, CHUNK) as chunk:
+        chunk[:] = random.Random(0).randbytes(CHUNK)  # no zeros: file systems that compress would store nothing
+        chunks = _write(file, chunk, seconds / 2)
+        deadline = time.perf_counter() + seconds / 2
+        runs: list[float] = []
+        while not runs or (len(runs) < MOST_RUNS and time.perf_counter() < deadline):
+            if len(runs) % chunks == 0:
+                file.seek(0)
+                _bypass_cache(file.fileno())
+            start = time.perf_counter()
+            read = file.readinto(chunk)
+            runs.append(read / (time.perf_counter() - start))
+    return statistics.median(runs)
+
+
+def _write(file: BinaryIO, chunk: mmap.mmap, seconds: float) -> int:
+    """Writes `chunk` through to the disk until FILE bytes are there or the time is over; returns how often."""
+    count, deadline = 0, time.perf_counter() + seconds
+    while count < FILE // CHUNK and (not count or time.perf_counter() < deadline):
+        file.write(chunk)
+        os.fsync(file.fileno())
+        count += 1
+    return count
+
+
+def _bypass_cache(handle: int) -> None:
+    """Lets what is read come from the disk: reads go past the page cache, or find nothing of the file in it."""
+    if not hasattr(os, "O_DIRECT") or not hasattr(os, "posix_fadvise"):
+        raise OSError(errno.ENOTSUP, "this system has no way of reading past its page cache")
+    import fcntl  # not on every system
+
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    with contextlib.suppress(OSError):  # file systems in memory and some over the network refuse
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)

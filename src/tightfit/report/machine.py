@@ -1,0 +1,80 @@
+"""What a machine has and reaches: as text for people. As JSON, the record itself says it."""
+
+from __future__ import annotations
+
+from tightfit.records import Accelerator, Machine
+from tightfit.report.summary import align
+from tightfit.units import format_bytes
+
+__all__ = ["describe_machine"]
+
+_KINDS = ("matmul", "convolution", "attention")
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def describe_machine(machine: Machine) -> str:
+    """RAM, cores and disk, then each device with a table of its rates."""
+    cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
+    lines = [f"{machine.cpu or 'a processor without a name'}, {cores}", "", *align(_memory(machine)), ""]
+    lines += [*_limits(machine), _disk(machine)]
+    for accelerator in machine.accelerators:
+        lines += ["", _title(accelerator), "", *align(_rates(accelerator)), "", _paths(accelerator)]
+    return "\n".join([*lines, *(f"note: {' '.join(note.split())}" for note in machine.notes)])
+
+
+def _memory(machine: Machine) -> list[tuple[str, ...]]:
+    rows = [("memory", "total", "free now"), ("RAM", format_bytes(machine.ram), _size(machine.ram_free))]
+    cards = (accelerator for accelerator in machine.accelerators if accelerator.kind != "cpu")
+    return [*rows, *((card.name, format_bytes(card.bytes), _size(card.free)) for card in cards)]
+
+
+def _limits(machine: Machine) -> list[str]:
+    limit, pinnable = machine.ram_limit, machine.pinnable
+    lines = [f"RAM: a control group's limit is {format_bytes(limit)}"] if limit else []
+    if all(card.kind == "cpu" for card in machine.accelerators):
+        return [*lines, "page-locked RAM: none, there is no card to copy to"]
+    return [*lines, f"page-locked RAM: {'not asked' if pinnable is None else f'up to {format_bytes(pinnable)} now'}"]
+
+
+def _disk(machine: Machine) -> str:
+    rate = machine.disk_rate
+    return "disk: not measured" if rate is None else f"disk: {_bytes_per_second(rate)} read, past the page cache"
+
+
+def _title(accelerator: Accelerator) -> str:
+    capability = accelerator.compute_capability
+    title = f"{accelerator.name}: {accelerator.title or 'without a name'}"
+    return f"{title}, compute capability {capability}" if capability else title
+
+
+def _rates(accelerator: Accelerator) -> list[tuple[str, ...]]:
+    rates = accelerator.arithmetic_rates
+    rows = ((kind, *(_operations(rates.get(f"{kind}.{dtype}")) for dtype in _DTYPES)) for kind in _KINDS)
+    return [("operations per second", *_DTYPES), *rows]
+
+
+def _paths(accelerator: Accelerator) -> str:
+    parts = [f"memory {_bytes_per_second(accelerator.memory_rate)}"]
+    if accelerator.kind != "cpu":
+        out = accelerator.link_rate_out or accelerator.link_rate
+        parts.append(f"link {_bytes_per_second(accelerator.link_rate)} in, {_bytes_per_second(out)} out")
+    return ", ".join([*parts, f"{accelerator.launch_overhead * 1e6:.3g} µs of the host for each operation"])
+
+
+def _size(count: int | None) -> str:
+    return "not asked" if count is None else format_bytes(count)
+
+
+def _bytes_per_second(rate: float | None) -> str:
+    return "not measured" if rate is None else f"{format_bytes(rate)}/s"
+
+
+def _operations(rate: float | None) -> str:
+    """Operations per second with three digits and a decimal unit: '1.16e11' is '116 G'."""
+    if rate is None:
+        return "not measured"
+    for unit in ("", "k", "M", "G"):
+        if rate < 999.5:
+            return f"{rate:.3g} {unit}".rstrip()
+        rate /= 1000
+    return f"{rate:.3g} T"

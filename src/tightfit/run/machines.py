@@ -1,0 +1,94 @@
+"""This computer, with its rates measured once and kept on disk. What is free is asked anew each time.
+
+The key is everything that rates depend on: the devices, the processor and the threads that may use it, torch, and the
+code that measures. A file that cannot be read is no answer; one that cannot be written is no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tightfit.devices.choice import find_machine
+from tightfit.errors import InputError
+from tightfit.measure.rates import Told, measure_rates
+from tightfit.records import Accelerator, Machine
+from tightfit.run.files import replacing
+from tightfit.run.predictions import cache_folder
+
+__all__ = ["measured_machine", "showing_steps"]
+
+_RATES = ("arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead")
+
+
+def measured_machine(*, again: bool = False, told: Told = lambda name, done, total: None) -> Machine:
+    """This computer: what it has, what of it is free now, and its rates.
+
+    Rates are measured where none are kept, or `again`, which takes up to 20 s and is `told` step by step.
+    """
+    machine, file = find_machine(), cache_folder() / "machine.json"
+    key, kept = _key(machine), _read(file)
+    rated = None if again else _rated(kept.get(key), machine)
+    if rated is not None:
+        return rated
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    rated = measure_rates(machine, file.parent, told)
+    with contextlib.suppress(OSError), replacing(file) as partial:
+        partial.write_text(json.dumps(kept | {key: rated.to_mapping()}))
+    return rated
+
+
+@contextlib.contextmanager
+def showing_steps() -> Iterator[Told]:
+    """Yields what `measured_machine` tells its steps to, and shows them with the time left on stderr, if a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total, visible=True)
+
+
+def _rated(fields: object, machine: Machine) -> Machine | None:
+    """`machine` with the rates that were kept of it; None where they are none."""
+    with contextlib.suppress(InputError):
+        kept = Machine.from_mapping(fields)
+        if len(kept.accelerators) == len(machine.accelerators):
+            pairs = zip(machine.accelerators, kept.accelerators, strict=True)
+            accelerators = tuple(_with_rates(now, then) for now, then in pairs)
+            rates = {"accelerators": accelerators, "disk_rate": kept.disk_rate, "notes": kept.notes}
+            return machine.model_copy(update=rates)
+    return None
+
+
+def _with_rates(now: Accelerator, then: Accelerator) -> Accelerator:
+    return now.model_copy(update={field: getattr(then, field) for field in _RATES})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        kept = json.loads(file.read_text())
+        if isinstance(kept, dict):
+            return kept
+    return {}
+
+
+def _key(machine: Machine) -> str:
+    cards = [
+        (card.name, card.title, card.compute_capability, round(card.bytes / 2**30))  # RAM differs a little by boot
+        for card in machine.accelerators
+    ]
+    depends = (cards, machine.cpu, machine.cores, torch.get_num_threads(), version("torch"))
+    digest = hashlib.sha256(json.dumps(depends).encode())
+    digest.update(Path(str(files("tightfit") / "measure" / "rates.py")).read_bytes())
+    return digest.hexdigest()
