@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from tightfit.records import Budget, Footprint, Machine, Plan, Request, Trace
     from tightfit.report.summary import Report
+    from tightfit.run.footprints import measure_footprint
 
 __all__ = [
     "AlreadyFitted",
@@ -37,9 +38,11 @@ __all__ = [
     "Trace",
     "apply_plan",
     "fit",
+    "measure_footprint",
 ]
 
-_HOMES = ("errors", "records", "report.summary", "apply.fitting")  # the last brings torch and diffusers: seconds
+# the last two bring torch and diffusers, which takes seconds
+_HOMES = ("errors", "records", "report.summary", "apply.fitting", "run.footprints")
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,6 @@ import typer
 from typer.core import TyperCommand
 
 from tightfit.errors import InputError, TightfitError
-from tightfit.records import Plan
 from tightfit.run.wishes import call_request, plan_fields
 
 if TYPE_CHECKING:
@@ -51,11 +50,24 @@ Examples:
   tightfit plan flux.1-dev --card rtx4090 --level 3
   tightfit plan sdxl --card rtx3060 --level 1 --height 1024 --width 1024
   tightfit plan wan-2.1-14b --card a100-80gb --frames 81 --json
+  tightfit plan flux.1-dev --card rtx3060 --level 3 --timeline memory.png
 
 MODEL is a known model, a diffusers folder or a hub id (only its small files
 and the headers of its weights are read); left out, the demo model. CARD is a
-known card. A wrong name is answered with those near it. Exit code 3: it does
-not fit.
+known card; left out, this computer, measured once (tightfit machine). A wrong
+name is answered with those near it. Exit code 3: it does not fit.
+"""
+
+MACHINE_EXAMPLES = """Say what this computer has, and measure what it reaches.
+
+Examples:
+
+  tightfit machine
+  tightfit machine --again
+  tightfit machine --json
+
+Memory is what is free now. Rates are measured once, in less than 20 s, and
+kept; --again measures them anew.
 """
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
@@ -70,6 +82,7 @@ Frames = Annotated[int | None, typer.Option(help="Frames of a video.")]
 Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
 Guidance = Annotated[float | None, typer.Option(help="How strongly the prompt steers.")]
 Batch = Annotated[int, typer.Option(help="Pictures of the same prompt.")]
+Timeline = Annotated[Path | None, typer.Option(help="Draw where the memory goes, as PNG or SVG.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")]
 
 
@@ -113,7 +126,7 @@ def run(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or loopback. Default: the best.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
     out: Annotated[Path | None, typer.Option(help="PNG file or folder. Default: named after the prompt.")] = None,
-    timeline: Annotated[Path | None, typer.Option(help="Draw where the memory went, as PNG or SVG.")] = None,
+    timeline: Timeline = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show bytes and phase while it runs.")] = False,
     snapshot: Annotated[Path | None, typer.Option(help="CUDA: allocator history for pytorch.org/memory_viz.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Print where the time went, by operation.")] = False,
@@ -152,7 +165,7 @@ def predict(
         str | None, typer.Argument(metavar="[MODEL]", help="A known model (flux.1-dev), a folder or a hub id.")
     ] = None,
     *,
-    card: Annotated[str, typer.Option(help="A known card, e.g. rtx4090.")],
+    card: Annotated[str | None, typer.Option(help="A known card, e.g. rtx4090. Default: this computer.")] = None,
     level: Level = None,
     plan: PlanFile = None,
     set_: Changes = None,
@@ -162,35 +175,48 @@ def predict(
     steps: Steps = None,
     guidance: Guidance = None,
     batch: Batch = 1,
+    timeline: Timeline = None,
     as_json: AsJson = False,
 ) -> None:
     with _errors_as_lines(as_json):
-        from tightfit.catalog.known import known_card
-        from tightfit.report.forecast import describe, to_mapping
-        from tightfit.run.predictions import find_subject, remembered
+        from tightfit.report.forecast import as_report, describe, to_mapping
+        from tightfit.run.files import check_timeline
+        from tightfit.run.forecasts import forecast
 
-        known_card(card)  # before anything slow
-        which, mark = find_subject(model)
+        if timeline is not None:
+            check_timeline(timeline)
         choices = plan_fields(plan, level, set_ or [])
         asked = call_request(
             choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
-        choices = {name: value for name, value in choices.items() if name != "device"} or {"level": 0}
-        Plan.from_mapping(choices)
-
-        def rehearsal() -> Any:
-            with _say("rehearsing on a pretend card"):
-                from tightfit.run.rehearsal import rehearse
-
-                return rehearse(which, card, choices, asked, title=model or "the demo model")
-
-        question = {"model": mark, "title": model, "card": card, "choices": choices, "request": asked.to_mapping()}
-        prediction = remembered(question, rehearsal)
+        prediction = forecast(model, card, choices, asked, _say)
         typer.echo(describe(prediction))
+        if timeline is not None:
+            from tightfit.report.timeline import draw_timeline
+
+            draw_timeline(as_report(prediction), timeline, f"{prediction.model} on {prediction.card}, predicted")
+            typer.echo(f"wrote {timeline}")
         if as_json:
             typer.echo(json.dumps(to_mapping(prediction)))
     if not prediction.fits:
         raise typer.Exit(3)
+
+
+@app.command(help=MACHINE_EXAMPLES)
+def machine(
+    *,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew, whatever is kept.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    with _errors_as_lines(as_json):
+        with _say("starting"):
+            from tightfit.report.machine import describe_machine
+            from tightfit.run.machines import measured_machine, showing_steps
+        with showing_steps() as told:
+            found = measured_machine(again=again, told=told)
+        typer.echo(describe_machine(found))
+        if as_json:
+            typer.echo(found.to_json())
 
 
 def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:

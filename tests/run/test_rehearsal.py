@@ -19,7 +19,7 @@ from tightfit.pretend.backend import use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
 from tightfit.records import Prediction, Request
-from tightfit.run import predictions, rehearsal
+from tightfit.run import predictions, rehearsal, stage
 from tightfit.run.rehearsal import rehearse
 from tightfit.run.request import Prompt, call_arguments
 
@@ -37,9 +37,9 @@ def tightfit_(*words: str) -> Any:
 
 @pytest.mark.parametrize("level", [0, 3])
 def test_steps_that_are_not_worked_through_are_like_those_that_are(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = rehearse("sd-1.5", "rtx3060", {"level": level}, Request(steps=5, height=256, width=256))
-    monkeypatch.setattr(rehearsal, "_remembering", lambda part, *_: part.forward)
-    whole = rehearse("sd-1.5", "rtx3060", {"level": level}, Request(steps=5, height=256, width=256))
+    short = rehearse("sd-1.5", known_card("rtx3060"), {"level": level}, Request(steps=5, height=256, width=256))
+    monkeypatch.setattr(stage, "remembering", lambda part, *_: part.forward)
+    whole = rehearse("sd-1.5", known_card("rtx3060"), {"level": level}, Request(steps=5, height=256, width=256))
     assert short.fits
     for quick, full in zip(short.trace.phases, whole.trace.phases, strict=True):
         assert quick.seconds == pytest.approx(full.seconds, rel=1e-3)
@@ -54,7 +54,7 @@ def test_steps_that_are_not_worked_through_are_like_those_that_are(level: int, m
 def test_a_folder_without_its_weights_is_predicted_as_it_runs(level: int, tiny_model: Path) -> None:
     folder = check_folder(tiny_model)
     asked = Request(steps=3, height=64, width=64, batch=2)
-    told = rehearse(folder, "rtx3060", {"level": level}, asked)
+    told = rehearse(folder, known_card("rtx3060"), {"level": level}, asked)
     card = Card(0, known_card("rtx3060"), Host(), values="real")
     use_cards([card])
     pipe = load_pipeline(folder, torch.float32)
@@ -122,11 +122,11 @@ def test_a_broken_answer_is_asked_for_again(tmp_path: Path) -> None:
 
     def answer() -> Prediction:
         asked.append(1)
-        return rehearse("sd-1.5", "rtx3060", {"level": 0}, Request(steps=1, height=64, width=64))
+        return rehearse("sd-1.5", known_card("rtx3060"), {"level": 0}, Request(steps=1, height=64, width=64))
 
-    first = predictions.remembered(question, answer)
-    assert predictions.remembered(question, answer) == first
+    first = predictions.remembered(Prediction, question, answer)
+    assert predictions.remembered(Prediction, question, answer) == first
     (file,) = (tmp_path / "cache/tightfit/predictions").iterdir()
     file.write_text(file.read_text()[:100])
-    assert predictions.remembered(question, answer) == first
+    assert predictions.remembered(Prediction, question, answer) == first
     assert len(asked) == 2

@@ -190,9 +190,10 @@ class Fitted:
         """Whether the pipeline still follows the plan."""
         return self._undo is not None
 
-    def note_moved(self, bytes_in: int, bytes_out: int) -> None:
-        """Tells the report of bytes that somebody else moved."""
-        self._recorder.moved(bytes_in=bytes_in, bytes_out=bytes_out)
+    @property
+    def recorder(self) -> Recorder:
+        """Who measures; may be told of what others do on the device."""
+        return self._recorder
 
     def live(self) -> LiveNumbers:
         """What the pipeline is doing right now; may be asked from another thread."""

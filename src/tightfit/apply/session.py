@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from tightfit.apply.weights.placement import Residency
+from tightfit.footprint import Role
+from tightfit.measure.modules import find_phase
 from tightfit.measure.recorder import Recorder
-from tightfit.records import Role, Trace
+from tightfit.records import Trace
 
 __all__ = ["Session"]
-
-_PHASES: dict[Role, str] = {"encoder": "encode", "denoiser": "denoise", "autoencoder": "decode"}
 
 
 class Session:
@@ -41,10 +41,9 @@ class Session:
         """The component `name` works; outside a call, its work is a call of its own."""
         with self.call():
             if name not in self._working:
-                self._recorder.enter(
-                    method if role == "autoencoder" and method != "forward" else _PHASES.get(role, name)
-                )
-                self._residency.enter(name)
+                self._residency.make_room(name)  # what goes belongs to the phase before, what comes to this one
+                self._recorder.enter(find_phase(name, role, method))
+                self._residency.bring(name)
             self._working.append(name)
             try:
                 yield

@@ -13,10 +13,12 @@ __all__ = ["PretendDevice"]
 
 
 class PretendDevice(Device):
-    """Number `index` of the pretend cards in use. Its times are the cards' clock's."""
+    """Number `index` of the pretend cards in use. Its times are the cards' clock's.
+
+    One like a CPU (by its accelerator's kind) is no card: its memory is the host's.
+    """
 
     kind = "pretend"
-    separate = True
     swaps_parameters = True
 
     def __init__(self, index: int = 0) -> None:
@@ -26,6 +28,7 @@ class PretendDevice(Device):
                 f"no such device: pretend:{index}; {len(cards)} pretend cards are in use", cards=len(cards)
             )
         self.card = cards[index]
+        self.separate = self.card.accelerator.kind != "cpu"
         self.torch_device = torch.device("pretend", index)
         self.name = f"pretend:{index}"
 
@@ -46,18 +49,18 @@ class PretendDevice(Device):
 
     def allocated_bytes(self) -> int:
         settle()
-        return self.card.allocator.allocated.now
+        return self.card.live.now
 
     def peak_bytes(self) -> int:
-        return self.card.allocator.allocated.peak
+        return self.card.live.peak
 
     def peak_reserved_bytes(self) -> int:
-        return self.card.allocator.reserved.peak
+        return self.card.held.peak
 
     def reset_peak(self) -> None:
         settle()
-        self.card.allocator.reserved.reset_peak()
-        self.card.allocator.allocated.reset_peak()
+        self.card.held.reset_peak()
+        self.card.live.reset_peak()
 
     def synchronize(self) -> None:
         self.card.timeline.synchronize()

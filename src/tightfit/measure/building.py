@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -21,22 +22,22 @@ from torch.overrides import TorchFunctionMode
 from tightfit.catalog.known import KnownComponent, KnownModel
 from tightfit.errors import ModelError
 
-__all__ = ["StandInTokenizer", "build_known", "build_network", "build_part"]
+__all__ = ["LARGE", "StandInTokenizer", "build_known", "build_network", "build_part"]
 
 LARGE = 2**14  # elements
 PROMPT_TOKENS = 77  # of a prompt that is not padded to a fixed length
 
 
-def build_known(model: KnownModel) -> Any:
-    """The diffusers pipeline of a known `model`, its networks on "meta"."""
-    parts: dict[str, Any] = {name: build_part(name, part) for name, part in model.components.items()}
+def build_known(model: KnownModel, dtype: torch.dtype | None = None) -> Any:
+    """The diffusers pipeline of a known `model`, its networks on "meta", in `dtype` (None: as usually loaded)."""
+    parts: dict[str, Any] = {name: build_part(name, part, dtype) for name, part in model.components.items()}
     pipeline = getattr(diffusers, model.pipeline)
     expected = inspect.signature(pipeline.__init__).parameters
     absent = {name: None for name in model.absent if name in expected}
     return pipeline(**parts, **absent, **model.options)
 
 
-def build_part(name: str, part: KnownComponent) -> Any:
+def build_part(name: str, part: KnownComponent, dtype: torch.dtype | None = None) -> Any:
     """The component `name`: a network whose large tensors are on "meta", a stand-in for a tokenizer, a scheduler."""
     if "tokenizer" in name or part.class_name.endswith(("Tokenizer", "Processor")):
         return StandInTokenizer(**part.config)
@@ -48,14 +49,20 @@ def build_part(name: str, part: KnownComponent) -> Any:
         return kind.from_config(part.config)
     config = kind.config_class(**part.config) if library is transformers else part.config
     return build_network(
-        lambda: kind(config) if library is transformers else kind.from_config(config), getattr(torch, part.dtype)
+        lambda: kind(config) if library is transformers else kind.from_config(config),
+        dtype or getattr(torch, part.dtype),
     )
 
 
 def build_network(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     """What `make` makes, for inference in `dtype`, with its large tensors on "meta"."""
-    with _LargeOnMeta():
-        network = make()
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as while loading: buffers that no file holds are made in it
+    try:
+        with _LargeOnMeta():
+            network = make()
+    finally:
+        torch.set_default_dtype(usual)
     return _in_dtype(network.eval().requires_grad_(False), dtype)
 
 
@@ -78,11 +85,19 @@ _MAKERS = (torch.empty, torch.full, torch.ones, torch.rand, torch.randn, torch.z
 
 
 def _in_dtype(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """As loading leaves it: floating point in `dtype`, but for modules that their class keeps in float32."""
-    kept = set(getattr(network, "_keep_in_fp32_modules", None) or ())
-    for path, tensor in [*network.named_parameters(), *network.named_buffers()]:
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if kept & set(path.split(".")) else dtype)
+    """As `from_pretrained` leaves it: what files hold in `dtype`, but for what its class keeps in float32.
+
+    transformers goes by parts of names and by which half precision it is (T5's "wo": float16 only), diffusers by whole
+    names and always. Buffers that no file holds stay as they were made.
+    """
+    if isinstance(network, transformers.PreTrainedModel):
+        kept = [pattern.replace("*", ".*") for pattern in network._get_dtype_plan(dtype)]
+    else:
+        kept = [rf"(^|\.){re.escape(name)}(\.|$)" for name in getattr(network, "_keep_in_fp32_modules", None) or ()]
+    in_float32 = re.compile("|".join(kept) or "(?!)")
+    for path, tensor in network.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if in_float32.search(path) else dtype)
     return network
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from tightfit.errors import PlanError
-from tightfit.records import Component, Footprint, Role, Unit
+from tightfit.footprint import Component, Footprint, Role, Unit
 
 __all__ = [
     "find_components",
+    "find_phase",
     "find_role",
     "find_units",
     "has_skips",
@@ -27,7 +29,7 @@ def find_components(pipe: object) -> dict[str, nn.Module]:
         return {"model": pipe}
     parts = getattr(pipe, "components", None)
     if not isinstance(parts, Mapping):
-        raise PlanError(f"fit takes a diffusers pipeline or a torch.nn.Module, not {type(pipe).__name__}")
+        raise PlanError(f"tightfit takes a diffusers pipeline or a torch.nn.Module, not {type(pipe).__name__}")
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
@@ -38,19 +40,29 @@ def inspect_pipeline(pipe: object) -> Footprint:
 
 
 def _inspect(name: str, module: nn.Module) -> Component:
-    total, blocks = weight_bytes(module), find_units(module)
-    units = [Unit(name=path, bytes=weight_bytes(block)) for path, block in blocks.items()]
-    left = total - sum(unit.bytes for unit in units)
-    if units:
-        units.append(Unit(name="", bytes=max(left, 0)))  # tied weights may be counted in two blocks
+    tensors = {id(tensor): tensor for tensor in weight_tensors(module)}
+    left, units = dict(tensors), []
+    for path, block in find_units(module).items():
+        units.append(_unit(path, list(weight_tensors(block))))
+        for tensor in weight_tensors(block):
+            left.pop(id(tensor), None)  # tied weights may be in two blocks
+    whole = _unit(name, list(tensors.values()))
     return Component(
         name=name,
         class_name=type(module).__name__,
         role=find_role(name, module),
-        bytes=total,
-        units=tuple(units),
+        bytes=whole.bytes,
+        dtypes=whole.dtypes,
+        units=(*units, _unit("", list(left.values()))) if units else (),
         skips=has_skips(module),
     )
+
+
+def _unit(name: str, tensors: list[torch.Tensor]) -> Unit:
+    dtypes: Counter[str] = Counter()
+    for tensor in tensors:
+        dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    return Unit(name=name, bytes=dtypes.total(), dtypes=dict(dtypes))
 
 
 def has_skips(module: nn.Module) -> bool:
@@ -68,6 +80,14 @@ def find_role(name: str, module: nn.Module) -> Role:
     if type(module).__module__.partition(".")[0] == "transformers":
         return "encoder"
     return "denoiser"
+
+
+_PHASES: dict[Role, str] = {"encoder": "encode", "denoiser": "denoise", "autoencoder": "decode"}
+
+
+def find_phase(name: str, role: Role, method: str) -> str:
+    """The phase of a call in which the component `name` works by `method`."""
+    return method if role == "autoencoder" and method in ("encode", "decode") else _PHASES.get(role, name)
 
 
 def find_units(module: nn.Module) -> dict[str, nn.Module]:

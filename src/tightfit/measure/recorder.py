@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from tightfit.devices.seam import Device
 from tightfit.measure.meter import TensorMeter
 from tightfit.records import PhaseTrace, Sample, Trace
 
-__all__ = ["LiveNumbers", "Recorder"]
+__all__ = ["LiveNumbers", "Moment", "Recorder"]
 
 MAX_SAMPLES = 4096
 FINEST = 0.0005  # seconds between samples, until there are too many
@@ -32,7 +32,7 @@ class LiveNumbers:
     rss_bytes: int
 
 
-class _Moment(NamedTuple):
+class Moment(NamedTuple):
     """A Sample before anybody asks for it: there are thousands a second, and validating one takes longer."""
 
     seconds: float
@@ -71,8 +71,8 @@ class Recorder:
     _activations: int = 0
     _started: float = 0.0
     _phases: list[_Phase] = field(default_factory=list)
-    _moments: list[_Moment] = field(default_factory=list)
-    _latest: _Moment | None = None  # newer than the last sample, and lower
+    _moments: list[Moment] = field(default_factory=list)
+    _latest: Moment | None = None  # newer than the last sample, and lower
     _resolution: float = 0.0
     _rss: tuple[float, int, int] = (0.0, 0, 0)  # when, last, peak
     _lossy: dict[str, None] = field(default_factory=dict)
@@ -118,12 +118,12 @@ class Recorder:
             return
         if not self._phases or self._phases[-1].name != phase:
             now = self.device.now() - self._started if self._phases else 0.0
-            self._look()
+            self.look()
             self._end_phase()
             self.device.reset_peak()
             self._phases.append(_Phase(phase, now))
         self._phases[-1].runs += 1
-        self._look()
+        self.look()
 
     def _end_phase(self) -> None:
         """Asks the allocator what it held, once: the question is a slow one."""
@@ -133,19 +133,25 @@ class Recorder:
     def leave(self) -> None:
         """A component has finished one pass."""
         if self._running:
-            self._look()
+            self.look()
 
     def weights_changed(self, difference: int) -> None:
         """`difference` bytes of weights came onto the device (or left it, negative)."""
         self.weights += difference
         if self._running:
-            self._look()
+            self.look()
 
     def moved(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
         """Bytes that crossed between host and device."""
         if self._running and self._phases:
             self._phases[-1].bytes_in += bytes_in
             self._phases[-1].bytes_out += bytes_out
+
+    def repeat(self, moments: Iterable[Moment]) -> None:
+        """Takes samples of what is about to happen in the same way as before, in seconds from now."""
+        now = self.device.now() - self._started
+        for moment in moments:
+            self._add(moment._replace(seconds=now + moment.seconds))
 
     def lossy(self, what: str) -> None:
         """A technique changed numbers in this call."""
@@ -165,7 +171,8 @@ class Recorder:
         self._activations += difference
         self._sample()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Takes a sample."""
         allocated = self.device.allocated_bytes()
         if allocated is not None:
             self._activations = max(allocated - self.weights, 0)
@@ -179,12 +186,12 @@ class Recorder:
             phase = self._phases[-1]
             phase.peak = max(phase.peak, total, self.device.peak_bytes() or 0)
             phase.peak_weights = max(phase.peak_weights, self.weights)
-        self._add(_Moment(now, self.weights, max(self._activations, 0)))
+        self._add(Moment(now, self.weights, max(self._activations, 0)))
         if now - self._rss[0] > RSS_EVERY:
             rss = int(self._process.memory_info().rss)
             self._rss = (now, rss, max(rss, self._rss[2]))
 
-    def _add(self, moment: _Moment) -> None:
+    def _add(self, moment: Moment) -> None:
         """Of what happens within one resolution, the highest and the last are kept."""
         last = self._moments[-1] if self._moments else None
         if last is not None and moment.seconds - last.seconds < self._resolution:
@@ -217,7 +224,7 @@ class Recorder:
     def trace(self) -> Trace:
         """The call that has just ended."""
         self.device.synchronize()
-        self._look()
+        self.look()
         self._end_phase()
         seconds = self.device.now() - self._started
         ends = [phase.start for phase in self._phases[1:]] + [seconds] * bool(self._phases)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from tightfit.pretend.allocator import CachingAllocator, CardFull
-from tightfit.pretend.blocks import Block
+from tightfit.pretend.blocks import Block, Counter
 from tightfit.pretend.clock import Host, Point, Timeline
 from tightfit.pretend.kernels import Work, duration
 from tightfit.records import Accelerator
@@ -44,6 +44,7 @@ class Card:
     allocator: CachingAllocator = field(init=False)
     bytes_in: int = 0  # what has crossed the link
     bytes_out: int = 0
+    watchers: list[Callable[[Work], None]] = field(default_factory=list)  # told of each kernel while it runs
     _workspaces: dict[int, Block] = field(default_factory=dict)  # by stream
 
     def __post_init__(self) -> None:
@@ -74,12 +75,35 @@ class Card:
 
     def do(self, work: Work) -> None:
         """Runs a kernel: what it holds comes and goes, and its time passes on the current stream."""
-        if work.kind == "matmul" and self.stream not in self._workspaces:
+        if work.kind == "matmul" and self.stream not in self._workspaces and not self._is_cpu:
             self._workspaces[self.stream] = self.malloc(self._workspace)
         held = [self.malloc(size) for size in work.held if size]
+        for watch in self.watchers:
+            watch(work)
         for block in held:
             self.allocator.free(block)
         self.timeline.run(self.stream, "compute", duration(work, self.accelerator))
+        if self._is_cpu:  # it computes by itself what it would launch elsewhere
+            self.record().wait()
+
+    @property
+    def live(self) -> Counter:
+        """Bytes of tensors: as CUDA's allocator hands them out, or as they are where the CPU's does."""
+        return self.allocator.requested if self._is_cpu else self.allocator.allocated
+
+    @property
+    def held(self) -> Counter:
+        """Bytes that the allocator keeps for tensors."""
+        return self.allocator.requested if self._is_cpu else self.allocator.reserved
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self.accelerator.kind == "cpu"
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What cuBLAS keeps on this card."""
+        return sum(block.size for block in self._workspaces.values())
 
     @property
     def _workspace(self) -> int:

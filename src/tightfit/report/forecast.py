@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tightfit.records import PhaseTrace, Prediction
-from tightfit.report.summary import align, fold_phases
+from tightfit.records import Budget, PhaseTrace, Prediction
+from tightfit.report.summary import Report, align, fold_phases
 from tightfit.units import format_bytes, format_seconds
 
-__all__ = ["describe", "to_mapping"]
+__all__ = ["as_report", "describe", "to_mapping"]
 
 _HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "reserved", "bytes in")
 
@@ -28,6 +28,13 @@ def describe(prediction: Prediction) -> str:
             *(f"because: {reason.decision}: {reason.because}" for reason in prediction.plan.reasons),
         ]
     )
+
+
+def as_report(prediction: Prediction) -> Report:
+    """The prediction as if it had been measured, with what the card has for a budget: for its picture."""
+    asked = prediction.plan.budget.device if prediction.plan.budget else None
+    budget = Budget(device=min(asked or prediction.capacity, prediction.capacity))
+    return Report(prediction.plan.model_copy(update={"budget": budget}), prediction.trace)
 
 
 def _verdict(prediction: Prediction) -> str:

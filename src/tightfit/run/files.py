@@ -18,7 +18,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from tightfit.errors import InputError
 
-__all__ = ["check_writable", "output_paths", "replacing", "save_pictures"]
+__all__ = ["check_timeline", "check_writable", "output_paths", "replacing", "save_pictures"]
 
 
 def output_paths(out: Path | None, prompt: str, count: int) -> list[Path]:
@@ -51,6 +51,13 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}", path=str(path)) from None
+
+
+def check_timeline(path: Path) -> None:
+    """InputError now if a timeline could not be drawn to `path` later."""
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise InputError(f"--timeline {path} must end in .png or .svg", timeline=str(path))
+    check_writable(path)
 
 
 @contextlib.contextmanager

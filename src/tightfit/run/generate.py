@@ -79,7 +79,7 @@ def profiled(call: Callable[[], Result], rows: int = 25) -> tuple[Result, str]:
     cuda = torch.profiler.ProfilerActivity.CUDA
     if cuda in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
         activities.append(cuda)
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         result = call()
     order = "self_device_time_total" if cuda in activities else "self_cpu_time_total"
     return result, str(profile.key_averages().table(sort_by=order, row_limit=rows, max_name_column_width=60))

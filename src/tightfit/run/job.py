@@ -19,7 +19,7 @@ from tightfit.errors import InputError, unknown_name
 from tightfit.records import Plan, Request
 from tightfit.report.summary import Report
 from tightfit.report.timeline import draw_timeline
-from tightfit.run.files import check_writable, output_paths, replacing, save_pictures
+from tightfit.run.files import check_timeline, check_writable, output_paths, replacing, save_pictures
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
 from tightfit.run.models import find_model
 from tightfit.run.request import Prompt, call_arguments
@@ -53,8 +53,8 @@ class Job:
             raise InputError(unknown_name("dtype", self.dtype, _DTYPES), dtype=self.dtype)
         if self.snapshot is not None:
             self._target.check_history()
-        if self.timeline is not None and self.timeline.suffix.lower() not in (".png", ".svg"):
-            raise InputError(f"--timeline {self.timeline} must end in .png or .svg", timeline=str(self.timeline))
+        if self.timeline is not None:
+            check_timeline(self.timeline)
         self._outputs = output_paths(self.out, self.prompt.text, self.request.batch)
         self._check_places([path for path in (*self._outputs, self.timeline, self.snapshot) if path is not None])
         self._folder: ModelFolder = find_model(self.model)

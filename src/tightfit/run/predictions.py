@@ -1,7 +1,8 @@
-"""Predictions kept on disk, so that the same question is answered at once. Sees no torch: that alone takes seconds.
+"""Predictions and footprints kept on disk, so that the same question is answered at once.
 
-The key is everything that an answer depends on: the question, the catalog, the code, and the versions of what it
-stands on. A file that cannot be read is no answer; one that cannot be written is no harm.
+Sees no torch: that alone takes seconds. The key is everything that an answer depends on: the question, the catalog,
+the code, and the versions of what it stands on. A file that cannot be read is no answer; one that cannot be written
+is no harm.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from collections.abc import Callable
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tightfit.catalog.known import model_names
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import InputError, TightfitError, unknown_name
-from tightfit.records import Prediction
+from tightfit.record import Record
 from tightfit.run.files import replacing
 from tightfit.run.models import find_model
 
 __all__ = ["cache_folder", "find_subject", "remembered"]
 
+Answer = TypeVar("Answer", bound=Record)
 _LIBRARIES = ("diffusers", "torch", "transformers")
 
 
@@ -43,17 +45,17 @@ def find_subject(name: str | None) -> tuple[str | ModelFolder, str]:
     return folder, _fingerprint(folder)
 
 
-def remembered(question: dict[str, Any], answer: Callable[[], Prediction]) -> Prediction:
+def remembered(kind: type[Answer], question: dict[str, Any], answer: Callable[[], Answer]) -> Answer:
     """The answer to `question` (plain values) from the cache; else `answer()`, which is then kept."""
-    file = cache_folder() / "predictions" / f"{_key(question)}.json"
+    file = cache_folder() / f"{kind.__name__.lower()}s" / f"{_key(question)}.json"
     with contextlib.suppress(OSError, UnicodeDecodeError, TightfitError):
-        return Prediction.from_text(file.read_text())
-    prediction = answer()
+        return kind.from_text(file.read_text())
+    found = answer()
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as partial:
-            partial.write_text(prediction.to_json())
-    return prediction
+            partial.write_text(found.to_json())
+    return found
 
 
 def _key(question: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from tightfit.errors import RequestError
 from tightfit.records import Request
 from tightfit.units import format_bytes
 
-__all__ = ["NAMES", "Prompt", "call_arguments", "size_multiple"]
+__all__ = ["NAMES", "Prompt", "call_arguments", "size_multiple", "usual_side"]
 
 # what is asked for → what pipelines call it
 NAMES = {
@@ -94,7 +94,7 @@ def _check_size(pipe: Any, request: Request) -> None:
                 f"{side} {pixels} is not a multiple of {multiple}, as this model needs: {near} would do",
                 **{side: pixels, "multiple": multiple},
             )
-    usual = _default_side(pipe)
+    usual = usual_side(pipe)
     area = (request.height or usual) * (request.width or usual) * (request.frames or 1) * request.batch
     needed, ram = area * 3 * 4, ram_bytes()
     if needed > ram:
@@ -105,7 +105,7 @@ def _check_size(pipe: Any, request: Request) -> None:
         )
 
 
-def _default_side(pipe: Any) -> int:
+def usual_side(pipe: Any) -> int:
     """About how many pixels a side has that is not asked for: pipelines say it in latents, where they say it."""
     latents = getattr(pipe, "default_sample_size", None)
     if latents is None and getattr(pipe, "unet", None) is not None:

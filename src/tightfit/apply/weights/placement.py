@@ -72,13 +72,20 @@ class Residency:
         undo.callback(unit.register_forward_hook(after, always_call=True).remove)
 
     def enter(self, name: str) -> None:
-        """The component `name` starts to work: it comes, and those it does not share the device with go."""
+        """The component `name` starts to work: those it does not share the device with go, and it comes."""
+        self.make_room(name)
+        self.bring(name)
+
+    def make_room(self, name: str) -> None:
+        """What `name` does not share the device with goes."""
         if self._last not in (None, name):
             self._take_turns(frozenset((name, self._last or "")))
         self._last = name
         for other, cargo in self._cargo.items():
             if other != name and cargo.aboard and frozenset((name, other)) not in self._together:
                 cargo.evict()
+
+    def bring(self, name: str) -> None:
         if name in self._cargo:
             self._cargo[name].bring()
 

@@ -1,0 +1,265 @@
+"""A call on a pretend card → the phases of its Footprint: which unit works when, what it holds and what it costs."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from tightfit.footprint import Pass, Phase, Use, Workload
+from tightfit.measure.modules import find_phase, find_role, find_units
+from tightfit.pretend.card import Card
+from tightfit.pretend.kernels import Work
+from tightfit.pretend.storage import settle
+
+__all__ = ["Ledger"]
+
+
+class _Tally:
+    """Kernels, added up by kind and dtype."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], list[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def add(self, work: Work) -> None:
+        sums = self._sums.setdefault((work.kind, str(work.dtype).removeprefix("torch.")), [0, 0, 0])
+        sums[0] += work.operations
+        sums[1] += work.bytes
+        sums[2] += 1
+
+    def workloads(self) -> tuple[Workload, ...]:
+        return tuple(
+            Workload(kind=kind, dtype=dtype, operations=operations, traffic=traffic, kernels=kernels)
+            for (kind, dtype), (operations, traffic, kernels) in self._sums.items()
+        )
+
+
+@dataclass
+class _Stretch:
+    """A unit's turn while it lasts."""
+
+    unit: str
+    waiting: int
+    peak: int
+    tally: _Tally = field(default_factory=_Tally)
+
+    @property
+    def worked(self) -> bool:
+        return bool(self.unit or self.tally)
+
+    def later(self, more: int) -> _Stretch:
+        """The same, with `more` bytes waiting."""
+        return _Stretch(self.unit, self.waiting + more, self.peak + more, self.tally)
+
+    def use(self) -> Use:
+        return Use(unit=self.unit, waiting=self.waiting, peak=self.peak, work=self.tally.workloads())
+
+
+@dataclass
+class _Open:
+    """A pass while it lasts."""
+
+    component: str
+    method: str
+    inputs: tuple[Any, ...]
+    stretches: list[_Stretch] = field(default_factory=list)
+    inside: list[str] = field(default_factory=list)  # units that are at work, the innermost last
+    kernels: int = 0
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.component, self.method, self.inputs
+
+
+class _PhaseLedger:
+    """The passes of one phase: those alike (in inputs and in the units they use) are one kind, kept at its highest."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.peak = 0
+        self.between = _Tally()
+        self._kinds: dict[Any, list[_Stretch]] = {}
+        self._order: list[Any] = []
+
+    def add(self, done: _Open, stretches: list[_Stretch]) -> None:
+        kind = (*done.key, tuple(stretch.unit for stretch in stretches))
+        if kind not in self._kinds or _highest(stretches) > _highest(self._kinds[kind]):
+            self._kinds[kind] = stretches
+        self._order.append(kind)
+        self.peak = max(self.peak, _highest(stretches))
+
+    def phase(self, units: dict[str, list[str]]) -> Phase:
+        """`units` are all there are, by component."""
+        kinds = list(self._kinds)
+        used: dict[str, list[set[str]]] = {}
+        for component, *_, names in kinds:
+            used.setdefault(component, []).append(set(names))
+        skipped = [f"{c}.{u}" for c, sets in used.items() for u in units[c] if u not in set.union(*sets)]
+        always = {c: set.intersection(*sets) for c, sets in used.items()}
+        some = [f"{c}.{u}" for c, sets in used.items() for u in units[c] if u in set.union(*sets) - always[c]]
+        return Phase(
+            name=self.name,
+            peak=self.peak,
+            passes=tuple(self._pass(kind) for kind in kinds),
+            order=tuple(map(kinds.index, self._order)),
+            between=self.between.workloads(),
+            skipped=tuple(skipped),
+            conditional=tuple(some),
+        )
+
+    def _pass(self, kind: Any) -> Pass:
+        uses = tuple(stretch.use() for stretch in self._kinds[kind])
+        component, method = kind[:2]
+        peak = _highest(self._kinds[kind])
+        return Pass(component=component, method=method, runs=self._order.count(kind), peak=peak, uses=uses)
+
+
+def _highest(stretches: list[_Stretch]) -> int:
+    return max((stretch.peak for stretch in stretches), default=0)
+
+
+class Ledger:
+    """Follows components at work on `card`, from `follow` on; what is on the card by then is weights.
+
+    Bytes are looked at with every kernel, while it holds what it holds.
+    """
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        settle()
+        self._weights = card.allocator.allocated.now - card.workspace_bytes
+        self._phases: list[_PhaseLedger] = []
+        self._open: list[_Open] = []
+        self._units: dict[str, list[str]] = {}
+        self._seen: dict[Any, list[_Stretch]] = {}  # passes, by what could be seen of them before they began
+        self._before = _Tally()  # work before the first phase
+
+    def follow(self, components: dict[str, nn.Module], undo: ExitStack) -> None:
+        """Listens to `components` until `undo` is closed."""
+        self._card.watchers.append(self._kernel)
+        undo.callback(self._card.watchers.remove, self._kernel)
+        for name, module in components.items():
+            self._follow_units(name, find_units(module), undo)
+            role = find_role(name, module)
+            for method in ("forward", "encode", "decode") if role == "autoencoder" else ("forward",):
+                self._follow_method(name, module, method, find_phase(name, role, method), undo)
+            for path, part in module.named_children():
+                self._follow_part(name, part, path, find_phase(name, role, path), undo)
+
+    def phases(self) -> tuple[Phase, ...]:
+        """What was seen."""
+        return tuple(phase.phase(self._units) for phase in self._phases)
+
+    def _follow_units(self, name: str, units: dict[str, nn.Module], undo: ExitStack) -> None:
+        self._units[name] = list(units)
+        for path, unit in units.items():
+            enter, leave = functools.partial(self._enter, name, path), functools.partial(self._leave, name)
+            undo.callback(unit.register_forward_pre_hook(enter, prepend=True).remove)
+            undo.callback(unit.register_forward_hook(leave, always_call=True).remove)
+
+    def _follow_method(self, name: str, module: nn.Module, method: str, phase: str, undo: ExitStack) -> None:
+        """Replaces a method by one that is a pass, unless it is called inside one."""
+        inner, own = getattr(module, method), vars(module).get(method)
+
+        @functools.wraps(inner)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._works(name):
+                return inner(*args, **kwargs)
+            self._begin(phase, _Open(name, method, _shapes((args, kwargs))))
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._end()
+
+        setattr(module, method, run)
+        undo.callback(lambda: delattr(module, method) if own is None else setattr(module, method, own))
+
+    def _follow_part(self, name: str, part: nn.Module, path: str, phase: str, undo: ExitStack) -> None:
+        """A child that is called by itself, as pipelines do with text models, is a pass of its component."""
+        begun: list[bool] = []
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            begun.append(not self._works(name))
+            if begun[-1]:
+                self._begin(phase, _Open(name, path, _shapes((args, kwargs))))
+
+        def after(*_: Any) -> None:
+            if begun.pop():
+                self._end()
+
+        undo.callback(part.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+        undo.callback(part.register_forward_hook(after, always_call=True).remove)
+
+    def _works(self, name: str) -> bool:
+        return any(each.component == name for each in self._open)
+
+    def _begin(self, phase: str, opened: _Open) -> None:
+        if not self._phases or self._phases[-1].name != phase:
+            self._phases.append(_PhaseLedger(phase))
+            self._phases[-1].between, self._before = self._before, _Tally()
+        self._open.append(opened)
+        self._turn("")
+
+    def _end(self) -> None:
+        """A pass without any kernel was not worked through: it is as the one before with the same inputs.
+
+        But more may wait meanwhile: a scheduler that remembers some steps, for one.
+        """
+        done = self._open.pop()
+        if done.kernels or done.key not in self._seen:
+            stretches = [stretch for stretch in done.stretches if stretch.worked]
+        else:
+            more = done.stretches[0].waiting - self._seen[done.key][0].waiting
+            stretches = [stretch.later(more) for stretch in self._seen[done.key]]
+        self._seen[done.key] = stretches
+        self._phases[-1].add(done, stretches)
+
+    def _enter(self, name: str, path: str, *_: Any) -> None:
+        if self._open and self._open[-1].component == name:
+            self._open[-1].inside.append(path)
+            self._turn(path)
+
+    def _leave(self, name: str, *_: Any) -> None:
+        if self._open and self._open[-1].component == name and self._open[-1].inside:
+            inside = self._open[-1].inside
+            inside.pop()
+            self._turn(inside[-1] if inside else "")
+
+    def _turn(self, unit: str) -> None:
+        settle()
+        now = self._activations
+        self._open[-1].stretches.append(_Stretch(unit, now, now))
+
+    @property
+    def _activations(self) -> int:
+        return self._card.allocator.allocated.now - self._card.workspace_bytes - self._weights
+
+    def _kernel(self, work: Work) -> None:
+        settle()
+        now = self._activations
+        if self._phases:
+            self._phases[-1].peak = max(self._phases[-1].peak, now)
+        if self._open:
+            stretch = self._open[-1].stretches[-1]
+            stretch.peak = max(stretch.peak, now)
+            stretch.tally.add(work)
+            for each in self._open:
+                each.kernels += 1
+        else:
+            (self._phases[-1].between if self._phases else self._before).add(work)
+
+
+def _shapes(values: Any) -> tuple[Any, ...]:
+    """What passes with the same work have in common."""
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in tree_leaves(values)
+    )

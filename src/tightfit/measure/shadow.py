@@ -1,0 +1,107 @@
+"""A live pipeline or module → the same without weights, to be tried out on a pretend card. The original stays as it is.
+
+Everything is copied, but large tensors become shapes on torch's "meta" device, which has no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from tightfit.errors import PlanError
+from tightfit.measure.building import LARGE
+from tightfit.measure.modules import find_components, weight_tensors
+
+__all__ = ["PROMPT", "mark_of", "shadow_of"]
+
+PROMPT = "a prompt"  # what pipelines are tried out with
+
+
+def shadow_of(pipe: Any) -> Any:
+    """`pipe`, a diffusers pipeline or a module, without weights.
+
+    A safety checker is left out: it looks at pictures. Raises PlanError for weights in a format of somebody else's
+    (a tensor subclass), of which shapes alone say too little.
+    """
+    known: dict[int, Any] = {}
+    for name, module in find_components(pipe).items():
+        if hasattr(module, "_tightfit"):
+            raise PlanError(f"{name} follows a plan and cannot be measured: undo() first", name=name)
+        for tensor in weight_tensors(module):
+            known[id(tensor)] = _shadow(name, tensor)
+    if isinstance(pipe, nn.Module):
+        return copy.deepcopy(pipe, known)
+    double = copy.copy(pipe)
+    for name, part in pipe.components.items():
+        if isinstance(part, nn.Module):
+            setattr(double, name, None if "safety" in name else copy.deepcopy(part, known))
+        elif hasattr(part, "step"):  # a scheduler: it counts steps
+            setattr(double, name, copy.deepcopy(part))
+    return double
+
+
+def mark_of(pipe: Any) -> str:
+    """A digest of all that a live pipeline's work depends on; "" where that cannot be told from outside.
+
+    It can where all code is that of libraries, whose versions are known: no classes of others, no hooks.
+    """
+    facts = list(_facts("", pipe, set()))
+    return "" if None in facts else hashlib.sha256("\0".join(map(str, facts)).encode()).hexdigest()
+
+
+_LIBRARIES = {"PIL", "builtins", "collections", "diffusers", "numpy", "tokenizers", "torch", "transformers"}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+_OWN = {"_forward_hooks", "_forward_pre_hooks", "forward"}  # of a module: empty, or not there, where nobody meddled
+
+
+def _facts(path: str, value: Any, seen: set[int]) -> Iterator[str | None]:
+    """Everything inside `value`, one line each; None for what cannot be told."""
+    if isinstance(value, _PLAIN):
+        yield f"{path}={value!r}"
+    elif isinstance(value, torch.Tensor):
+        yield f"{path}:{type(value).__name__}{tuple(value.shape)}{value.stride()}{value.dtype}"
+    elif id(value) in seen:
+        yield f"{path}:again"
+    elif isinstance(value, PreTrainedTokenizerBase):  # of its long vocabulary, what it makes of the prompt matters
+        yield f"{path}:{type(value).__qualname__} {value.model_max_length} {value.tokenize(PROMPT)}"
+    elif (
+        isinstance(value, FunctionType | MethodType | partial)
+        or type(value).__module__.partition(".")[0] not in _LIBRARIES
+    ):
+        yield None
+    else:
+        seen.add(id(value))
+        yield f"{path}:{type(value).__module__}.{type(value).__qualname__}"
+        if isinstance(value, nn.Module) and any(vars(value).get(name) for name in _OWN):
+            yield None
+        for name, item in _items(value):
+            yield from _facts(f"{path}.{name}", item, seen)
+
+
+def _home(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from enumerate(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+    yield from vars(value).items() if hasattr(value, "__dict__") else ()
+
+
+def _shadow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach()
+    if type(plain) is not torch.Tensor:
+        kind = type(plain).__name__
+        raise PlanError(f"{name} has weights of type {kind}, whose shapes alone say too little", name=name, kind=kind)
+    shape = torch.empty_like(plain, device="meta") if plain.numel() > LARGE else plain.to("cpu", copy=True)
+    return nn.Parameter(shape, requires_grad=False) if isinstance(tensor, nn.Parameter) else shape

@@ -1,0 +1,45 @@
+"""The question of `tightfit plan` → a Prediction, from what is kept or by a rehearsal. Loads torch only for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tightfit.catalog.known import known_card
+from tightfit.records import Accelerator, Plan, Prediction, Request
+from tightfit.run.predictions import find_subject, remembered
+
+__all__ = ["forecast"]
+
+Say = Callable[[str], AbstractContextManager[object]]
+
+
+def forecast(model: str | None, card: str | None, choices: dict[str, Any], asked: Request, say: Say) -> Prediction:
+    """What `model` (a known one, a folder, a hub id; None: the demo model) would do under `choices` of Plan fields.
+
+    On a known card, or on this computer's own device if `card` is None. What takes a while is done inside `say(…)`.
+    InputError for unknown names, PlanError and RequestError for what is illegal.
+    """
+    accelerator = known_card(card) if card is not None else None  # before anything slow
+    which, mark = find_subject(model)
+    fields = {name: value for name, value in choices.items() if name != "device"} or {"level": 0}
+    Plan.from_mapping(fields)
+    accelerator = accelerator or _own_device(say)
+
+    def rehearsal() -> Prediction:
+        with say("rehearsing on a pretend card"):
+            from tightfit.run.rehearsal import rehearse
+
+            return rehearse(which, accelerator, fields, asked, title=model or "the demo model", card=card)
+
+    on = card or accelerator.to_mapping() | {"free": None}
+    question = {"model": mark, "title": model, "card": on, "choices": fields, "request": asked.to_mapping()}
+    return remembered(Prediction, question, rehearsal)
+
+
+def _own_device(say: Say) -> Accelerator:
+    with say("looking at this computer"):
+        from tightfit.run.machines import measured_machine
+
+        return measured_machine().accelerators[0]

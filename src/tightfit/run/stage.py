@@ -1,0 +1,86 @@
+"""Where calls are tried out: a pipeline without weights on a pretend card, with a request to play.
+
+The unmodified pipeline follows a plan by the same engine as anywhere else. Its denoiser works twice for every shape
+of input it is given; from then on it only lets the time pass that its second pass took.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tightfit.apply.fitting import fit
+from tightfit.catalog.known import known_model
+from tightfit.checkpoint.folder import ModelFolder
+from tightfit.checkpoint.loading import quietly
+from tightfit.checkpoint.shapes import build_folder
+from tightfit.measure.building import build_known
+from tightfit.measure.modules import find_components, find_role
+from tightfit.measure.shadow import PROMPT, shadow_of
+from tightfit.pretend.backend import use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
+from tightfit.records import Accelerator, Request
+from tightfit.run.job import stored_dtype
+from tightfit.run.remembering import remembering
+from tightfit.run.request import NAMES, Prompt, call_arguments
+from tightfit.run.stand_ins import stand_ins
+
+__all__ = ["Stage", "roomy_card"]
+
+ROOM = 2**60  # bytes: what is tried out never runs out
+
+
+def roomy_card(like: Accelerator) -> Card:
+    """A pretend card like `like`, with memory without end, in use as "pretend:0"."""
+    card = Card(0, like.model_copy(update={"bytes": ROOM}), Host())
+    use_cards([card])
+    return card
+
+
+class Stage:
+    """A pipeline without weights that follows a plan on `card`.
+
+    `model` is a known one's name, a checked folder or a live pipeline (of which a copy is used); what `asked` leaves
+    open is a known model's usual request, or the pipeline's own defaults. InputError for unknown names, ModelError
+    for a folder that makes no pipeline, RequestError and PlanError for what is illegal.
+    """
+
+    def __init__(self, model: Any, card: Card, choices: dict[str, Any], asked: Request) -> None:
+        # on a CPU, what is loaded is computed in float32, as `tightfit run` does
+        self.pipe, usual = _without_weights(model, torch.float32 if card.accelerator.kind == "cpu" else None)
+        self.card = card
+        self.pipe.set_progress_bar_config(disable=True)
+        self.request = Request(**_usual(self.pipe, usual) | {name: value for name, value in asked if value is not None})
+        self.components = find_components(self.pipe)
+        self.fitted = fit(self.pipe, plan=choices, request=self.request, device="pretend:0")
+        for name, part in self.components.items():
+            if find_role(name, part) == "denoiser":
+                part.forward = remembering(part, self.fitted.recorder, card)
+
+    def play(self, inputs: Mapping[str, Any] | None = None) -> None:
+        """One call of the pipeline with the request, and with arguments of its own by name."""
+        given = inputs or {}
+        pictures, left = stand_ins(self.pipe, self.request, given)
+        arguments = call_arguments(self.pipe, Prompt(PROMPT, seed=0), left)
+        with torch.no_grad(), quietly():
+            self.pipe(**arguments | pictures | {"output_type": "pt"} | dict(given))
+
+
+def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Request]:
+    """The pipeline in `dtype` (None: as it is usually loaded), and what it is usually asked for."""
+    if isinstance(model, ModelFolder):
+        return build_folder(model, dtype or getattr(torch, stored_dtype(model))), Request()
+    if isinstance(model, str):
+        known = known_model(model)
+        return build_known(known, dtype), known.request
+    return shadow_of(model), Request()
+
+
+def _usual(pipe: Any, request: Request) -> dict[str, Any]:
+    """The parts of a model's usual request that its pipeline takes."""
+    taken = inspect.signature(type(pipe).__call__).parameters
+    return {name: value for name, value in request if value is not None and NAMES[name] in taken}

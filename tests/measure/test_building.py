@@ -1,0 +1,85 @@
+"""Networks without weights have the dtypes that loading gives them, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tightfit.catalog.known import known_model
+from tightfit.checkpoint.loading import quietly
+from tightfit.measure.building import build_network, build_part
+
+
+class Strict(transformers.T5EncoderModel):  # type: ignore[misc]
+    """Keeps its norms in float32 under bfloat16 too."""
+
+    _keep_in_fp32_modules_strict = ("layer_norm",)
+
+
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 40}
+LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+STAGES = {"block_out_channels": (8, 16), "norm_num_groups": 4}
+NETWORKS: dict[Any, dict[str, Any]] = {
+    transformers.T5EncoderModel: T5,
+    transformers.UMT5EncoderModel: T5,
+    Strict: T5,
+    transformers.CLIPTextModel: LLAMA,
+    transformers.LlamaModel: LLAMA,
+    diffusers.WanTransformer3DModel: {**HEADS, "text_dim": 32, "freq_dim": 16, "ffn_dim": 64, "num_layers": 2},
+    diffusers.CogVideoXTransformer3DModel: {**HEADS, "text_embed_dim": 32, "num_layers": 2, "sample_frames": 9},
+    diffusers.SD3Transformer2DModel: {
+        **HEADS,
+        "num_layers": 2,
+        "joint_attention_dim": 32,
+        "caption_projection_dim": 32,
+        "pos_embed_max_size": 16,
+    },
+    diffusers.PixArtTransformer2DModel: {**HEADS, "num_layers": 2, "cross_attention_dim": 32, "caption_channels": 32},
+    diffusers.AutoencoderKLFlux2: {
+        **STAGES,
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+    },
+}
+
+
+def maker(kind: Any, config: dict[str, Any]) -> Callable[[], Any]:
+    if issubclass(kind, transformers.PreTrainedModel):
+        return lambda: kind(kind.config_class(**config))
+    return lambda: kind(**config)
+
+
+def dtypes(network: nn.Module) -> dict[str, torch.dtype]:
+    return {path: tensor.dtype for path, tensor in [*network.named_parameters(), *network.named_buffers()]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", NETWORKS, ids=lambda kind: kind.__name__)
+def test_dtypes_are_those_of_a_loaded_network(kind: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    make = maker(kind, NETWORKS[kind])
+    with quietly():
+        make().save_pretrained(tmp_path)
+        loaded = kind.from_pretrained(tmp_path, torch_dtype=dtype)
+    built = build_network(make, dtype)
+    assert dtypes(built) == dtypes(loaded)
+
+
+def test_t5_takes_two_bytes_a_parameter_in_bfloat16_and_more_in_float16() -> None:
+    part = known_model("flux.1-dev").components["text_encoder_2"]
+    assert part.parameters
+    assert weight_bytes(build_part("text_encoder_2", part)) == 2 * part.parameters
+    half = part.model_copy(update={"dtype": "float16"})
+    layers, wide = part.config["num_layers"], part.config["d_model"] * part.config["d_ff"]
+    assert weight_bytes(build_part("text_encoder_2", half)) == 2 * part.parameters + 2 * layers * wide
+
+
+def weight_bytes(network: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in network.parameters())
