@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from tightfit.devices.choice import find_machine
 from tightfit.measure.meter import TensorMeter
@@ -61,6 +62,27 @@ def psnr(value: torch.Tensor, reference: torch.Tensor, span: float) -> float:
     """Peak signal-to-noise ratio in dB; infinite where they are equal."""
     error = float((value.double() - reference.double()).square().mean())
     return float("inf") if error == 0 else float(10 * torch.log10(torch.tensor(span**2 / error)))
+
+
+def fill_at_random(network: nn.Module) -> None:
+    """Gives `network`, whose large tensors are on "meta", numbers on the CPU: small ones, drawn once and repeated."""
+    drawn = torch.randn(2**16, generator=torch.Generator().manual_seed(0)) * 0.02
+    for module in network.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    numbers = _repeated(drawn.to(tensor.dtype), tensor.numel()).view(tensor.shape)
+                    tensors[name] = (
+                        nn.Parameter(numbers, requires_grad=False) if tensors is module._parameters else numbers
+                    )
+
+
+def _repeated(few: torch.Tensor, count: int) -> torch.Tensor:
+    numbers = torch.empty(count, dtype=few.dtype)
+    whole = count // len(few) * len(few)
+    numbers[:whole].view(-1, len(few)).copy_(few.expand(whole // len(few), -1))
+    numbers[whole:] = few[: count - whole]
+    return numbers
 
 
 def write(name: str, facts: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ python tools/make_readme.py --check  # exit 1 if that would change anything
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tightfit.units import format_bytes
+from tightfit.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
@@ -96,19 +97,46 @@ def fp8() -> str:
     return table(head, rows)
 
 
-def predict() -> str:
+def published() -> str:
+    """One line for each kind of pass: its sizes from the smallest peak to the largest, and the worst error."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in read("published")["rows"]:
+        what, _, size = row["pass"].rpartition(" ") if row["method"] != "forward" else (row["pass"], "", "")
+        kinds.setdefault(f"{row['model']} {what}, {row['dtype']}", []).append(row | {"size": size})
+    rows: list[tuple[object, ...]] = []
+    for kind, group in kinds.items():
+        group.sort(key=lambda row: float(row["predicted_gib"]))
+        sizes = f", {len(group)} sizes, {group[0]['size']} to {group[-1]['size']}" if len(group) > 1 else ""
+        worst = max((row["error"] for row in group), key=abs)
+        predicted = _span([row["predicted_gib"] for row in group])
+        measured = _span([size for row in group for size in row["measured_gib"]])
+        rows.append((f"{kind}{sizes}", predicted, measured, f"{worst:+.2%}", f"{group[-1]['seconds']} s"))
+    return table(("one pass", "predicted peak", "measured elsewhere", "worst error", "found out in"), rows)
+
+
+def _span(sizes: list[float]) -> str:
+    low, high = f"{min(sizes):.2f}", f"{max(sizes):.2f}"
+    return f"{low} GiB" if low == high else f"{low} to {high} GiB"
+
+
+def predict(kind: str) -> str:
     rows = []
-    for name, row in read("predict").items():
-        if name == "machine":
-            continue
-        low, high = row["measured_gib"]
-        measured = f"{low} GiB" if low == high else f"{low} to {high} GiB"
-        case = f"{name} transformer, {row['request']}"
-        rows.append((case, f"{row['predicted_gib']:.2f} GiB", measured, f"{row['error']:+.2%}", f"{row['seconds']} s"))
-    return table(("one forward pass, bfloat16", "predicted peak", "measured elsewhere", "error", "found out in"), rows)
+    for row in read(f"predict-{kind}")["rows"]:
+        mine, theirs, error = row["predicted"], row["measured"], row["error"]
+        sizes = (format_bytes(mine["bytes"]), format_bytes(theirs["bytes"]), f"{error['bytes']:+.2%}")
+        times = (format_seconds(mine["seconds"]), format_seconds(theirs["seconds"]), f"{error['seconds']:+.0%}")
+        rows.append((row["row"], *sizes, *times))
+    return table(("call", "predicted peak", "measured", "error", "predicted time", "measured", "error"), rows)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"score": score, "levels": levels, "vae": vae, "fp8": fp8, "predict": predict}
+BLOCKS: dict[str, Callable[[], str]] = {
+    "score": score,
+    "levels": levels,
+    "vae": vae,
+    "fp8": fp8,
+    "published": published,
+}
+BLOCKS |= {f"predict_{kind}": functools.partial(predict, kind) for kind in ("cpu", "cuda")}
 
 
 def fill(page: str) -> str:
