@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -25,13 +25,23 @@ MakeCards = Callable[..., list[Card]]
 
 
 @pytest.fixture
-def make_cards() -> MakeCards:
-    """Puts `count` cards of `capacity` bytes into use."""
+def make_cards() -> Iterator[MakeCards]:
+    """Puts `count` cards of `capacity` bytes into use, until the test is over."""
 
-    def make(count: int = 1, *, values: Values = "real", capacity: int = 2**40) -> list[Card]:
-        host, like = Host(), ACCELERATOR.model_copy(update={"bytes": capacity})
+    def make(
+        count: int = 1,
+        *,
+        values: Values = "real",
+        capacity: int = 2**40,
+        capability: str = "8.9",
+        kind: str = "pretend",
+    ) -> list[Card]:
+        host = Host()
+        given = {"bytes": capacity, "compute_capability": capability, "kind": kind}
+        like = ACCELERATOR.model_copy(update=given)
         cards = [Card(index, like, host, values) for index in range(count)]
         use_cards(cards)
         return cards
 
-    return make
+    yield make
+    use_cards(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -18,16 +19,25 @@ from tightfit.pretend.storage import settle
 from tiny_pipelines import CASES, TinyCase, run
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-some_cases = pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name in ("StableDiffusion", "Flux", "Wan")], ids=lambda case: case.name
-)
+
+
+def cases(*names: str) -> Any:
+    return pytest.mark.parametrize("case", [case for case in CASES if case.name in names], ids=lambda case: case.name)
+
+
+some_cases = cases("StableDiffusion", "Flux", "Wan")
+more_cases = cases("StableDiffusion", "StableDiffusionXL", "StableDiffusion3", "Flux", "Wan", "LTX")
+
+
+@functools.cache
+def on_the_cpu(case: TinyCase) -> torch.Tensor:
+    return run(case.make(), case)
 
 
 @every_case
 def test_numbers_are_those_of_the_cpu(case: TinyCase, make_cards: MakeCards) -> None:
     _, card = make_cards(2)
-    wanted = run(case.make(), case)
-    assert torch.equal(run(case.make().to("pretend:1"), case).cpu(), wanted)
+    assert torch.equal(run(case.make().to("pretend:1"), case).cpu(), on_the_cpu(case))
     assert card.allocator.allocated.peak > 0
 
 
@@ -49,18 +59,17 @@ def _moved(values: Any, device: torch.device) -> Any:
     return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, values)
 
 
-@some_cases
+@every_case
 def test_numbers_are_those_of_the_cpu_over_two_cards(case: TinyCase, make_cards: MakeCards) -> None:
     cards = make_cards(2)
-    wanted = run(case.make(), case)
     pipe = case.make()
     _split(pipe)
-    assert torch.equal(run(pipe, case).cpu(), wanted)
+    assert torch.equal(run(pipe, case).cpu(), on_the_cpu(case))
     assert all(card.allocator.allocated.peak > 0 for card in cards)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-@some_cases
+@more_cases
 def test_a_level_holds_a_hard_limit(case: TinyCase, level: int, make_cards: MakeCards) -> None:
     pipe = case.make()
     fit(pipe, level=level, device="loopback")

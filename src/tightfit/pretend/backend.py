@@ -18,8 +18,12 @@ import yaml
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tightfit.errors import RunError
+from tightfit.pretend.attention import attend
 from tightfit.pretend.card import Card
+from tightfit.pretend.copies import cloning, copy, to_copy
+from tightfit.pretend.generators import offer_generators
 from tightfit.pretend.operations import NAME, compute, inner, new_like, valueless
+from tightfit.pretend.pinning import register
 from tightfit.pretend.storage import CPU_KEYS, store_of, view
 
 __all__ = ["cards_in_use", "use_cards"]
@@ -30,12 +34,13 @@ _libraries: list[torch.library.Library] = []  # what they registered goes when t
 
 
 def use_cards(cards: Sequence[Card]) -> None:
-    """From now on, `cards` are "pretend:0", "pretend:1" … What lives on earlier ones stays there.
+    """From now on, `cards` are "pretend:0", "pretend:1" … What lives on earlier ones stays there; () is none.
 
     RunError where another backend has taken the one place that torch has for such devices.
     """
     _install()
     _cards[:] = cards
+    offer_generators(bool(cards))
 
 
 def cards_in_use() -> tuple[Card, ...]:
@@ -48,13 +53,19 @@ def _install() -> None:
     taken = torch._C._get_privateuse1_backend_name()
     if taken not in ("privateuseone", NAME):
         raise RunError(f"torch has one place for devices like {NAME}, and {taken} has taken it", taken=taken)
+    alone = torch.accelerator.current_accelerator() is None
     _setup_privateuseone_for_python_backend(NAME, backend_module=_DeviceModule())
     rest = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     rest.fallback(_dispatch, "PrivateUse1")  # type: ignore[no-untyped-call]
     known = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for op, kernel in ({op: op for op in _cuda_kernels()} | _ONE_KERNEL).items():
+    for op, kernel in ({op: op for op in (*_cuda_kernels(), *_SPECIAL)} | _ONE_KERNEL).items():
         known.impl(op, functools.partial(_dispatch, kernel), "PrivateUse1")  # type: ignore[no-untyped-call]
+    for lazy in ("Conjugate", "Negative"):  # torch would resolve these bits by a copy, which is what it is about to do
+        known.impl(_aten._copy_from.default, torch.library.fallthrough_kernel, lazy)  # type: ignore[no-untyped-call]
+    if alone:
+        register(known)
     _libraries.extend((rest, known))
+    torch.UntypedStorage.clone = cloning(torch.UntypedStorage.clone)  # type: ignore[method-assign]
 
 
 class _DeviceModule:
@@ -75,6 +86,12 @@ class _DeviceModule:
     def manual_seed_all(self, seed: int) -> None:
         """The CPU's generator stands in for all."""
 
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16, torch.float32]
 
@@ -87,11 +104,8 @@ class _DeviceModule:
             card.allocator.empty_cache()
 
 
-# one kernel on CUDA, though the table has no CUDA key for them; and what runs in their place
-_ONE_KERNEL = {
-    _aten.convolution_overrideable.default: _aten.convolution.default,
-    _aten.scaled_dot_product_attention.default: _aten.scaled_dot_product_attention.default,
-}
+# one kernel on CUDA, though the table has no CUDA key for it; and what runs in its place
+_ONE_KERNEL = {_aten.convolution_overrideable.default: _aten.convolution.default}
 
 
 def _cuda_kernels() -> list[torch._ops.OpOverload]:
@@ -119,6 +133,9 @@ def _dispatch(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         return special(*args, **kwargs)
     if op in _VIEWS:
         return op.redispatch(CPU_KEYS, *args, **kwargs)
+    if op in _INDEXED:  # positions and masks may come from the host
+        indexed, indices, *rest = args
+        args = (indexed, [index if index is None else index.to(indexed.device) for index in indices], *rest)
     return compute(op, args, kwargs, _card_of(op, args, kwargs))
 
 
@@ -130,6 +147,9 @@ _VIEWS = {
     _aten.view_as_complex.default,
     _aten.view_as_real.default,
 }
+
+
+_INDEXED = {_aten._index_put_impl_.default, _aten.index.Tensor, _aten.index_put_.default}
 
 
 def _card_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Card:
@@ -164,7 +184,7 @@ def _card(device: torch.device) -> Card:
     return _cards[index]
 
 
-# operations that make memory, copy, or look at numbers
+# operations that make memory, or look at numbers
 
 
 def _empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> torch.Tensor:
@@ -176,38 +196,26 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = N
     return new_like(torch.empty_strided(size, stride, dtype=dtype, device="meta"), _card(device))
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Between the host and a card, between two cards, or within one."""
-    if target.device.type != NAME:
-        card = store_of(source).card
-        numbers = inner(source)
-        if target.is_meta:  # the host of a model without weights
-            pass
-        elif numbers.is_meta:
-            raise valueless("a copy to the host", source)
-        else:
-            target.copy_(numbers)
-        card.copy_out(source.nbytes, pinned=False, wait=True)
-        return target
-    store = store_of(target)
-    card = store.card
-    if source.device == target.device:
-        return compute(_aten.copy_.default, (target, source), {}, card)  # type: ignore[no-any-return]
-    numbers = inner(source)
-    if numbers.is_meta:
-        store.values = None
-    elif store.values is not None:
-        inner(target).copy_(numbers)
-    card.copy_in(source.nbytes, pinned=non_blocking, wait=not non_blocking)
-    return target
-
-
 def _item(tensor: torch.Tensor) -> Any:
     numbers = inner(tensor)
     if numbers.is_meta:
         raise valueless("item()", tensor)
     store_of(tensor).card.record().wait()
     return numbers.item()
+
+
+def _check_errors(info: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """What torch asks after a decomposition of a matrix: nothing is known to be wrong with a shape."""
+    numbers = inner(info)
+    store_of(info).card.record().wait()
+    if not numbers.is_meta:
+        _aten._linalg_check_errors(numbers, *args, **kwargs)
+
+
+def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    store = store_of(tensor)
+    if store.block is not None:
+        store.card.allocator.use(store.block, stream.stream_id)
 
 
 def _set(tensor: torch.Tensor, source: Any, *place: Any) -> torch.Tensor:
@@ -224,11 +232,15 @@ def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> to
 
 
 _SPECIAL: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    _aten._copy_from.default: _copy,
+    _aten._copy_from.default: copy,
+    _aten._linalg_check_errors.default: _check_errors,
     _aten._local_scalar_dense.default: _item,
+    _aten._to_copy.default: to_copy,
     _aten.empty.memory_format: _empty,
     _aten.empty_strided.default: _empty_strided,
+    _aten.record_stream.default: _record_stream,
     _aten.resize_.default: _resize,
+    _aten.scaled_dot_product_attention.default: attend,
     _aten.set_.source_Storage_storage_offset: _set,
     _aten.set_.source_Tensor: _set,
 }

@@ -26,7 +26,10 @@ _KINDS: dict[Any, Kind] = {
     aten.baddbmm: "matmul",
     aten._scaled_mm: "matmul",
     aten.convolution: "convolution",
-    aten.scaled_dot_product_attention: "attention",
+    aten._scaled_dot_product_cudnn_attention: "attention",
+    aten._scaled_dot_product_efficient_attention: "attention",
+    aten._scaled_dot_product_flash_attention: "attention",
+    aten._scaled_dot_product_flash_attention_for_cpu: "attention",
 }
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -55,7 +58,7 @@ def work_of(
         operations = _attention_operations(*(tensor.shape for tensor in args[:3]))
     else:
         operations = flop_registry[op.overloadpacket](*args, out_val=outputs[0])
-    return Work(kind, dtype, operations, traffic, _held(kind, args, outputs[0]))
+    return Work(kind, dtype, operations, traffic, _held(op, args, outputs[0]))
 
 
 def duration(work: Work, accelerator: Accelerator) -> int:
@@ -79,16 +82,20 @@ def _attention_operations(query: torch.Size, key: torch.Size, value: torch.Size)
     return 2 * query[:-2].numel() * query[-2] * key[-2] * (query[-1] + value[-1])
 
 
-def _held(kind: Kind, args: tuple[Any, ...], output: torch.Tensor) -> tuple[int, ...]:
-    """What a kernel allocates beside its output.
+def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor) -> tuple[int, ...]:
+    """What a kernel allocates beside its outputs.
 
-    Attention: the flash and memory-efficient kernels keep one float32 for each query, and no scores. Convolution:
-    cuDNN's half-precision kernels want channels last, and hold copies of maps that have them first (measured in a
-    trial on an RTX 4090 with torch 2.7.1 in float16: counting both brought ten autoencoder sizes from 17 % too
-    little to within 0.3 % of the measured peaks).
+    Memory-efficient attention: a float32 output to add to, in half precision with heads of more than 128, which its
+    registers do not hold (`kNeedsOutputAccumulatorBuffer` in cuda/mem_eff_attention/kernel_forward.h, of the kernels
+    that end in "gmem"). What flash attention holds where it splits few queries' keys among idle processors, and what
+    cuDNN asks for, are not counted. Convolution: cuDNN's half-precision kernels want channels last, and hold copies
+    of maps that have them first (measured in a trial on an RTX 4090 with torch 2.7.1 in float16: counting both
+    brought ten autoencoder sizes from 17 % too little to within 0.3 % of the measured peaks).
     """
-    if kind == "attention":
-        return (4 * args[0].shape[:-1].numel(),)
-    if kind == "convolution" and output.dtype in _HALVES:
+    if output.dtype not in _HALVES:
+        return ()
+    if op.overloadpacket is aten._scaled_dot_product_efficient_attention:
+        return (4 * output.numel(),) if max(part.shape[-1] for part in args[1:3]) > 128 else ()
+    if op.overloadpacket is aten.convolution:
         return tuple(value.nbytes for value in (args[0], output) if value.is_contiguous() and value.shape[1] > 1)
     return ()

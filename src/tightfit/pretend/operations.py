@@ -10,6 +10,7 @@ import torch
 
 from tightfit.errors import RunError
 from tightfit.pretend.card import Card
+from tightfit.pretend.fused import STAND_INS
 from tightfit.pretend.kernels import work_of
 from tightfit.pretend.storage import CPU_KEYS, new_tensor, store_of, view
 
@@ -23,8 +24,8 @@ _aten = torch.ops.aten
 
 def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], card: Card) -> Any:
     """The result of `op` on `card`: tensors that are there, over memory that was allocated there."""
-    if op in _MASKED:
-        args = (args[0], _positions(args[1]), *args[2:])
+    if op is _aten.index.Tensor:
+        args = (args[0], _positions(args[1]))
     outer = [*_tensors(args), *_tensors(kwargs.values())]
     shapes = any(_is_shape(tensor, card) for tensor in outer)
     inside = {id(tensor): inner(tensor, shapes=shapes) for tensor in outer}
@@ -39,9 +40,6 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     final = _returned(result, back, homes, card)
     card.do(work_of(op, inner_args, list(inside.values()), list(_tensors((result,)))))
     return final
-
-
-_MASKED = {_aten._index_put_impl_.default, _aten.index.Tensor, _aten.index_put_.default}
 
 
 def _positions(indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -59,16 +57,26 @@ def _positions(indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | No
 
 
 def _run(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes: bool) -> Any:
-    if shapes and op is _aten.scaled_dot_product_attention.default:
-        return _attention_shape(*args[:3])
+    if op in STAND_INS:
+        return STAND_INS[op](*args, **kwargs)
+    numbers = any(not isinstance(args[place], torch.Tensor) for place in _tensor_places(op) if place < len(args))
+    call = op.overloadpacket if numbers else op  # torch hands `2` on for the tensor it made of it
     try:
-        return _shaped(op, args, kwargs) if shapes and not op._schema.is_mutable else op(*args, **kwargs)
+        return _shaped(op, call, args, kwargs) if shapes and not op._schema.is_mutable else call(*args, **kwargs)
     except NotImplementedError as error:
         cause = str(error).partition("\n")[0]
+        what, remedy = ("shapes alone", ", or use values='real'") if shapes else ("numbers", "")
         raise NotImplementedError(
-            f"the pretend device cannot do {op} on {'shapes alone' if shapes else 'numbers'}: {cause}. Keep that part "
-            "on the CPU, or use values='real'"
+            f"the pretend device cannot do {op} on {what}: {cause}. Keep that part on the CPU{remedy}"
         ) from error
+
+
+@functools.cache
+def _tensor_places(op: torch._ops.OpOverload) -> tuple[int, ...]:
+    """Where `op` takes a tensor, and nothing but a tensor."""
+    if torch._C._should_allow_numbers_as_tensors(op.overloadpacket.__name__):
+        return ()
+    return tuple(place for place, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor")
 
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -76,14 +84,14 @@ _layouts: dict[Any, tuple[_Layout, ...]] = {}  # what operations on shapes gave:
 MOST_LAYOUTS = 2**16
 
 
-def _shaped(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`op` on shapes alone: torch's kernels for that are Python, so what they said is remembered."""
+def _shaped(op: torch._ops.OpOverload, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`op` (`call` runs it) on shapes alone: torch's kernels for that are Python, so what they said is remembered."""
     key = (op, _signature(args), _signature(tuple(sorted(kwargs.items()))))
     known = _layouts.get(key)
     if known is not None:
         made = tuple(torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in known)
         return made if len(op._schema.returns) > 1 else made[0]
-    result = op(*args, **kwargs)
+    result = call(*args, **kwargs)
     outputs = result if isinstance(result, tuple) else (result,)
     given = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
     if all(isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in given for value in outputs):
@@ -102,13 +110,6 @@ def _signature(value: Any) -> Any:
     return type(value), value
 
 
-def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """As CUDA's flash and memory-efficient kernels lay it out: heads inside positions."""
-    *batch, heads, length, _ = query.shape
-    order = torch.empty((*batch, length, heads, value.shape[-1]), dtype=query.dtype, device="meta")
-    return order.transpose(-3, -2)
-
-
 def inner(tensor: torch.Tensor, *, shapes: bool = False) -> torch.Tensor:
     """What `tensor` stands for: numbers on the CPU, or (if it has none, or `shapes`) a shape on "meta"."""
     if tensor.device.type != NAME:
@@ -116,7 +117,9 @@ def inner(tensor: torch.Tensor, *, shapes: bool = False) -> torch.Tensor:
     values = store_of(tensor).values
     if shapes or values is None:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return torch.empty(0, dtype=tensor.dtype).set_(values, tensor.storage_offset(), tensor.shape, tensor.stride())
+    found = torch.empty(0, dtype=tensor.dtype).set_(values, tensor.storage_offset(), tensor.shape, tensor.stride())
+    found = found.conj() if tensor.is_conj() else found
+    return torch._neg_view(found) if tensor.is_neg() else found
 
 
 def _is_shape(tensor: torch.Tensor, card: Card) -> bool:

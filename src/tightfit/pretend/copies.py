@@ -1,0 +1,70 @@
+"""Copies between the host and cards, and of what is on a card: numbers, bytes over the link, and who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tightfit.pretend.operations import NAME, compute, inner, valueless
+from tightfit.pretend.pinning import is_pinned, pin
+from tightfit.pretend.storage import CPU_KEYS, store_of
+
+__all__ = ["cloning", "copy", "to_copy"]
+
+_aten = torch.ops.aten
+
+
+def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copies `source` between the host and a card, between two cards, or within one.
+
+    As on CUDA, the host waits for a copy from or to pageable memory even where it was told not to.
+    """
+    if target.device.type != NAME:
+        card = store_of(source).card
+        numbers = inner(source)
+        if target.is_meta:  # the host of a model without weights
+            pass
+        elif numbers.is_meta:
+            raise valueless("a copy to the host", source)
+        else:
+            target.copy_(numbers)
+        card.copy_out(source.nbytes, pinned=is_pinned(target), wait=not non_blocking)
+        return target
+    store = store_of(target)
+    card = store.card
+    if source.device == target.device:
+        return compute(_aten.copy_.default, (target, source), {}, card)  # type: ignore[no-any-return]
+    numbers = inner(source)
+    if numbers.is_meta:
+        store.values = None
+    elif store.values is not None:
+        inner(target).copy_(numbers)
+    if source.device.type == NAME:
+        card.timeline.wait(card.stream, store_of(source).card.record())
+    pinned = source.device.type == NAME or is_pinned(source)
+    card.copy_in(source.nbytes, pinned=pinned, wait=not non_blocking)
+    return target
+
+
+def to_copy(tensor: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
+    """As everywhere; what the host need not wait for is pinned, which torch's own code cannot do for this device."""
+    if non_blocking and device is not None and device.type == "cpu":
+        return pin(torch.empty_like(tensor, device=device, **options)).copy_(tensor, non_blocking=True)
+    copied: torch.Tensor = _aten._to_copy.default.redispatch(
+        CPU_KEYS, tensor, device=device, non_blocking=non_blocking, **options
+    )
+    return copied
+
+
+def cloning(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """The `clone` of storages, by which `copy.deepcopy` goes: torch's own crashes for a device without C++."""
+
+    def clone(storage: torch.UntypedStorage) -> Any:
+        if storage.device.type != NAME:
+            return torchs(storage)
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+        return whole.clone().untyped_storage()
+
+    return clone

@@ -1,0 +1,86 @@
+"""Eight-bit floats on pretend cards: tensors, modules, and tightfit's own stored weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pretend.conftest import MakeCards
+from tightfit import fit
+from tiny_pipelines import CASES, TinyCase, run
+
+every_form = pytest.mark.parametrize("form", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return found.dtype == wanted.dtype and torch.equal(found.cpu().view(torch.uint8), wanted.view(torch.uint8))
+
+
+@every_form
+def test_there_and_back(form: torch.dtype, make_cards: MakeCards) -> None:
+    make_cards(2)
+    wide = torch.linspace(-9, 9, 24).reshape(4, 6)
+    narrow = wide.to(form)
+    there = narrow.to("pretend:0")
+    assert same(there, narrow)
+    assert same(wide.to("pretend:0").to(form), narrow)
+    assert same(wide.to("pretend:1", form), narrow)
+    assert same(there.to("pretend:1"), narrow)
+    assert torch.equal(there.to(torch.bfloat16).cpu(), narrow.to(torch.bfloat16))
+    assert torch.equal(there.to("cpu", torch.float32), narrow.float())
+    assert same(torch.empty_like(there).copy_(wide), narrow)
+    assert same(there[1:, 2:4].t().reshape(-1), narrow[1:, 2:4].t().reshape(-1))
+    assert torch.equal(there.view(torch.uint8).cpu(), narrow.view(torch.uint8))
+    assert same(torch.cat([there, there]), torch.cat([narrow, narrow]))
+
+
+@every_form
+@pytest.mark.parametrize("values", ["real", "shapes"])
+def test_factories(form: torch.dtype, values: Any, make_cards: MakeCards) -> None:
+    (card,) = make_cards(values=values)
+    with torch.device("pretend"):
+        made = [torch.empty(2**20, dtype=form), torch.zeros(2**20, dtype=form), torch.ones(2**20, dtype=form)]
+        made += [torch.full((2**20,), 2.0, dtype=form), torch.empty_strided((1024, 1024), (1, 1024), dtype=form)]
+    assert all((tensor.dtype, tensor.device.type) == (form, "pretend") for tensor in made)
+    assert card.allocator.allocated.now == 5 * 2**20
+
+
+@every_form
+def test_modules(form: torch.dtype, make_cards: MakeCards) -> None:
+    make_cards(2)
+    home = nn.Linear(6, 4, dtype=torch.float32)
+    state = {name: value.to(form) for name, value in home.state_dict().items()}
+    for assign in (False, True):
+        there = nn.Linear(6, 4).to("pretend:1", form)
+        there.load_state_dict({name: value.to("pretend:1") for name, value in state.items()}, assign=assign)
+        assert same(there.weight.detach(), state["weight"])
+        assert same(there.to("pretend:0").weight.detach(), state["weight"])
+    wanted = nn.functional.linear(torch.ones(1, 6), *(value.float() for value in state.values()))
+    assert torch.equal(there.float()(torch.ones(1, 6, device="pretend:0")).cpu(), wanted)
+    assert same(there.to(form).cpu().weight.detach(), state["weight"])
+
+
+def stored(case: TinyCase, form: str | None, device: Any) -> tuple[torch.Tensor, Any]:
+    pipe: Any = case.make()
+    network = "unet" if hasattr(pipe, "unet") else "transformer"
+    choices = {"placement": "per-unit"} | ({"storage": form} if form else {})
+    fitted = fit(pipe, plan={"components": {network: choices}}, device=device)
+    return run(pipe, case), fitted.report().trace
+
+
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "LTX"])
+def test_stored_weights_give_the_loopbacks_numbers(name: str, form: str, make_cards: MakeCards) -> None:
+    case = next(case for case in CASES if case.name == name)
+    wanted, _ = stored(case, form, "loopback")
+    (as_loaded,) = make_cards()
+    numbers, _ = stored(case, None, "pretend:0")
+    assert not torch.equal(numbers.cpu(), wanted)
+    (narrow,) = make_cards()
+    numbers, trace = stored(case, form, "pretend:0")
+    assert torch.equal(numbers.cpu(), wanted)
+    assert any(form in lossy for lossy in trace.lossy)
+    assert narrow.bytes_in < 0.8 * as_loaded.bytes_in
