@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from pretend.conftest import MakeCards
+from pretend.conftest import ACCELERATOR, MakeCards
 from tightfit import RunError
 from tightfit.pretend.backend import cards_in_use, use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
 from tightfit.pretend.storage import settle, store_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64,
@@ -146,14 +148,46 @@ def test_only_cards_in_use_exist(make_cards: MakeCards) -> None:
     assert torch.equal((kept + kept).cpu(), torch.full((3,), 2.0))
 
 
-def test_half_precision_convolutions_hold_channels_last_copies(make_cards: MakeCards) -> None:
+def test_a_convolution_holds_what_it_was_measured_to_hold(make_cards: MakeCards) -> None:
+    """https://github.com/pytorch/pytorch/issues/95024: 12,874,233,344 bytes allocated at most, on an A100."""
     (card,) = make_cards(values="shapes")
-    picture = torch.empty(1, 64, 128, 128, dtype=torch.bfloat16, device="pretend")
-    kernel = torch.empty(64, 64, 3, 3, dtype=torch.bfloat16, device="pretend")
+    picture = torch.empty(1, 64, 361, 370, 251, dtype=torch.float16, device="pretend")
+    layer = nn.Conv3d(64, 32, kernel_size=3, padding=1, dtype=torch.float16, device="pretend")
+    layer(picture)
+    assert abs(card.allocator.allocated.peak - 12_874_233_344) <= 1024
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "groups", "copies"),
+    [("8.9", torch.bfloat16, 1, True), ("8.0", torch.float32, 1, True), ("7.5", torch.float16, 1, True),
+     ("7.5", torch.float32, 1, False), ("6.1", torch.float16, 1, False), ("8.9", torch.bfloat16, 64, False)],
+)  # fmt: skip
+def test_convolutions_on_tensor_cores_hold_copies(
+    capability: str, dtype: torch.dtype, groups: int, copies: bool, make_cards: MakeCards
+) -> None:
+    make_cards(values="shapes")
+    like = ACCELERATOR.model_copy(update={"compute_capability": capability})
+    card = Card(0, like, Host())
+    use_cards([card])
+    picture = torch.empty(1, 64, 128, 128, dtype=dtype, device="pretend")
+    kernel = torch.empty(64, 64 // groups, 3, 3, dtype=dtype, device="pretend")
     before = card.allocator.allocated.now
     card.allocator.allocated.reset_peak()
-    F.conv2d(picture, kernel, padding=1)
-    assert card.allocator.allocated.peak - before == 3 * picture.nbytes
+    F.conv2d(picture, kernel, padding=1, groups=groups)
+    held = 2 * picture.nbytes + kernel.nbytes if copies else 0
+    assert card.allocator.allocated.peak - before == picture.nbytes + held
+    last, weight = (part.contiguous(memory_format=torch.channels_last) for part in (picture, kernel))
+    settle()
+    before = card.allocator.allocated.now
+    card.allocator.allocated.reset_peak()
+    F.conv2d(last, weight, padding=1, groups=groups)
+    assert card.allocator.allocated.peak - before == picture.nbytes
+
+
+def test_group_norm_wants_channels_first(make_cards: MakeCards) -> None:
+    make_cards(values="shapes")
+    maps = torch.randn(1, 8, 4, 4).to("pretend").contiguous(memory_format=torch.channels_last)
+    assert F.group_norm(maps, 2).is_contiguous()
 
 
 def test_arithmetic_takes_its_time(make_cards: MakeCards) -> None:

@@ -7,41 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from pretend.conftest import MakeCards
+from pretend.conftest import ACCELERATOR
 from tightfit import fit
 from tightfit.checkpoint.loading import load_pipeline
-from tightfit.devices.pretend import PretendDevice
-from tightfit.pretend.card import WORKSPACE
-from tightfit.pretend.storage import settle
+from tightfit.pretend.backend import use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
 from tightfit.records import Trace
 from tightfit.run.models import find_model
 from tiny_pipelines import CASES, run
 
 
-class Exact(PretendDevice):
-    """Counts what was asked for, not what the allocator rounds it to, and without cuBLAS's workspace."""
-
-    def allocated_bytes(self) -> int:
-        settle()
-        return self.card.allocator.requested.now - self._workspace
-
-    def peak_bytes(self) -> int:
-        return self.card.allocator.requested.peak - self._workspace
-
-    def reset_peak(self) -> None:
-        settle()
-        self.card.allocator.requested.reset_peak()
-
-    @property
-    def _workspace(self) -> int:
-        return WORKSPACE * len(self.card._workspaces)
-
-
-def traces(make: Any, call: Any, make_cards: MakeCards) -> tuple[Trace, Trace]:
-    """Of one call on the CPU, counted, and of one on a pretend card without numbers."""
+def traces(make: Any, call: Any) -> tuple[Trace, Trace]:
+    """Of one call on the CPU, counted, and of one on a card that plays a CPU, without numbers."""
     found = []
-    make_cards(values="shapes")
-    for device in ("loopback", Exact()):
+    use_cards([Card(0, ACCELERATOR.model_copy(update={"kind": "cpu"}), Host())])
+    for device in ("loopback", "pretend:0"):
         pipe = make()
         fitted = fit(pipe, level=0, device=device)
         call(pipe)
@@ -60,14 +41,14 @@ def assert_alike(counted: Trace, traced: Trace) -> None:
 
 
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan", "StableDiffusion3", "LTX", "CogVideoX"])
-def test_small_pipelines(name: str, make_cards: MakeCards) -> None:
+def test_small_pipelines(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
-    assert_alike(*traces(case.make, lambda pipe: run(pipe, case), make_cards))
+    assert_alike(*traces(case.make, lambda pipe: run(pipe, case)))
 
 
-def test_the_demo_pipeline(make_cards: MakeCards) -> None:
+def test_the_demo_pipeline() -> None:
     def call(pipe: Any) -> None:
         pipe.set_progress_bar_config(disable=True)
         pipe("a red circle on the left", num_inference_steps=2, guidance_scale=2.5, output_type="pt")
 
-    assert_alike(*traces(lambda: load_pipeline(find_model(None), torch.float32), call, make_cards))
+    assert_alike(*traces(lambda: load_pipeline(find_model(None), torch.float32), call))

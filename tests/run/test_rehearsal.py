@@ -55,7 +55,7 @@ def test_a_folder_without_its_weights_is_predicted_as_it_runs(level: int, tiny_m
     folder = check_folder(tiny_model)
     asked = Request(steps=3, height=64, width=64, batch=2)
     told = rehearse(folder, known_card("rtx3060"), {"level": level}, asked)
-    card = Card(0, known_card("rtx3060"), Host(), values="real")
+    card = Card(0, known_card("rtx3060"), Host(), values="shapes")
     use_cards([card])
     pipe = load_pipeline(folder, torch.float32)
     pipe.set_progress_bar_config(disable=True)
@@ -66,9 +66,8 @@ def test_a_folder_without_its_weights_is_predicted_as_it_runs(level: int, tiny_m
         assert (told_phase.name, told_phase.runs) == (phase.name, phase.runs)
         assert (told_phase.bytes_in, told_phase.bytes_out) == (phase.bytes_in, phase.bytes_out)
         assert told_phase.peak_weights == phase.peak_weights
-        assert told_phase.peak_bytes == pytest.approx(phase.peak_bytes, rel=1e-3)
-        # with numbers, attention comes out laid out as on the CPU, and is copied now and then
-        assert told_phase.seconds == pytest.approx(phase.seconds, rel=0.05)
+        assert told_phase.peak_bytes == phase.peak_bytes
+        assert told_phase.seconds == pytest.approx(phase.seconds, rel=0.01)  # its third pass is remembered
 
 
 def test_left_out_the_model_is_the_demo_model() -> None:

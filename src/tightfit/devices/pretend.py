@@ -7,6 +7,7 @@ import torch
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError
 from tightfit.pretend.backend import cards_in_use
+from tightfit.pretend.pinning import pin
 from tightfit.pretend.storage import settle
 
 __all__ = ["PretendDevice"]
@@ -35,14 +36,17 @@ class PretendDevice(Device):
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor.to(self.torch_device, non_blocking=True)
-        self.card.copy_in(tensor.nbytes, pinned=True, wait=False)
+        self.card.copy_in(tensor.nbytes, pinned=False, wait=False)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.torch_device)
 
     def store(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.card.values == "real":
             return tensor.to("cpu")
-        self.card.copy_out(tensor.nbytes, pinned=True, wait=True)
+        self.card.copy_out(tensor.nbytes, pinned=False, wait=True)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return pin(torch.empty(size, dtype=torch.uint8))
 
     def total_bytes(self) -> int:
         return self.card.accelerator.bytes

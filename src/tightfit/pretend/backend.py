@@ -22,6 +22,7 @@ from tightfit.pretend.attention import attend
 from tightfit.pretend.card import Card
 from tightfit.pretend.copies import cloning, copy, to_copy
 from tightfit.pretend.generators import offer_generators
+from tightfit.pretend.norms import group_norm
 from tightfit.pretend.operations import NAME, compute, inner, new_like, valueless
 from tightfit.pretend.pinning import register
 from tightfit.pretend.storage import CPU_KEYS, store_of, view
@@ -238,6 +239,7 @@ _SPECIAL: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._to_copy.default: to_copy,
     _aten.empty.memory_format: _empty,
     _aten.empty_strided.default: _empty_strided,
+    _aten.group_norm.default: group_norm,
     _aten.record_stream.default: _record_stream,
     _aten.resize_.default: _resize,
     _aten.scaled_dot_product_attention.default: attend,

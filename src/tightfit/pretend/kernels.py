@@ -31,12 +31,14 @@ _KINDS: dict[Any, Kind] = {
     aten._scaled_dot_product_flash_attention: "attention",
     aten._scaled_dot_product_flash_attention_for_cpu: "attention",
 }
+# their first tensor is written, and not read before
+_OVERWRITES = {aten.copy_, aten.fill_, aten.normal_, aten.uniform_, aten.zero_}
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Work:
-    """The cost of one operation, before it is known on which card."""
+    """The cost of one operation."""
 
     kind: Kind
     dtype: torch.dtype
@@ -46,11 +48,16 @@ class Work:
 
 
 def work_of(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    accelerator: Accelerator,
 ) -> Work:
-    """What `op` on `args` costs, given the tensors it read and those it made or wrote."""
+    """What `op` on `args` costs on `accelerator`, given the tensors it took and those it made or wrote."""
     kind = _KINDS.get(op.overloadpacket, "memory")
-    traffic = sum(_touched(tensor) for tensor in (*inputs, *outputs))
+    read = inputs[1:] if op.overloadpacket in _OVERWRITES else inputs
+    traffic = sum(_touched(tensor) for tensor in (*read, *outputs))
     dtype = outputs[0].dtype if outputs else torch.float32
     if kind == "memory" or not outputs:
         return Work("memory", dtype, 0, traffic)
@@ -58,7 +65,7 @@ def work_of(
         operations = _attention_operations(*(tensor.shape for tensor in args[:3]))
     else:
         operations = flop_registry[op.overloadpacket](*args, out_val=outputs[0])
-    return Work(kind, dtype, operations, traffic, _held(op, args, outputs[0]))
+    return Work(kind, dtype, operations, traffic, _held(op, args, outputs[0], accelerator))
 
 
 def duration(work: Work, accelerator: Accelerator) -> int:
@@ -82,20 +89,44 @@ def _attention_operations(query: torch.Size, key: torch.Size, value: torch.Size)
     return 2 * query[:-2].numel() * query[-2] * key[-2] * (query[-1] + value[-1])
 
 
-def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor) -> tuple[int, ...]:
-    """What a kernel allocates beside its outputs.
+def _held(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor, accelerator: Accelerator
+) -> tuple[int, ...]:
+    """What a kernel allocates beside its outputs; nothing on a CPU.
 
-    Memory-efficient attention: a float32 output to add to, in half precision with heads of more than 128, which its
-    registers do not hold (`kNeedsOutputAccumulatorBuffer` in cuda/mem_eff_attention/kernel_forward.h, of the kernels
-    that end in "gmem"). What flash attention holds where it splits few queries' keys among idle processors, and what
-    cuDNN asks for, are not counted. Convolution: cuDNN's half-precision kernels want channels last, and hold copies
-    of maps that have them first (measured in a trial on an RTX 4090 with torch 2.7.1 in float16: counting both
-    brought ten autoencoder sizes from 17 % too little to within 0.3 % of the measured peaks).
+    What flash attention holds where it splits few queries' keys among idle processors, and what cuDNN's asks for, are
+    not counted.
     """
-    if output.dtype not in _HALVES:
+    if accelerator.kind == "cpu":
         return ()
     if op.overloadpacket is aten._scaled_dot_product_efficient_attention:
-        return (4 * output.numel(),) if max(part.shape[-1] for part in args[1:3]) > 128 else ()
-    if op.overloadpacket is aten.convolution:
-        return tuple(value.nbytes for value in (args[0], output) if value.is_contiguous() and value.shape[1] > 1)
-    return ()
+        return _accumulator(args[1:3], output)
+    return _channels_last(args, output, accelerator) if op.overloadpacket is aten.convolution else ()
+
+
+def _accumulator(parts: tuple[torch.Tensor, ...], output: torch.Tensor) -> tuple[int, ...]:
+    """Memory-efficient attention adds to a float32 output in half precision with heads of more than 128.
+
+    Its registers do not hold them (`kNeedsOutputAccumulatorBuffer` in cuda/mem_eff_attention/kernel_forward.h, of the
+    kernels that end in "gmem").
+    """
+    wide = max(part.shape[-1] for part in parts) > 128
+    return (4 * output.numel(),) if wide and output.dtype in _HALVES else ()
+
+
+def _channels_last(args: tuple[Any, ...], output: torch.Tensor, accelerator: Accelerator) -> tuple[int, ...]:
+    """A convolution on tensor cores holds copies, channels last, of input, output and weights that have them first.
+
+    All in one buffer, cuDNN's workspace. Half precision: what https://github.com/pytorch/pytorch/issues/95024 measured
+    of one convolution (12,874,233,344 bytes) is that to the last kilobyte, with the weights' copy; issues 136479 and
+    123533 there agree, and a trial on an RTX 4090 brought ten autoencoder sizes from 17 % too little to within 0.3 %.
+    Single precision, which is TensorFloat-32 for convolutions from compute capability 8.0 on: issue 166643 measured
+    three times the input, which is the output and a copy of both. Convolutions of each channel by itself have a kernel
+    of their own, without copies (`use_cudnn_depthwise` in Convolution.cpp; but for some in float16, not counted).
+    """
+    major = int((accelerator.compute_capability or "8").partition(".")[0])
+    first, weight, groups = args[0], args[1], args[8]
+    on_tensor_cores = major >= 7 if output.dtype in _HALVES else major >= 8 and output.dtype is torch.float32
+    if not on_tensor_cores or 1 < groups == first.shape[1]:
+        return ()
+    return (sum(part.nbytes for part in (first, output, weight) if part.is_contiguous() and part.shape[1] > 1),)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from tightfit.errors import RunError
 from tightfit.pretend.card import Card
@@ -38,7 +39,7 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     back = {id(inside[id(tensor)]): tensor for tensor in outer}
     homes = {inside[id(tensor)].untyped_storage()._cdata: tensor for tensor in outer}
     final = _returned(result, back, homes, card)
-    card.do(work_of(op, inner_args, list(inside.values()), list(_tensors((result,)))))
+    card.do(work_of(op, inner_args, list(inside.values()), list(_tensors((result,))), card.accelerator))
     return final
 
 
@@ -92,12 +93,22 @@ def _shaped(op: torch._ops.OpOverload, call: Any, args: tuple[Any, ...], kwargs:
         made = tuple(torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in known)
         return made if len(op._schema.returns) > 1 else made[0]
     result = call(*args, **kwargs)
+    if op is _aten.convolution.default:
+        result = _as_libraries_lay_it_out(result, *args[:2])
     outputs = result if isinstance(result, tuple) else (result,)
     given = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
     if all(isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in given for value in outputs):
         if len(_layouts) >= MOST_LAYOUTS:
             _layouts.clear()
         _layouts[key] = tuple((value.shape, value.stride(), value.dtype) for value in outputs)
+    return result
+
+
+def _as_libraries_lay_it_out(result: torch.Tensor, maps: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Channels last where maps or weights are: cuDNN's and oneDNN's rule (aten/src/ATen/native/ConvUtils.h)."""
+    for layout, dimensions in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+        if result.ndim == dimensions and layout in (suggest_memory_format(maps), suggest_memory_format(weight)):
+            return result.contiguous(memory_format=layout)
     return result
 
 

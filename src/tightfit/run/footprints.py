@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tightfit.apply.fitting import fit
+from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
 from tightfit.errors import InputError
 from tightfit.footprint import Footprint
@@ -19,6 +20,7 @@ from tightfit.measure.ledger import Ledger
 from tightfit.measure.modules import find_components, inspect_pipeline
 from tightfit.measure.shadow import mark_of, shadow_of
 from tightfit.records import Accelerator, Request
+from tightfit.run.aside import aside
 from tightfit.run.predictions import find_subject, remembered
 from tightfit.run.stage import Stage, roomy_card
 
@@ -60,7 +62,7 @@ def measure_footprint(
                 f"a single {type(module).__name__} has no request: give inputs, e.g. inputs=[(1, 4, 64, 64)]",
                 kind=type(module).__name__,
             )
-        return _measure_module(module, method, inputs)
+        return aside(_measure_module, shadow_of(module), method, inputs)
     find_components(subject)  # PlanError where it has none
     return _kept(mark_of(subject), asked, inputs, subject)
 
@@ -69,34 +71,37 @@ def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any) -> Footp
     """From the cache, where all that the answer depends on has a mark."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise InputError(f"a pipeline's inputs go by name, not as {type(inputs).__name__}", kind=type(inputs).__name__)
+
+    def measure() -> Footprint:
+        known = isinstance(model, str | ModelFolder)
+        return aside(_measure_call, model if known else shadow_of(model), asked, inputs or {})
+
     if inputs or not mark:
-        return _measure_call(model, asked, inputs or {})
-    question = {"model": mark, "request": asked.to_mapping()}
-    return remembered(Footprint, question, lambda: _measure_call(model, asked, {}))
+        return measure()
+    return remembered(Footprint, {"model": mark, "request": asked.to_mapping()}, measure)
 
 
 def _measure_call(model: Any, asked: Request, inputs: Mapping[str, Any]) -> Footprint:
-    stage = Stage(model, roomy_card(CARD), {"level": 0}, asked)
-    ledger = Ledger(stage.card)
-    with ExitStack() as undo:
+    with roomy_card(CARD) as card, ExitStack() as undo:
+        stage = Stage(model, card, {"level": 0}, asked)
+        ledger = Ledger(card)
         ledger.follow(stage.components, undo)
         stage.play(inputs)
-    made = inspect_pipeline(stage.pipe)
-    return made.model_copy(update={"request": stage.request, "phases": ledger.phases()})
+        made = inspect_pipeline(stage.pipe)
+        return made.model_copy(update={"request": stage.request, "phases": ledger.phases()})
 
 
-def _measure_module(module: nn.Module, method: str, inputs: Inputs) -> Footprint:
-    card, double = roomy_card(CARD), shadow_of(module)
-    fit(double, level=0, device="pretend:0")
+def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint:
     dtype = next((p.dtype for p in double.parameters() if p.is_floating_point()), torch.float32)
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    given = [_placed(value, dtype) for value in args]
-    named = {name: _placed(value, dtype) for name, value in kwargs.items()}
-    ledger = Ledger(card)
-    with ExitStack() as undo, torch.no_grad(), quietly():
+    with roomy_card(CARD) as card, ExitStack() as undo, torch.no_grad(), quietly():
+        fit(double, level=0, device="pretend:0")
+        given = [_placed(value, dtype) for value in args]
+        named = {name: _placed(value, dtype) for name, value in kwargs.items()}
+        ledger = Ledger(card)
         ledger.follow({"model": double}, undo)
         (double if method == "forward" else getattr(double, method))(*given, **named)
-    return inspect_pipeline(double).model_copy(update={"phases": ledger.phases()})
+        return inspect_pipeline(double).model_copy(update={"phases": ledger.phases()})
 
 
 def _placed(value: Any, dtype: torch.dtype) -> Any:

@@ -31,10 +31,10 @@ def rehearse(
     the model `title` and the accelerator `card`. InputError for unknown names, ModelError for a folder that makes no
     pipeline, RequestError and PlanError for what is illegal.
     """
-    pretend = roomy_card(accelerator)
-    stage = Stage(model, pretend, choices, asked)
-    pretend.watchers.append(lambda _: stage.fitted.recorder.look())
-    stage.play()
+    with roomy_card(accelerator) as pretend:
+        stage = Stage(model, pretend, choices, asked)
+        pretend.watchers.append(lambda _: stage.fitted.recorder.look())
+        stage.play()
     shares = accelerator.kind != "cpu"  # a card is shared with its driver's own bytes
     capacity = max(accelerator.bytes - CONTEXT * shares, 1)
     name = card or accelerator.title or accelerator.name

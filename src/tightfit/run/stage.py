@@ -6,8 +6,9 @@ of input it is given; from then on it only lets the time pass that its second pa
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from tightfit.checkpoint.loading import quietly
 from tightfit.checkpoint.shapes import build_folder
 from tightfit.measure.building import build_known
 from tightfit.measure.modules import find_components, find_role
-from tightfit.measure.shadow import PROMPT, shadow_of
-from tightfit.pretend.backend import use_cards
+from tightfit.measure.shadow import PROMPT
+from tightfit.pretend.backend import cards_in_use, use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, Request
@@ -34,19 +35,23 @@ __all__ = ["Stage", "roomy_card"]
 ROOM = 2**60  # bytes: what is tried out never runs out
 
 
-def roomy_card(like: Accelerator) -> Card:
-    """A pretend card like `like`, with memory without end, in use as "pretend:0"."""
-    card = Card(0, like.model_copy(update={"bytes": ROOM}), Host())
+@contextlib.contextmanager
+def roomy_card(like: Accelerator) -> Iterator[Card]:
+    """A pretend card like `like`, with memory without end, in use as "pretend:0" meanwhile."""
+    before, card = cards_in_use(), Card(0, like.model_copy(update={"bytes": ROOM}), Host())
     use_cards([card])
-    return card
+    try:
+        yield card
+    finally:
+        use_cards(before)
 
 
 class Stage:
     """A pipeline without weights that follows a plan on `card`.
 
-    `model` is a known one's name, a checked folder or a live pipeline (of which a copy is used); what `asked` leaves
-    open is a known model's usual request, or the pipeline's own defaults. InputError for unknown names, ModelError
-    for a folder that makes no pipeline, RequestError and PlanError for what is illegal.
+    `model` is a known one's name, a checked folder or a live pipeline's shadow; what `asked` leaves open is a known
+    model's usual request, or the pipeline's own defaults. InputError for unknown names, ModelError for a folder that
+    makes no pipeline, RequestError and PlanError for what is illegal.
     """
 
     def __init__(self, model: Any, card: Card, choices: dict[str, Any], asked: Request) -> None:
@@ -77,7 +82,7 @@ def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Reques
     if isinstance(model, str):
         known = known_model(model)
         return build_known(known, dtype), known.request
-    return shadow_of(model), Request()
+    return model, Request()
 
 
 def _usual(pipe: Any, request: Request) -> dict[str, Any]:
