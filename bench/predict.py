@@ -68,7 +68,6 @@ ROWS = {
         row("sdxl", 512, 512, 0),
         row("sdxl", 512, 768, 1),
         row("sana-1.6b", 512, 512, 0),
-        row("sana-1.6b", 768, 768, 1),
     ],
     "cuda": [
         row("sd-1.5", 512, 512, 0),
@@ -165,13 +164,14 @@ def main() -> None:
         command = [sys.executable, __file__, "--only", str(number)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            print(f"{rows[number].title}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+            reason = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
+            print(f"{rows[number].title}: {reason}", file=sys.stderr)
             continue
         result = json.loads(done.stdout.splitlines()[-1])
         print(result["row"], result["error"], file=sys.stderr)
         kept[result["row"]] = result
-    found = [kept[row.title] for row in rows if row.title in kept]
-    write(name, {"summary": summary(found), "rows": found})
+        found = [kept[row.title] for row in rows if row.title in kept]
+        write(name, {"summary": summary(found), "rows": found})
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -59,6 +59,21 @@ WAN: Inputs = {
     "timestep": ((1,), torch.int64),
     "encoder_hidden_states": ((1, 512, 4096), BFLOAT16),
 }
+LTX: Inputs = {
+    "hidden_states": ((1, 7392, 128), BFLOAT16),
+    "encoder_hidden_states": ((1, 256, 4096), BFLOAT16),
+    "encoder_attention_mask": ((1, 256), BFLOAT16),
+    "timestep": ((1,), BFLOAT16),
+    "video_coords": ((1, 3, 7392), BFLOAT16),
+}
+SDXL: Inputs = {
+    "sample": ((1, 4, 128, 128), BFLOAT16),
+    "timestep": ((1,), BFLOAT16),
+    "encoder_hidden_states": ((1, 77, 2048), BFLOAT16),
+    "text_embeds": ((1, 1280), BFLOAT16),
+    "time_ids": ((1, 6), BFLOAT16),
+}
+DIFFUSERS = "https://huggingface.co/datasets/diffusers/benchmarks: several torch versions, 2025 and 2026"
 QWEN = "https://github.com/invoke-ai/InvokeAI/pull/9305: RTX 4090, torch 2.7.1, float16"
 # height, width → allocated, reserved
 DECODED = {
@@ -81,10 +96,11 @@ def qwen(method: str, size: tuple[int, int], measured: tuple[float, float]) -> R
     return Row("qwen-image", "vae", request, inputs, (peak, peak), QWEN, reserved, method, torch.float16, "rtx4090")
 
 
-GIVEN = "given with the project's design, where it came from is not said"
 ROWS = [
-    Row("flux.1-dev", "transformer", "1024×1024", FLUX, (22.61, 22.64), GIVEN),
-    Row("wan-2.1-14b", "transformer", "81 frames 480×832", WAN, (30.2, 30.2), GIVEN),
+    Row("flux.1-dev", "transformer", "1024×1024", FLUX, (22.61, 22.64), DIFFUSERS, card="l40"),
+    Row("wan-2.1-14b", "transformer", "81 frames 480×832", WAN, (30.2, 30.2), DIFFUSERS, card="l40"),
+    Row("ltx-video-13b", "transformer", "161 frames 512×704", LTX, (25.21, 25.22), DIFFUSERS, card="l40"),
+    Row("sdxl", "unet", "1024×1024", SDXL, (5.05, 5.05), DIFFUSERS, card="l40"),
     *(qwen("decode", size, peak) for size, peak in DECODED.items()),
     *(qwen("encode", size, peak) for size, peak in ENCODED.items()),
 ]
@@ -100,8 +116,13 @@ def predicted(row: Row) -> tuple[float, float, float]:
     settle()
     before = card.allocator.reserved.now
     call = part if row.method == "forward" else getattr(part, row.method)
+    given: dict[str, Any] = {
+        key: torch.zeros(shape, dtype=dtype, device="pretend") for key, (shape, dtype) in row.inputs.items()
+    }
+    if row.part == "unet":
+        given["added_cond_kwargs"] = {key: given.pop(key) for key in ("text_embeds", "time_ids")}
     with torch.no_grad():
-        call(**{key: torch.zeros(shape, dtype=dtype, device="pretend") for key, (shape, dtype) in row.inputs.items()})
+        call(**given)
     peak, reserved = fitted.report().trace.peak_bytes, card.allocator.reserved.peak - before
     return peak / GIB, reserved / GIB, time.perf_counter() - started
 

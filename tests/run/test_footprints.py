@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tightfit
 from tightfit import Request, fit, measure_footprint
-from tightfit.catalog.known import known_card
+from tightfit.catalog.known import known_card, model_names
 from tightfit.errors import InputError, PlanError, RequestError
 from tightfit.footprint import Footprint, Phase
 from tightfit.measure.modules import find_components, find_units
@@ -142,6 +142,16 @@ def test_peaks_are_those_of_a_rehearsal(model: str) -> None:
         assert workspace - 2**16 <= blocks <= workspace + 0.02 * told.peak_weights
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", model_names())
+def test_every_known_model_runs_from_encode_to_decode(name: str) -> None:
+    footprint = measure_footprint(name, {"steps": 3})
+    assert [phase.name for phase in footprint.phases] == ["encode", "denoise", "decode"]
+    worked = {done.component for phase in footprint.phases for done in phase.passes}
+    assert worked <= {component.name for component in footprint.components}
+    assert all(phase.peak >= max(done.peak for done in phase.passes) > 0 for phase in footprint.phases)
+
+
 def test_a_folder_is_as_its_live_pipeline(tiny_model: Path) -> None:
     request = {"steps": 3, "height": 64, "width": 64, "batch": 2}
     folder = measure_footprint(tiny_model, request)
@@ -158,7 +168,7 @@ def test_one_call_of_a_network() -> None:
     assert all(name.startswith("model.encoder.") for name in phase.skipped)
     doubled = measure_footprint(vae.decode, inputs={"z": torch.empty(2, 4, 16, 16, device="meta")})
     assert operations(doubled.phases) == 2 * operations(footprint.phases)
-    assert doubled.activation_peak == pytest.approx(2 * footprint.activation_peak, rel=0.05)
+    assert footprint.activation_peak < doubled.activation_peak < 2 * footprint.activation_peak  # weights' copies stay
     with_meaning = measure_footprint(vae.decode, inputs=[torch.randn(1, 4, 16, 16)])
     assert with_meaning == footprint
 
@@ -261,3 +271,20 @@ def test_a_clip_to_start_from_needs_a_length() -> None:
     with pytest.raises(RequestError, match="say of how many frames"):
         measure_footprint(named("CogVideoXVideoToVideo").make())
     assert tightfit.measure_footprint is measure_footprint
+
+
+@pytest.mark.parametrize(
+    ("name", "frames"),
+    [("StableDiffusionImg2Img", None), ("StableDiffusionInpaint", None), ("FluxImg2Img", None),
+     ("CogVideoXVideoToVideo", 9), ("CogVideoXImageToVideo", 9), ("LTXImageToVideo", 9)],
+)  # fmt: skip
+def test_pictures_to_start_from_are_stood_in_for(name: str, frames: int | None) -> None:
+    pipe = named(name).make()
+    small, large = (
+        measure_footprint(pipe, Request(height=side, width=side, frames=frames, steps=2)) for side in (64, 128)
+    )
+    phases = [phase.name for phase in small.phases]
+    assert phases.index("denoise") > phases.index("encode")
+    autoencoded = [done for phase in small.phases for done in phase.passes if done.method == "encode"]
+    assert {done.component for done in autoencoded} == {"vae"}
+    assert small.activation_peak < large.activation_peak

@@ -27,7 +27,7 @@ from tightfit.apply.weights.storage import store_weights
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
-from tightfit.measure.modules import find_components, find_role, has_skips, inspect_pipeline
+from tightfit.measure.modules import HANDLE, find_components, find_role, has_skips, inspect_pipeline
 from tightfit.measure.recorder import LiveNumbers, Recorder
 from tightfit.plan.levels import plan_for
 from tightfit.records import ComponentPlan, Plan, Request, Trace
@@ -36,7 +36,6 @@ from tightfit.report.summary import Report
 __all__ = ["Fitted", "apply_plan", "fit"]
 
 logger = logging.getLogger("tightfit")
-_HANDLE = "_tightfit"  # where a disguised object's class keeps its Fitted
 
 
 def fit(
@@ -86,11 +85,11 @@ def apply_plan(
     pipe: Any, plan: Plan, device: str | torch.device | Device | None = None, *, count_activations: bool = True
 ) -> Fitted:
     """Makes `pipe` follow `plan` exactly as it stands; nothing is changed if that fails."""
-    earlier = getattr(pipe, _HANDLE, None)
+    earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()
     for name, module in find_components(pipe).items():
-        if hasattr(module, _HANDLE):
+        if hasattr(module, HANDLE):
             raise AlreadyFitted(
                 f"{name} already follows the plan of another pipeline: undo() that one first", name=name
             )
@@ -110,7 +109,7 @@ class Fitted:
             for name, module in find_components(pipe).items():
                 self._fit_component(name, module, plan.components.get(name, ComponentPlan()), device, undo)
             if not isinstance(pipe, nn.Module):
-                undo.callback(disguise(pipe, **_pipeline_members(self._session, type(pipe), device), **{_HANDLE: self}))
+                undo.callback(disguise(pipe, **_pipeline_members(self._session, type(pipe), device), **{HANDLE: self}))
             undo.callback(self._residency.clear)
             self._undo: ExitStack | None = undo.pop_all()
 
@@ -155,7 +154,7 @@ class Fitted:
             return run
 
         recorder = self._recorder
-        members: dict[str, Any] = {_HANDLE: self, "__call__": working("forward", original.__call__)}
+        members: dict[str, Any] = {HANDLE: self, "__call__": working("forward", original.__call__)}
         if role == "autoencoder":
             for method in ("encode", "decode"):
                 members[method] = working(method, self._cut_up(module, original, method))

@@ -204,7 +204,7 @@ class Ledger:
     def _begin(self, phase: str, opened: _Open) -> None:
         if not self._phases or self._phases[-1].name != phase:
             self._phases.append(_PhaseLedger(phase))
-            self._phases[-1].between, self._before = self._before, _Tally()
+            self._phases[-1].between, self._before = self._before, _Tally()  # what was done before the first is its
         self._open.append(opened)
         self._turn("")
 

@@ -12,6 +12,7 @@ from tightfit.errors import PlanError
 from tightfit.footprint import Component, Footprint, Role, Unit
 
 __all__ = [
+    "HANDLE",
     "find_components",
     "find_phase",
     "find_role",
@@ -21,6 +22,9 @@ __all__ = [
     "weight_bytes",
     "weight_tensors",
 ]
+
+
+HANDLE = "_tightfit"  # where the class of what follows a plan keeps its Fitted
 
 
 def find_components(pipe: object) -> dict[str, nn.Module]:

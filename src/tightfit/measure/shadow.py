@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tightfit.errors import PlanError
 from tightfit.measure.building import LARGE
-from tightfit.measure.modules import find_components, weight_tensors
+from tightfit.measure.modules import HANDLE, find_components, weight_tensors
 
 __all__ = ["PROMPT", "mark_of", "shadow_of"]
 
@@ -33,7 +33,7 @@ def shadow_of(pipe: Any) -> Any:
     """
     known: dict[int, Any] = {}
     for name, module in find_components(pipe).items():
-        if hasattr(module, "_tightfit"):
+        if hasattr(module, HANDLE):
             raise PlanError(f"{name} follows a plan and cannot be measured: undo() first", name=name)
         for tensor in weight_tensors(module):
             known[id(tensor)] = _shadow(name, tensor)
@@ -72,10 +72,7 @@ def _facts(path: str, value: Any, seen: set[int]) -> Iterator[str | None]:
         yield f"{path}:again"
     elif isinstance(value, PreTrainedTokenizerBase):  # of its long vocabulary, what it makes of the prompt matters
         yield f"{path}:{type(value).__qualname__} {value.model_max_length} {value.tokenize(PROMPT)}"
-    elif (
-        isinstance(value, FunctionType | MethodType | partial)
-        or type(value).__module__.partition(".")[0] not in _LIBRARIES
-    ):
+    elif isinstance(value, FunctionType | MethodType | partial) or _home(value) not in _LIBRARIES:
         yield None
     else:
         seen.add(id(value))
