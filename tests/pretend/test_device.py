@@ -212,3 +212,18 @@ def test_shapes_are_those_of_the_same_operation_with_the_same_numbers(make_cards
         assert [value.shape for value in torch.max(large, 0)] == [(1024,), (1024,)]
         assert (large.to(torch.int64) // 1).dtype == torch.int64
         assert (large.to(torch.int64) / 1).dtype == torch.float32
+
+
+def test_autocast_computes_in_its_dtype(make_cards: MakeCards) -> None:
+    make_cards()
+    left, right = torch.randn(4, 8), torch.randn(8, 3, dtype=torch.float64).to(torch.bfloat16)
+    with torch.autocast("pretend", torch.bfloat16):
+        product = left.to("pretend") @ right.to("pretend")
+        total = left.to("pretend") + 1
+        attended = F.scaled_dot_product_attention(*(left.to("pretend")[None, None] for _ in range(3)))
+    assert (product.dtype, total.dtype, attended.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+    assert torch.equal(product.cpu(), left.to(torch.bfloat16) @ right)
+    with torch.autocast("pretend", torch.float32):
+        wide = torch.einsum("ab,bc->ac", left.to("pretend"), right.to("pretend"))
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide.cpu(), left @ right.float())  # sums in another order

@@ -223,7 +223,8 @@ def pixels_per_latent(autoencoder: Any) -> int:
         if isinstance(config.get(name), int):
             return int(config[name])
     channels = config.get("block_out_channels") or config.get("encoder_block_out_channels") or (0,)
-    return int(2 ** (len(channels) - 1) * (config.get("patch_size") or 1))
+    patch = config.get("patch_size") or 1  # a pair (FLUX.2's) is what the pipeline packs, outside of the network
+    return int(2 ** (len(channels) - 1) * (patch if isinstance(patch, int) else 1))
 
 
 def _pipeline_members(session: Session, original: type, device: Device) -> dict[str, Any]:

@@ -18,13 +18,13 @@ import yaml
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tightfit.errors import RunError
+from tightfit.pretend import autocast, pinning
 from tightfit.pretend.attention import attend
 from tightfit.pretend.card import Card
 from tightfit.pretend.copies import cloning, copy, to_copy
 from tightfit.pretend.generators import offer_generators
 from tightfit.pretend.norms import group_norm
 from tightfit.pretend.operations import NAME, compute, inner, new_like, valueless
-from tightfit.pretend.pinning import register
 from tightfit.pretend.storage import CPU_KEYS, store_of, view
 
 __all__ = ["cards_in_use", "use_cards"]
@@ -63,8 +63,9 @@ def _install() -> None:
         known.impl(op, functools.partial(_dispatch, kernel), "PrivateUse1")  # type: ignore[no-untyped-call]
     for lazy in ("Conjugate", "Negative"):  # torch would resolve these bits by a copy, which is what it is about to do
         known.impl(_aten._copy_from.default, torch.library.fallthrough_kernel, lazy)  # type: ignore[no-untyped-call]
+    autocast.register(rest, known)
     if alone:
-        register(known)
+        pinning.register(known)
     _libraries.extend((rest, known))
     torch.UntypedStorage.clone = cloning(torch.UntypedStorage.clone)  # type: ignore[method-assign]
 
