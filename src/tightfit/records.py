@@ -108,6 +108,11 @@ class Accelerator(Record):
     link_rate_out: Rate | None = None  # bytes per second, device to pinned host memory; None: as link_rate
     launch_overhead: Real = 0.0  # seconds of the host for each piece of work
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a computer's own processor: its memory is the host's."""
+        return self.kind == "cpu"
+
     def arithmetic_rate(self, kind: str, dtype: str) -> float | None:
         """Operations per second for `kind` in `dtype`; float32's where the dtype has none."""
         for key in (f"{kind}.{dtype}", dtype, f"{kind}.float32", "float32"):

@@ -29,7 +29,7 @@ class PretendDevice(Device):
                 f"no such device: pretend:{index}; {len(cards)} pretend cards are in use", cards=len(cards)
             )
         self.card = cards[index]
-        self.separate = self.card.accelerator.kind != "cpu"
+        self.separate = not self.card.accelerator.is_cpu
         self.torch_device = torch.device("pretend", index)
         self.name = f"pretend:{index}"
 

@@ -1,4 +1,4 @@
-"""Known models, model folders and live pipelines → the same pipeline without weights: networks are shapes.
+"""Known models and their parts → the same pipeline without weights: networks are shapes.
 
 Networks are built from their configurations, with large tensors on torch's "meta" device, which has no memory.
 Tokenizers of known models are stand-ins: how many tokens a prompt has matters, which ones does not.

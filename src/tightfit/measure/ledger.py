@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from tightfit.footprint import Pass, Phase, Use, Workload
 from tightfit.measure.modules import find_phase, find_role, find_units
@@ -17,7 +17,7 @@ from tightfit.pretend.card import Card
 from tightfit.pretend.kernels import Work
 from tightfit.pretend.storage import settle
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "likeness"]
 
 
 class _Tally:
@@ -173,7 +173,7 @@ class Ledger:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._works(name):
                 return inner(*args, **kwargs)
-            self._begin(phase, _Open(name, method, _shapes((args, kwargs))))
+            self._begin(phase, _Open(name, method, likeness(args, kwargs)))
             try:
                 return inner(*args, **kwargs)
             finally:
@@ -189,7 +189,7 @@ class Ledger:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             begun.append(not self._works(name))
             if begun[-1]:
-                self._begin(phase, _Open(name, path, _shapes((args, kwargs))))
+                self._begin(phase, _Open(name, path, likeness(args, kwargs)))
 
         def after(*_: Any) -> None:
             if begun.pop():
@@ -257,9 +257,8 @@ class Ledger:
             (self._phases[-1].between if self._phases else self._before).add(work)
 
 
-def _shapes(values: Any) -> tuple[Any, ...]:
-    """What passes with the same work have in common."""
-    return tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in tree_leaves(values)
-    )
+def likeness(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What calls with the same work have in common: their arguments, and of tensors shape and dtype."""
+    leaves, structure = tree_flatten((args, kwargs))
+    shapes = ((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+    return (str(structure), *shapes)

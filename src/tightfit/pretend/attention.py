@@ -135,7 +135,7 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 def _capability(tensor: torch.Tensor) -> tuple[int, int]:
     """Of the card that `tensor` is on; where nobody says, that of the oldest card with all kernels."""
     accelerator = store_of(tensor).card.accelerator
-    if accelerator.kind == "cpu":
+    if accelerator.is_cpu:
         return _CPU
     major, _, minor = (accelerator.compute_capability or "8.0").partition(".")
     return int(major), int(minor or 0)

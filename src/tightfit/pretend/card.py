@@ -75,7 +75,7 @@ class Card:
 
     def do(self, work: Work) -> None:
         """Runs a kernel: what it holds comes and goes, and its time passes on the current stream."""
-        if work.kind == "matmul" and self.stream not in self._workspaces and not self._is_cpu:
+        if work.kind == "matmul" and self.stream not in self._workspaces and not self.accelerator.is_cpu:
             self._workspaces[self.stream] = self.malloc(self._workspace)
         held = [self.malloc(size) for size in work.held if size]
         for watch in self.watchers:
@@ -83,22 +83,18 @@ class Card:
         for block in held:
             self.allocator.free(block)
         self.timeline.run(self.stream, "compute", duration(work, self.accelerator))
-        if self._is_cpu:  # it computes by itself what it would launch elsewhere
+        if self.accelerator.is_cpu:  # it computes by itself what it would launch elsewhere
             self.record().wait()
 
     @property
     def live(self) -> Counter:
         """Bytes of tensors: as CUDA's allocator hands them out, or as they are where the CPU's does."""
-        return self.allocator.requested if self._is_cpu else self.allocator.allocated
+        return self.allocator.requested if self.accelerator.is_cpu else self.allocator.allocated
 
     @property
     def held(self) -> Counter:
         """Bytes that the allocator keeps for tensors."""
-        return self.allocator.requested if self._is_cpu else self.allocator.reserved
-
-    @property
-    def _is_cpu(self) -> bool:
-        return self.accelerator.kind == "cpu"
+        return self.allocator.requested if self.accelerator.is_cpu else self.allocator.reserved
 
     @property
     def workspace_bytes(self) -> int:

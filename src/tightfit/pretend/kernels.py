@@ -97,7 +97,7 @@ def _held(
     What flash attention holds where it splits few queries' keys among idle processors, and what cuDNN's asks for, are
     not counted.
     """
-    if accelerator.kind == "cpu":
+    if accelerator.is_cpu:
         return ()
     if op.overloadpacket is aten._scaled_dot_product_efficient_attention:
         return _accumulator(args[1:3], output)

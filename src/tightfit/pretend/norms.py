@@ -26,7 +26,7 @@ def group_norm(
 ) -> torch.Tensor:
     """`torch.group_norm` on a card, or on one that plays a computer's own CPU."""
     card = store_of(maps).card
-    as_cpu = card.values == "real" or card.accelerator.kind == "cpu"
+    as_cpu = card.values == "real" or card.accelerator.is_cpu
     layout = suggest_memory_format(maps) if as_cpu else torch.contiguous_format
     batch, channels, *spatial = maps.shape
     sizes = (batch, channels, math.prod(spatial), groups, eps)

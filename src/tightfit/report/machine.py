@@ -24,14 +24,14 @@ def describe_machine(machine: Machine) -> str:
 
 def _memory(machine: Machine) -> list[tuple[str, ...]]:
     rows = [("memory", "total", "free now"), ("RAM", format_bytes(machine.ram), _size(machine.ram_free))]
-    cards = (accelerator for accelerator in machine.accelerators if accelerator.kind != "cpu")
+    cards = (accelerator for accelerator in machine.accelerators if not accelerator.is_cpu)
     return [*rows, *((card.name, format_bytes(card.bytes), _size(card.free)) for card in cards)]
 
 
 def _limits(machine: Machine) -> list[str]:
     limit, pinnable = machine.ram_limit, machine.pinnable
     lines = [f"RAM: a control group's limit is {format_bytes(limit)}"] if limit else []
-    if all(card.kind == "cpu" for card in machine.accelerators):
+    if all(card.is_cpu for card in machine.accelerators):
         return [*lines, "page-locked RAM: none, there is no card to copy to"]
     return [*lines, f"page-locked RAM: {'not asked' if pinnable is None else f'up to {format_bytes(pinnable)} now'}"]
 
@@ -55,7 +55,7 @@ def _rates(accelerator: Accelerator) -> list[tuple[str, ...]]:
 
 def _paths(accelerator: Accelerator) -> str:
     parts = [f"memory {_bytes_per_second(accelerator.memory_rate)}"]
-    if accelerator.kind != "cpu":
+    if not accelerator.is_cpu:
         out = accelerator.link_rate_out or accelerator.link_rate
         parts.append(f"link {_bytes_per_second(accelerator.link_rate)} in, {_bytes_per_second(out)} out")
     return ", ".join([*parts, f"{accelerator.launch_overhead * 1e6:.3g} µs of the host for each operation"])

@@ -35,7 +35,7 @@ def rehearse(
         stage = Stage(model, pretend, choices, asked)
         pretend.watchers.append(lambda _: stage.fitted.recorder.look())
         stage.play()
-    shares = accelerator.kind != "cpu"  # a card is shared with its driver's own bytes
+    shares = not accelerator.is_cpu  # a card is shared with its driver's own bytes
     capacity = max(accelerator.bytes - CONTEXT * shares, 1)
     name = card or accelerator.title or accelerator.name
     trace = stage.fitted.report().trace

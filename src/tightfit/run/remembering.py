@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
+from tightfit.measure.ledger import likeness
 from tightfit.measure.recorder import Moment, Recorder
 from tightfit.pretend.card import Card
 from tightfit.pretend.kernels import Work
@@ -43,8 +44,7 @@ def remembering(part: nn.Module, recorder: Recorder, card: Card) -> Callable[...
     known: dict[Any, _Pass] = {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        values, structure = tree_flatten((args, kwargs))
-        key = (str(structure), *(_shape(value) for value in values))
+        key = likeness(args, kwargs)
         passes[key] += 1
         if passes[key] == 2:
             output, known[key] = _watched(lambda: forward(*args, **kwargs), recorder, card)
@@ -106,7 +106,3 @@ def _placed(values: Any, device: torch.device) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
     return tree_map(place, values)
-
-
-def _shape(value: Any) -> Any:
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else repr(value)

@@ -56,8 +56,7 @@ class Stage:
 
     def __init__(self, model: Any, card: Card, choices: dict[str, Any], asked: Request) -> None:
         # on a CPU, what is loaded is computed in float32, as `tightfit run` does
-        self.pipe, usual = _without_weights(model, torch.float32 if card.accelerator.kind == "cpu" else None)
-        self.card = card
+        self.pipe, usual = _without_weights(model, torch.float32 if card.accelerator.is_cpu else None)
         self.pipe.set_progress_bar_config(disable=True)
         self.request = Request(**_usual(self.pipe, usual) | {name: value for name, value in asked if value is not None})
         self.components = find_components(self.pipe)
