@@ -64,6 +64,7 @@ class Component(Record):
     bytes: Count
     dtypes: dict[str, Count] = Field(default_factory=dict)
     units: tuple[Unit, ...] = ()
+    leaves: tuple[Unit, ...] = ()  # single layers that own large parameters, the least that can move by itself
     skips: bool = False  # activations of early units wait for late ones (a U-Net)
 
 

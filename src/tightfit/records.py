@@ -35,6 +35,8 @@ __all__ = [
     "Component",
     "ComponentPlan",
     "Footprint",
+    "Grain",
+    "Home",
     "Machine",
     "Pass",
     "Phase",
@@ -55,6 +57,8 @@ __all__ = [
 ]
 
 Placement = Literal["resident", "per-phase", "per-unit"]
+Home = Literal["host", "disk"]
+Grain = Literal["block", "leaf"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -157,9 +161,20 @@ class VaePlan(Record):
 
 
 class ComponentPlan(Record):
-    """Where one component's weights live and in what form."""
+    """Where one component's weights live and in what form.
+
+    Of what is placed per unit, `stays` is brought once for as long as the component works, and the rest passes
+    through a ring of `ring` bytes on the device, again for each use. Whoever gives `weights` alone leaves the two
+    to the planner.
+    """
 
     placement: Placement = "resident"
+    home: Home = "host"  # where the masters are
+    pinned: bool | None = None  # whether host memory is page-locked; None: where the system lets us
+    weights: Size | None = None  # bytes on the device for its weights, ring included; None: as few as run well
+    grain: Grain | None = None  # what moves together: a block's layers, or each layer by itself
+    ring: Count | None = None  # bytes
+    stays: tuple[str, ...] | None = None  # names of what moves together
     storage: Storage = "as-loaded"
     compute_dtype: ComputeDtype | None = None  # for stored weights; None: the dtype as loaded
     skip: tuple[str, ...] | None = None  # patterns of parameter names that stay as loaded; None: the default list
@@ -173,6 +188,10 @@ class ComponentPlan(Record):
                     raise PlanError(
                         f"{field} only means something with storage=float8_e4m3fn or float8_e5m2", field=field
                     )
+        if self.placement != "per-unit":
+            for field in ("weights", "grain", "ring", "stays"):
+                if getattr(self, field) is not None:
+                    raise PlanError(f"{field} only means something with placement=per-unit", field=field)
         return self
 
 
@@ -238,6 +257,8 @@ class PhaseTrace(Record):
     bytes_in: Count = 0  # host to device
     bytes_out: Count = 0
     runs: Positive = 1  # how many forward passes
+    on_demand: Count = 0  # weights that came only when they were needed
+    waited: Real = 0.0  # seconds that the host waited for weights
 
 
 class Trace(Record):

@@ -23,6 +23,7 @@ from tightfit.apply.activations.waiting import move_waiting
 from tightfit.apply.disguise import disguise
 from tightfit.apply.session import Session
 from tightfit.apply.weights.placement import Residency
+from tightfit.apply.weights.rescue import rescued
 from tightfit.apply.weights.storage import store_weights
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
@@ -69,7 +70,14 @@ def fit(
         raise PlanError(f"the plan is for {wanted}, but device={target.name} was asked for: leave one out")
     if isinstance(request, Mapping):
         request = Request.from_mapping(request)
-    decided = plan_for(inspect_pipeline(pipe), target.name, separate=target.separate, choices=choices, request=request)
+    decided = plan_for(
+        inspect_pipeline(pipe),
+        target.name,
+        separate=target.separate,
+        choices=choices,
+        request=request,
+        pinnable=target.pinnable(),
+    )
     return apply_plan(pipe, decided, target, count_activations=count_activations)
 
 
@@ -104,7 +112,8 @@ class Fitted:
         self._trace: Trace | None = None
         self._recorder = Recorder(device, count_activations)
         self._residency = Residency(device, self._recorder)
-        self._session = Session(self._residency, self._recorder, self._finished)
+        alone = isinstance(pipe, nn.Module)  # nobody else wants its place
+        self._session = Session(self._residency, self._recorder, self._finished, keeps=alone)
         with ExitStack() as undo:
             for name, module in find_components(pipe).items():
                 self._fit_component(name, module, plan.components.get(name, ComponentPlan()), device, undo)
@@ -119,11 +128,12 @@ class Fitted:
         """Layout, place, storage, moving activations; then the module learns to say when it works."""
         if plan.channels_last:
             undo.callback(channels_last(module))
-        self._residency.place(name, module, plan.placement, undo)
+        self._residency.place(module, plan, undo)
         if plan.storage != "as-loaded":
             grown, restore = store_weights(module, plan, originals_in_ram=device.separate)
             undo.callback(restore)
             self._account(name, plan, grown, device, undo)
+        self._residency.stream(name, module, plan, undo)
         if self.plan.offload_activations and has_skips(module):
             move_waiting(module, device, self._recorder, undo)
         undo.callback(disguise(module, **self._component_members(name, module, plan, device)))
@@ -142,6 +152,8 @@ class Fitted:
         lossy = [f"fp8: {name} is stored in {plan.storage}"] if plan.storage != "as-loaded" else []
 
         def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+            inner = rescued(inner, lambda: self._residency.make_more_room(name, ""))
+
             @functools.wraps(inner)
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 with session.work(name, role, method):

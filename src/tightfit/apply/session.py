@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 from tightfit.apply.weights.placement import Residency
@@ -15,40 +16,67 @@ __all__ = ["Session"]
 
 
 class Session:
-    """Told when calls and components begin and end; tells the residency and the recorder."""
+    """Told when calls and components begin and end; tells the residency and the recorder.
 
-    def __init__(self, residency: Residency, recorder: Recorder, done: Callable[[Trace], None]) -> None:
+    One call at a time: another thread's waits. With `keeps`, what is on the device stays there from call to call.
+    """
+
+    def __init__(
+        self, residency: Residency, recorder: Recorder, done: Callable[[Trace], None], *, keeps: bool = False
+    ) -> None:
         self._residency = residency
         self._recorder = recorder
         self._done = done
+        self._keeps = keeps
+        self._turn = threading.RLock()
+        self._calls = 0  # that have begun and not ended
+        self._clean = True  # whether the last call left everything as it should be
         self._working: list[str] = []
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """One call of the pipeline. Inside another it is part of that one."""
-        if self._recorder.running:
-            yield
-            return
-        with self._recorder.call():
-            try:
+        with self._turn:
+            if self._calls:
                 yield
-                self._done(self._recorder.trace())
+                return
+            if not self._clean:  # an interruption came while the last call was being cleared up
+                self._clear()
+            self._calls, self._clean = 1, False
+            try:
+                with self._recorder.call():
+                    yield
+                    self._done(self._recorder.trace())
+                if self._keeps:
+                    self._residency.rest()
+                    self._clean = True
             finally:
-                self._residency.clear()
+                self._calls = 0
+                self._working.clear()
+                if not self._clean:
+                    self._clear()
+
+    def _clear(self) -> None:
+        self._residency.clear()
+        self._clean = True
 
     @contextlib.contextmanager
     def work(self, name: str, role: Role, method: str = "forward") -> Iterator[None]:
         """The component `name` works; outside a call, its work is a call of its own."""
         with self.call():
-            if name not in self._working:
+            outermost = name not in self._working
+            if outermost:
                 self._residency.make_room(name)  # what goes belongs to the phase before, what comes to this one
                 self._recorder.enter(find_phase(name, role, method))
-                self._residency.bring(name)
+                self._residency.bring(name, method)
             self._working.append(name)
             try:
                 yield
+                if outermost:
+                    self._residency.finish(name)
             finally:
-                self._working.pop()
+                if self._working:
+                    self._working.pop()
                 self._recorder.leave()
 
     def touch(self, name: str) -> None:

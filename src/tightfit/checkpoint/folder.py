@@ -21,7 +21,7 @@ from typing import Any
 
 from tightfit.errors import ModelError, unknown_name
 
-__all__ = ["ComponentFolder", "ModelFolder", "check_folder"]
+__all__ = ["ComponentFolder", "ModelFolder", "check_folder", "file_error", "listed", "read_header", "read_index"]
 
 _LARGEST_JSON = 100_000_000  # bytes; safetensors allows no longer header either
 _STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # what each library loads
@@ -30,13 +30,14 @@ _WEIGHTLESS = re.compile(r".*(Tokenizer(Fast)?|Scheduler|Processor(Fast)?|Featur
 
 @dataclasses.dataclass(frozen=True)
 class ComponentFolder:
-    """One component. `weight_bytes` counts its tensors as stored; a tokenizer has () and 0."""
+    """One component. `weight_bytes` counts its tensors as stored, `weight_index` names their shards, if it has any."""
 
     name: str
     library: str
     class_name: str
     weight_files: tuple[Path, ...] = ()
     weight_bytes: int = 0
+    weight_index: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _find_index(path: Path) -> Path:
     elif not stat.S_ISDIR(_mode(path)):
         what = "is a file, not a folder"
     elif "model_index.json" not in (names := _names(path)):
-        what = f"is no model: it has no model_index.json, but {_listed(names)}"
+        what = f"is no model: it has no model_index.json, but {listed(names)}"
     else:
         return path / "model_index.json"
     raise ModelError(f"{path} {what}; a folder as pipe.save_pretrained(folder) writes it is needed", path=str(path))
@@ -84,7 +85,7 @@ def _read_config(file: Path, named: bool) -> dict[str, Any]:
     name = config.get("_class_name")
     if named and not (isinstance(name, str) and name.isidentifier()):
         state = "has no _class_name" if name is None else f"has {_short(name)} as _class_name"
-        raise _error(file, f"{state}: it must name the class to load")
+        raise file_error(file, f"{state}: it must name the class to load")
     return config
 
 
@@ -100,7 +101,7 @@ def _refuse_code(file: Path, config: dict[str, Any]) -> None:
         elif isinstance(value, list):
             waiting += value
     if code is not None:
-        raise _error(file, f"names python code ({_short(code)}): code in a model folder is never run")
+        raise file_error(file, f"names python code ({_short(code)}): code in a model folder is never run")
 
 
 def _entries(file: Path, index: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -114,9 +115,9 @@ def _entries(file: Path, index: dict[str, Any]) -> list[tuple[str, str, str]]:
                 _check_library(file, name, library)
                 found.append((name, library, class_name))
             case list() | str() | dict() if name.isidentifier() and stat.S_ISDIR(_mode(file.parent / name)):
-                raise _error(file, f"has {name} as {_short(entry)}: it must be [library, class] or [null, null]")
+                raise file_error(file, f"has {name} as {_short(entry)}: it must be [library, class] or [null, null]")
     if not found:
-        raise _error(file, "names 0 components: a pipeline has at least one, such as a unet or a transformer")
+        raise file_error(file, "names 0 components: a pipeline has at least one, such as a unet or a transformer")
     return found
 
 
@@ -125,7 +126,7 @@ def _check_library(file: Path, name: str, library: str) -> None:
     foreign = library not in _STEMS and library not in _pipeline_packages()
     if foreign or _mode(file.parent / name / f"{library}.py"):
         why = unknown_name("library", library[:60], _STEMS) if foreign else f"{name}/{library}.py"
-        raise _error(file, f"takes {name} from python code of its own ({why}): code in a model folder is never run",
+        raise file_error(file, f"takes {name} from python code of its own ({why}): code in a model folder is never run",
                      component=name, library=library)  # fmt: skip
 
 
@@ -140,11 +141,11 @@ def _pipeline_packages() -> frozenset[str]:
 def _read_component(root: Path, name: str, library: str, class_name: str) -> ComponentFolder:
     folder = root / name
     if not stat.S_ISDIR(_mode(folder)):
-        raise _error(folder, f"is missing: model_index.json has {name} as {class_name}", component=name)
+        raise file_error(folder, f"is missing: model_index.json has {name} as {class_name}", component=name)
     names = _names(folder)
     configs = [file for file in names if file.endswith("config.json") and file != "generation_config.json"]
     if not configs and not (names and "Tokenizer" in class_name):
-        raise _error(folder, f"has no config.json or other *_config.json for {class_name}, but {_listed(names)}",
+        raise file_error(folder, f"has no config.json or other *_config.json for {class_name}, but {listed(names)}",
                      component=name, files=len(names))  # fmt: skip
     for config in configs:
         _read_config(folder / config, named=config == "config.json" and library == "diffusers")
@@ -172,9 +173,11 @@ def _no_weights(folder: Path, part: ComponentFolder, names: list[str]) -> ModelE
     if pickles and not any(name.endswith(".safetensors") for name in names):
         what = f"is a pickle, which can run code when it is read, and {part.name} has 0 safetensors files"
         how = "convert the model with pipe.save_pretrained(folder, safe_serialization=True)"
-        return _error(folder / pickles[0], f"{what}: only safetensors are loaded; {how}", pickles=len(pickles))
-    what = f"has no weights for {part.class_name}, but {_listed(names)}: it needs {_STEMS.get(part.library, 'model')}"
-    return _error(folder, f"{what}.safetensors, or shards and their .index.json", component=part.name, files=len(names))
+        return file_error(folder / pickles[0], f"{what}: only safetensors are loaded; {how}", pickles=len(pickles))
+    stem = _STEMS.get(part.library, "model")
+    how = f"it needs {stem}.safetensors, or shards and their .index.json"
+    what = f"has no weights for {part.class_name}, but {listed(names)}: {how}"
+    return file_error(folder, what, component=part.name, files=len(names))
 
 
 def _choose_variant(root: Path, weights: dict[str, dict[str | None, Path]]) -> str | None:
@@ -193,58 +196,69 @@ def _add_weights(part: ComponentFolder, sets: dict[str | None, Path], variant: s
     if not sets:
         return part
     chosen = sets.get(variant) or sets[None]
-    files = (chosen,) if chosen.suffix == ".safetensors" else _shards(chosen)
-    return dataclasses.replace(part, weight_files=files, weight_bytes=sum(map(_tensor_bytes, files)))
+    index = None if chosen.suffix == ".safetensors" else chosen
+    files = (chosen,) if index is None else tuple(sorted(set(read_index(index).values())))
+    size = sum(map(_tensor_bytes, files))
+    return dataclasses.replace(part, weight_files=files, weight_bytes=size, weight_index=index)
 
 
-def _shards(file: Path) -> tuple[Path, ...]:
+def read_index(file: Path) -> dict[str, Path]:
+    """tensor → its shard, of an index beside its shards; ModelError where it is no index or a shard is not there."""
     index = _read_object(file)
     places = index.get("weight_map")
     if not isinstance(places, dict) or not places or not isinstance(index.get("metadata"), dict):
-        raise _error(file, "is no shard index: it needs the objects weight_map (tensor → shard) and metadata")
+        raise file_error(file, "is no shard index: it needs the objects weight_map (tensor → shard) and metadata")
     for name in places.values():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise _error(file, f"names the shard {_short(name)}: a shard is a .safetensors file beside its index")
-    shards = tuple(file.parent / name for name in sorted(set(places.values())))
-    missing = [shard.name for shard in shards if not _mode(shard)]
+            raise file_error(file, f"names the shard {_short(name)}: a shard is a .safetensors file beside its index")
+    shards = sorted(set(places.values()))
+    missing = [name for name in shards if not _mode(file.parent / name)]
     if missing:
-        raise _error(file, f"names {len(shards)} shards, of which {len(missing)} are missing: {_listed(missing)}",
+        raise file_error(file, f"names {len(shards)} shards, of which {len(missing)} are missing: {listed(missing)}",
                      shards=len(shards), missing=missing)  # fmt: skip
-    return shards
+    return {tensor: file.parent / name for tensor, name in places.items()}
 
 
 def _tensor_bytes(file: Path) -> int:
-    """Bytes of the tensors in a safetensors file: 8 bytes of header length, the header in JSON, the tensors."""
+    """Bytes of all tensors in a safetensors file."""
+    return max((tensor["data_offsets"][1] for tensor in read_header(file)[1].values()), default=0)
+
+
+def read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where in a safetensors file its tensors begin, in bytes, and name → what the header says of that tensor.
+
+    The file is 8 bytes of header length, the header in JSON, the tensors. Checked is its length, no more: ModelError
+    where the header is none, or the last tensor does not end with the file.
+    """
     size = _size(file)
     with _reading(file), file.open("rb") as stream:
         start = stream.read(8)
         length = int.from_bytes(start, "little")
         header = stream.read(length) if length <= min(_LARGEST_JSON, size - 8) else None
     if start == b"version " and size < 1024:
-        raise _error(file, f"is a Git LFS pointer of {size:,} bytes, not the weights: fetch them with git lfs pull")
+        raise file_error(file, f"is a Git LFS pointer of {size:,} bytes, not the weights: fetch them with git lfs pull")
     items = {} if header is None else _parse(file, header)
+    items.pop("__metadata__", None)
     tensors = max((_end(file, name, tensor) for name, tensor in items.items()), default=0)
     promised = 8 + length + tensors
     if promised != size or header is None:
         state = "truncated" if promised > size else "corrupt"
-        raise _error(file, f"is {state}: its header promises {promised:,} bytes, the file has {size:,}",
+        raise file_error(file, f"is {state}: its header promises {promised:,} bytes, the file has {size:,}",
                      promised_bytes=promised, file_bytes=size)  # fmt: skip
-    return tensors
+    return 8 + length, items
 
 
 def _end(file: Path, name: str, tensor: object) -> int:
     """Where a tensor of a safetensors header ends, in bytes after the header."""
     match tensor:
-        case _ if name == "__metadata__":
-            return 0
         case {"data_offsets": [int(begin), int(end)]} if 0 <= begin <= end < 2**63:
             return end
-    raise _error(file, f"is corrupt: its header has {_short(name)} as {_short(tensor)}, without sound data_offsets")
+    raise file_error(file, f"is corrupt: its header has {_short(name)} as {_short(tensor)}, without sound data_offsets")
 
 
 def _read_object(file: Path) -> dict[str, Any]:
     if (size := _size(file)) > _LARGEST_JSON:
-        raise _error(file, f"has {size:,} bytes, and JSON is read up to {_LARGEST_JSON:,}", file_bytes=size)
+        raise file_error(file, f"has {size:,} bytes, and JSON is read up to {_LARGEST_JSON:,}", file_bytes=size)
     with _reading(file):
         data = file.read_bytes()
     return _parse(file, data)
@@ -255,9 +269,9 @@ def _parse(file: Path, data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise _error(file, f"{what} is no JSON ({len(data):,} bytes): {str(error)[:120]}") from error
+        raise file_error(file, f"{what} is no JSON ({len(data):,} bytes): {str(error)[:120]}") from error
     if not isinstance(value, dict):
-        raise _error(file, f"{what} must be a JSON object, not {_short(value)}")
+        raise file_error(file, f"{what} must be a JSON object, not {_short(value)}")
     return value
 
 
@@ -265,7 +279,7 @@ def _size(file: Path) -> int:
     with _reading(file):
         status = file.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise _error(file, "must be a file, and is none")
+        raise file_error(file, "must be a file, and is none")
     return status.st_size
 
 
@@ -286,14 +300,15 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise _error(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise file_error(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _error(path: Path, what: str, **facts: object) -> ModelError:
+def file_error(path: Path, what: str, **facts: object) -> ModelError:
     """`what` is wrong with the file or folder; it is named by the last two parts of its path."""
     return ModelError(f"{'/'.join(path.parts[-2:])} {what}", file=str(path), **facts)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first three of `names` and how many more there are, on one line."""
     shown = ascii(", ".join(names[:3]) or "nothing")[1:-1]  # a name may hold a line break
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tightfit.devices.cuda import CudaDevice, cuda_count
-from tightfit.devices.seam import CpuDevice, Device, LoopbackDevice, ram_bytes, ram_free, ram_limit
+from tightfit.devices.seam import CpuDevice, Device, LoopbackDevice, pinnable_bytes, ram_bytes, ram_free, ram_limit
 from tightfit.errors import InputError, unknown_name
 from tightfit.records import Accelerator, Machine
 
@@ -53,7 +53,7 @@ def find_machine() -> Machine:
         ram=ram_bytes(),
         ram_free=ram_free(),
         ram_limit=ram_limit(),
-        pinnable=_pinnable() if cards else 0,
+        pinnable=pinnable_bytes() if cards else 0,
         cores=_cores(),
         cpu=cpu,
     )
@@ -68,20 +68,6 @@ def _accelerator(device: Device, title: str | None) -> Accelerator:
         title=title,
         compute_capability=device.compute_capability(),
     )
-
-
-def _pinnable() -> int:
-    """Bytes that CUDA could page-lock now, at most. Without a card there is nothing to page-lock for: 0.
-
-    On Linux the driver locks pages by its own means: RLIMIT_MEMLOCK binds mlock() only, and what is locked is RAM
-    that is taken (of the control group, too), so the bound is the RAM that is free. Windows lets the driver have
-    about half of the RAM (ComfyUI's model_management.py stays at 40 % for it). On WSL, "pinned system memory
-    availability for applications is limited" (NVIDIA's CUDA on WSL guide) without a number: half is the bound there
-    too, and in containers 0.5 to 1 GB has been seen (microsoft/WSL#14078, NVIDIA/nvidia-docker#1725). So whoever
-    page-locks must be ready for a refusal.
-    """
-    by_windows = platform.system() == "Windows" or "microsoft" in platform.release().lower()
-    return min(ram_free(), ram_bytes() // 2) if by_windows else ram_free()
 
 
 def _cores() -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tightfit.devices.seam import Device
+from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.seam import Device, pinnable_bytes
 
 __all__ = ["CudaDevice", "cuda_count"]
 
@@ -44,6 +46,26 @@ class CudaDevice(Device):
     def compute_capability(self) -> str:
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         return f"{major}.{minor}"
+
+    def lane(self) -> Lane:
+        return _CudaLane(self.torch_device)
+
+    def pinnable(self) -> int:
+        return pinnable_bytes()
+
+    def lock_pages(self, buffer: torch.Tensor) -> Callable[[], None] | None:
+        """Registers memory as it is: torch's own pinned allocator would round it up to a power of two."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address, size = buffer.data_ptr(), buffer.nbytes
+        with torch.cuda.device(self.torch_device):
+            if int(runtime.cudaHostRegister(address, size, 0)) != 0:
+                return None
+
+        def unlock() -> None:
+            torch.cuda.synchronize(self.torch_device)
+            runtime.cudaHostUnregister(address)
+
+        return unlock
 
     def pinned(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -87,3 +109,30 @@ class CudaDevice(Device):
     def write_snapshot(self, path: Path) -> None:
         torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None, device=self.torch_device)
+
+
+class _CudaLane(Lane):
+    """A stream of its own, for copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            return _CudaArrival(self._device, self._stream.record_event())
+
+    def mark(self) -> Any:
+        return torch.cuda.current_stream(self._device).record_event()
+
+
+class _CudaArrival(Arrival):
+    def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
+        self._device, self._event = device, event
+
+    def settle(self) -> float:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+        return 0.0

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError
 from tightfit.pretend.backend import cards_in_use
-from tightfit.pretend.pinning import pin
-from tightfit.pretend.storage import settle
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Point
+from tightfit.pretend.pinning import is_pinned, pin
+from tightfit.pretend.storage import settle, store_of
 
 __all__ = ["PretendDevice"]
 
@@ -45,6 +51,23 @@ class PretendDevice(Device):
         self.card.copy_out(tensor.nbytes, pinned=False, wait=True)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
+    def lane(self) -> Lane:
+        return _PretendLane(self.card)
+
+    def room(self, size: int) -> torch.Tensor:
+        whole = super().room(size)
+        if self.card.values == "shapes":
+            store_of(whole).values = None  # it will hold weights, and they are only shapes
+        return whole
+
+    def pinnable(self) -> int:
+        return 2**60
+
+    def lock_pages(self, buffer: torch.Tensor) -> Callable[[], None] | None:
+        if not buffer.is_meta:
+            pin(buffer)
+        return lambda: None
+
     def pinned(self, size: int) -> torch.Tensor:
         return pin(torch.empty(size, dtype=torch.uint8))
 
@@ -74,3 +97,34 @@ class PretendDevice(Device):
 
     def now(self) -> float:
         return self.card.now * 1e-9
+
+
+class _PretendLane(Lane):
+    """A stream of the card's own, for copies."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        self._stream = card.new_stream()
+
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+        card = self._card
+        with card.on(self._stream):
+            if after is not None:
+                card.timeline.wait(self._stream, after)
+            if source.is_meta:
+                card.copy_in(source.nbytes, pinned=True, wait=False)
+            else:
+                target.copy_(source, non_blocking=is_pinned(source))
+            return _PretendArrival(card, card.record())
+
+    def mark(self) -> Point:
+        return self._card.record()
+
+
+class _PretendArrival(Arrival):
+    def __init__(self, card: Card, point: Point) -> None:
+        self._card, self._point = card, point
+
+    def settle(self) -> float:
+        self._card.timeline.wait(self._card.stream, self._point)
+        return 0.0

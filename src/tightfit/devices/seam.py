@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -10,9 +11,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from tightfit.devices.lane import HostLane, Lane
 from tightfit.errors import InputError
 
-__all__ = ["CpuDevice", "Device", "LoopbackDevice", "ram_bytes", "ram_free", "ram_limit"]
+__all__ = ["CpuDevice", "Device", "LoopbackDevice", "pinnable_bytes", "ram_bytes", "ram_free", "ram_limit"]
 
 GROUPS = Path("/sys/fs/cgroup")  # where control groups are mounted
 OWN_GROUPS = Path("/proc/self/cgroup")  # which of them this process is in
@@ -49,6 +51,22 @@ class Device(ABC):
 
     def compute_capability(self) -> str | None:
         """Of a CUDA card, e.g. "8.9"."""
+        return None
+
+    def lane(self) -> Lane:
+        """A new queue of copies to the device."""
+        return HostLane()
+
+    def room(self, size: int) -> torch.Tensor:
+        """`size` bytes of device memory, as uint8 of shape (size,), with anything in them."""
+        return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+
+    def pinnable(self) -> int:
+        """Bytes of host memory that could be page-locked for copies to this device."""
+        return 0
+
+    def lock_pages(self, buffer: torch.Tensor) -> Callable[[], None] | None:
+        """Page-locks host memory that is there; returns how to unlock it, or None where that is refused."""
         return None
 
     def pinned(self, size: int) -> torch.Tensor:
@@ -158,6 +176,20 @@ def ram_limit() -> int | None:
 def ram_free() -> int:
     """RAM that this process could still take without swapping, or being killed at a control group's limit."""
     return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits())]))
+
+
+def pinnable_bytes() -> int:
+    """Bytes that CUDA could page-lock now, at most. Without a card there is nothing to page-lock for: 0.
+
+    On Linux the driver locks pages by its own means: RLIMIT_MEMLOCK binds mlock() only, and what is locked is RAM
+    that is taken (of the control group, too), so the bound is the RAM that is free. Windows lets the driver have
+    about half of the RAM (ComfyUI's model_management.py stays at 40 % for it). On WSL, "pinned system memory
+    availability for applications is limited" (NVIDIA's CUDA on WSL guide) without a number: half is the bound there
+    too, and in containers 0.5 to 1 GB has been seen (microsoft/WSL#14078, NVIDIA/nvidia-docker#1725). So whoever
+    page-locks must be ready for a refusal.
+    """
+    by_windows = platform.system() == "Windows" or "microsoft" in platform.release().lower()
+    return min(ram_free(), ram_bytes() // 2) if by_windows else ram_free()
 
 
 def _limits() -> Iterator[tuple[int, int]]:

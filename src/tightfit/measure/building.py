@@ -63,7 +63,7 @@ def build_network(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Modul
             network = make()
     finally:
         torch.set_default_dtype(usual)
-    return _in_dtype(network.eval().requires_grad_(False), dtype)
+    return _in_dtype(network.eval(), dtype)
 
 
 class _LargeOnMeta(TorchFunctionMode):

@@ -48,7 +48,8 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types:  # a tensor subclass (stored weights): its own handler runs the plain operations, seen one by one
+        # a tensor subclass (stored weights): its own handler runs the plain operations, seen one by one
+        if any(kind not in _PLAIN for kind in types):  # (`tensor.data` names torch.Tensor itself)
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if not self._paused and not _aliases(func):

@@ -14,10 +14,12 @@ from tightfit.footprint import Component, Footprint, Role, Unit
 __all__ = [
     "HANDLE",
     "find_components",
+    "find_leaves",
     "find_phase",
     "find_role",
     "find_units",
     "has_skips",
+    "inspect_component",
     "inspect_pipeline",
     "weight_bytes",
     "weight_tensors",
@@ -39,11 +41,12 @@ def find_components(pipe: object) -> dict[str, nn.Module]:
 
 def inspect_pipeline(pipe: object) -> Footprint:
     """What `pipe` is made of. Reads only."""
-    components = tuple(_inspect(name, module) for name, module in find_components(pipe).items())
+    components = tuple(inspect_component(name, module) for name, module in find_components(pipe).items())
     return Footprint(pipeline=type(pipe).__name__, components=components)
 
 
-def _inspect(name: str, module: nn.Module) -> Component:
+def inspect_component(name: str, module: nn.Module) -> Component:
+    """What the component `name` is made of. Reads only."""
     tensors = {id(tensor): tensor for tensor in weight_tensors(module)}
     left, units = dict(tensors), []
     for path, block in find_units(module).items():
@@ -58,8 +61,13 @@ def _inspect(name: str, module: nn.Module) -> Component:
         bytes=whole.bytes,
         dtypes=whole.dtypes,
         units=(*units, _unit("", list(left.values()))) if units else (),
+        leaves=tuple(_leaf(path, parts) for path, parts in find_leaves(module).items()),
         skips=has_skips(module),
     )
+
+
+def _leaf(path: str, parts: tuple[nn.Module, ...]) -> Unit:
+    return _unit(path, list({id(tensor): tensor for part in parts for tensor in _own(part)}.values()))
 
 
 def _unit(name: str, tensors: list[torch.Tensor]) -> Unit:
@@ -107,6 +115,41 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield path, child
         else:
             yield from _blocks(child, f"{path}.")
+
+
+SMALLEST = 2**20  # bytes of weights that are worth a journey of their own …
+SMALLEST_SHARE = 1 / 1000  # … or this part of all weights of a component, where that is less
+
+
+def find_leaves(module: nn.Module) -> dict[str, tuple[nn.Module, ...]]:
+    """The modules of `module` whose own large parameters are used in their own forward pass, by dotted path.
+
+    A leaf is one module, or several that share a parameter. Left out are modules with other leaves inside (what they
+    own is needed all along) and what is small.
+    """
+    own = {path: (part, _own(part)) for path, part in module.named_modules()}
+    least = min(SMALLEST, int(weight_bytes(module) * SMALLEST_SHARE))
+    large = {path for path, (_, owned) in own.items() if owned and sum(t.nbytes for t in owned) >= max(least, 1)}
+    around = {path[:end] for path in large for end, sign in enumerate(path) if sign == "."} | ({""} if large else set())
+    leaves: dict[str, tuple[nn.Module, ...]] = {}
+    homes: dict[int, str] = {}  # the leaf that has a parameter
+    for path, (part, owned) in own.items():
+        if path in large - around:
+            leaf = next((homes[id(tensor)] for tensor in owned if id(tensor) in homes), path)
+            leaves[leaf] = (*leaves.get(leaf, ()), part)
+            homes.update((id(tensor), leaf) for tensor in owned)
+    shared = Counter(id(tensor) for _, owned in own.values() for tensor in owned)
+    return {leaf: parts for leaf, parts in leaves.items() if _complete(parts, shared)}
+
+
+def _own(module: nn.Module) -> list[torch.Tensor]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def _complete(parts: tuple[nn.Module, ...], shared: Counter[int]) -> bool:
+    """Whether nobody but `parts` has one of their parameters."""
+    held = Counter(id(tensor) for part in parts for tensor in _own(part))
+    return all(shared[key] == count for key, count in held.items())
 
 
 def weight_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

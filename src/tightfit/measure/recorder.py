@@ -12,6 +12,7 @@ import psutil
 from tightfit.devices.seam import Device
 from tightfit.measure.meter import TensorMeter
 from tightfit.records import PhaseTrace, Sample, Trace
+from tightfit.units import format_bytes
 
 __all__ = ["LiveNumbers", "Moment", "Recorder"]
 
@@ -54,6 +55,9 @@ class _Phase:
     bytes_in: int = 0
     bytes_out: int = 0
     runs: int = 0
+    on_demand: int = 0  # parcels of weights
+    unforeseen: int = 0  # of these, how many came in an order that was thought to be known
+    waited: float = 0.0
 
 
 @dataclass
@@ -77,6 +81,7 @@ class Recorder:
     _rss: tuple[float, int, int] = (0.0, 0, 0)  # when, last, peak
     _lossy: dict[str, None] = field(default_factory=dict)
     _notes: dict[str, None] = field(default_factory=dict)
+    _ran_out: dict[str, tuple[int, int]] = field(default_factory=dict)
     _meter: TensorMeter | None = None
     _process: psutil.Process = field(default_factory=psutil.Process)
 
@@ -100,6 +105,7 @@ class Recorder:
         self._rss = (0.0, 0, 0)
         self._lossy.clear()
         self._notes.clear()
+        self._ran_out.clear()
         if self.device.allocated_bytes() is None:
             if self.count_activations:
                 self._meter = TensorMeter(self._activations_changed)
@@ -146,6 +152,22 @@ class Recorder:
         if self._running and self._phases:
             self._phases[-1].bytes_in += bytes_in
             self._phases[-1].bytes_out += bytes_out
+
+    def unforeseen(self, *, learning: bool = False) -> None:
+        """Weights come only now that they are needed; `learning`: nobody could know the order yet."""
+        if self._running and self._phases:
+            self._phases[-1].on_demand += 1
+            self._phases[-1].unforeseen += not learning
+
+    def waited(self, seconds: float) -> None:
+        """The host waited for weights."""
+        if self._running and self._phases:
+            self._phases[-1].waited += seconds
+
+    def ran_out(self, where: str, given_up: int) -> None:
+        """Out of memory; `given_up` bytes of weights made room, and the work was done again."""
+        times, size = self._ran_out.get(where, (0, 0))
+        self._ran_out[where] = times + 1, size + given_up
 
     def repeat(self, moments: Iterable[Moment]) -> None:
         """Takes samples of what is about to happen in the same way as before, in seconds from now."""
@@ -239,6 +261,8 @@ class Recorder:
                 bytes_in=p.bytes_in,
                 bytes_out=p.bytes_out,
                 runs=max(p.runs, 1),
+                on_demand=p.on_demand,
+                waited=p.waited,
             )
             for p, end in zip(self._phases, ends, strict=True)
         )
@@ -251,5 +275,13 @@ class Recorder:
             samples=tuple(Sample(**moment._asdict()) for moment in moments),
             rss_peak_bytes=max(self._rss[2], int(self._process.memory_info().rss)),
             lossy=tuple(self._lossy),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *self._told()),
         )
+
+    def _told(self) -> Iterator[str]:
+        """What happened that nobody planned, in sentences."""
+        for where, (times, size) in self._ran_out.items():
+            yield f"{where}, {times} times: {format_bytes(size)} of weights that stayed pass through from then on"
+        for phase in self._phases:
+            if phase.unforeseen:
+                yield f"{phase.name}: {phase.unforeseen} layers were needed in an order that was not foreseen"

@@ -101,4 +101,4 @@ def _shadow(name: str, tensor: torch.Tensor) -> torch.Tensor:
         kind = type(plain).__name__
         raise PlanError(f"{name} has weights of type {kind}, whose shapes alone say too little", name=name, kind=kind)
     shape = torch.empty_like(plain, device="meta") if plain.numel() > LARGE else plain.to("cpu", copy=True)
-    return nn.Parameter(shape, requires_grad=False) if isinstance(tensor, nn.Parameter) else shape
+    return nn.Parameter(shape, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tightfit.errors import PlanError, unknown_name
+from tightfit.plan.streaming import settle_streaming
 from tightfit.records import Component, Footprint, Placement, Plan, Reason, Request
 from tightfit.units import format_bytes
 
@@ -27,11 +28,13 @@ def plan_for(
     separate: bool,
     choices: Mapping[str, Any],
     request: Request | None = None,
+    pinnable: int = 0,
 ) -> Plan:
     """The plan for `choices`: a level (0 if none) and any Plan fields to differ from it, all by name.
 
-    `separate` says whether the device has memory of its own; where it has none, weights stay where they are and
-    the reasons say so. Raises PlanError for unknown components and what they cannot do.
+    `separate` says whether the device has memory of its own; where it has none, weights in host memory stay where
+    they are and the reasons say so. `pinnable` bytes of host memory can be page-locked. Raises PlanError for unknown
+    components and what they cannot do.
     """
     chosen = {key: value for key, value in choices.items() if key != "reasons"}
     level = Plan.from_mapping({"level": chosen.get("level")}).level
@@ -41,8 +44,8 @@ def plan_for(
     plan = Plan.from_mapping(_merge(base, chosen))
     _check(plan, footprint)
     reasons = tuple(_reasons(plan, footprint, separate))
-    if not separate:
-        plan = _settled(plan)
+    plan = plan if separate else _settled(plan)
+    plan = _pinning(_streaming(plan, footprint), footprint, pinnable)
     return plan.model_copy(update={"reasons": reasons})
 
 
@@ -54,7 +57,7 @@ def _preset(footprint: Footprint, level: int) -> dict[str, Any]:
 
 def _placement(component: Component, level: int) -> Placement:
     if level >= 3:
-        return "per-unit" if component.role == "denoiser" and component.units else "per-phase"
+        return "per-unit" if component.role == "denoiser" and component.leaves else "per-phase"
     return "per-phase" if level == 2 and component.role == "encoder" else "resident"
 
 
@@ -72,13 +75,38 @@ def _check(plan: Plan, footprint: Footprint) -> None:
     for name, component in plan.components.items():
         if name not in known:
             raise PlanError(unknown_name(f"component of {footprint.pipeline}", name, known), name=name)
-        if component.placement == "per-unit" and not known[name].units:
-            raise PlanError(f"{name} has no repeated blocks to stream: per-phase would work", name=name)
+        if component.placement == "per-unit" and not known[name].leaves:
+            raise PlanError(f"{name} has no layers to stream: per-phase would work", name=name)
+
+
+def _streaming(plan: Plan, footprint: Footprint) -> Plan:
+    """`plan` with all decided about what streams."""
+    known = {component.name: component for component in footprint.components}
+    settled = {
+        name: settle_streaming(known[name], chosen) if chosen.placement == "per-unit" else chosen
+        for name, chosen in plan.components.items()
+    }
+    return plan.model_copy(update={"components": settled})
+
+
+def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
+    """`plan` with the masters page-locked of what moves, the most travelled first, as far as `pinnable` bytes go."""
+    sizes = {component.name: component.bytes for component in footprint.components}
+    components = dict(plan.components)
+    for name in sorted(components, key=lambda name: components[name].placement != "per-unit"):
+        chosen = components[name]
+        if chosen.placement == "resident" or chosen.home != "host" or chosen.pinned is not None:
+            continue
+        pinned = sizes[name] <= pinnable
+        pinnable -= sizes[name] * pinned
+        components[name] = chosen.model_copy(update={"pinned": pinned})
+    return plan.model_copy(update={"components": components})
 
 
 def _settled(plan: Plan) -> Plan:
-    """`plan` where host memory is the device's memory: nothing can be moved off it."""
-    stay = {name: c.model_copy(update={"placement": "resident"}) for name, c in plan.components.items()}
+    """`plan` where host memory is the device's memory: nothing can be moved off it, but to the disk."""
+    left = dict.fromkeys(("weights", "grain", "ring", "stays", "pinned")) | {"placement": "resident"}
+    stay = {n: c if c.home == "disk" else c.model_copy(update=left) for n, c in plan.components.items()}
     return plan.model_copy(update={"components": stay, "offload_activations": False})
 
 
@@ -100,15 +128,15 @@ def _reasons(plan: Plan, footprint: Footprint, separate: bool) -> list[Reason]:
         if chosen.channels_last:
             because(f"{name} channels-last", "asked for by name: many convolution kernels want it")
     moves = {name: c for name, c in plan.components.items() if c.placement != "resident"}
-    if not separate and (moves or plan.offload_activations):
-        names = ", ".join(moves) or "activations"
+    onto_disk = {name: c for name, c in moves.items() if c.home == "disk"}
+    if not separate and (len(moves) > len(onto_disk) or plan.offload_activations):
+        names = ", ".join(moves.keys() - onto_disk.keys()) or "activations"
         because(f"nothing is moved ({names})", f"{plan.device} computes in host memory: there is nowhere to move to")
-        return reasons
     for component in footprint.components:
         chosen = plan.components[component.name]
-        if chosen.placement != "resident":
+        if chosen.placement != "resident" and (separate or chosen.home == "disk"):
             because(f"{component.name} {chosen.placement}", _why(component, chosen.placement))
-    if plan.offload_activations:
+    if plan.offload_activations and separate:
         skipping = [component.name for component in footprint.components if component.skips]
         if skipping:
             because(
@@ -122,5 +150,5 @@ def _reasons(plan: Plan, footprint: Footprint, separate: bool) -> list[Reason]:
 def _why(component: Component, placement: Placement) -> str:
     if placement == "per-phase":
         return f"its {format_bytes(component.bytes)} are only needed while it works"
-    largest = max(unit.bytes for unit in component.units)
-    return f"one unit at a time needs {format_bytes(largest)} of its {format_bytes(component.bytes)}"
+    largest = max(leaf.bytes for leaf in component.leaves)
+    return f"one layer at a time needs {format_bytes(largest)} of its {format_bytes(component.bytes)}"

@@ -45,6 +45,7 @@ class Card:
     bytes_in: int = 0  # what has crossed the link
     bytes_out: int = 0
     watchers: list[Callable[[Work], None]] = field(default_factory=list)  # told of each kernel while it runs
+    _streams: int = 0  # how many there are beside the usual one
     _workspaces: dict[int, Block] = field(default_factory=dict)  # by stream
 
     def __post_init__(self) -> None:
@@ -59,6 +60,11 @@ class Card:
             yield
         finally:
             self.stream = before
+
+    def new_stream(self) -> int:
+        """A stream that nobody else has."""
+        self._streams += 1
+        return self._streams
 
     def malloc(self, size: int) -> Block:
         """A block for the current stream; torch's OutOfMemoryError where the card has none left."""

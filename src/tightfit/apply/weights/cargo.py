@@ -7,7 +7,7 @@ and whatever was loaded, fused or replaced in the meantime is simply what is fou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,26 +30,28 @@ class _Slot(NamedTuple):
 
 
 class Cargo:
-    """All weights below `module`, except those below the modules in `without`."""
+    """All weights and buffers below `module`, except those that `without` says when they are brought."""
 
     def __init__(
-        self, module: nn.Module, device: Device, recorder: Recorder, without: Collection[nn.Module] = ()
+        self,
+        module: nn.Module,
+        device: Device,
+        recorder: Recorder,
+        without: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         self._module = module
         self._device = device
         self._recorder = recorder
-        self._without = frozenset(map(id, without))
+        self._without = without
         self._slots: list[_Slot] = []
         self._bytes = 0
-
-    @property
-    def aboard(self) -> bool:
-        return bool(self._slots)
+        self.aboard = False
 
     def bring(self) -> None:
         """Copies every weight to the device and lets the modules see the copies."""
-        if self._slots:
+        if self.aboard:
             return
+        self.aboard = True
         copies: dict[int, torch.Tensor] = {}
         with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
             for table, name, master in self._tensors():
@@ -73,27 +75,20 @@ class Cargo:
                     master.data.copy_(copy.data)  # written to while it was here (a LoRA fused in a callback, say)
                 self._recorder.moved(bytes_out=copy.nbytes)
             table[name] = master
-        self._slots = []
+        self._slots, self.aboard = [], False
         self._recorder.weights_changed(-self._bytes)
         self._bytes = 0
 
     def _copy(self, master: torch.Tensor) -> torch.Tensor:
         copy = self._device.bring(master.detach())
         if isinstance(master, nn.Parameter):
-            return nn.Parameter(copy, requires_grad=False)
+            return nn.Parameter(copy, requires_grad=master.requires_grad)
         return copy
 
     def _tensors(self) -> Iterator[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
-        for module in _descend(self._module, self._without):
+        without = set(map(id, self._without()))
+        for module in self._module.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
-                    if tensor is not None:
+                    if tensor is not None and id(tensor) not in without:
                         yield table, name, tensor  # type: ignore[misc]
-
-
-def _descend(module: nn.Module, without: Collection[int]) -> Iterator[nn.Module]:
-    if id(module) in without:
-        return
-    yield module
-    for child in module.children():
-        yield from _descend(child, without)

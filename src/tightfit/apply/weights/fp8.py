@@ -85,6 +85,15 @@ class Float8Weight(torch.Tensor):
     def nbytes(self) -> int:  # type: ignore[override]
         return self.rows.nbytes + self.scale.nbytes
 
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["rows", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inside: dict[str, torch.Tensor], dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
+    ) -> Float8Weight:
+        return Float8Weight(inside["rows"], inside["scale"], dtype)
+
     def _like(self, rows: torch.Tensor, scale: torch.Tensor) -> Float8Weight:
         return Float8Weight(rows, scale, self.dtype)
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import torch
 from torch import nn
 
 from tightfit.apply.weights.cargo import Cargo
+from tightfit.apply.weights.disk import DiskHome, Spill, Stored
+from tightfit.apply.weights.homes import Home, HostHome, plain_parts
+from tightfit.apply.weights.parcels import Parcel, parcels_of
+from tightfit.apply.weights.rescue import rescue_blocks
+from tightfit.apply.weights.streamer import Streamer
+from tightfit.devices.disk import DiskReader
 from tightfit.devices.seam import Device
-from tightfit.measure.modules import find_units, weight_bytes, weight_tensors
+from tightfit.measure.modules import find_units, inspect_component, weight_bytes, weight_tensors
 from tightfit.measure.recorder import Recorder
-from tightfit.records import Placement
+from tightfit.plan.streaming import settle_streaming
+from tightfit.records import ComponentPlan
 
 __all__ = ["Residency"]
 
@@ -28,48 +35,87 @@ class Residency:
     ControlNet and its UNet): those stay together from then on.
     """
 
-    def __init__(self, device: Device, recorder: Recorder) -> None:
+    def __init__(self, device: Device, recorder: Recorder, stored: Mapping[int, Stored] | None = None) -> None:
         self._device = device
+        self._stored = stored or {}  # which files hold what, by id
+        self._reader: DiskReader | None = None
         self._recorder = recorder
         self._cargo: dict[str, Cargo] = {}
-        self._units: list[Cargo] = []
+        self._streamers: dict[str, Streamer] = {}
         self._turns: Counter[frozenset[str]] = Counter()
         self._together: set[frozenset[str]] = set()
         self._last: str | None = None
 
-    def place(self, name: str, module: nn.Module, placement: Placement, undo: ExitStack) -> None:
-        """Arranges for `module`, the component `name`, and registers in `undo` how to take it back."""
-        if placement == "resident" and self._device.swaps_parameters:
+    def place(self, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
+        """Moves the weights of `module` to where they are while nobody works; `undo` takes them back."""
+        if plan.placement == "resident" and self._device.swaps_parameters:
             cargo = Cargo(module, self._device, self._recorder)
             cargo.bring()
             undo.callback(cargo.evict)
-            return
-        if placement == "resident" or not self._device.separate:
+        elif plan.placement == "resident" or not self._device.separate:
             undo.callback(_move(module, self._device.torch_device))
-            size = weight_bytes(module)
-            self._recorder.weights_changed(size)
-            undo.callback(self._recorder.weights_changed, -size)
+            self._count(weight_bytes(module), undo)
+        else:
+            undo.callback(_move(module, HOST))
+
+    def stream(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
+        """Lets the weights of `module`, the component `name`, come and go as it works."""
+        if plan.placement == "resident" or not (self._device.separate or plan.home == "disk"):
             return
-        undo.callback(_move(module, HOST))
-        units = find_units(module) if placement == "per-unit" else {}
-        self._cargo[name] = Cargo(module, self._device, self._recorder, without=units.values())
-        for unit in units.values():
-            self._stream(unit, undo)
+        component = inspect_component(name, module)
+        if plan.placement == "per-unit":
+            plan = settle_streaming(component, plan)
+        with ExitStack() as stored:
+            parcels = parcels_of(module, component, plan.grain or "leaf", self._homes(plan, stored, undo))
+        if plan.pinned:
+            self._lock(name, parcels, undo)
+        stays = {parcel.name for parcel in parcels} if plan.placement == "per-phase" else plan.stays or ()
+        streamer = Streamer(parcels, stays, plan.ring or 0, self._device, self._recorder)
+        streamer.hook(undo.callback)
+        self._streamers[name] = streamer
+        if self._device.separate:
+            rescue_blocks(find_units(module), lambda block: self.make_more_room(name, block), undo)
+        if plan.home == "disk":
+            streamer.set_aside()
+            undo.callback(streamer.give_back)
+        if self._device.separate:
+            self._cargo[name] = Cargo(module, self._device, self._recorder, without=streamer.owned)
+        else:  # what is small is in RAM anyway, and what is large no more
+            self._count(-sum(leaf.bytes for leaf in component.leaves), undo)
 
-    def _stream(self, unit: nn.Module, undo: ExitStack) -> None:
-        """Brings one unit in before each of its forward passes and forgets it after."""
-        cargo = Cargo(unit, self._device, self._recorder)
-        self._units.append(cargo)
+    def _count(self, size: int, undo: ExitStack) -> None:
+        """`size` bytes more are on the device until `undo`."""
+        self._recorder.weights_changed(size)
+        undo.callback(self._recorder.weights_changed, -size)
 
-        def before(*_: object) -> None:
-            cargo.bring()
+    def _homes(
+        self, plan: ComponentPlan, stored: ExitStack, undo: ExitStack
+    ) -> Callable[[list[nn.Parameter]], Home]:
+        """How to find a home for masters, until `stored` is closed."""
+        if plan.home == "host":
+            return lambda masters: HostHome(_plain(masters), self._device)
+        if self._reader is None:
+            self._reader = DiskReader()
+            undo.callback(self._reader.close)
+        reader, spill = self._reader, Spill()
+        undo.callback(spill.close)
+        stored.callback(spill.finish)
 
-        def after(*_: object) -> None:
-            self._recorder.leave()
-            cargo.evict()
+        def home_of(masters: list[nn.Parameter]) -> Home:
+            tensors = _plain(masters)
+            known = [self._stored[id(tensor)] for tensor in tensors if id(tensor) in self._stored]
+            return DiskHome(tensors, known if len(known) == len(tensors) else spill.write(tensors), reader)
 
-        undo.callback(unit.register_forward_pre_hook(before, prepend=True).remove)
-        undo.callback(unit.register_forward_hook(after, always_call=True).remove)
+        return home_of
+
+    def _lock(self, name: str, parcels: list[Parcel], undo: ExitStack) -> None:
+        """Page-locks the masters, as far as the system lets us."""
+        for count, parcel in enumerate(parcels):
+            unlock = parcel.home.lock_pages()
+            if unlock is None:
+                self._recorder.note(f"{name}: page-locking was refused after {count} of {len(parcels)} parcels")
+                return
+            undo.callback(unlock)
 
     def enter(self, name: str) -> None:
         """The component `name` starts to work: those it does not share the device with go, and it comes."""
@@ -81,13 +127,37 @@ class Residency:
         if self._last not in (None, name):
             self._take_turns(frozenset((name, self._last or "")))
         self._last = name
-        for other, cargo in self._cargo.items():
-            if other != name and cargo.aboard and frozenset((name, other)) not in self._together:
-                cargo.evict()
+        for other in self._streamers:
+            if other != name and frozenset((name, other)) not in self._together:
+                self._evict(other)
 
-    def bring(self, name: str) -> None:
+    def bring(self, name: str, method: str = "forward") -> None:
+        """The weights of `name` start to come, for a pass of `method`."""
         if name in self._cargo:
             self._cargo[name].bring()
+        if name in self._streamers:
+            self._streamers[name].begin(method)
+
+    def finish(self, name: str) -> None:
+        """A pass of `name` has come to its end."""
+        if name in self._streamers:
+            self._streamers[name].end()
+
+    def make_more_room(self, name: str, where: str) -> bool:
+        """Out of memory while `name` was at work: some of what stays gives up its place; whether there was any."""
+        for streamer in (self._streamers.get(name), *self._streamers.values()):
+            given_up = streamer.shed() if streamer is not None else 0
+            if given_up:
+                self._device.release_cache()
+                self._recorder.ran_out(f"out of memory in {name}.{where}".rstrip("."), given_up)
+                return True
+        return False
+
+    def _evict(self, name: str) -> None:
+        if self._streamers[name].aboard:
+            self._streamers[name].clear()
+        if name in self._cargo and self._cargo[name].aboard:
+            self._cargo[name].evict()
 
     def _take_turns(self, pair: frozenset[str]) -> None:
         self._turns[pair] += 1
@@ -95,13 +165,22 @@ class Residency:
             self._together.add(pair)
             self._recorder.note(f"{' and '.join(sorted(pair))} take turns: they stay on the device together")
 
-    def clear(self) -> None:
-        """Everything that came goes, as between calls."""
-        for cargo in (*self._units, *self._cargo.values()):
+    def rest(self) -> None:
+        """What is small goes, so that at the next call the modules are looked through for new weights."""
+        for cargo in self._cargo.values():
             if cargo.aboard:
                 cargo.evict()
+
+    def clear(self) -> None:
+        """Everything that came goes."""
+        for name in self._streamers:
+            self._evict(name)
         self._turns.clear()
         self._last = None
+
+
+def _plain(masters: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [part for master in masters for part in plain_parts(master)]
 
 
 def _move(module: nn.Module, target: torch.device) -> Callable[[], None]:

@@ -82,7 +82,7 @@ def store_weights(module: nn.Module, plan: ComponentPlan, *, originals_in_ram: b
 
 
 def _stored(original: nn.Parameter, form: torch.dtype, compute: torch.dtype | None) -> Float8Weight:
-    parameter = nn.Parameter(Float8Weight.store(original, form, compute), requires_grad=False)
+    parameter = nn.Parameter(Float8Weight.store(original, form, compute), requires_grad=original.requires_grad)
     assert isinstance(parameter, Float8Weight)  # a parameter keeps the class of its tensor
     return parameter
 
@@ -98,6 +98,7 @@ def _cast_rest(module: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str, An
                     continue
                 if tensor.dtype != dtype:
                     cast = tensor.detach().to(dtype)
-                    table[name] = nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast
+                    asks = tensor.requires_grad
+                    table[name] = nn.Parameter(cast, asks) if isinstance(tensor, nn.Parameter) else cast
                     changed.append((table, name, tensor, table[name]))
     return changed

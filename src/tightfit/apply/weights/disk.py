@@ -1,0 +1,167 @@
+"""Weights whose masters are in files: a model's own safetensors shards, or a temporary file written for the purpose.
+
+What moves together is read in few long stretches of whole sectors, straight to where it is used; each weight then lies
+at the same place within a sector as in its file, and nothing is repacked.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.apply.weights.homes import Home, Layout
+from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
+from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.memory import arena
+from tightfit.errors import RunError
+
+__all__ = ["DiskHome", "Spill", "Stored"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, in row-major order."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]  # in which it is used; dense
+
+    @property
+    def size(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class DiskHome(Home):
+    """`tensors`, plain and on the CPU, have no values of their own meanwhile; what `stored` says are their masters."""
+
+    writable = False
+
+    def __init__(self, tensors: Sequence[torch.Tensor], stored: Sequence[Stored], reader: DiskReader) -> None:
+        self._tensors, self._stored, self._reader = tensors, stored, reader
+        self._runs: list[tuple[Extent, int]] = []  # what is read, and to where
+        places = _runs(stored, self._runs)
+        self.layouts = tuple(
+            Layout(place, each.dtype, each.shape, each.strides) for place, each in zip(places, stored, strict=True)
+        )
+        self.size = max((place + _sectors(extent.size) for extent, place in self._runs), default=0)
+        for tensor in tensors:
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
+
+    def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
+        if target.device.type == "cpu":
+            return _Read(self._read(target))
+        staging = arena(self.size)
+        self._read(staging).wait()
+        return lane.send(target, staging, after)
+
+    def _read(self, target: torch.Tensor) -> Reading:
+        return self._reader.read([(extent, target[place:]) for extent, place in self._runs])
+
+    def give_back(self) -> None:
+        """The tensors have their values again."""
+        region = arena(self.size)
+        self._read(region).wait()
+        for tensor, layout in zip(self._tensors, self.layouts, strict=True):
+            tensor.data = layout.view(region).clone(memory_format=torch.preserve_format)
+
+
+class _Read(Arrival):
+    """What is read to where it is used: the host waits, because it is the host that computes."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+
+    def settle(self) -> float:
+        return self._reading.wait()
+
+    def abandon(self) -> None:
+        self._reading.cancel()
+
+
+class Spill:
+    """A temporary file for weights that no file has as they are used. It goes when it is closed, or forgotten."""
+
+    def __init__(self) -> None:
+        handle, name = tempfile.mkstemp(prefix="tightfit-weights-")
+        self.path = Path(name)
+        self._handle = handle
+        self._end = 0
+        self._forget = weakref.finalize(self, _remove, handle, self.path)
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> list[Stored]:
+        """Appends the plain, dense `tensors`; RunError where the disk is full."""
+        stored = []
+        for tensor in tensors:
+            flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+            stored.append(Stored(self.path, self._end, tensor.dtype, tensor.shape, tensor.stride()))
+            self._write(flat.view(torch.uint8).numpy().data)
+        return stored
+
+    def _write(self, data: memoryview) -> None:
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._handle, data[done : done + 2**30], self._end + done)
+        except OSError as error:
+            raise RunError(
+                f"cannot set {len(data):,} bytes of weights aside in {self.path.parent}: {error.strerror}",
+                size=len(data),
+            ) from error
+        self._end += _sectors(len(data))
+
+    def close(self) -> None:
+        """The file goes."""
+        self._forget()
+
+    def finish(self) -> None:
+        """All is on the disk, and none of it in the page cache; nothing more is written."""
+        os.ftruncate(self._handle, self._end)
+        os.fsync(self._handle)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _remove(handle: int, path: Path) -> None:
+    os.close(handle)
+    path.unlink(missing_ok=True)
+
+
+def _runs(stored: Sequence[Stored], runs: list[tuple[Extent, int]]) -> list[int]:
+    """Fills `runs` with stretches of whole sectors, and where they go; returns where each tensor begins there."""
+    places = [0] * len(stored)
+    end = 0  # of the memory that the runs take
+    for index in sorted(range(len(stored)), key=lambda index: (str(stored[index].path), stored[index].offset)):
+        each = stored[index]
+        start = each.offset // SECTOR * SECTOR
+        if each.offset % each.dtype.itemsize:  # no view could begin there: read by itself, to a place that suits
+            runs.append((Extent(each.path, each.offset, each.size), end))
+            places[index], end = end, end + _sectors(each.size)
+            continue
+        last, place = runs[-1] if runs else (None, 0)
+        if last is not None and last.path == each.path and last.offset % SECTOR == 0 and start <= _end(last):
+            begun = last.offset
+            runs[-1] = (Extent(each.path, begun, max(each.offset + each.size, last.offset + last.size) - begun), place)
+        else:
+            begun, place = start, end
+            runs.append((Extent(each.path, begun, each.offset + each.size - begun), place))
+        places[index] = place + each.offset - begun
+        end = place + _sectors(runs[-1][0].size)
+    return places
+
+
+def _end(extent: Extent) -> int:
+    """Where the sectors of an extent end in its file."""
+    return extent.offset + _sectors(extent.size)
+
+
+def _sectors(size: int) -> int:
+    return -(-size // SECTOR) * SECTOR

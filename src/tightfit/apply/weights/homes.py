@@ -1,0 +1,103 @@
+"""Where masters are: one flat buffer in host memory for all that moves together, or ranges of files.
+
+A home knows how its weights lie in the bytes that it sends, so that they become views of wherever those arrive.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.memory import arena
+from tightfit.devices.seam import Device
+
+__all__ = ["Home", "HostHome", "Layout", "plain_parts", "rebuilt"]
+
+ALIGNMENT = 512  # bytes between the beginnings of two tensors, as in an allocator of its own
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a plain tensor lies in a home's bytes. `offset` in bytes, a multiple of its items' size."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    def view(self, region: torch.Tensor) -> torch.Tensor:
+        """The tensor in `region` (uint8), a view with a version counter of its own."""
+        typed = region.view(self.dtype) if region.nbytes % self.dtype.itemsize == 0 else self._cut(region)
+        return typed.as_strided(self.shape, self.strides, typed.storage_offset() + self.offset // self.dtype.itemsize)
+
+    def _cut(self, region: torch.Tensor) -> torch.Tensor:
+        return region[: region.nbytes // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+
+
+class Home(ABC):
+    """The masters of what moves together. `size` bytes are sent; `layouts` are of its plain tensors, in order."""
+
+    size: int
+    writable: bool  # whether what somebody writes into a weight can be written into its master
+    layouts: tuple[Layout, ...]
+
+    def lock_pages(self) -> Callable[[], None] | None:
+        """Page-locks the masters; returns how to unlock them, or None where that is refused."""
+        return None
+
+    def give_back(self) -> None:  # noqa: B027 - where masters always have their values
+        """The masters have their own values again."""
+
+    @abstractmethod
+    def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
+        """Sends all to `target` (uint8, `size` bytes), beginning after `after`."""
+
+
+class HostHome(Home):
+    """One flat buffer in host memory; `tensors`, plain, become views of it."""
+
+    writable = True
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: Device) -> None:
+        offset, layouts = 0, []
+        for tensor in tensors:
+            layouts.append(Layout(offset, tensor.dtype, tensor.shape, tensor.stride()))
+            offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self.size, self.layouts = offset, tuple(layouts)
+        shapes = any(tensor.is_meta for tensor in tensors)
+        self._buffer = torch.empty(offset, dtype=torch.uint8, device="meta") if shapes else arena(offset)
+        self._device = device
+        if not shapes:
+            for tensor, layout in zip(tensors, layouts, strict=True):
+                tensor.data = layout.view(self._buffer).copy_(tensor.data)
+
+    def lock_pages(self) -> Callable[[], None] | None:
+        return self._device.lock_pages(self._buffer)
+
+    def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
+        return lane.send(target, self._buffer, after)
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that `tensor` consists of: itself, or those inside a format of its own."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]
+
+
+def rebuilt(like: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    """A tensor as `like`, of other plain parts (taken from the front of the list)."""
+    if not is_traceable_wrapper_subclass(like):
+        return parts.pop(0)
+    names, context = like.__tensor_flatten__()
+    inside = {name: rebuilt(getattr(like, name), parts) for name in names}
+    whole: torch.Tensor = type(like).__tensor_unflatten__(inside, context, like.shape, like.stride())
+    return whole
+

@@ -1,0 +1,97 @@
+"""In which order weights are used: guessed at first, known after a pass, and the same again pass after pass.
+
+Positions count on from pass to pass, so that what follows the end of a pass is the beginning of the next.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+__all__ = ["Order"]
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Order(Generic[K]):
+    """The cycle of one method's uses, where it stands, and how far ahead it has been looked."""
+
+    def __init__(self, guess: Sequence[K]) -> None:
+        self.known = False  # whether the cycle was seen, or is a guess
+        self._set(list(guess))
+        self._seen: list[K] = []
+        self._used: set[K] = set()
+        self._spoiled = False
+
+    def _set(self, cycle: list[K]) -> None:
+        self._cycle = cycle
+        self._places: dict[K, list[int]] = {}
+        for place, key in enumerate(cycle):
+            self._places.setdefault(key, []).append(place)
+        self._at, self._looked = -1, 0
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._seen, self._used, self._spoiled = [], set(), False
+
+    def end(self) -> None:
+        """A pass has come to its end: what was seen is what is expected from now on."""
+        if self._spoiled or not self._seen:
+            return
+        if self._seen != self._cycle:
+            self._set(self._seen)
+        self.known = True
+
+    def used(self, key: K) -> bool:
+        """`key` is used now; returns whether it was known to be next."""
+        self._seen.append(key)
+        self._used.add(key)
+        position = self.next_use(key)
+        if position is None:
+            return False
+        expected = position == self._at + 1
+        self._at = position
+        self._looked = max(self._looked, position + 1)
+        return expected
+
+    def next_use(self, key: K) -> int | None:
+        """The position of its next use; None where none is expected."""
+        places = self._places.get(key)
+        if not places:
+            return None
+        turn, place = divmod(self._at + 1, len(self._cycle))
+        later = bisect.bisect_left(places, place)
+        if later < len(places):
+            return turn * len(self._cycle) + places[later]
+        return (turn + 1) * len(self._cycle) + places[0]
+
+    def awaited(self, key: K) -> bool:
+        """Whether its next use has been looked at already: then it should stay for that."""
+        position = self.next_use(key)
+        return position is not None and position < self._looked
+
+    def look_ahead(self, take: Callable[[K], bool]) -> None:
+        """Offers what comes next to `take`, until that refuses, or a whole cycle has been looked through."""
+        length = len(self._cycle)
+        while self._looked < self._at + length or (self._at < 0 and self._looked < length):
+            key = self._cycle[self._looked % length]
+            if (self.known or key not in self._used) and not take(key):
+                return
+            self._looked += 1
+
+    def look_again(self) -> None:
+        """What was looked at before may be gone: looking ahead starts anew from here."""
+        self._looked = self._at + 1
+
+    def spoil(self) -> None:
+        """Work is done anew: nothing is learned from this pass, and looking ahead starts anew from here."""
+        self._spoiled = True
+        self.look_again()
+
+    def rewind(self) -> None:
+        """The next pass begins at the beginning, wherever the last one ended."""
+        self._at, self._looked = -1, 0
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._cycle)

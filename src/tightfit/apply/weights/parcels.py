@@ -1,0 +1,89 @@
+"""Weights that move together: where modules look them up, what stands there meanwhile, and their home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tightfit.apply.weights.homes import Home, rebuilt
+from tightfit.measure.modules import find_leaves
+from tightfit.plan.streaming import group_leaves
+from tightfit.records import Component, Grain
+
+__all__ = ["Parcel", "Place", "parcels_of"]
+
+Table = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place in a module where a weight is looked up."""
+
+    table: Table
+    name: str
+
+    @property
+    def found(self) -> torch.Tensor | None:
+        return self.table.get(self.name)
+
+
+@dataclass(eq=False)
+class Parcel:
+    """The weights of some modules, `masters`, each with the places where it is looked up."""
+
+    name: str
+    gates: tuple[nn.Module, ...]  # whose forward passes need them
+    masters: list[nn.Parameter]
+    likes: list[torch.Tensor]  # on "meta", laid out as the masters are
+    places: list[list[Place]]
+    home: Home
+
+    @property
+    def size(self) -> int:
+        return self.home.size
+
+    def views(self, region: torch.Tensor) -> list[nn.Parameter]:
+        """The weights as they lie in `region`, where the home has sent them."""
+        # .data: with version counters of their own, which say whether somebody wrote into a weight
+        plain = [layout.view(region).data for layout in self.home.layouts]
+        # as its master, or torch's matmul may choose another kernel (float16 on the CPU, also without gradients)
+        return [nn.Parameter(rebuilt(master, plain), master.requires_grad) for master in self.masters]
+
+    def show(self, old: list[torch.Tensor], new: list[torch.Tensor]) -> None:
+        """Where modules look `old` weights up, they find the `new` ones; what others put there stays."""
+        for places, was, now in zip(self.places, old, new, strict=True):
+            for place in places:
+                if place.table.get(place.name) is was:
+                    place.table[place.name] = now
+
+
+def parcels_of(
+    module: nn.Module, component: Component, grain: Grain, home_of: Callable[[list[nn.Parameter]], Home]
+) -> list[Parcel]:
+    """The parcels of `module` in the order of the model; `home_of` finds a home for the masters of each."""
+    leaves, parcels = find_leaves(module), []
+    for name, members in group_leaves(component, grain).items():
+        parts = [part for leaf in members for part in leaves[leaf]]
+        masters, places = _places_of(parts)
+        gates = tuple(parts) if name in leaves else (module.get_submodule(name),)
+        parcels.append(Parcel(name, gates, masters, [_like(master) for master in masters], places, home_of(masters)))
+    return parcels
+
+
+def _places_of(parts: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[list[Place]]]:
+    """The parameters that `parts` own, each once, and all places of each."""
+    masters: dict[int, nn.Parameter] = {}
+    places: dict[int, list[Place]] = {}
+    for part in parts:
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                masters[id(parameter)] = parameter
+                places.setdefault(id(parameter), []).append(Place(part._parameters, name))  # type: ignore[arg-type]
+    return list(masters.values()), list(places.values())
+
+
+def _like(master: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(master.shape, master.stride(), dtype=master.dtype, device="meta")

@@ -1,0 +1,49 @@
+"""Out of memory in the middle of a step: something that stays gives up its place, and the same work is done again.
+
+A block of a network makes its output from its inputs and changes neither; so what ran out of memory half way can be
+run anew, unless it had already written into its inputs, which their version counters tell.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from tightfit.apply.disguise import disguise
+
+__all__ = ["rescue_blocks", "rescued"]
+
+
+def rescue_blocks(blocks: dict[str, nn.Module], shed: Callable[[str], bool], undo: ExitStack) -> None:
+    """Lets each of `blocks` run again as long as `shed` (given its name) says that there is more room now."""
+    for name, block in blocks.items():
+        forward = rescued(type(block).forward, functools.partial(shed, name))
+        undo.callback(disguise(block, forward=forward))
+
+
+def rescued(method: Callable[..., Any], shed: Callable[[], bool]) -> Callable[..., Any]:
+    """`method`, run again after each OutOfMemoryError while `shed` makes room and its inputs are as they were."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = [value for value in tree_leaves((args[1:], kwargs)) if isinstance(value, torch.Tensor)]
+        before = _versions(given)
+        while True:
+            try:
+                return method(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                failure = error.with_traceback(None)  # its frames hold what was computed so far
+            if _versions(given) != before or not shed():
+                raise failure
+
+    return run
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -1,0 +1,303 @@
+"""One component's weights on the device: what stays, what passes through the ring, and what comes when.
+
+Everything is sent in the order in which it will be used, as far ahead as there is room; the wait for it is the
+device's, not the host's. What is needed and has not been sent, because the order was not foreseen, is sent then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.apply.weights.away import AwayWeight
+from tightfit.apply.weights.homes import plain_parts
+from tightfit.apply.weights.order import Order
+from tightfit.apply.weights.parcels import Parcel
+from tightfit.apply.weights.ring import Lease
+from tightfit.apply.weights.rooms import Rooms
+from tightfit.devices.lane import Arrival
+from tightfit.devices.seam import Device
+from tightfit.measure.recorder import Recorder
+
+__all__ = ["Streamer"]
+
+@dataclass(eq=False)
+class _Presence:
+    """A parcel that is on the device, or on its way."""
+
+    region: torch.Tensor
+    arrival: Arrival
+    lease: Lease | None  # its place in the ring; None: it stays, or has memory of its own
+    weights: list[nn.Parameter] | None = None  # once modules see them
+    versions: Any = None
+    users: int = 0
+
+
+class Streamer:
+    """Brings `parcels`, those in `stays` once, and the others through a ring of `ring` bytes."""
+
+    def __init__(
+        self, parcels: Sequence[Parcel], stays: Collection[str], ring: int, device: Device, recorder: Recorder
+    ) -> None:
+        self._parcels = list(parcels)
+        self._stays = {parcel for parcel in parcels if parcel.name in stays}
+        self._ring_size = ring
+        self._device, self._recorder = device, recorder
+        self.aboard = False  # whether it has memory on the device
+        self._lane = device.lane()
+        self._orders: dict[str, Order[Parcel]] = {}
+        self._order: Order[Parcel] = Order(self._parcels)
+        self._away = {parcel: list(self._absent(parcel)) for parcel in parcels}
+        self._here: dict[Parcel, _Presence] = {}
+        self._rooms = Rooms(device, recorder)
+        self._began: Any = None  # marks when memory was taken
+        self._spare: tuple[Parcel, torch.Tensor, list[nn.Parameter]] | None = None
+
+    def owned(self) -> Iterator[torch.Tensor]:
+        """What modules may find where they look the parcels' weights up."""
+        for parcel in self._parcels:
+            yield from parcel.masters
+            yield from self._away[parcel]
+        for here in self._here.values():
+            yield from here.weights or ()
+
+    def hook(self, undo: Callable[..., object]) -> None:
+        """Lets the modules tell when they work; `undo` is given how to stop it."""
+        for parcel in self._parcels:
+            for gate in parcel.gates:
+                undo(gate.register_forward_pre_hook(self._before(parcel), prepend=True).remove)
+                undo(gate.register_forward_hook(self._after(parcel), always_call=True).remove)
+
+    def _before(self, parcel: Parcel) -> Callable[..., None]:
+        return lambda *_: self.need(parcel)
+
+    def _after(self, parcel: Parcel) -> Callable[..., None]:
+        return lambda *_: self.done(parcel)
+
+    def begin(self, method: str = "forward") -> None:
+        """A pass begins: what is first needed starts to come."""
+        if not self.aboard:
+            self._take_memory()
+        order = self._orders.get(method)
+        if order is None:
+            order = self._orders[method] = Order(list(_expected(self._parcels, method)))
+        if order is not self._order:
+            self._order = order
+            order.rewind()
+        order.begin()
+        self._send_ahead()
+
+    def end(self) -> None:
+        """The pass has come to its end."""
+        self._order.end()
+        self._send_ahead()
+
+    def need(self, parcel: Parcel) -> None:
+        """`parcel` is used from now on, until it is `done`."""
+        if not self.aboard:
+            self.begin()
+        expected = self._order.used(parcel)
+        if self._order.known and not expected:
+            self._drop(lambda other: not self._order.awaited(other) and other is not parcel)
+        if parcel not in self._here:
+            self._send_now(parcel)
+        here = self._here[parcel]
+        if here.weights is None:
+            self._show(parcel, here)
+        here.users += 1
+
+    def done(self, parcel: Parcel) -> None:
+        here = self._here.get(parcel)
+        if here is None:
+            return
+        here.users -= 1
+        if not here.users and parcel not in self._stays and not self._order.awaited(parcel):
+            self._release(parcel)
+            self._send_ahead()
+
+    def set_aside(self) -> None:
+        """Where masters have no values, modules find what fetches them, from now on."""
+        for parcel in self._parcels:
+            if not parcel.home.writable:
+                parcel.show(parcel.masters, self._away[parcel])  # type: ignore[arg-type]
+
+    def give_back(self) -> None:
+        """The masters have their own values again, and what was written in the meantime."""
+        for parcel in self._parcels:
+            if parcel.home.writable:
+                continue
+            parcel.home.give_back()
+            for away, master in zip(self._away[parcel], parcel.masters, strict=True):
+                if away.absence.written is not None:
+                    master.data = away.absence.written.to(master.device)
+            parcel.show(self._away[parcel], parcel.masters)  # type: ignore[arg-type]
+
+    def clear(self) -> None:
+        """Everything goes, and modules find the masters again; whatever state an interruption left."""
+        for parcel in self._parcels:
+            here = self._here.get(parcel)
+            if here is not None:
+                here.arrival.abandon()
+                self._hide(parcel, here)
+            self._keep_written(parcel)
+            if parcel.home.writable:
+                parcel.show(self._away[parcel], parcel.masters)  # type: ignore[arg-type]
+        self._here, self._spare = {}, None
+        self._order.rewind()
+        self._rooms.clear()
+        self.aboard = False
+
+    # sending
+
+    def _send_ahead(self) -> None:
+        self._order.look_ahead(self._send_if_room)
+
+    def _send_if_room(self, parcel: Parcel) -> bool:
+        if parcel in self._here:
+            return True
+        if parcel in self._stays:
+            self._send(parcel, self._rooms.place(parcel))
+            return True
+        lease = self._rooms.lease(parcel)
+        if lease is None:
+            return False
+        self._send(parcel, lease[1], lease[0])
+        return True
+
+    def _send_now(self, parcel: Parcel) -> None:
+        """What was not foreseen: others that only wait make room for it."""
+        self._recorder.unforeseen(learning=not self._order.known)
+        if self._send_if_room(parcel):
+            return
+        self._drop(lambda other: other is not parcel)
+        if not self._send_if_room(parcel):  # several at once, more than the ring was made for
+            self._send(parcel, self._rooms.extra(parcel.size))
+
+    def _send(self, parcel: Parcel, region: torch.Tensor, lease: Lease | None = None) -> None:
+        after = lease.after if lease is not None and lease.after is not None else self._began
+        if lease is None and parcel not in self._stays:
+            after = self._lane.mark()
+        with self._recorder.uncounted(), torch.no_grad():
+            arrival = parcel.home.send(self._lane, region, after)
+        self._recorder.moved(bytes_in=parcel.size)
+        self._here[parcel] = _Presence(region, arrival, lease)
+
+    # what modules find
+
+    def _show(self, parcel: Parcel, here: _Presence) -> None:
+        self._recorder.waited(here.arrival.settle())
+        with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
+            here.weights = parcel.views(here.region)
+            for index, away in enumerate(self._away[parcel]):
+                if away.absence.written is not None:
+                    here.weights[index] = nn.Parameter(away.absence.value(away.device), away.requires_grad)
+        here.versions = _versions(here.weights)
+        parcel.show(self._away[parcel], here.weights)  # type: ignore[arg-type]
+
+    def _hide(self, parcel: Parcel, here: _Presence) -> None:
+        if here.weights is None:
+            return
+        parcel.show(here.weights, self._away[parcel])  # type: ignore[arg-type]
+        if _versions(here.weights) != here.versions:
+            self._keep_changed(parcel, here.weights, here.versions)
+        here.weights = None
+
+    def _keep_changed(self, parcel: Parcel, weights: list[nn.Parameter], versions: Any) -> None:
+        """Somebody wrote into weights that will be forgotten (a LoRA fused in a callback, say)."""
+        for away, weight, version in zip(self._away[parcel], weights, versions, strict=True):
+            if _version(weight) != version:
+                with torch.no_grad(), self._recorder.uncounted():
+                    away.absence.written = weight.detach().clone()
+
+    def _keep_written(self, parcel: Parcel) -> None:
+        """What was written while the weights were on the device, or away, goes into the masters, or stays in RAM."""
+        for away, master in zip(self._away[parcel], parcel.masters, strict=True):
+            written = away.absence.written
+            if written is None:
+                continue
+            with torch.no_grad(), self._recorder.uncounted():
+                if parcel.home.writable:
+                    master.data.copy_(written)
+                    self._recorder.moved(bytes_out=written.nbytes)
+                away.absence.written = None if parcel.home.writable else self._device.store(written)
+
+    def _absent(self, parcel: Parcel) -> Iterator[AwayWeight]:
+        for index, (master, like) in enumerate(zip(parcel.masters, parcel.likes, strict=True)):
+            away = AwayWeight.standing_for(like, self._device.torch_device, self._fetching(parcel, index))
+            yield nn.Parameter(away, master.requires_grad)  # type: ignore[misc]
+
+    def _fetching(self, parcel: Parcel, index: int) -> Callable[[], torch.Tensor]:
+        return lambda: self.fetch(parcel, index)
+
+    def fetch(self, parcel: Parcel, index: int) -> torch.Tensor:
+        """One weight that code looks at while nobody has said that it is needed."""
+        if self._spare is None or self._spare[0] is not parcel:
+            self._spare = None
+            self._recorder.unforeseen()
+            with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
+                region = self._rooms.extra(parcel.size)
+                parcel.home.send(self._lane, region, self._lane.mark()).settle()
+                self._recorder.moved(bytes_in=parcel.size)
+                self._spare = (parcel, region, parcel.views(region))
+        return self._spare[2][index].detach()
+
+    # memory
+
+    def _take_memory(self) -> None:
+        """Room for what stays and for the ring; modules find that everything is away."""
+        self.aboard = True
+        for parcel in self._parcels:
+            parcel.show(parcel.masters, self._away[parcel])  # type: ignore[arg-type]
+        left = self._rooms.take([parcel for parcel in self._parcels if parcel in self._stays], self._ring_size)
+        self._began = self._lane.mark()
+        if left:
+            self._stays.difference_update(left)
+            self._recorder.ran_out("out of memory before a component's first layer", sum(p.size for p in left))
+
+    def shed(self) -> int:
+        """Gives up some of what stays and is not in use; returns how many bytes that were.
+
+        It passes through the ring from now on.
+        """
+        left = self._rooms.give_up(lambda parcel: parcel not in self._here or not self._here[parcel].users)
+        for parcel in left:
+            self._stays.remove(parcel)
+            if parcel in self._here:
+                self._here[parcel].arrival.abandon()
+                self._release(parcel)
+        if left:
+            self._order.spoil()
+        return sum(parcel.size for parcel in left)
+
+    def _release(self, parcel: Parcel) -> None:
+        here = self._here.pop(parcel)
+        self._hide(parcel, here)
+        if here.lease is not None:
+            self._rooms.give_back(here.lease, self._lane.mark())
+
+    def _drop(self, which: Callable[[Parcel], bool]) -> None:
+        """Gives up what was sent ahead into the ring and nobody uses, where `which` says so."""
+        idle = [p for p, here in self._here.items() if not here.users and p not in self._stays and which(p)]
+        for parcel in idle:
+            self._here[parcel].arrival.abandon()
+            self._release(parcel)
+        if idle:
+            self._order.look_again()
+
+
+def _expected(parcels: Sequence[Parcel], method: str) -> Iterator[Parcel]:
+    """What `method` is guessed to use: an autoencoder's decoder has no part in encoding."""
+    other = {"encode": "decoder", "decode": "encoder"}.get(method)
+    return (parcel for parcel in parcels if parcel.name.partition(".")[0] != other)
+
+
+def _version(weight: torch.Tensor) -> tuple[int, ...]:
+    return tuple(part._version for part in plain_parts(weight))
+
+
+def _versions(weights: list[nn.Parameter]) -> list[tuple[int, ...]]:
+    return [_version(weight) for weight in weights]

@@ -1,0 +1,245 @@
+"""Which bytes of which safetensors file hold each weight of a network, said from headers alone; no weight is read.
+
+Only what a loader would take over as it is has such a place. diffusers and transformers also rename weights that an
+older version saved: their own functions say how. Where they would put a weight together from others, or decide by its
+numbers, the answer is NotStraight, and `from_pretrained` has to load the network.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as _short
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import ModelMixin
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from tightfit.checkpoint.folder import file_error, listed, read_header, read_index
+from tightfit.errors import ModelError
+
+__all__ = ["NotStraight", "Place", "place_weights", "read_places"]
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is stored: `size` bytes of the file `path`, `offset` bytes from its start, in row-major order."""
+
+    path: Path
+    offset: int
+    size: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class NotStraight(ModelError):
+    """Nothing is wrong with the files, but some weight is not simply one of their tensors: `from_pretrained` knows."""
+
+
+class _Stored(NamedTuple):
+    """A tensor by the name that it has in its file."""
+
+    name: str
+    place: Place
+
+
+def read_places(files: Sequence[Path], index: Path | None = None) -> dict[str, Place]:
+    """Name → place of every tensor in the safetensors `files`: all the shards of `index`, where there is one.
+
+    Raises ModelError, naming file and tensor, where a file is not as its header says, a header contradicts itself, two
+    files have the same tensor, or `index` says otherwise than the files.
+    """
+    places: dict[str, Place] = {}
+    for file in files:
+        for name, place in _read_file(file).items():
+            if name in places:
+                raise file_error(file, f"has {_quoted(name)}, and so has {places[name].path.name}", tensor=name)
+            places[name] = place
+    if index is not None:
+        _check_index(index, places)
+    return places
+
+
+def _read_file(file: Path) -> dict[str, Place]:
+    """The tensors of one file, which lie in it without overlaps and gaps."""
+    start, header = read_header(file)
+    places = {name: _read_place(file, start, name, entry) for name, entry in header.items()}
+    end, last = start, "the header"
+    for name, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].size)):
+        if place.offset != end:
+            where = "within" if place.offset < end else f"{place.offset - end:,} bytes after"
+            raise file_error(file, f"is corrupt: its header has {_quoted(name)} begin {where} {last}", tensor=name)
+        end, last = place.offset + place.size, _quoted(name)
+    return places
+
+
+def _read_place(file: Path, start: int, name: str, entry: Mapping[str, Any]) -> Place:
+    """The place of the tensor that a header's `entry` describes; tensors begin at byte `start` of the file."""
+    begin, end = entry["data_offsets"]
+    match entry:
+        case {"dtype": str(code), "shape": list(shape)} if code in _DTYPES and all(map(_is_count, shape)):
+            dtype = _DTYPES[code]
+            if math.prod(shape) * dtype.itemsize == end - begin:
+                return Place(file, start + begin, end - begin, dtype, tuple(shape))
+        case {"dtype": str(code)} if code not in _DTYPES:
+            what = f"has {_quoted(name)} as {code[:80]!a}: tensors are read as {', '.join(_DTYPES)}"
+            raise file_error(file, what, tensor=name)
+    stated = f"shape {_short(entry.get('shape'))} of {_short(entry.get('dtype'))}"
+    what = f"is corrupt: its header has {_quoted(name)} with {stated} in {end - begin:,} bytes"
+    raise file_error(file, what, tensor=name)
+
+
+def _is_count(size: object) -> bool:
+    return type(size) is int and size >= 0  # True is an int, too
+
+
+def _quoted(name: str) -> str:
+    return ascii(name[:200])
+
+
+def _check_index(index: Path, places: Mapping[str, Place]) -> None:
+    """ModelError where a tensor is not in the shard in which `index` has it."""
+    shards = read_index(index)
+    for name, place in places.items():
+        if name not in shards:
+            raise file_error(place.path, f"has {_quoted(name)}, which {index.name} does not name", tensor=name)
+        if shards[name].name != place.path.name:
+            where = f"which {index.name} has in {shards[name].name}"
+            raise file_error(place.path, f"has {_quoted(name)}, {where}", tensor=name)
+    lost = [name for name in shards if name not in places]
+    if lost:
+        what = f"has {_quoted(lost[0])} in {shards[lost[0]].name}, where it is not"
+        raise file_error(index, f"{what} ({len(lost)} of {len(shards)} tensors are lost)", tensors=lost)
+
+
+def place_weights(network: nn.Module, places: Mapping[str, Place], what: str) -> dict[str, Place]:
+    """Name in the state dict of `network` → where that parameter or persistent buffer is stored.
+
+    `network` may be built without weights; `what` names it in errors. All names of one shared tensor have one place.
+    A floating tensor may be stored in another floating dtype, which the caller converts; all else is as needed.
+
+    Raises ModelError, naming file and tensor, where weights are missing, of another shape or kind, or superfluous
+    (unless the class of `network` ignores them); NotStraight where a loader would compute one.
+    """
+    _refuse_quantized(network, what)
+    stored = _stored_weights(network, places, what)
+    weights = {name: value for name, value in network.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
+    sources = _share(weights, stored, what)
+    _check_names(network, weights.keys() - sources.keys(), stored, what)
+    for name, source in sources.items():
+        _check_kind(weights[name], source, what)
+    return {name: sources[name].place for name in weights}
+
+
+def _refuse_quantized(network: nn.Module, what: str) -> None:
+    method = getattr(getattr(network, "config", None), "quantization_config", None)
+    if method is not None:
+        raise NotStraight(f"the weights of {what} are stored quantized: {_short(method)}", what=what)
+
+
+def _stored_weights(network: nn.Module, places: Mapping[str, Place], what: str) -> dict[str, _Stored]:
+    """Name in the state dict of `network` → what is stored for it, also for names that `network` does not have."""
+    stored = {name: _Stored(name, place) for name, place in sorted(places.items())}
+    if isinstance(network, PreTrainedModel):
+        return _rename_as_transformers(network, stored.values(), what)
+    if isinstance(network, ModelMixin):
+        network._fix_state_dict_keys_on_load(stored)  # what has an old name goes to its new one
+    return stored
+
+
+def _rename_as_transformers(network: PreTrainedModel, stored: Iterable[_Stored], what: str) -> dict[str, _Stored]:
+    """As `convert_and_load_state_dict_in_model` of transformers goes through the names, which are sorted there, too."""
+    conversions = get_model_conversion_mapping(network)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    known, prefix = network.state_dict(), network.base_model_prefix
+    renamed: dict[str, _Stored] = {}
+    for source in stored:
+        name, converter = rename_source_key(source.name, renamings, converters, prefix, known)
+        if name not in known and source.name in known:
+            name, converter = rename_source_key(source.name, [], [], prefix, known)
+        if converter is not None and name in known:
+            how = f"transformers computes from {_quoted(source.name)} in {source.place.path.name}"
+            raise NotStraight(f"{what} has {_quoted(name)}, which {how}", tensor=source.name)
+        if name in known and name in renamed:
+            both = f"{_quoted(renamed[name].name)} and {_quoted(source.name)}"
+            raise file_error(source.place.path, f"has {both}, which are one weight of {what}", tensor=source.name)
+        renamed[name] = source
+    return renamed
+
+
+def _share(weights: Mapping[str, torch.Tensor], stored: Mapping[str, _Stored], what: str) -> dict[str, _Stored]:
+    """Name of a weight → what is stored under that or another name of the same tensor; nothing where nothing is."""
+    names_of: dict[int, list[str]] = {}
+    for name, weight in weights.items():
+        names_of.setdefault(id(weight), []).append(name)
+    sources: dict[str, _Stored] = {}
+    for names in names_of.values():
+        there = [name for name in names if name in stored]
+        if len(there) > 1:  # transformers shares them where their numbers are the same
+            raise NotStraight(f"{what} has one tensor as {listed(there)}, which are stored apart", tensors=there)
+        if there:
+            sources |= dict.fromkeys(names, stored[there[0]])
+    return sources
+
+
+def _check_names(network: nn.Module, missing: Set[str], stored: Mapping[str, _Stored], what: str) -> None:
+    """ModelError where `missing` weights are needed, or what is stored is not."""
+    known = network.state_dict().keys()
+    needed, unknown = _unless_ignored(network, missing, stored.keys() - known)
+    if needed:
+        files = sorted({"/".join(source.place.path.parts[-2:]) for source in stored.values()})
+        said = f"{what} lacks {len(needed)} of {len(known)} weights: {listed(needed)}"
+        raise ModelError(f"{said}; its files are {listed(files)}", what=what, missing=needed)
+    if unknown:
+        first = stored[unknown[0]]
+        said = f"has {_quoted(first.name)}, which is no weight of {what}"
+        raise file_error(first.place.path, f"{said} ({len(unknown)} such tensors)", tensors=unknown)
+    if missing:
+        made = f"{type(network).__name__} makes up when it is loaded"
+        raise NotStraight(f"{what} lacks {listed(sorted(missing))}, which {made}", what=what)
+
+
+def _unless_ignored(network: nn.Module, missing: Set[str], unknown: Set[str]) -> tuple[list[str], list[str]]:
+    """`missing` and `unknown` names, sorted, without those that the class of `network` ignores when it is loaded."""
+    if isinstance(network, PreTrainedModel):
+        left = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unknown))
+        network._adjust_missing_and_unexpected_keys(left)
+        return sorted(left.missing_keys), sorted(left.unexpected_keys)
+    patterns = getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return sorted(missing), sorted(name for name in unknown if not any(re.search(part, name) for part in patterns))
+
+
+def _check_kind(weight: torch.Tensor, source: _Stored, what: str) -> None:
+    """ModelError where what is stored has not the shape of `weight`, or cannot become of its dtype by rounding."""
+    place = source.place
+    if place.shape != tuple(weight.shape):
+        stated = f"as {list(place.shape)}, and {what} needs {list(weight.shape)}"
+    elif place.dtype != weight.dtype and not (place.dtype.is_floating_point and weight.dtype.is_floating_point):
+        stated = f"in {place.dtype}, and {what} needs {weight.dtype}"
+    else:
+        return
+    raise file_error(place.path, f"has {_quoted(source.name)} {stated}", tensor=source.name)

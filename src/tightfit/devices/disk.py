@@ -1,0 +1,300 @@
+"""Bytes of files into host memory, read by one thread in the background, past the page cache where that can be.
+
+A direct read (O_DIRECT) takes no page cache, which counts against a control group's limit, and hardly any CPU. Linux
+asks for offsets, addresses and sizes in multiples of the disk's sector, of 4096 bytes at most (open(2), "O_DIRECT").
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from tightfit.errors import InputError, ModelError, RunError, TightfitError
+from tightfit.units import format_bytes
+
+__all__ = ["SECTOR", "DiskReader", "Extent", "Reading"]
+
+SECTOR = 4096
+# Bytes that one system call reads, for which cancelling waits. From 4 MiB on the rate is the same, but each call ends
+# with a wait for the interpreter: 5 ms where another thread is busy in Python.
+STEP = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`size` bytes of a file from `offset` on."""
+
+    path: Path
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An extent and memory for it: `view` is as long as the extent, or as its sectors where it is read directly."""
+
+    extent: Extent
+    view: memoryview
+    direct: bool
+
+
+class DiskFile:
+    """A file that is opened once, and must keep the size and time of change that it had then, until `close`.
+
+    If another file takes its name, the old one is read on. OSError where it cannot be opened or read, ModelError
+    where it ended too soon or was changed.
+    """
+
+    note: str | None = None  # why it is not read directly
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._buffered = os.open(path, os.O_RDONLY)
+        self._opened = os.fstat(self._buffered)
+        self._direct: int | None = None
+        if hasattr(os, "O_DIRECT"):
+            try:  # by its handle: by now the path may be another file's
+                self._direct = os.open(f"/proc/self/fd/{self._buffered}", os.O_RDONLY | os.O_DIRECT)
+            except OSError as error:
+                self._give_up_direct(error)
+
+    def close(self) -> None:
+        for handle in (self._buffered, self._direct):
+            if handle is not None:
+                os.close(handle)
+
+    def read(self, piece: Piece, done: int) -> tuple[int, int]:
+        """Reads on where `done` bytes of the piece are there; how many came, and how many of those directly."""
+        view, extent = piece.view[done : done + STEP], piece.extent
+        count, direct = self._read_some(view, extent.offset + done, direct=piece.direct and done % SECTOR == 0)
+        self._check()  # afterwards: so what came is of the file as it was opened
+        if count == 0:
+            raise ModelError(
+                f"{self._path} ends after {self._opened.st_size} bytes: of {extent.size} from {extent.offset} on, only "
+                f"{done} came",
+                path=str(self._path), offset=extent.offset, size=extent.size, came=done,
+            )  # fmt: skip
+        return count, direct
+
+    def _read_some(self, view: memoryview, offset: int, *, direct: bool) -> tuple[int, int]:
+        """One system call, or two where the first finds out that the file system refuses direct reads."""
+        if direct and self._direct is not None:
+            try:
+                count = os.preadv(self._direct, [view], offset)
+                return count, count
+            except OSError as error:
+                if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
+                    raise
+                os.close(self._direct)
+                self._give_up_direct(error)
+        count = os.preadv(self._buffered, [view], offset)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._buffered, offset, count, os.POSIX_FADV_DONTNEED)
+        return count, 0
+
+    def _check(self) -> None:
+        then, now = self._opened, os.fstat(self._buffered)
+        if (then.st_size, then.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+            raise ModelError(
+                f"{self._path} was changed while it was in use: it had {then.st_size} bytes, written at "
+                f"{then.st_mtime_ns} ns, and now it has {now.st_size}, written at {now.st_mtime_ns} ns",
+                path=str(self._path), inode=then.st_ino, size=then.st_size, size_now=now.st_size,
+            )  # fmt: skip
+
+    def _give_up_direct(self, error: OSError) -> None:
+        self._direct = None
+        self.note = f"{self._path} is read through the page cache: direct reads are refused ({error.strerror})."
+
+
+class Reading:
+    """What `DiskReader.read` was asked for once. It keeps its targets alive until it is over."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+        self._what = f"{len(pieces)} pieces ({format_bytes(sum(piece.extent.size for piece in pieces))})"
+        self._begun = self._stopped = False
+        self._over = threading.Event()
+        self._failure: tuple[type[TightfitError], str, dict[str, object]] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over: read, failed or cancelled. Nobody writes to the targets then."""
+        return self._over.is_set()
+
+    def wait(self) -> float:
+        """Seconds waited until all targets were full.
+
+        Raises, at every call, the ModelError that ended it, or RunError where it was cancelled. After a Ctrl-C here
+        the targets are still being written to: `cancel` before they are used for something else.
+        """
+        start = time.perf_counter()
+        self._over.wait()
+        if self._failure is not None:
+            kind, message, facts = self._failure
+            raise kind(message, **facts)
+        return time.perf_counter() - start
+
+    def cancel(self) -> None:
+        """Reads nothing more of it, if it is not over, and returns when nobody writes to the targets any more."""
+        if self.done:
+            return
+        self._stopped = True  # first this, then the look at `_begun`; the thread does it the other way round
+        if self._begun:
+            self._over.wait()
+        else:
+            self._fail(self._cancelled())
+            self._end()
+
+    def _cancelled(self) -> RunError:
+        return RunError(f"the reading of {self._what} was cancelled", what=self._what)
+
+    def _fail(self, error: Exception) -> None:
+        """Remembers `error` without its traceback, whose frames would keep the targets alive."""
+        ours = error if isinstance(error, TightfitError) else RunError(f"{self._what} were not read: {error!r}")
+        self._failure = type(ours), str(ours), ours.facts
+
+    def _end(self) -> None:
+        self._pieces = ()
+        self._over.set()
+
+
+class DiskReader(AbstractContextManager["DiskReader"]):
+    """Reads extents into memory, in the order in which they were asked for, by one thread that starts when needed.
+
+    Files stay open until `close`, which the end of a `with` block, or of the reader itself, calls too.
+    """
+
+    def __init__(self) -> None:
+        self._desk = _Desk()
+        weakref.finalize(self, self._desk.close)
+
+    def read(self, pieces: Sequence[tuple[Extent, torch.Tensor]]) -> Reading:
+        """Begins to fill `target[:extent.size]` for each pair of an extent and a target; `Reading.wait` for the end.
+
+        A target is a contiguous uint8 tensor on the CPU, with room for the extent. It is read directly where the
+        extent's offset and the target's address are multiples of SECTOR and there is room for whole sectors; those
+        are written whole then. InputError where a target will not do, RunError after `close`.
+        """
+        reading = Reading([_piece(extent, target) for extent, target in pieces])
+        self._desk.take(reading)
+        return reading
+
+    @property
+    def bytes_read(self) -> int:
+        """What the system delivered, with what the last sectors hold beyond their extents."""
+        return self._desk.bytes_read
+
+    @property
+    def direct_bytes(self) -> int:
+        """How many of `bytes_read` came past the page cache."""
+        return self._desk.direct_bytes
+
+    @property
+    def seconds_busy(self) -> float:
+        """How long the thread was at it, without its waits for something to do."""
+        return self._desk.seconds_busy
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """A sentence for each file that could not be read directly."""
+        return [file.note for file in list(self._desk.files.values()) if file.note]
+
+    def close(self) -> None:
+        """Cancels what is not read yet, ends the thread, closes the files."""
+        self._desk.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Desk:
+    """What a reader shares with its thread, which must not keep the reader alive."""
+
+    def __init__(self) -> None:
+        self.files: dict[Path, DiskFile] = {}
+        self.bytes_read = self.direct_bytes = 0
+        self.seconds_busy = 0.0
+        self._lock = threading.RLock()  # the garbage collector may close in the middle of anything
+        self._queue: SimpleQueue[Reading | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def take(self, reading: Reading) -> None:
+        with self._lock:
+            if self._closed:
+                raise RunError(f"this disk reader was closed, after {format_bytes(self.bytes_read)}")
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._serve_all, name="tightfit disk reader", daemon=True)
+                self._thread.start()
+            self._queue.put(reading)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
+        if self._thread is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _serve_all(self) -> None:
+        while (reading := self._queue.get()) is not None:
+            self._serve(reading)
+            del reading  # its owner's alone while the next is waited for
+        for file in self.files.values():
+            file.close()
+
+    def _serve(self, reading: Reading) -> None:
+        """Reads one request. Whatever happens is told to those who wait for it: the thread lives on."""
+        start = time.perf_counter()
+        reading._begun = True
+        try:
+            for piece in reading._pieces:
+                self._fill(piece, reading)
+        except Exception as error:
+            reading._fail(error)
+        self.seconds_busy += time.perf_counter() - start
+        reading._end()
+
+    def _fill(self, piece: Piece, reading: Reading) -> None:
+        self._heed(reading)
+        path, done = piece.extent.path, 0
+        try:
+            if path not in self.files:
+                self.files[path] = DiskFile(path)
+            while done < piece.extent.size:
+                count, direct = self.files[path].read(piece, done)
+                self.bytes_read += count
+                self.direct_bytes += direct
+                done += count
+                self._heed(reading)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}", path=str(path)) from error
+
+    def _heed(self, reading: Reading) -> None:
+        """RunError where the reading was cancelled, by itself or with all others."""
+        if reading._stopped or self._closed:
+            raise reading._cancelled()
+
+
+def _piece(extent: Extent, target: torch.Tensor) -> Piece:
+    """InputError where `target` will not do for `extent`."""
+    bytes_there = target.dtype == torch.uint8 and target.device.type == "cpu" and target.is_contiguous()
+    if not bytes_there or extent.offset < 0 or not 0 <= extent.size <= target.numel():
+        raise InputError(
+            f"{extent.size} bytes from {extent.offset} on, of {extent.path}, need a contiguous uint8 tensor on the CPU "
+            f"with room for them, not {target.dtype} on {target.device}, shape {tuple(target.shape)}, strides "
+            f"{target.stride()}",
+            path=str(extent.path), offset=extent.offset, size=extent.size, room=target.numel(),
+        )  # fmt: skip
+    sectors = -(-extent.size // SECTOR) * SECTOR
+    direct = extent.offset % SECTOR == target.data_ptr() % SECTOR == 0 and sectors <= target.numel()
+    return Piece(extent, target.view(-1).numpy().data[: sectors if direct else extent.size], direct)

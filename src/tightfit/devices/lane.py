@@ -1,0 +1,68 @@
+"""A queue of copies from host memory to a device, beside the device's arithmetic.
+
+The host gives copies to the lane and goes on; what it gives to the device after `Arrival.settle()` begins when the
+copy is complete. Marks are points in the device's arithmetic, for which a copy waits before it writes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+__all__ = ["Arrival", "HostLane", "Lane", "LateLane"]
+
+
+class Arrival:
+    """A copy on its way; this one is complete."""
+
+    def settle(self) -> float:
+        """What the device is given from now on begins after the copy; returns seconds that the host waited."""
+        return 0.0
+
+    def abandon(self) -> None:
+        """Nobody wants it any more; what its memory is used for from now on begins after it has come, or stopped."""
+        self.settle()
+
+
+class Lane(ABC):
+    """Copies in the order in which they are sent."""
+
+    @abstractmethod
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+        """Copies `source` (uint8, host memory, or a shape) to `target` (uint8, as long, on the device).
+
+        It begins when the device has done what it was given before `after` was marked.
+        """
+
+    def mark(self) -> Any:
+        """The point after all that the device's arithmetic was given so far."""
+        return None
+
+
+class HostLane(Lane):
+    """Where the CPU plays the device: copies at once, so that what comes too early destroys what is in use."""
+
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+        target.copy_(source)
+        return Arrival()
+
+
+class LateLane(Lane):
+    """Copies when they are waited for, and not before: whatever is used without waiting has no values yet."""
+
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+        return _Late(target, source)
+
+
+class _Late(Arrival):
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._copy: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
+
+    def settle(self) -> float:
+        if self._copy:
+            target, source = self._copy
+            target.copy_(source)
+            self._copy = None
+        return 0.0

@@ -1,0 +1,53 @@
+"""Host memory whose bytes are exact: a map of its own for each arena, given back whole when nobody uses it any more.
+
+The heap cannot promise that: what is freed in it stays with the process wherever something small still lives nearby.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+
+import torch
+
+from tightfit.errors import InputError, RunError
+from tightfit.units import format_bytes
+
+__all__ = ["arena"]
+
+HUGE_PAGE = 2 * 2**20  # of x86-64, and of ARM with pages of 4 KiB
+
+
+def arena(size: int) -> torch.Tensor:
+    """`size` bytes of host memory: uint8, shape (size,), zero, and no page of it taken before it is touched.
+
+    It starts at a multiple of 2 MiB where it is at least that long, else at a multiple of 4096. The memory goes back
+    to the system when the last tensor dies that shares its storage. On Linux its whole huge pages are advised to be
+    such; the rest, less than 2 MiB, is not, so it never takes more than `size`, rounded up to a small page.
+
+    InputError where `size` is negative, RunError where the system has no room for it.
+    """
+    if size < 0:
+        raise InputError(f"an arena needs 0 bytes or more, not {size}", size=size)
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    large = size >= HUGE_PAGE
+    try:
+        room = _anonymous(size + HUGE_PAGE if large else size)
+    except OSError as error:
+        raise RunError(
+            f"the system refuses an arena of {size} bytes ({format_bytes(size)}): {error.strerror}", size=size
+        ) from error
+    lead = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % HUGE_PAGE if large else 0
+    if large and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            room.madvise(mmap.MADV_HUGEPAGE, lead, size // HUGE_PAGE * HUGE_PAGE)
+    return torch.frombuffer(room, dtype=torch.uint8, offset=lead, count=size)  # the storage keeps `room`, nobody else
+
+
+def _anonymous(size: int) -> mmap.mmap:
+    """A private map of `size` bytes, with no file behind it; shared ones, mmap's default, get no huge pages."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

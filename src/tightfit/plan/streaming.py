@@ -1,0 +1,161 @@
+"""What moves together, which of it stays, and how large the ring is for the rest.
+
+The order of use is a cycle that is known, so what stays is spread evenly over it: then something small is always on
+its way while something else computes, and the ring can be small. (Least recently used is the worst rule for a cycle:
+it forgets each layer just before its next use.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tightfit.errors import PlanError, unknown_name
+from tightfit.records import Component, ComponentPlan, Grain, Home
+from tightfit.units import format_bytes
+
+__all__ = ["group_leaves", "settle_streaming", "spread_evenly"]
+
+ALIGNMENT = 4096  # bytes: sizes in the ring are rounded up to it
+SECTORS = 4  # of a disk, that reading a weight and a bias takes beyond the two
+AHEAD = 4  # of the largest that pass through, how many the ring holds
+BLOCKS_FROM = 40  # blocks that must fit beside each other before they move as a whole
+
+
+def group_leaves(component: Component, grain: Grain) -> dict[str, list[str]]:
+    """The leaves that move together, by the name of what they are part of, in the order of the model."""
+    blocks = [unit.name for unit in component.units if unit.name] if grain == "block" else []
+    groups: dict[str, list[str]] = {}
+    for leaf in component.leaves:
+        block = next((name for name in blocks if leaf.name == name or leaf.name.startswith(f"{name}.")), leaf.name)
+        groups.setdefault(block, []).append(leaf.name)
+    return groups
+
+
+def settle_streaming(
+    component: Component, chosen: ComponentPlan, seconds: Mapping[str, float] | None = None
+) -> ComponentPlan:
+    """`chosen` (per-unit) with its grain, ring and what stays decided, where it leaves them open.
+
+    `seconds` is how long each of the component's leaves is at work; None: taken to be as their bytes.
+    Raises PlanError where `weights` is too little, with what would be enough, and for unknown names in `stays`.
+    """
+    grain = chosen.grain or _choose_grain(component, chosen)
+    sizes = _parcel_sizes(component, grain, chosen.home)
+    if chosen.stays is not None:
+        return _checked(component, chosen.model_copy(update={"grain": grain}), sizes)
+    loose = component.bytes - sum(leaf.bytes for leaf in component.leaves)
+    giants, ring = _least(sizes, AHEAD)
+    kept = sum(sizes[name] for name in giants)
+    room = kept + ring if chosen.weights is None else chosen.weights - loose
+    if room >= sum(sizes.values()):
+        return chosen.model_copy(update={"grain": grain, "stays": tuple(sizes), "ring": 0})
+    if room < kept + ring:
+        giants, ring = _least(sizes, 1)
+        kept = sum(sizes[name] for name in giants)
+        if room < kept + ring:
+            raise _too_little(component, chosen, loose, loose + kept + ring)
+        ring = room - kept
+    ring = ring if chosen.ring is None else min(chosen.ring, room - kept)
+    passing = {name: size for name, size in sizes.items() if name not in giants}
+    stays = spread_evenly(passing, room - ring - kept, ring, _by_parcel(component, grain, seconds)).union(giants)
+    named = tuple(name for name in sizes if name in stays)
+    return _checked(component, chosen.model_copy(update={"grain": grain, "ring": ring, "stays": named}), sizes)
+
+
+def _too_little(component: Component, chosen: ComponentPlan, loose: int, least: int) -> PlanError:
+    return PlanError(
+        f"{component.name}: {format_bytes(chosen.weights or 0)} are too little for its weights: {format_bytes(loose)} "
+        f"of small ones always stay, and the large ones pass one by one from {format_bytes(least)} on",
+        name=component.name,
+        needed_bytes=least,
+    )
+
+
+def _by_parcel(component: Component, grain: Grain, seconds: Mapping[str, float] | None) -> dict[str, float] | None:
+    if seconds is None:
+        return None
+    return {name: sum(seconds[leaf] for leaf in leaves) for name, leaves in group_leaves(component, grain).items()}
+
+
+def _choose_grain(component: Component, chosen: ComponentPlan) -> Grain:
+    """Blocks where there is room for many, else layers: the smaller what passes through, the more can stay."""
+    if chosen.weights is None:
+        return "leaf"
+    largest = max(_parcel_sizes(component, "block", chosen.home).values(), default=0)
+    return "block" if chosen.weights >= BLOCKS_FROM * largest else "leaf"
+
+
+def _parcel_sizes(component: Component, grain: Grain, home: Home) -> dict[str, int]:
+    """Bytes in the ring of all that moves together; from disks come whole sectors around what is wanted."""
+    more = SECTORS * ALIGNMENT if home == "disk" else 0
+    own = {leaf.name: leaf.bytes + more for leaf in component.leaves}
+    groups = group_leaves(component, grain)
+    return {name: -(-sum(own[leaf] for leaf in leaves) // ALIGNMENT) * ALIGNMENT for name, leaves in groups.items()}
+
+
+def _least(sizes: Mapping[str, int], ahead: int) -> tuple[list[str], int]:
+    """What is so large that it had better stay, and the ring for `ahead` of the rest: together the fewest bytes."""
+    order = sorted(sizes, key=lambda name: -sizes[name])
+    best, fewest, above, below = (order, 0), sum(sizes.values()), 0, sum(sizes.values())
+    for count, name in enumerate(order):
+        ring = min(ahead * sizes[name], below)
+        if above + ring < fewest:
+            best, fewest = (order[:count], ring), above + ring
+        above, below = above + sizes[name], below - sizes[name]
+    return best
+
+
+def spread_evenly(
+    sizes: Mapping[str, int], capacity: int, ring: int, seconds: Mapping[str, float] | None = None
+) -> set[str]:
+    """Names of at most `capacity` bytes that had better stay, so that the rest never comes late, or little.
+
+    `sizes` are in their order of use, `seconds` is how long each is at work (None: as their bytes). The rest passes
+    through a ring of `ring` bytes. Imagine a link that brings as much in a second as it must: whatever has come by
+    the time when it is needed passes through, and the ring bounds how far ahead it can be. Of all such links, the
+    slowest that leaves no more than `capacity` to stay is taken.
+    """
+    work = sizes if seconds is None else seconds
+    total, whole = sum(sizes.values()), sum(work[name] for name in sizes)
+    least, most = 0.0, 1000 * total / whole if whole else 0.0  # bytes per second
+    best = set(sizes) if total <= capacity else {name for name, size in sizes.items() if size > ring}
+    for _ in range(60):
+        rate = (least + most) / 2
+        stays = _late(sizes, work, ring, rate)
+        if sum(sizes[name] for name in stays) <= capacity:
+            best, most = stays, rate
+        else:
+            least = rate
+    return best
+
+
+def _late(sizes: Mapping[str, int], work: Mapping[str, float], ring: int, rate: float) -> set[str]:
+    """What would not have come in time at `rate` bytes a second, in the second of two passes."""
+    come = float(ring)
+    late: set[str] = set()
+    for _ in range(2):
+        late = set()
+        for name, size in sizes.items():
+            if size <= come:
+                come -= size
+            else:
+                late.add(name)
+            come = min(come + rate * work[name], ring)
+    return late
+
+
+def _checked(component: Component, chosen: ComponentPlan, sizes: Mapping[str, int]) -> ComponentPlan:
+    for name in chosen.stays or ():
+        if name not in sizes:
+            raise PlanError(unknown_name(f"layer of {component.name}", name, list(sizes)), name=name)
+    passing = [size for name, size in sizes.items() if name not in set(chosen.stays or ())]
+    ring = chosen.ring if chosen.ring is not None else min(AHEAD * max(passing, default=0), sum(passing))
+    if ring < max(passing, default=0):
+        raise PlanError(
+            f"{component.name}: a ring of {format_bytes(ring)} cannot take its largest layer that passes through, of "
+            f"{format_bytes(max(passing))}",
+            name=component.name,
+        )
+    return chosen.model_copy(update={"ring": ring})
+
+

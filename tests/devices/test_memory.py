@@ -1,0 +1,109 @@
+"""Arenas: where they start, what they cost, and that they go when the last tensor on them goes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tightfit.devices.memory import arena
+from tightfit.errors import InputError, RunError
+
+MIB = 2**20
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the maps of the process from /proc")
+
+
+def resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def is_mapped(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return any(start <= address < end for start, end in ranges)
+
+
+def flags(address: int) -> list[str]:
+    """How the kernel treats the memory at `address`: "hg" for huge pages (proc_pid_smaps(5), VmFlags)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first:
+            start, end = (int(number, 16) for number in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "VmFlags:":
+            return rest
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 5 * MIB + 777])
+def test_it_has_the_size_and_starts_where_it_should(size: int) -> None:
+    several = [arena(size) for _ in range(3)]
+    for number, one in enumerate(several):
+        assert one.shape == (size,)
+        assert one.dtype == torch.uint8
+        assert one.device.type == "cpu"
+        assert one.data_ptr() % (2 * MIB if size >= 2 * MIB else 4096) == 0
+        assert not one.any()
+        one.fill_(number + 1)
+    assert [set(one.unique().tolist()) for one in several] == [{number + 1} if size else set() for number in range(3)]
+
+
+def test_nothing_is_taken_before_it_is_touched_and_all_goes_with_the_last_view() -> None:
+    size, slack = 192 * MIB, 32 * MIB
+    before = resident()
+    whole = arena(size)
+    assert resident() - before < slack
+    whole.fill_(1)
+    assert resident() - before > size - slack
+    view = whole[5:9].view(2, 2)
+    del whole
+    assert resident() - before > size - slack
+    assert view.tolist() == [[1, 1], [1, 1]]
+    del view
+    assert resident() - before < slack
+
+
+@needs_linux
+def test_its_addresses_are_given_back() -> None:
+    one = arena(64 * MIB)
+    first, last = one.data_ptr(), one.data_ptr() + one.numel() - 1
+    parameter = torch.nn.Parameter(one[-4096:].view(torch.bfloat16), requires_grad=False)
+    del one
+    assert is_mapped(first)
+    assert is_mapped(last)
+    del parameter
+    assert not is_mapped(first)
+    assert not is_mapped(last)
+
+
+@needs_linux
+def test_whole_huge_pages_are_advised_and_nothing_else() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no huge pages")
+    one = arena(4 * MIB + 4096)
+    start = one.data_ptr()
+    assert "hg" in flags(start)
+    assert "hg" in flags(start + 4 * MIB - 1)
+    assert "hg" not in flags(start + 4 * MIB)
+    assert "hg" not in flags(arena(MIB).data_ptr())
+
+
+def test_systems_without_huge_pages_get_the_same_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    one = arena(3 * MIB)
+    assert one.shape == (3 * MIB,)
+    assert one.data_ptr() % (2 * MIB) == 0
+    if Path("/proc/self/smaps").exists():
+        assert "hg" not in flags(one.data_ptr())
+
+
+def test_sizes_that_no_system_has_are_refused_by_name() -> None:
+    with pytest.raises(InputError, match="not -1"):
+        arena(-1)
+    with pytest.raises(RunError, match=f"arena of {2**60} bytes") as caught:
+        arena(2**60)
+    assert caught.value.facts == {"size": 2**60}
