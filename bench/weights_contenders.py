@@ -110,7 +110,7 @@ def ours(task: Task) -> Call:
         raise NotThereError("not there yet: tightfit.load")
     tell(baseline=memory_now())
     component = {"placement": "per-unit", "home": "disk", "weights": task.weights}
-    return load(Path(task.model), plan={"components": {"model": component}}, device="cpu").pipe
+    return load(Path(task.model), plan={"components": {"model": component}}, device="cpu", dtype="bfloat16").pipe
 
 
 def disk_offload(task: Task) -> Call:

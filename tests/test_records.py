@@ -54,9 +54,11 @@ MACHINE = Machine(
     disk_rate=3e9, notes=("no link",),
 )  # fmt: skip
 UNIT = Unit(name="transformer_blocks.0", bytes=678, dtypes={"bfloat16": 600, "float32": 78})
+LEAF = Unit(name="transformer_blocks.0.ff.net.2", bytes=567, dtypes={"bfloat16": 567})
 COMPONENT = Component(
-    name="unet", class_name="UNet", role="denoiser", bytes=1234, dtypes={"bfloat16": 1234}, units=(UNIT,), skips=True
-)
+    name="unet", class_name="UNet", role="denoiser", bytes=1234, dtypes={"bfloat16": 1234}, units=(UNIT,),
+    leaves=(LEAF,), skips=True,
+)  # fmt: skip
 WORKLOAD = Workload(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
 USE = Use(unit="transformer_blocks.0", waiting=32, peak=64, work=(WORKLOAD,))
 PASS = Pass(component="unet", method="forward", runs=2, peak=65, uses=(USE,))
@@ -68,8 +70,9 @@ FOOTPRINT = Footprint(pipeline="FluxPipeline", components=(COMPONENT,), request=
 REASON = Reason(decision="transformer per-unit", because="it is larger than “the card”")
 VAE = VaePlan(slicing=True, tile=512, overlap=0.125)
 STORED = ComponentPlan(
-    placement="per-unit", storage="float8_e4m3fn", compute_dtype="bfloat16", skip=("norm", "^proj_out$"),
-    channels_last=True,
+    placement="per-unit", home="disk", pinned=False, weights=4 * 2**30, grain="block", ring=2**30,
+    stays=("transformer_blocks.0", "proj_out"), storage="float8_e4m3fn", compute_dtype="bfloat16",
+    skip=("norm", "^proj_out$"), channels_last=True,
 )  # fmt: skip
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,
@@ -78,7 +81,7 @@ PLAN = Plan(
 SAMPLE = Sample(seconds=0.25, weights=3, activations=4)
 PHASE = PhaseTrace(
     name="denoise", start=0.1, seconds=2.5, peak_bytes=9, peak_weights=8, peak_reserved=10, bytes_in=7,
-    bytes_out=6, runs=20,
+    bytes_out=6, runs=20, on_demand=3, waited=0.5,
 )  # fmt: skip
 TRACE = Trace(
     call=2, device="cuda:1", seconds=3.5, phases=(PHASE,), samples=(SAMPLE,), rss_peak_bytes=5, lossy=("fp8",),
@@ -159,22 +162,44 @@ def test_a_budget_is_a_size_in_words_or_bytes(size: Any) -> None:
     assert Budget.from_text(f"ram: {size}").ram == 8 * 10**9
 
 
+@pytest.mark.parametrize("size", ["8GB", "8000000000", 8 * 10**9, 8e9])
+def test_room_for_weights_is_a_size_in_words_or_bytes(size: Any) -> None:
+    assert ComponentPlan(placement="per-unit", weights=size).weights == 8 * 10**9
+    assert ComponentPlan.from_text(f"placement: per-unit\nweights: {size}").weights == 8 * 10**9
+
+
 # plans of every kind
 
 # what names are made of; not beyond U+FFFF, where JSON writes pairs of surrogates, which YAML's reader does not join
 TEXT = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["C", "Zl", "Zp"]), max_size=20)
 SIDES = st.none() | st.integers(1, 10**5)
+NAMES = st.none() | st.lists(TEXT, max_size=3).map(tuple)
+PLACED = st.fixed_dictionaries({"placement": st.sampled_from(["resident", "per-phase"])}) | st.fixed_dictionaries(
+    {"placement": st.just("per-unit")},
+    optional={
+        "weights": st.none() | st.integers(1, 2**60),
+        "grain": st.sampled_from([None, "block", "leaf"]),
+        "ring": st.none() | st.integers(0, 2**60),
+        "stays": NAMES,
+    },
+)
+IN_EIGHT_BITS = st.fixed_dictionaries(
+    {"storage": st.sampled_from(["float8_e4m3fn", "float8_e5m2"])},
+    optional={"compute_dtype": st.sampled_from([None, "float32", "float16", "bfloat16"]), "skip": NAMES},
+)
+KEPT = st.fixed_dictionaries(
+    {},
+    optional={
+        "home": st.sampled_from(["host", "disk"]),
+        "pinned": st.none() | st.booleans(),
+        "channels_last": st.booleans(),
+    },
+)
 COMPONENT_PLANS = st.builds(
-    ComponentPlan,
-    placement=st.sampled_from(["resident", "per-phase", "per-unit"]),
-    channels_last=st.booleans(),
-) | st.builds(
-    ComponentPlan,
-    placement=st.sampled_from(["resident", "per-phase", "per-unit"]),
-    storage=st.sampled_from(["float8_e4m3fn", "float8_e5m2"]),
-    compute_dtype=st.sampled_from([None, "float32", "float16", "bfloat16"]),
-    skip=st.none() | st.lists(TEXT, max_size=3).map(tuple),
-    channels_last=st.booleans(),
+    lambda *fields: ComponentPlan(**{name: value for some in fields for name, value in some.items()}),
+    PLACED,
+    st.just({}) | IN_EIGHT_BITS,
+    KEPT,
 )
 VAE_PLANS = st.builds(VaePlan, slicing=st.booleans()) | st.builds(
     VaePlan, slicing=st.booleans(), tile=st.integers(16, 10**5), overlap=st.floats(0, 0.5)
@@ -264,6 +289,8 @@ NO_SIZE = "is not a size: write it like 8GB (10⁹ bytes each) or 8GiB (2³⁰)"
 NO_INTEGER = "must be a valid integer"
 STORAGES = "storage must be 'as-loaded', 'float8_e4m3fn' or 'float8_e5m2', not "
 DTYPES = "compute_dtype must be 'float32', 'float16' or 'bfloat16', not "
+PER_UNIT_ONLY = "only means something with placement=per-unit"
+STREAMED = dict.fromkeys(("weights", "grain", "ring", "stays"))
 FP8_ONLY = "only means something with storage=float8_e4m3fn or float8_e5m2"
 PLACEMENTS = "placement must be 'resident', 'per-phase' or 'per-unit', not "
 DEPTHS = [  # a wrong field of a record at each depth: where, and the sentence
@@ -366,6 +393,22 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None}, f"skip {FP8_ONLY}"),
         (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None, "skip": []}, f"skip {FP8_ONLY}"),
         (ComponentPlan, {"storage": "as-loaded", "skip": None}, f"compute_dtype {FP8_ONLY}"),
+        (ComponentPlan, {"home": "moon"}, "home must be 'host' or 'disk', not 'moon'"),
+        (ComponentPlan, {"home": None}, "home must be 'host' or 'disk', not None"),
+        (ComponentPlan, {"pinned": "perhaps"}, "pinned must be a valid boolean"),
+        (ComponentPlan, {"weights": 0}, "weights must be greater than 0, not 0"),
+        (ComponentPlan, {"weights": True}, "weights must be a valid integer, not True"),
+        (ComponentPlan, {"weights": "lots"}, f"'lots' {NO_SIZE}"),
+        (ComponentPlan, {"grain": "tensor"}, "grain must be 'block' or 'leaf', not 'tensor'"),
+        (ComponentPlan, {"ring": -1}, "ring must be greater than or equal to 0, not -1"),
+        (ComponentPlan, {"stays": [1]}, "must be a valid string, not 1"),
+        *[
+            (ComponentPlan, STREAMED | {"placement": other, field: value}, f"{field} {PER_UNIT_ONLY}")
+            for other in ("resident", "per-phase")
+            for field, value in {"weights": 1, "grain": "leaf", "ring": 0, "stays": []}.items()
+        ],
+        (Unit, {"name": None}, "name must be a valid string, not None"),
+        (Component, {"leaves": [{"bytes": -2}]}, "bytes must be greater than or equal to 0, not -2"),
         (Plan, {"level": -1}, "level must be greater than or equal to 0, not -1"),
         (Plan, {"level": True}, "level must be a valid integer, not True"),
         (Plan, {"level": 4}, "level must be less than or equal to 3, not 4"),
@@ -380,6 +423,8 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (Sample, {"weights": -1}, "weights must be greater than or equal to 0, not -1"),
         (PhaseTrace, {"runs": 0}, "runs must be greater than 0, not 0"),
         (PhaseTrace, {"seconds": -0.5}, "seconds must be greater than or equal to 0, not -0.5"),
+        (PhaseTrace, {"on_demand": -1}, "on_demand must be greater than or equal to 0, not -1"),
+        (PhaseTrace, {"waited": -0.5}, "waited must be greater than or equal to 0, not -0.5"),
         (Trace, {"call": 0}, "call must be greater than 0, not 0"),
         (Trace, {"seconds": math.nan}, "seconds must be a finite number, not nan"),
         (Trace, {"phases": [{"peak_bytes": -1}]}, "peak_bytes must be greater than or equal to 0, not -1"),

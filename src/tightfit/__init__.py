@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tightfit.records import Budget, Footprint, Machine, Plan, Request, Trace
     from tightfit.report.summary import Report
     from tightfit.run.footprints import measure_footprint
+    from tightfit.run.load import Loaded, load
 
 __all__ = [
     "AlreadyFitted",
@@ -26,6 +27,7 @@ __all__ = [
     "Fitted",
     "Footprint",
     "InputError",
+    "Loaded",
     "Machine",
     "ModelError",
     "Plan",
@@ -38,11 +40,12 @@ __all__ = [
     "Trace",
     "apply_plan",
     "fit",
+    "load",
     "measure_footprint",
 ]
 
-# the last two bring torch and diffusers, which takes seconds
-_HOMES = ("errors", "records", "report.summary", "apply.fitting", "run.footprints")
+# the last three bring torch and diffusers, which takes seconds
+_HOMES = ("errors", "records", "report.summary", "apply.fitting", "run.footprints", "run.load")
 
 
 def __getattr__(name: str) -> Any:

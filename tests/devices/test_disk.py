@@ -294,17 +294,23 @@ def test_file_systems_that_open_but_do_not_read_directly(
 
     replace_preadv(monkeypatch, refusing)
     monkeypatch.setattr(disk, "STEP", SECTOR)
+    handles = left_behind()[1]
     for _ in range(2):
         assert get(reader, file, 0, 3 * SECTOR) == noise(LENGTH)[: 3 * SECTOR]
     assert len(tried) == good_steps + 1, "it was tried again"
+    assert left_behind()[1] == handles + 1
     assert (reader.direct_bytes, reader.bytes_read) == (good_steps * SECTOR, 6 * SECTOR)
     assert [str(file) in note for note in reader.notes] == [True]
 
 
 def test_reads_may_bring_less_than_asked(reader: DiskReader, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_preadv(monkeypatch, lambda real, handle, views, offset: real(handle, [views[0][:1000]], offset))
+    def little(real: Read, handle: int, views: list[memoryview], offset: int) -> int:
+        return min(1000, real(handle, [views[0][:SECTOR]], offset))
+
+    replace_preadv(monkeypatch, little)
     assert get(reader, file, 0, 3 * SECTOR) == noise(LENGTH)[: 3 * SECTOR]
     assert get(reader, file, 5, LENGTH - 5) == noise(LENGTH)[5:]
+    assert reader.notes == []
 
 
 # what goes wrong
@@ -328,9 +334,11 @@ def test_a_file_that_is_too_short(reader: DiskReader, file: Path, offset: int, s
 
 def test_a_file_that_is_cut_while_it_is_in_use(reader: DiskReader, file: Path) -> None:
     get(reader, file, 0, LENGTH)
+    status = file.stat()
     os.truncate(file, SECTOR)
     pattern = rf"{file} was changed while it was in use: it had {LENGTH} bytes, .* now it has {SECTOR}"
     fails(reader.read([(Extent(file, 0, LENGTH), arena(LENGTH))]), pattern)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     fails(reader.read([(Extent(file, 0, 10), arena(10))]), pattern)
 
 
@@ -352,10 +360,30 @@ def test_a_file_that_is_changed_in_the_middle_of_a_request(reader: DiskReader, f
 
 def test_a_file_that_is_replaced_is_read_on(reader: DiskReader, file: Path) -> None:
     get(reader, file, 0, 10)
+    replace(file)
+    assert get(reader, file, 0, LENGTH) == noise(LENGTH)
+
+
+def replace(file: Path) -> None:
+    """Another file takes its name, of as many zeros."""
     other = file.with_name("other")
     other.write_bytes(bytes(LENGTH))
     other.replace(file)
-    assert get(reader, file, 0, LENGTH) == noise(LENGTH)
+
+
+def test_a_file_that_is_replaced_while_it_is_opened(
+    reader: DiskReader, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def replacing(path: str | Path, how: int) -> int:
+        handle = real(path, how)
+        if path == file:
+            replace(file)
+        return handle
+
+    monkeypatch.setattr(os, "open", replacing)
+    assert get(reader, file, 0, SECTOR) + get(reader, file, SECTOR, LENGTH - SECTOR) == noise(LENGTH)
 
 
 def test_files_that_cannot_be_read_and_the_next_request(
@@ -374,7 +402,7 @@ def test_files_that_cannot_be_read_and_the_next_request(
     ("trouble", "kind", "pattern"),
     [
         (OSError(errno.EIO, "Input/output error"), ModelError, "weights.bin cannot be read: Input/output error"),
-        (MemoryError("none left"), RunError, r"1 pieces \(10 B\) were not read: MemoryError\('none left'\)"),
+        (MemoryError("none left"), RunError, r"1 pieces \(4 KiB\) were not read: MemoryError\('none left'\)"),
     ],
 )
 def test_troubles_of_one_request_are_not_those_of_the_next(
@@ -385,11 +413,12 @@ def test_troubles_of_one_request_are_not_those_of_the_next(
 
     with pytest.MonkeyPatch.context() as patch:
         replace_preadv(patch, failing)
-        reading = reader.read([(Extent(file, 0, 10), arena(10))])
+        reading = reader.read([(Extent(file, 0, SECTOR), arena(SECTOR))])
         for _ in range(2):
             with pytest.raises(kind, match=pattern):
                 reading.wait()
-    assert get(reader, file, 0, 10) == noise(LENGTH)[:10]
+    assert get(reader, file, 0, SECTOR) == noise(LENGTH)[:SECTOR]
+    assert reader.notes == []
 
 
 @pytest.mark.parametrize("size", [10, LENGTH + 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from pathlib import Path
 
@@ -90,10 +91,14 @@ def test_whole_huge_pages_are_advised_and_nothing_else() -> None:
     assert "hg" in flags(start + 4 * MIB - 1)
     assert "hg" not in flags(start + 4 * MIB)
     assert "hg" not in flags(arena(MIB).data_ptr())
+    assert "sh" not in flags(start), "shared memory gets huge pages by another switch"
 
 
-def test_systems_without_huge_pages_get_the_same_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
+@pytest.mark.parametrize(("place", "name", "value"), [(sys, "platform", "darwin"), (mmap, "MADV_HUGEPAGE", 9999)])
+def test_systems_without_huge_pages_get_the_same_arena(
+    monkeypatch: pytest.MonkeyPatch, place: object, name: str, value: object
+) -> None:
+    monkeypatch.setattr(place, name, value, raising=False)
     one = arena(3 * MIB)
     assert one.shape == (3 * MIB,)
     assert one.data_ptr() % (2 * MIB) == 0

@@ -20,6 +20,7 @@ ENCODER = Component(
 DENOISER = Component(
     name="transformer", class_name="FluxTransformer2DModel", role="denoiser", bytes=22 * GIB,
     units=(Unit(name="", bytes=GIB), Unit(name="blocks.0", bytes=3 * GIB), Unit(name="blocks.1", bytes=2 * GIB)),
+    leaves=(Unit(name="blocks.0.up", bytes=2 * GIB), Unit(name="blocks.0.down", bytes=GIB), Unit(name="blocks.1", bytes=2 * GIB)),
 )  # fmt: skip
 AUTOENCODER = Component(name="vae", class_name="AutoencoderKL", role="autoencoder", bytes=GIB // 4)
 FLUX = Footprint(pipeline="FluxPipeline", components=(ENCODER, DENOISER, AUTOENCODER))
@@ -249,7 +250,7 @@ def test_whatever_moves_has_its_reason(choices: dict[str, Any]) -> None:
     [
         ({"components": {"ve": {}}}, "unknown component of FluxPipeline 've': did you mean 'vae'?"),
         ({"components": {"q": {}}}, "unknown component of FluxPipeline 'q': there are text_encoder, transformer, vae"),
-        ({"components": {"vae": {"placement": "per-unit"}}}, "vae has no repeated blocks to stream: per-phase would"),
+        ({"components": {"vae": {"placement": "per-unit"}}}, "vae has no layers to stream: per-phase would"),
         ({"level": 4}, "level must be less than or equal to 3, not 4"),
         ({"level": -1}, "level must be greater than or equal to 0, not -1"),
         ({"level": "low"}, "level must be a valid integer, not 'low'"),

@@ -22,6 +22,7 @@ from tightfit.apply.activations.tiling import tiled
 from tightfit.apply.activations.waiting import move_waiting
 from tightfit.apply.disguise import disguise
 from tightfit.apply.session import Session
+from tightfit.apply.weights.disk import Stored
 from tightfit.apply.weights.placement import Residency
 from tightfit.apply.weights.rescue import rescued
 from tightfit.apply.weights.storage import store_weights
@@ -34,7 +35,7 @@ from tightfit.plan.levels import plan_for
 from tightfit.records import ComponentPlan, Plan, Request, Trace
 from tightfit.report.summary import Report
 
-__all__ = ["Fitted", "apply_plan", "fit"]
+__all__ = ["Fitted", "apply_plan", "choices_of", "decide", "fit"]
 
 logger = logging.getLogger("tightfit")
 
@@ -61,16 +62,31 @@ def fit(
     Returns the handle to its plan, report and `undo()`. Raises PlanError, RequestError or InputError for what is
     illegal, before anything is changed.
     """
+    choices, target = choices_of(level, plan, device)
+    return apply_plan(pipe, decide(pipe, choices, request, target), target, count_activations=count_activations)
+
+
+def choices_of(
+    level: int | None,
+    plan: Plan | Mapping[str, Any] | str | Path | None,
+    device: str | torch.device | Device | None,
+) -> tuple[dict[str, Any], Device]:
+    """What a user chose, as fields of a Plan without the device, and the device. PlanError or InputError."""
     if (level is None) == (plan is None):
         raise PlanError("fit takes exactly one of level=0…3 and plan=…")
-    choices: dict[str, Any] = {"level": level} if plan is None else _choices(plan)
+    choices: dict[str, Any] = {"level": level} if plan is None else _fields(plan)
     wanted: str | None = choices.pop("device", None)
     target = choose_device(device if device is not None else wanted)
     if wanted is not None and choose_device(wanted).name != target.name:
         raise PlanError(f"the plan is for {wanted}, but device={target.name} was asked for: leave one out")
+    return choices, target
+
+
+def decide(pipe: Any, choices: dict[str, Any], request: Request | Mapping[str, Any] | None, target: Device) -> Plan:
+    """The plan for `pipe` on `target` by these choices. Reads only."""
     if isinstance(request, Mapping):
         request = Request.from_mapping(request)
-    decided = plan_for(
+    return plan_for(
         inspect_pipeline(pipe),
         target.name,
         separate=target.separate,
@@ -78,10 +94,9 @@ def fit(
         request=request,
         pinnable=target.pinnable(),
     )
-    return apply_plan(pipe, decided, target, count_activations=count_activations)
 
 
-def _choices(plan: Plan | Mapping[str, Any] | str | Path) -> dict[str, Any]:
+def _fields(plan: Plan | Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if isinstance(plan, Plan):
         return plan.model_dump(mode="json", exclude_unset=True)  # what was not said is the level's to say
     if isinstance(plan, Mapping):
@@ -107,11 +122,19 @@ def apply_plan(
 class Fitted:
     """A pipeline that follows a plan. `undo()` gives it back exactly as it was."""
 
-    def __init__(self, pipe: Any, plan: Plan, device: Device, *, count_activations: bool = True) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        plan: Plan,
+        device: Device,
+        *,
+        count_activations: bool = True,
+        stored: Mapping[int, Stored] | None = None,
+    ) -> None:
         self.plan = plan
         self._trace: Trace | None = None
         self._recorder = Recorder(device, count_activations)
-        self._residency = Residency(device, self._recorder)
+        self._residency = Residency(device, self._recorder, stored)
         alone = isinstance(pipe, nn.Module)  # nobody else wants its place
         self._session = Session(self._residency, self._recorder, self._finished, keeps=alone)
         with ExitStack() as undo:

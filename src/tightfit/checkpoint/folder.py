@@ -6,24 +6,21 @@ read, nothing of the folder is run, and neither torch nor diffusers is imported.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
-import json
-import os
 import re
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from reprlib import repr as _short
 from typing import Any
 
+from tightfit.checkpoint.headers import file_error, listed, mode_of, names_in, read_header, read_index, read_json
 from tightfit.errors import ModelError, unknown_name
 
-__all__ = ["ComponentFolder", "ModelFolder", "check_folder", "file_error", "listed", "read_header", "read_index"]
+__all__ = ["ComponentFolder", "ModelFolder", "check_folder", "network_folder"]
 
-_LARGEST_JSON = 100_000_000  # bytes; safetensors allows no longer header either
 _STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # what each library loads
 _WEIGHTLESS = re.compile(r".*(Tokenizer(Fast)?|Scheduler|Processor(Fast)?|FeatureExtractor|Guidance)")
 
@@ -67,11 +64,11 @@ def check_folder(path: Path) -> ModelFolder:
 
 
 def _find_index(path: Path) -> Path:
-    if not _mode(path):
+    if not mode_of(path):
         what = "does not exist"
-    elif not stat.S_ISDIR(_mode(path)):
+    elif not stat.S_ISDIR(mode_of(path)):
         what = "is a file, not a folder"
-    elif "model_index.json" not in (names := _names(path)):
+    elif "model_index.json" not in (names := names_in(path)):
         what = f"is no model: it has no model_index.json, but {listed(names)}"
     else:
         return path / "model_index.json"
@@ -80,7 +77,7 @@ def _find_index(path: Path) -> Path:
 
 def _read_config(file: Path, named: bool) -> dict[str, Any]:
     """A JSON object that points to no code; where it must be `named`, with the class to load as `_class_name`."""
-    config = _read_object(file)
+    config = read_json(file)
     _refuse_code(file, config)
     name = config.get("_class_name")
     if named and not (isinstance(name, str) and name.isidentifier()):
@@ -114,7 +111,7 @@ def _entries(file: Path, index: dict[str, Any]) -> list[tuple[str, str, str]]:
             case [str(library), str(class_name)] if name.isidentifier() and class_name.isidentifier():
                 _check_library(file, name, library)
                 found.append((name, library, class_name))
-            case list() | str() | dict() if name.isidentifier() and stat.S_ISDIR(_mode(file.parent / name)):
+            case list() | str() | dict() if name.isidentifier() and stat.S_ISDIR(mode_of(file.parent / name)):
                 raise file_error(file, f"has {name} as {_short(entry)}: it must be [library, class] or [null, null]")
     if not found:
         raise file_error(file, "names 0 components: a pipeline has at least one, such as a unet or a transformer")
@@ -124,7 +121,7 @@ def _entries(file: Path, index: dict[str, Any]) -> list[tuple[str, str, str]]:
 def _check_library(file: Path, name: str, library: str) -> None:
     """Classes come from diffusers, one of its pipeline packages ("stable_diffusion"), or transformers."""
     foreign = library not in _STEMS and library not in _pipeline_packages()
-    if foreign or _mode(file.parent / name / f"{library}.py"):
+    if foreign or mode_of(file.parent / name / f"{library}.py"):
         why = unknown_name("library", library[:60], _STEMS) if foreign else f"{name}/{library}.py"
         raise file_error(file, f"takes {name} from python code of its own ({why}): code in a model folder is never run",
                      component=name, library=library)  # fmt: skip
@@ -140,9 +137,9 @@ def _pipeline_packages() -> frozenset[str]:
 
 def _read_component(root: Path, name: str, library: str, class_name: str) -> ComponentFolder:
     folder = root / name
-    if not stat.S_ISDIR(_mode(folder)):
+    if not stat.S_ISDIR(mode_of(folder)):
         raise file_error(folder, f"is missing: model_index.json has {name} as {class_name}", component=name)
-    names = _names(folder)
+    names = names_in(folder)
     configs = [file for file in names if file.endswith("config.json") and file != "generation_config.json"]
     if not configs and not (names and "Tokenizer" in class_name):
         raise file_error(folder, f"has no config.json or other *_config.json for {class_name}, but {listed(names)}",
@@ -154,7 +151,7 @@ def _read_component(root: Path, name: str, library: str, class_name: str) -> Com
 
 def _weight_sets(folder: Path, part: ComponentFolder) -> dict[str | None, Path]:
     """variant → its safetensors file or shard index, the one its library would take. Empty: it needs no weights."""
-    names = _names(folder)
+    names = names_in(folder)
     if "config.json" not in names or _WEIGHTLESS.fullmatch(part.class_name):
         return {}
     stem = _STEMS.get(part.library, "(?:diffusion_pytorch_)?model")
@@ -202,113 +199,23 @@ def _add_weights(part: ComponentFolder, sets: dict[str | None, Path], variant: s
     return dataclasses.replace(part, weight_files=files, weight_bytes=size, weight_index=index)
 
 
-def read_index(file: Path) -> dict[str, Path]:
-    """tensor → its shard, of an index beside its shards; ModelError where it is no index or a shard is not there."""
-    index = _read_object(file)
-    places = index.get("weight_map")
-    if not isinstance(places, dict) or not places or not isinstance(index.get("metadata"), dict):
-        raise file_error(file, "is no shard index: it needs the objects weight_map (tensor → shard) and metadata")
-    for name in places.values():
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise file_error(file, f"names the shard {_short(name)}: a shard is a .safetensors file beside its index")
-    shards = sorted(set(places.values()))
-    missing = [name for name in shards if not _mode(file.parent / name)]
-    if missing:
-        raise file_error(file, f"names {len(shards)} shards, of which {len(missing)} are missing: {listed(missing)}",
-                     shards=len(shards), missing=missing)  # fmt: skip
-    return {tensor: file.parent / name for tensor, name in places.items()}
-
-
 def _tensor_bytes(file: Path) -> int:
     """Bytes of all tensors in a safetensors file."""
     return max((tensor["data_offsets"][1] for tensor in read_header(file)[1].values()), default=0)
 
 
-def read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where in a safetensors file its tensors begin, in bytes, and name → what the header says of that tensor.
+def network_folder(path: Path) -> ComponentFolder:
+    """The single network that `path` holds, as `model.save_pretrained(path)` of diffusers writes it: "model".
 
-    The file is 8 bytes of header length, the header in JSON, the tensors. Checked is its length, no more: ModelError
-    where the header is none, or the last tensor does not end with the file.
+    Raises ModelError as `check_folder` does.
     """
-    size = _size(file)
-    with _reading(file), file.open("rb") as stream:
-        start = stream.read(8)
-        length = int.from_bytes(start, "little")
-        header = stream.read(length) if length <= min(_LARGEST_JSON, size - 8) else None
-    if start == b"version " and size < 1024:
-        raise file_error(file, f"is a Git LFS pointer of {size:,} bytes, not the weights: fetch them with git lfs pull")
-    items = {} if header is None else _parse(file, header)
-    items.pop("__metadata__", None)
-    tensors = max((_end(file, name, tensor) for name, tensor in items.items()), default=0)
-    promised = 8 + length + tensors
-    if promised != size or header is None:
-        state = "truncated" if promised > size else "corrupt"
-        raise file_error(file, f"is {state}: its header promises {promised:,} bytes, the file has {size:,}",
-                     promised_bytes=promised, file_bytes=size)  # fmt: skip
-    return 8 + length, items
-
-
-def _end(file: Path, name: str, tensor: object) -> int:
-    """Where a tensor of a safetensors header ends, in bytes after the header."""
-    match tensor:
-        case {"data_offsets": [int(begin), int(end)]} if 0 <= begin <= end < 2**63:
-            return end
-    raise file_error(file, f"is corrupt: its header has {_short(name)} as {_short(tensor)}, without sound data_offsets")
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    if (size := _size(file)) > _LARGEST_JSON:
-        raise file_error(file, f"has {size:,} bytes, and JSON is read up to {_LARGEST_JSON:,}", file_bytes=size)
-    with _reading(file):
-        data = file.read_bytes()
-    return _parse(file, data)
-
-
-def _parse(file: Path, data: bytes) -> dict[str, Any]:
-    what = "is corrupt: its header" if file.suffix == ".safetensors" else "is damaged: it"
-    try:
-        value = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise file_error(file, f"{what} is no JSON ({len(data):,} bytes): {str(error)[:120]}") from error
-    if not isinstance(value, dict):
-        raise file_error(file, f"{what} must be a JSON object, not {_short(value)}")
-    return value
-
-
-def _size(file: Path) -> int:
-    with _reading(file):
-        status = file.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise file_error(file, "must be a file, and is none")
-    return status.st_size
-
-
-def _mode(path: Path) -> int:
-    """What kind of file it is, as in stat; 0 where there is none."""
-    with _reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return path.stat().st_mode
-    return 0
-
-
-def _names(folder: Path) -> list[str]:
-    with _reading(folder):
-        return sorted(os.listdir(folder))
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise file_error(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def file_error(path: Path, what: str, **facts: object) -> ModelError:
-    """`what` is wrong with the file or folder; it is named by the last two parts of its path."""
-    return ModelError(f"{'/'.join(path.parts[-2:])} {what}", file=str(path), **facts)
-
-
-def listed(names: list[str]) -> str:
-    """The first three of `names` and how many more there are, on one line."""
-    shown = ascii(", ".join(names[:3]) or "nothing")[1:-1]  # a name may hold a line break
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+    path = Path(path)
+    if not stat.S_ISDIR(mode_of(path)) or "config.json" not in names_in(path):
+        raise ModelError(f"{path} holds neither a pipeline nor a network: no model_index.json, no config.json",
+                         path=str(path))  # fmt: skip
+    config = _read_config(path / "config.json", named=True)
+    part = ComponentFolder("model", "diffusers", config["_class_name"])
+    if not hasattr(importlib.import_module("diffusers"), part.class_name):
+        raise file_error(path / "config.json", unknown_name("network of diffusers", part.class_name, ()))
+    sets = _weight_sets(path, part)
+    return _add_weights(part, sets, _choose_variant(path, {part.name: sets}))

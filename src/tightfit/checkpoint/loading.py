@@ -47,9 +47,9 @@ def load_pipeline(
     with quietly() as notices:
         _check_class(folder)
         try:
-            from diffusers import DiffusionPipeline  # the first import of its parts is not quiet
-
-            pipe = DiffusionPipeline.from_pretrained(
+            # by its own class: DiffusionPipeline asks itself which components are optional, knows none, and reads the
+            # weights of those that it was given (Wan's transformer) all the same
+            pipe = getattr(import_module("diffusers"), folder.pipeline_class).from_pretrained(
                 str(folder.path), use_safetensors=True, local_files_only=True, trust_remote_code=False, **asked, **given
             )
         except (MemoryError, torch.OutOfMemoryError):

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from tightfit.checkpoint.folder import file_error, listed, read_header, read_index
+from tightfit.checkpoint.headers import file_error, listed, read_header, read_index
 from tightfit.errors import ModelError
 
 __all__ = ["NotStraight", "Place", "place_weights", "read_places"]

@@ -146,8 +146,6 @@ class Reading:
 
     def cancel(self) -> None:
         """Reads nothing more of it, if it is not over, and returns when nobody writes to the targets any more."""
-        if self.done:
-            return
         self._stopped = True  # first this, then the look at `_begun`; the thread does it the other way round
         if self._begun:
             self._over.wait()
@@ -224,7 +222,7 @@ class _Desk:
         self.files: dict[Path, DiskFile] = {}
         self.bytes_read = self.direct_bytes = 0
         self.seconds_busy = 0.0
-        self._lock = threading.RLock()  # the garbage collector may close in the middle of anything
+        self._lock = threading.RLock()  # a signal's handler may close in the middle of `take`
         self._queue: SimpleQueue[Reading | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -248,7 +246,6 @@ class _Desk:
     def _serve_all(self) -> None:
         while (reading := self._queue.get()) is not None:
             self._serve(reading)
-            del reading  # its owner's alone while the next is waited for
         for file in self.files.values():
             file.close()
 

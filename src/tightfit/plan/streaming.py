@@ -157,5 +157,3 @@ def _checked(component: Component, chosen: ComponentPlan, sizes: Mapping[str, in
             name=component.name,
         )
     return chosen.model_copy(update={"ring": ring})
-
-

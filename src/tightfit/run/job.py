@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from tightfit.apply.fitting import Fitted, fit
-from tightfit.checkpoint.folder import ModelFolder
+from tightfit.checkpoint.folder import ComponentFolder, ModelFolder
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.demo.grammar import WORDS, unknown_words
 from tightfit.devices.choice import choose_device
@@ -24,10 +25,10 @@ from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_
 from tightfit.run.models import find_model
 from tightfit.run.request import Prompt, call_arguments
 
-__all__ = ["Job", "stored_dtype"]
+__all__ = ["DTYPES", "Job", "stored_dtype"]
 
 DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
-_DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass
@@ -49,8 +50,8 @@ class Job:
         """Everything that can be wrong is found here, before anything is loaded or written."""
         Plan.from_mapping(self.choices)
         self._target: Device = choose_device(self.device or self.choices.get("device"))
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise InputError(unknown_name("dtype", self.dtype, _DTYPES), dtype=self.dtype)
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise InputError(unknown_name("dtype", self.dtype, DTYPES), dtype=self.dtype)
         if self.snapshot is not None:
             self._target.check_history()
         if self.timeline is not None:
@@ -82,7 +83,7 @@ class Job:
             given = {name: value for name, value in self.request if value is not None}
             self.request = Request(**{**DEMO_DEFAULTS, **given})
         elapsed = stopwatch()
-        default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder)
+        default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
         self._pipe = load_pipeline(self._folder, getattr(torch, self.dtype or default))
         call_arguments(self._pipe, self.prompt, self.request)
         choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
@@ -133,9 +134,9 @@ class Job:
         }
 
 
-def stored_dtype(folder: ModelFolder) -> str:
+def stored_dtype(components: Sequence[ComponentFolder]) -> str:
     """What the largest component is stored in: one dtype for all, or one could not read what another makes."""
-    largest = max(folder.components, key=lambda component: component.weight_bytes)
+    largest = max(components, key=lambda component: component.weight_bytes)
     if not largest.weight_files:
         return "float32"
     with safe_open(largest.weight_files[0], "pt") as file:

@@ -77,7 +77,7 @@ class Stage:
 def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Request]:
     """The pipeline in `dtype` (None: as it is usually loaded), and what it is usually asked for."""
     if isinstance(model, ModelFolder):
-        return build_folder(model, dtype or getattr(torch, stored_dtype(model))), Request()
+        return build_folder(model, dtype or getattr(torch, stored_dtype(model.components))), Request()
     if isinstance(model, str):
         known = known_model(model)
         return build_known(known, dtype), known.request

@@ -22,7 +22,9 @@ from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.memory import arena
 from tightfit.errors import RunError
 
-__all__ = ["DiskHome", "Spill", "Stored"]
+__all__ = ["DiskHome", "Spill", "Stored", "read_stored"]
+
+OWN_MEMORY = 2**20  # bytes of a tensor for which a map of its own is worth it
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,19 @@ class Stored:
 
 
 class DiskHome(Home):
-    """`tensors`, plain and on the CPU, have no values of their own meanwhile; what `stored` says are their masters."""
+    """Plain tensors whose masters are what `stored` says."""
 
     writable = False
+    alignment = SECTOR
 
-    def __init__(self, tensors: Sequence[torch.Tensor], stored: Sequence[Stored], reader: DiskReader) -> None:
-        self._tensors, self._stored, self._reader = tensors, stored, reader
+    def __init__(self, stored: Sequence[Stored], reader: DiskReader) -> None:
+        self._reader = reader
         self._runs: list[tuple[Extent, int]] = []  # what is read, and to where
         places = _runs(stored, self._runs)
         self.layouts = tuple(
             Layout(place, each.dtype, each.shape, each.strides) for place, each in zip(places, stored, strict=True)
         )
         self.size = max((place + _sectors(extent.size) for extent, place in self._runs), default=0)
-        for tensor in tensors:
-            tensor.data = torch.empty(0, dtype=tensor.dtype)
 
     def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
         if target.device.type == "cpu":
@@ -66,12 +67,19 @@ class DiskHome(Home):
     def _read(self, target: torch.Tensor) -> Reading:
         return self._reader.read([(extent, target[place:]) for extent, place in self._runs])
 
-    def give_back(self) -> None:
-        """The tensors have their values again."""
+    def values(self) -> list[torch.Tensor]:
+        """All of them, views of memory of their own."""
         region = arena(self.size)
         self._read(region).wait()
-        for tensor, layout in zip(self._tensors, self.layouts, strict=True):
-            tensor.data = layout.view(region).clone(memory_format=torch.preserve_format)
+        return [layout.view(region) for layout in self.layouts]
+
+
+def read_stored(stored: Stored, reader: DiskReader) -> torch.Tensor:
+    """What a file holds, in memory of its own."""
+    if not stored.size:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    value = DiskHome([stored], reader).values()[0]
+    return value if stored.size >= OWN_MEMORY else value.clone()
 
 
 class _Read(Arrival):
@@ -97,13 +105,11 @@ class Spill:
         self._end = 0
         self._forget = weakref.finalize(self, _remove, handle, self.path)
 
-    def write(self, tensors: Sequence[torch.Tensor]) -> list[Stored]:
-        """Appends the plain, dense `tensors`; RunError where the disk is full."""
-        stored = []
-        for tensor in tensors:
-            flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-            stored.append(Stored(self.path, self._end, tensor.dtype, tensor.shape, tensor.stride()))
-            self._write(flat.view(torch.uint8).numpy().data)
+    def write(self, tensor: torch.Tensor) -> Stored:
+        """Appends the plain, dense `tensor`; RunError where the disk is full."""
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        stored = Stored(self.path, self._end, tensor.dtype, tensor.shape, tensor.stride())
+        self._write(flat.view(torch.uint8).numpy().data)
         return stored
 
     def _write(self, data: memoryview) -> None:

@@ -19,7 +19,7 @@ from tightfit.devices.seam import Device
 
 __all__ = ["Home", "HostHome", "Layout", "plain_parts", "rebuilt"]
 
-ALIGNMENT = 512  # bytes between the beginnings of two tensors, as in an allocator of its own
+ALIGNMENT = 128  # bytes: what the most demanding of copies within a device wants
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Home(ABC):
     """The masters of what moves together. `size` bytes are sent; `layouts` are of its plain tensors, in order."""
 
     size: int
+    alignment = ALIGNMENT  # of the memory that it sends to
     writable: bool  # whether what somebody writes into a weight can be written into its master
     layouts: tuple[Layout, ...]
 
@@ -51,8 +52,9 @@ class Home(ABC):
         """Page-locks the masters; returns how to unlock them, or None where that is refused."""
         return None
 
-    def give_back(self) -> None:  # noqa: B027 - where masters always have their values
-        """The masters have their own values again."""
+    def values(self) -> list[torch.Tensor]:
+        """The plain tensors; asked only where masters have no values."""
+        raise NotImplementedError
 
     @abstractmethod
     def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
@@ -100,4 +102,3 @@ def rebuilt(like: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
     inside = {name: rebuilt(getattr(like, name), parts) for name in names}
     whole: torch.Tensor = type(like).__tensor_unflatten__(inside, context, like.shape, like.stride())
     return whole
-

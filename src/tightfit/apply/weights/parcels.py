@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tightfit.apply.weights.homes import Home, rebuilt
+from tightfit.apply.weights.homes import Home, plain_parts, rebuilt
 from tightfit.measure.modules import find_leaves
 from tightfit.plan.streaming import group_leaves
 from tightfit.records import Component, Grain
@@ -52,6 +52,12 @@ class Parcel:
         # as its master, or torch's matmul may choose another kernel (float16 on the CPU, also without gradients)
         return [nn.Parameter(rebuilt(master, plain), master.requires_grad) for master in self.masters]
 
+    def fill(self) -> None:
+        """The masters have values again, read from their home."""
+        plain = self.home.values()
+        for tensor in (part for master in self.masters for part in plain_parts(master)):
+            tensor.data = plain.pop(0).clone(memory_format=torch.preserve_format)
+
     def show(self, old: list[torch.Tensor], new: list[torch.Tensor]) -> None:
         """Where modules look `old` weights up, they find the `new` ones; what others put there stays."""
         for places, was, now in zip(self.places, old, new, strict=True):
@@ -69,7 +75,10 @@ def parcels_of(
         parts = [part for leaf in members for part in leaves[leaf]]
         masters, places = _places_of(parts)
         gates = tuple(parts) if name in leaves else (module.get_submodule(name),)
-        parcels.append(Parcel(name, gates, masters, [_like(master) for master in masters], places, home_of(masters)))
+        likes, home = [_like(master) for master in masters], home_of(masters)
+        if not home.writable:
+            masters = [_emptied(master, of) for master, of in zip(masters, places, strict=True)]
+        parcels.append(Parcel(name, gates, masters, likes, places, home))
     return parcels
 
 
@@ -87,3 +96,15 @@ def _places_of(parts: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[lis
 
 def _like(master: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(master.shape, master.stride(), dtype=master.dtype, device="meta")
+
+
+def _emptied(master: nn.Parameter, places: list[Place]) -> nn.Parameter:
+    """`master` without its values; in its places is another where it never had any."""
+    if not master.is_meta:
+        for part in plain_parts(master):
+            part.data = torch.empty(0, dtype=part.dtype)
+        return master
+    hollow = nn.Parameter(torch.empty(0, dtype=master.dtype), master.requires_grad)
+    for place in places:
+        place.table[place.name] = hollow
+    return hollow

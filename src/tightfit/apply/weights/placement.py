@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tightfit.apply.weights.cargo import Cargo
-from tightfit.apply.weights.disk import DiskHome, Spill, Stored
+from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_stored
 from tightfit.apply.weights.homes import Home, HostHome, plain_parts
 from tightfit.apply.weights.parcels import Parcel, parcels_of
 from tightfit.apply.weights.rescue import rescue_blocks
@@ -88,9 +88,7 @@ class Residency:
         self._recorder.weights_changed(size)
         undo.callback(self._recorder.weights_changed, -size)
 
-    def _homes(
-        self, plan: ComponentPlan, stored: ExitStack, undo: ExitStack
-    ) -> Callable[[list[nn.Parameter]], Home]:
+    def _homes(self, plan: ComponentPlan, stored: ExitStack, undo: ExitStack) -> Callable[[list[nn.Parameter]], Home]:
         """How to find a home for masters, until `stored` is closed."""
         if plan.home == "host":
             return lambda masters: HostHome(_plain(masters), self._device)
@@ -103,8 +101,8 @@ class Residency:
 
         def home_of(masters: list[nn.Parameter]) -> Home:
             tensors = _plain(masters)
-            known = [self._stored[id(tensor)] for tensor in tensors if id(tensor) in self._stored]
-            return DiskHome(tensors, known if len(known) == len(tensors) else spill.write(tensors), reader)
+            known = [self._stored.get(id(tensor)) for tensor in tensors]
+            return DiskHome([_as_used(*pair, reader, spill) for pair in zip(tensors, known, strict=True)], reader)
 
         return home_of
 
@@ -177,6 +175,13 @@ class Residency:
             self._evict(name)
         self._turns.clear()
         self._last = None
+
+
+def _as_used(tensor: torch.Tensor, stored: Stored | None, reader: DiskReader, spill: Spill) -> Stored:
+    """Where `tensor` is stored as it is used; it is written to `spill` where it is in no file, or in another dtype."""
+    if stored is not None and stored.dtype == tensor.dtype:
+        return stored
+    return spill.write(tensor if stored is None else read_stored(stored, reader).to(tensor.dtype))
 
 
 def _plain(masters: list[nn.Parameter]) -> list[torch.Tensor]:

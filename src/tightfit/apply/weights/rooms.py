@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from tightfit.apply.weights.parcels import Parcel
-from tightfit.apply.weights.ring import ALIGNMENT, Lease, Ring
+from tightfit.apply.weights.ring import Lease, Ring
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
@@ -33,7 +33,7 @@ class Rooms:
         """Takes a place for each in `stays`, and the ring; returns those for which there was no memory."""
         left: list[Parcel] = []
         for chunk in _chunks(stays):
-            room = None if left else self._room_or_none(sum(_aligned(parcel.size) for parcel in chunk))
+            room = None if left else self._room_or_none(sum(_aligned(parcel) for parcel in chunk))
             if room is None:
                 left += chunk
                 continue
@@ -41,7 +41,7 @@ class Rooms:
             offset = 0
             for parcel in chunk:
                 self._places[parcel] = room[offset : offset + parcel.size]
-                offset += _aligned(parcel.size)
+                offset += _aligned(parcel)
         room = self._room_or_none(ring)
         while room is None and self._chunks:
             left += self.give_up(lambda _: True)
@@ -100,7 +100,7 @@ class Rooms:
 def _chunks(stays: Iterable[Parcel]) -> Iterator[list[Parcel]]:
     chunk: list[Parcel] = []
     for parcel in stays:
-        if chunk and sum(_aligned(other.size) for other in chunk) + parcel.size > CHUNK:
+        if chunk and sum(_aligned(other) for other in chunk) + parcel.size > CHUNK:
             yield chunk
             chunk = []
         chunk.append(parcel)
@@ -108,5 +108,5 @@ def _chunks(stays: Iterable[Parcel]) -> Iterator[list[Parcel]]:
         yield chunk
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _aligned(parcel: Parcel) -> int:
+    return -(-parcel.size // parcel.home.alignment) * parcel.home.alignment

@@ -25,6 +25,7 @@ from tightfit.measure.recorder import Recorder
 
 __all__ = ["Streamer"]
 
+
 @dataclass(eq=False)
 class _Presence:
     """A parcel that is on the device, or on its way."""
@@ -130,7 +131,7 @@ class Streamer:
         for parcel in self._parcels:
             if parcel.home.writable:
                 continue
-            parcel.home.give_back()
+            parcel.fill()
             for away, master in zip(self._away[parcel], parcel.masters, strict=True):
                 if away.absence.written is not None:
                     master.data = away.absence.written.to(master.device)

@@ -1,0 +1,129 @@
+"""What files say of themselves: JSON, shard indexes, and the headers of safetensors files. Or one clear error.
+
+Neither torch nor diffusers is imported, and no weight is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from reprlib import repr as _short
+from typing import Any
+
+from tightfit.errors import ModelError
+
+__all__ = ["file_error", "listed", "mode_of", "names_in", "read_header", "read_index", "read_json"]
+
+_LARGEST_JSON = 100_000_000  # bytes; safetensors allows no longer header either
+
+
+def read_index(file: Path) -> dict[str, Path]:
+    """tensor → its shard, of an index beside its shards; ModelError where it is no index or a shard is not there."""
+    index = read_json(file)
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not places or not isinstance(index.get("metadata"), dict):
+        raise file_error(file, "is no shard index: it needs the objects weight_map (tensor → shard) and metadata")
+    for name in places.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise file_error(file, f"names the shard {_short(name)}: a shard is a .safetensors file beside its index")
+    shards = sorted(set(places.values()))
+    missing = [name for name in shards if not mode_of(file.parent / name)]
+    if missing:
+        raise file_error(file, f"names {len(shards)} shards, of which {len(missing)} are missing: {listed(missing)}",
+                     shards=len(shards), missing=missing)  # fmt: skip
+    return {tensor: file.parent / name for tensor, name in places.items()}
+
+
+def read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where in a safetensors file its tensors begin, in bytes, and name → what the header says of that tensor.
+
+    The file is 8 bytes of header length, the header in JSON, the tensors. Checked is its length, no more: ModelError
+    where the header is none, or the last tensor does not end with the file.
+    """
+    size = _size(file)
+    with _reading(file), file.open("rb") as stream:
+        start = stream.read(8)
+        length = int.from_bytes(start, "little")
+        header = stream.read(length) if length <= min(_LARGEST_JSON, size - 8) else None
+    if start == b"version " and size < 1024:
+        raise file_error(file, f"is a Git LFS pointer of {size:,} bytes, not the weights: fetch them with git lfs pull")
+    items = {} if header is None else _parse(file, header)
+    items.pop("__metadata__", None)
+    tensors = max((_end(file, name, tensor) for name, tensor in items.items()), default=0)
+    promised = 8 + length + tensors
+    if promised != size or header is None:
+        state = "truncated" if promised > size else "corrupt"
+        raise file_error(file, f"is {state}: its header promises {promised:,} bytes, the file has {size:,}",
+                     promised_bytes=promised, file_bytes=size)  # fmt: skip
+    return 8 + length, items
+
+
+def _end(file: Path, name: str, tensor: object) -> int:
+    """Where a tensor of a safetensors header ends, in bytes after the header."""
+    match tensor:
+        case {"data_offsets": [int(begin), int(end)]} if 0 <= begin <= end < 2**63:
+            return end
+    raise file_error(file, f"is corrupt: its header has {_short(name)} as {_short(tensor)}, without sound data_offsets")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    if (size := _size(file)) > _LARGEST_JSON:
+        raise file_error(file, f"has {size:,} bytes, and JSON is read up to {_LARGEST_JSON:,}", file_bytes=size)
+    with _reading(file):
+        data = file.read_bytes()
+    return _parse(file, data)
+
+
+def _parse(file: Path, data: bytes) -> dict[str, Any]:
+    what = "is corrupt: its header" if file.suffix == ".safetensors" else "is damaged: it"
+    try:
+        value = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise file_error(file, f"{what} is no JSON ({len(data):,} bytes): {str(error)[:120]}") from error
+    if not isinstance(value, dict):
+        raise file_error(file, f"{what} must be a JSON object, not {_short(value)}")
+    return value
+
+
+def _size(file: Path) -> int:
+    with _reading(file):
+        status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise file_error(file, "must be a file, and is none")
+    return status.st_size
+
+
+def mode_of(path: Path) -> int:
+    """What kind of file it is, as in stat; 0 where there is none."""
+    with _reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return path.stat().st_mode
+    return 0
+
+
+def names_in(folder: Path) -> list[str]:
+    with _reading(folder):
+        return sorted(os.listdir(folder))
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        raise file_error(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def file_error(path: Path, what: str, **facts: object) -> ModelError:
+    """`what` is wrong with the file or folder; it is named by the last two parts of its path."""
+    return ModelError(f"{'/'.join(path.parts[-2:])} {what}", file=str(path), **facts)
+
+
+def listed(names: list[str]) -> str:
+    """The first three of `names` and how many more there are, on one line."""
+    shown = ascii(", ".join(names[:3]) or "nothing")[1:-1]  # a name may hold a line break
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

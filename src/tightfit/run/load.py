@@ -1,0 +1,81 @@
+"""A model folder → its pipeline, already following a plan; each weight goes straight to where the plan wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tightfit.apply.fitting import Fitted, choices_of, decide
+from tightfit.checkpoint.folder import ModelFolder, check_folder
+from tightfit.checkpoint.headers import names_in
+from tightfit.checkpoint.straight import build_straight
+from tightfit.devices.choice import choose_device
+from tightfit.devices.seam import Device
+from tightfit.errors import InputError, unknown_name
+from tightfit.records import ComponentPlan, Plan, Request
+from tightfit.run.job import DTYPES, stored_dtype
+from tightfit.run.models import find_model
+
+__all__ = ["Loaded", "load"]
+
+
+class Loaded(NamedTuple):
+    """A pipeline (or a single network) and what makes it follow its plan."""
+
+    pipe: Any
+    fitted: Fitted
+
+
+def load(
+    model: str | Path,
+    *,
+    level: int | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    request: Request | Mapping[str, Any] | None = None,
+    device: str | torch.device | Device | None = None,
+    dtype: str | None = None,
+    count_activations: bool = True,
+) -> Loaded:
+    """Loads `model`, a diffusers folder, a hub id, or the folder of one diffusers network, to follow a plan.
+
+    As `fit(DiffusionPipeline.from_pretrained(model), …)`, but nothing is loaded that the plan wants on the disk: of a
+    component with home "disk", large layers are read from its safetensors files whenever they are used. `dtype` is
+    "bfloat16", "float16" or "float32" (default: as stored; on the CPU float32, unless a single network is loaded).
+    Weights stored in another dtype are converted, those that stay on the disk into a temporary file.
+
+    Raises ModelError, naming file and tensor, where the files are not what the model needs, before anything is
+    computed; PlanError, RequestError and InputError as `fit` does.
+    """
+    choices, target = choices_of(level, plan, device)
+    path, folder = _find(model)
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
+    straight = build_straight(path, folder, getattr(torch, dtype or _usual(path, folder, target)))
+    decided = decide(straight.pipe, choices, request, target)
+
+    def on_disk(name: str) -> bool:
+        chosen = decided.components.get(name, ComponentPlan())
+        return chosen.home == "disk" and chosen.placement != "resident" and chosen.storage == "as-loaded"
+
+    stored = straight.fill(on_disk)
+    fitted = Fitted(straight.pipe, decided, target, count_activations=count_activations, stored=stored)
+    return Loaded(straight.pipe, fitted)
+
+
+def _find(model: str | Path) -> tuple[Path, ModelFolder | None]:
+    path = Path(model).expanduser()
+    if path.is_dir() and "config.json" in (names := names_in(path)) and "model_index.json" not in names:
+        return path, None
+    folder = check_folder(path) if isinstance(model, Path) else find_model(model)
+    return folder.path, folder
+
+
+def _usual(path: Path, folder: ModelFolder | None, target: Device) -> str:
+    if folder is None:
+        from tightfit.checkpoint.folder import network_folder
+
+        return stored_dtype((network_folder(path),))
+    return "float32" if choose_device(target).torch_device.type == "cpu" else stored_dtype(folder.components)
