@@ -23,7 +23,7 @@ from pretend.conftest import ACCELERATOR
 from tightfit import cli
 from tightfit.devices import choice, seam
 from tightfit.devices.choice import choose_device, find_machine
-from tightfit.devices.seam import CpuDevice, LoopbackDevice, ram_bytes, ram_free, ram_limit
+from tightfit.devices.seam import CpuDevice, LoopbackDevice, pinnable_bytes, ram_bytes, ram_free, ram_limit
 from tightfit.measure import rates
 from tightfit.measure.rates import Work, device_rates, disk_rate, measure_rates, rate_of
 from tightfit.pretend.backend import use_cards
@@ -380,13 +380,13 @@ def test_this_computer_as_it_is(groups: Path) -> None:
 def test_windows_page_locks_half_of_the_ram(
     release: str, system: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "ram_free", lambda: 90)
-    monkeypatch.setattr(choice, "ram_bytes", lambda: 100)
+    monkeypatch.setattr(seam, "ram_free", lambda: 90)
+    monkeypatch.setattr(seam, "ram_bytes", lambda: 100)
     monkeypatch.setattr(platform, "release", lambda: release)
     monkeypatch.setattr(platform, "system", lambda: system)
-    assert choice._pinnable() == (90 if share == 1 else 50)
+    assert pinnable_bytes() == (90 if share == 1 else 50)
     monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
-    assert choice._pinnable() == 50
+    assert pinnable_bytes() == 50
 
 
 def test_records_from_before_still_load() -> None:

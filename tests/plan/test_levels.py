@@ -16,11 +16,20 @@ GIB = 2**30
 ENCODER = Component(
     name="text_encoder", class_name="T5EncoderModel", role="encoder", bytes=9 * GIB,
     units=(Unit(name="encoder.block.0", bytes=4 * GIB), Unit(name="encoder.block.1", bytes=5 * GIB)),
+    leaves=(
+        Unit(name="encoder.block.0.wi", bytes=2 * GIB), Unit(name="encoder.block.0.wo", bytes=2 * GIB),
+        Unit(name="encoder.block.1.wi", bytes=3 * GIB), Unit(name="encoder.block.1.wo", bytes=2 * GIB),
+    ),
 )  # fmt: skip
+BLOCKS = [f"blocks.{index}" for index in range(10)]
+UP, DOWN = 3 * GIB // 2, GIB // 2
 DENOISER = Component(
     name="transformer", class_name="FluxTransformer2DModel", role="denoiser", bytes=22 * GIB,
-    units=(Unit(name="", bytes=GIB), Unit(name="blocks.0", bytes=3 * GIB), Unit(name="blocks.1", bytes=2 * GIB)),
-    leaves=(Unit(name="blocks.0.up", bytes=2 * GIB), Unit(name="blocks.0.down", bytes=GIB), Unit(name="blocks.1", bytes=2 * GIB)),
+    units=(*(Unit(name=block, bytes=2 * GIB) for block in BLOCKS), Unit(name="", bytes=2 * GIB)),
+    leaves=(  # and 1 GiB of what is small
+        Unit(name="embedder", bytes=GIB),
+        *(Unit(name=f"{block}.{leaf}", bytes=size) for block in BLOCKS for leaf, size in (("up", UP), ("down", DOWN))),
+    ),
 )  # fmt: skip
 AUTOENCODER = Component(name="vae", class_name="AutoencoderKL", role="autoencoder", bytes=GIB // 4)
 FLUX = Footprint(pipeline="FluxPipeline", components=(ENCODER, DENOISER, AUTOENCODER))
@@ -73,7 +82,7 @@ def test_level_3_streams_the_denoiser_and_moves_what_waits() -> None:
     assert decided.offload_activations
     placed = ["text_encoder per-phase", "unet per-unit", "vae per-phase"]
     assert decisions(decided)[2:] == [*placed, "skips of unet moved to host memory"]
-    assert decided.reasons[3].because == "one unit at a time needs 3 GiB of its 22 GiB"
+    assert decided.reasons[3].because == "one layer at a time needs 1.5 GiB of its 22 GiB"
 
 
 def test_lossy_storage_and_layout_have_their_reasons_too() -> None:
@@ -86,9 +95,21 @@ def test_level_3_says_when_no_activation_waits() -> None:
     assert "no activations are moved" not in decisions(plan({"level": 3}, SD))
 
 
-def test_a_denoiser_without_units_comes_for_its_phase() -> None:
-    small = Footprint(pipeline="P", components=(DENOISER.model_copy(update={"units": ()}),))
+def test_level_3_settles_what_streams_and_how() -> None:
+    settled = ComponentPlan(placement="per-unit", pinned=False, grain="leaf", ring=6 * GIB, stays=())
+    assert plan({"level": 3}).components["transformer"] == settled  # four of the largest, and nothing stays
+    for_phases = [plan({"level": 3}).components[name] for name in ("text_encoder", "vae")]
+    assert for_phases == [ComponentPlan(placement="per-phase", pinned=False)] * 2
+
+
+def test_a_denoiser_without_layers_comes_for_its_phase() -> None:
+    small = Footprint(pipeline="P", components=(DENOISER.model_copy(update={"leaves": ()}),))
     assert placements(plan({"level": 3}, small)) == {"transformer": "per-phase"}
+
+
+def test_a_denoiser_without_repeated_blocks_streams_by_its_layers() -> None:
+    odd = Footprint(pipeline="P", components=(DENOISER.model_copy(update={"units": ()}),))
+    assert plan({"level": 3}, odd).components == {"transformer": plan({"level": 3}).components["transformer"]}
 
 
 def test_no_level_is_level_0_and_calls_itself_custom() -> None:
@@ -134,6 +155,15 @@ def test_where_nothing_can_move_the_rest_of_the_choices_stays() -> None:
     assert decided.components["transformer"] == ComponentPlan(storage="float8_e4m3fn", channels_last=True)
 
 
+@pytest.mark.parametrize("placement", ["per-phase", "per-unit"])
+def test_where_nothing_can_move_weights_can_still_wait_on_the_disk(placement: str) -> None:
+    on_disk = {"transformer": {"placement": placement, "home": "disk"}}
+    decided = plan({"level": 3, "components": on_disk}, separate=False)
+    assert placements(decided) == {"text_encoder": "resident", "transformer": placement, "vae": "resident"}
+    assert decided.components["transformer"] == plan({"level": 3, "components": on_disk}).components["transformer"]
+    assert sorted(decisions(decided)[2:]) == ["nothing is moved (text_encoder, vae)", f"transformer {placement}"]
+
+
 # a user's own choices
 
 
@@ -153,8 +183,9 @@ def test_a_choice_can_take_back_what_the_level_decided() -> None:
 
 def test_a_choice_beside_the_placement_leaves_the_placement() -> None:
     decided = plan({"level": 3, "components": {"transformer": {"storage": "float8_e5m2", "compute_dtype": "bfloat16"}}})
+    streams = plan({"level": 3}).components["transformer"]
     assert decided.components["transformer"] == ComponentPlan(
-        placement="per-unit", storage="float8_e5m2", compute_dtype="bfloat16"
+        **dict(streams) | {"storage": "float8_e5m2", "compute_dtype": "bfloat16"}
     )
 
 
@@ -176,14 +207,90 @@ def test_reasons_are_given_anew_and_never_taken(level: int) -> None:
     assert plan({"level": level, "reasons": "nonsense"}) == plan({"level": level})
 
 
+def test_room_for_weights_is_filled_with_what_stays() -> None:
+    def with_room(weights: Any) -> ComponentPlan:
+        return plan({"level": 3, "components": {"transformer": {"weights": weights}}}).components["transformer"]
+
+    some = with_room("16GiB")
+    stay = {leaf.name: leaf.bytes for leaf in DENOISER.leaves if leaf.name in (some.stays or ())}
+    assert (some.weights, some.grain, some.ring) == (16 * GIB, "leaf", 4 * UP)
+    assert 8 * GIB <= sum(stay.values()) <= 9 * GIB  # of the 16: 6 are the ring's, and 1 is small and always there
+    assert with_room(22 * GIB) == ComponentPlan(
+        placement="per-unit", pinned=False, weights=22 * GIB, grain="leaf", ring=0,
+        stays=tuple(leaf.name for leaf in DENOISER.leaves),
+    )  # fmt: skip
+    least = with_room("2.5GiB")
+    assert (least.ring, least.stays) == (UP, ())
+
+
+# page-locked masters
+
+
+def locked(choices: dict[str, Any], gib: float) -> dict[str, bool | None]:
+    decided = plan(choices, pinnable=int(gib * GIB))
+    return {name: component.pinned for name, component in decided.components.items()}
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"),
+    [
+        (0, set()),
+        (1, {"vae"}),
+        (21.9, {"text_encoder", "vae"}),
+        (22, {"transformer"}),
+        (22.25, {"transformer", "vae"}),
+        (31, {"transformer", "text_encoder"}),
+        (31.25, {"transformer", "text_encoder", "vae"}),
+    ],
+)
+def test_masters_are_page_locked_as_far_as_can_be_the_most_travelled_first(gib: float, expected: set[str]) -> None:
+    assert locked({"level": 3}, gib) == {name: name in expected for name in placements(plan({}))}
+
+
+def test_only_what_moves_from_host_memory_is_page_locked() -> None:
+    assert locked({"level": 2}, 99) == {"text_encoder": True, "transformer": None, "vae": None}
+    on_disk = {"level": 3, "components": {"transformer": {"home": "disk"}}}
+    assert locked(on_disk, 9.25) == {"text_encoder": True, "transformer": None, "vae": True}
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_whether_masters_are_page_locked_can_be_chosen(chosen: bool) -> None:
+    choices = {"level": 3, "components": {"transformer": {"pinned": chosen}}}
+    assert locked(choices, 0)["transformer"] is chosen
+    assert locked(choices, 99)["transformer"] is chosen
+
+
+def test_a_plan_stays_as_it_is_when_less_can_be_page_locked() -> None:
+    decided = plan({"level": 3}, pinnable=99 * GIB)
+    assert plan(decided.to_mapping()) == decided
+
+
 # properties
 
-PLACES = {"text_encoder": ["resident", "per-phase", "per-unit"], "unet": ["resident", "per-phase", "per-unit"],
-          "vae": ["resident", "per-phase"]}  # fmt: skip
-COMPONENT = {
+ANYWHERE = {
     "channels_last": st.booleans(),
     "storage": st.sampled_from(["as-loaded", "float8_e4m3fn", "float8_e5m2"]),
+    "home": st.sampled_from(["host", "disk"]),
+    "pinned": st.none() | st.booleans(),
 }
+KEPT = {"channels_last", "storage", "home"}  # also where nothing can move
+WHOLE = st.fixed_dictionaries({}, optional={"placement": st.sampled_from(["resident", "per-phase"]), **ANYWHERE})
+
+
+def streaming(component: Component) -> st.SearchStrategy[dict[str, Any]]:
+    """Per unit, with any of what can be chosen about it."""
+    leaves, largest = [leaf.name for leaf in component.leaves], max(leaf.bytes for leaf in component.leaves)
+    stays = st.sets(st.sampled_from(leaves)).map(lambda names: [name for name in leaves if name in names])
+    room = {"weights": st.none() | st.integers(6 * GIB, 2 * component.bytes)}
+    return st.one_of(
+        st.fixed_dictionaries({"placement": st.just("per-unit")} | always, optional={**ANYWHERE, **room, **more})
+        for always, more in (
+            ({}, {"grain": st.sampled_from([None, "block", "leaf"])}),
+            ({"stays": stays}, {"grain": st.just("leaf"), "ring": st.integers(2 * largest, 2 * component.bytes)}),
+        )
+    )
+
+
 CHOICES = st.fixed_dictionaries(
     {},
     optional={
@@ -195,8 +302,9 @@ CHOICES = st.fixed_dictionaries(
         "components": st.fixed_dictionaries(
             {},
             optional={
-                name: st.fixed_dictionaries({}, optional={"placement": st.sampled_from(places), **COMPONENT})
-                for name, places in PLACES.items()
+                "text_encoder": WHOLE | streaming(ENCODER),
+                "unet": WHOLE | streaming(UNET),
+                "vae": WHOLE,
             },
         ),
         "budget": st.just({"device": "8GB"}),
@@ -207,7 +315,7 @@ CHOICES = st.fixed_dictionaries(
 @settings(deadline=None)
 @given(CHOICES, st.none() | st.builds(Request, height=st.integers(8, 2048)))
 def test_a_plan_is_what_its_own_fields_plan(choices: dict[str, Any], request: Request | None) -> None:
-    decided = plan(choices, SD, request=request)
+    decided = plan(choices, SD, request=request, pinnable=25 * GIB)
     assert plan(decided.to_mapping(), SD) == decided
     assert plan(Plan.fields_from_text(decided.to_yaml()), SD) == decided
 
@@ -227,16 +335,35 @@ def test_a_plan_names_every_component_and_holds_every_choice(choices: dict[str, 
     assert list(decided.components) == ["text_encoder", "unet", "vae"]
     for name, fields in choices.get("components", {}).items():
         for field, value in fields.items():
-            if separate or field != "placement":
-                assert getattr(decided.components[name], field) == value
+            if value is not None and (separate or fields.get("home") == "disk" or field in KEPT):
+                found = getattr(decided.components[name], field)
+                assert found == (tuple(value) if field == "stays" else value)
     for field, value in choices.get("vae", {}).items():
         assert getattr(decided.vae, field) == value
 
 
 @settings(deadline=None)
 @given(CHOICES)
-def test_whatever_moves_has_its_reason(choices: dict[str, Any]) -> None:
-    decided = plan(choices, SD)
+def test_all_is_decided_about_what_streams(choices: dict[str, Any]) -> None:
+    decided = plan(choices, SD, pinnable=25 * GIB)
+    for component in SD.components:
+        chosen, leaves = decided.components[component.name], {leaf.name: leaf.bytes for leaf in component.leaves}
+        assert (chosen.pinned is None) <= (chosen.placement == "resident" or chosen.home == "disk")
+        if chosen.placement == "per-unit":
+            assert chosen.grain is not None
+            assert chosen.ring is not None
+            assert chosen.stays is not None
+            if chosen.grain == "leaf":
+                passing = [size for name, size in leaves.items() if name not in chosen.stays]
+                assert chosen.ring >= max(passing, default=0)
+        else:
+            assert (chosen.weights, chosen.grain, chosen.ring, chosen.stays) == (None, None, None, None)
+
+
+@settings(deadline=None)
+@given(CHOICES, st.booleans())
+def test_whatever_moves_has_its_reason(choices: dict[str, Any], separate: bool) -> None:
+    decided = plan(choices, SD, separate=separate)
     moved = {f"{name} {place}" for name, place in placements(decided).items() if place != "resident"}
     assert moved == {text for text in decisions(decided) if text.rpartition(" ")[2] in {"per-phase", "per-unit"}}
 
@@ -268,6 +395,23 @@ def test_what_cannot_be_is_refused(choices: dict[str, Any], message: str, separa
     with pytest.raises(PlanError) as error:
         plan(choices, separate=separate)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": "2GiB"}, "transformer: 2 GiB are too little for its weights: 1 GiB of small ones always stay,"),
+        ({"stays": ["blocks.3.upp"]}, "unknown layer of transformer 'blocks.3.upp': did you mean 'blocks.3.up'?"),
+        ({"grain": "block", "stays": ["block.3"]}, "unknown layer of transformer 'block.3': did you mean 'blocks.3'?"),
+        ({"stays": [], "ring": GIB}, "transformer: a ring of 1 GiB cannot take its largest layer that passes through"),
+    ],
+)
+def test_what_cannot_stream_like_that_is_refused(fields: dict[str, Any], message: str, home: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan({"components": {"transformer": {"placement": "per-unit", "home": home, **fields}}})
+    assert message in str(error.value)
+    assert error.value.facts["name"] in ("transformer", *fields.get("stays", ()))
 
 
 def test_an_overlap_needs_no_tile_of_its_own_where_the_level_has_one() -> None:

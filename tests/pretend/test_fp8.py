@@ -71,8 +71,12 @@ def stored(case: TinyCase, form: str | None, device: Any) -> tuple[torch.Tensor,
     return run(pipe, case), fitted.report().trace
 
 
+# rows and scales begin at multiples of 128 bytes, which is much beside LTX's tiny weights
+MOST = {"StableDiffusionXL": 0.8, "Flux": 0.8, "LTX": 0.82}
+
+
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "LTX"])
+@pytest.mark.parametrize("name", MOST)
 def test_stored_weights_give_the_loopbacks_numbers(name: str, form: str, make_cards: MakeCards) -> None:
     case = next(case for case in CASES if case.name == name)
     wanted, _ = stored(case, form, "loopback")
@@ -83,4 +87,38 @@ def test_stored_weights_give_the_loopbacks_numbers(name: str, form: str, make_ca
     numbers, trace = stored(case, form, "pretend:0")
     assert torch.equal(numbers.cpu(), wanted)
     assert any(form in lossy for lossy in trace.lossy)
-    assert narrow.bytes_in < 0.8 * as_loaded.bytes_in
+    assert narrow.bytes_in < MOST[name] * as_loaded.bytes_in
+
+
+class Wide(nn.Module):
+    """Blocks of 256 KiB each in float32, beside whose weights scales and biases are little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("placement", ["per-phase", "per-unit"])
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
+def test_stored_weights_travel_as_they_are_stored(form: str, placement: str, make_cards: MakeCards) -> None:
+    x = torch.randn(2, 256)
+
+    def worked(storage: str, device: str) -> torch.Tensor:
+        module = Wide()
+        fit(module, plan={"components": {"model": {"placement": placement, "storage": storage}}}, device=device)
+        with torch.no_grad():
+            return module(x.to("cpu" if device == "loopback" else device)).cpu()
+
+    (as_loaded,) = make_cards()
+    wide = worked("as-loaded", "pretend:0")
+    (narrow,) = make_cards()
+    numbers = worked(form, "pretend:0")
+    assert torch.equal(numbers, worked(form, "loopback"))
+    assert not torch.equal(numbers, wide)
+    assert 0.25 * as_loaded.bytes_in < narrow.bytes_in < 0.27 * as_loaded.bytes_in  # a quarter, and the scales

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tightfit.errors import PlanError, unknown_name
-from tightfit.records import Component, ComponentPlan, Grain, Home
+from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Grain, Home, Unit, Workload
 from tightfit.units import format_bytes
 
-__all__ = ["group_leaves", "settle_streaming", "spread_evenly"]
+__all__ = ["group_leaves", "leaf_seconds", "settle_streaming", "spread_evenly"]
 
 ALIGNMENT = 4096  # bytes: sizes in the ring are rounded up to it
 SECTORS = 4  # of a disk, that reading a weight and a bias takes beyond the two
@@ -157,3 +157,34 @@ def _checked(component: Component, chosen: ComponentPlan, sizes: Mapping[str, in
             name=component.name,
         )
     return chosen.model_copy(update={"ring": ring})
+
+
+def leaf_seconds(footprint: Footprint, component: Component, device: Accelerator) -> dict[str, float] | None:
+    """How long each leaf of `component` is at work in one pass on `device`, in seconds.
+
+    A footprint counts by unit: what a unit does is shared out among its leaves by their bytes, and what is done
+    between units among the leaves outside of them. None where the footprint was measured for no request.
+    """
+    uses = [use for phase in footprint.phases for run in phase.passes if run.component == component.name
+            for use in run.uses]  # fmt: skip
+    if not uses:
+        return None
+    spent: dict[str, float] = {}
+    for use in uses:
+        spent[use.unit] = spent.get(use.unit, 0.0) + sum(_seconds(work, device) for work in use.work)
+    blocks = {unit.name for unit in component.units if unit.name}
+    members: dict[str, list[Unit]] = {}
+    for leaf in component.leaves:
+        unit = next((name for name in blocks if leaf.name == name or leaf.name.startswith(f"{name}.")), "")
+        members.setdefault(unit, []).append(leaf)
+    return {
+        leaf.name: spent.get(unit, 0.0) * leaf.bytes / max(sum(each.bytes for each in leaves), 1)
+        for unit, leaves in members.items()
+        for leaf in leaves
+    }
+
+
+def _seconds(work: Workload, device: Accelerator) -> float:
+    rate = device.arithmetic_rate(work.kind, work.dtype)
+    arithmetic = work.operations / rate if rate else 0.0
+    return max(arithmetic, work.traffic / device.memory_rate if device.memory_rate else 0.0)

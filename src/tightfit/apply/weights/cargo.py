@@ -51,19 +51,24 @@ class Cargo:
         """Copies every weight to the device and lets the modules see the copies."""
         if self.aboard:
             return
+        self._slots = self._copies()
         self.aboard = True
+        for slot in self._slots:
+            slot.table[slot.name] = slot.copy
+        self._bytes = sum({id(slot.copy): slot.copy.nbytes for slot in self._slots}.values())
+        self._recorder.weights_changed(self._bytes)
+        self._recorder.moved(bytes_in=self._bytes)
+
+    def _copies(self) -> list[_Slot]:
         copies: dict[int, torch.Tensor] = {}
+        slots = []
         with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
             for table, name, master in self._tensors():
                 copy = copies.get(id(master))
                 if copy is None:
                     copy = copies[id(master)] = self._copy(master)
-                self._slots.append(_Slot(table, name, master, copy, copy._version))
-        for slot in self._slots:
-            slot.table[slot.name] = slot.copy
-        self._bytes = sum(copy.nbytes for copy in copies.values())
-        self._recorder.weights_changed(self._bytes)
-        self._recorder.moved(bytes_in=self._bytes)
+                slots.append(_Slot(table, name, master, copy, copy._version))
+        return slots
 
     def evict(self) -> None:
         """Lets the modules see the masters again; the copies are forgotten."""

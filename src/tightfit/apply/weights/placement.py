@@ -13,7 +13,7 @@ from tightfit.apply.weights.cargo import Cargo
 from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_stored
 from tightfit.apply.weights.homes import Home, HostHome, plain_parts
 from tightfit.apply.weights.parcels import Parcel, parcels_of
-from tightfit.apply.weights.rescue import rescue_blocks
+from tightfit.apply.weights.rescue import rescue_blocks, rescued
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.seam import Device
@@ -131,10 +131,14 @@ class Residency:
 
     def bring(self, name: str, method: str = "forward") -> None:
         """The weights of `name` start to come, for a pass of `method`."""
-        if name in self._cargo:
-            self._cargo[name].bring()
-        if name in self._streamers:
-            self._streamers[name].begin(method)
+
+        def come() -> None:
+            if name in self._cargo:
+                self._cargo[name].bring()
+            if name in self._streamers:
+                self._streamers[name].begin(method)
+
+        rescued(come, lambda: self.make_more_room(name, ""))()
 
     def finish(self, name: str) -> None:
         """A pass of `name` has come to its end."""

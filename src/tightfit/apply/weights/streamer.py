@@ -82,7 +82,11 @@ class Streamer:
     def begin(self, method: str = "forward") -> None:
         """A pass begins: what is first needed starts to come."""
         if not self.aboard:
-            self._take_memory()
+            try:
+                self._take_memory()
+            except torch.OutOfMemoryError:
+                self.clear()
+                raise
         order = self._orders.get(method)
         if order is None:
             order = self._orders[method] = Order(list(_expected(self._parcels, method)))

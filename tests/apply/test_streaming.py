@@ -1,0 +1,107 @@
+"""Weights at every home, through every ring, with everything possible staying: the untouched pipeline's bits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from inspection import assert_same, imprint
+from tightfit import fit
+from tightfit.apply.weights.fp8 import Float8Weight, storable
+from tightfit.devices.lane import LateLane
+from tightfit.devices.seam import LoopbackDevice
+from tightfit.measure.modules import find_components, find_role, inspect_component
+from tightfit.plan.streaming import group_leaves
+from tiny_pipelines import CASES, TinyCase, run
+
+
+class LateDevice(LoopbackDevice):
+    """A card whose copies come at the last moment: what is used without waiting for it has not come."""
+
+    def lane(self) -> LateLane:
+        return LateLane()
+
+    def room(self, size: int) -> torch.Tensor:
+        return torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN in every floating format
+
+
+@functools.lru_cache(maxsize=4)
+def prepared(name: str) -> tuple[TinyCase, Any, torch.Tensor]:
+    case = next(case for case in CASES if case.name == name)
+    pipe = case.make()
+    return case, pipe, run(pipe, case)
+
+
+def draw_component(draw: Any, name: str, part: nn.Module) -> dict[str, Any]:
+    """A legal plan for a component, anything that there can be."""
+    chosen: dict[str, Any] = {"home": draw(st.sampled_from(["host", "disk"]))}
+    if draw(st.booleans()):
+        return chosen | {"placement": "per-phase"}
+    component = inspect_component(name, part)
+    grain = draw(st.sampled_from(["leaf", "block"]))
+    own = {leaf.name: leaf.bytes + 4 * 4096 for leaf in component.leaves}
+    groups = group_leaves(component, grain)
+    sizes = {group: -(-sum(own[leaf] for leaf in leaves) // 4096) * 4096 for group, leaves in groups.items()}
+    stays = draw(st.sets(st.sampled_from(sorted(sizes))))
+    passing = [size for group, size in sizes.items() if group not in stays]
+    ring = draw(st.integers(max(passing, default=0), max(sum(passing), 4096)))
+    return chosen | {"placement": "per-unit", "grain": grain, "stays": tuple(sorted(stays)), "ring": ring}
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(data=st.data())
+def test_any_home_ring_and_residency_gives_the_same_bits(name: str, data: st.DataObject) -> None:
+    case, pipe, untouched = prepared(name)
+    before = imprint(pipe)
+    device = data.draw(st.sampled_from(["cpu", "loopback", "late"]), label="device")
+    plan = {n: draw_component(data.draw, n, part) for n, part in find_components(pipe).items()}
+    fitted = fit(pipe, plan={"components": plan}, device=LateDevice() if device == "late" else device)
+    try:
+        first, second = run(pipe, case), run(pipe, case)
+    finally:
+        fitted.undo()
+    assert torch.equal(first, untouched)
+    assert torch.equal(second, untouched)
+    assert sum(phase.bytes_out for phase in fitted.report().trace.phases) == 0
+    assert fitted.live().weights == 0
+    assert_same(before, imprint(pipe))
+
+
+def widened_once(network: nn.Module, form: torch.dtype) -> None:
+    """The straightforward way: each weight is cast to eight bits and widened again, and stays like that."""
+    for owner, name, weight in list(storable(network, None)):
+        owner._parameters[name] = nn.Parameter(Float8Weight.store(weight, form).widen(), weight.requires_grad)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])
+def test_stored_in_eight_bits_is_as_casting_each_weight(name: str, home: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    plain, pipe = case.make(), case.make()
+    denoiser = next(n for n, part in find_components(pipe).items() if find_role(n, part) == "denoiser")
+    widened_once(getattr(plain, denoiser), torch.float8_e4m3fn)
+    wanted = run(plain, case)
+    chosen = {"placement": "per-unit", "storage": "float8_e4m3fn", "home": home}
+    for device in ("cpu", "loopback") if home == "disk" else ("loopback",):
+        fitted = fit(pipe, plan={"components": {denoiser: chosen}}, device=device)
+        assert torch.equal(run(pipe, case), wanted)
+        fitted.undo()
+
+
+@pytest.mark.parametrize("name", ["StableDiffusion", "Flux", "LTX"])
+def test_an_order_that_is_known_is_never_late(name: str) -> None:
+    case, pipe, _ = prepared(name)
+    fitted = fit(pipe, level=3, device="loopback")
+    run(pipe, case)
+    run(pipe, case)
+    trace = fitted.report().trace
+    fitted.undo()
+    assert [phase.on_demand for phase in trace.phases] == [0] * len(trace.phases)
+    assert trace.notes == ()

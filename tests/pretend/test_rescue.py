@@ -1,0 +1,151 @@
+"""Out of memory in the middle of a step: the picture comes all the same, and the report tells what it cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import MakeCards
+from tightfit import fit
+from tightfit.apply.weights import rooms
+from tightfit.measure.modules import find_components, find_role, weight_bytes
+from tightfit.pretend.blocks import Block
+from tightfit.pretend.card import Card
+from tiny_pipelines import CASES, TinyCase, run
+
+
+class Failing:
+    """Refuses memory at chosen requests that are made while a component is at work."""
+
+    def __init__(self, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests = 0
+        self.refused: set[int] = set()
+        malloc = card.malloc
+
+        def sometimes(size: int) -> Block:
+            self.requests += 1
+            if self.requests in self.refused:
+                raise torch.OutOfMemoryError(f"injected at request {self.requests}")
+            return malloc(size)
+
+        monkeypatch.setattr(card, "malloc", sometimes)
+
+
+def requests_inside(pipe: Any, case: TinyCase, failing: Failing) -> list[int]:
+    """Which requests for memory of a call, counted from its beginning, are made inside of layers."""
+    found: list[int] = []
+    start = failing.requests
+
+    def during(module: nn.Module) -> Iterator[Any]:
+        began: list[int] = []
+        yield module.register_forward_pre_hook(lambda *_: began.append(failing.requests))
+        yield module.register_forward_hook(lambda *_: found.extend(range(began.pop() + 1, failing.requests + 1)))
+
+    layers = [m for part in find_components(pipe).values() for m in part.modules() if list(m.parameters(recurse=False))]
+    handles = [handle for layer in layers for handle in during(layer)]
+    run(pipe, case)
+    for handle in handles:
+        handle.remove()
+    return [number - start for number in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [
+        ("StableDiffusion", 6),
+        ("Flux", 6),
+        pytest.param("StableDiffusion", 100, marks=pytest.mark.slow),
+        pytest.param("Flux", 100, marks=pytest.mark.slow),
+    ],
+)
+def test_injected_errors_do_not_change_the_picture(
+    name: str, rounds: int, make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rooms, "CHUNK", 2**13)
+    case: TinyCase = next(case for case in CASES if case.name == name)
+    pipe = case.make()
+    untouched = run(pipe, case)
+    (card,) = make_cards()
+    denoiser = next(n for n, part in find_components(pipe).items() if find_role(n, part) == "denoiser")
+    half = weight_bytes(getattr(pipe, denoiser)) * 3 // 4
+    parts: dict[str, Any] = {n: {"placement": "per-phase"} for n in find_components(pipe)}
+    plan = {"components": parts | {denoiser: {"placement": "per-unit", "weights": half}}}
+    failing = Failing(card, monkeypatch)
+    fitted = fit(pipe, plan=plan, device="pretend:0")
+    requests = requests_inside(pipe, case, failing)
+    chosen = random.Random(0)
+    told = 0
+    for _ in range(rounds):
+        begun = failing.requests
+        failing.refused = {begun + number for number in chosen.sample(requests, 1)}
+        assert torch.equal(run(pipe, case).cpu(), untouched)
+        told += any("out of memory" in note for note in fitted.report().trace.notes)
+        fitted.undo()  # what was shed comes back
+        fitted = fit(pipe, plan=plan, device="pretend:0")
+    assert told >= 0.9 * rounds
+    assert fitted.live().weights == 0
+
+
+def test_several_errors_in_one_call(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "CHUNK", 2**13)
+    case = next(case for case in CASES if case.name == "Flux")
+    pipe = case.make()
+    untouched = run(pipe, case)
+    (card,) = make_cards()
+    failing = Failing(card, monkeypatch)
+    parts = {n: {"placement": "per-phase"} for n in find_components(pipe)}
+    fitted = fit(pipe, plan={"components": parts}, device="pretend:0")
+    requests = requests_inside(pipe, case, failing)
+    begun = failing.requests
+    failing.refused = {begun + number for number in random.Random(1).sample(requests, 5)}
+    assert torch.equal(run(pipe, case).cpu(), untouched)
+    assert any("weights that stayed pass through from then on" in note for note in fitted.report().trace.notes)
+
+
+def test_where_nothing_can_give_way_the_error_is_torchs(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if case.name == "Flux")
+    pipe = case.make()
+    (card,) = make_cards()
+    failing = Failing(card, monkeypatch)
+    fitted = fit(pipe, level=0, device="pretend:0")
+    requests = requests_inside(pipe, case, failing)
+    failing.refused = {failing.requests + requests[len(requests) // 2]}
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        run(pipe, case)
+    fitted.undo()
+
+
+class Greedy(nn.Module):
+    """Writes into its input, and then asks for memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_has_written_into_its_input_is_not_run_again(
+    make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (card,) = make_cards()
+    failing = Failing(card, monkeypatch)
+    network = Greedy()
+    fit(network, plan={"components": {"model": {"placement": "per-phase"}}}, device="pretend:0")
+    with torch.no_grad():
+        network(torch.ones(2, 64, device="pretend:0"))
+        before = failing.requests
+        x = torch.ones(2, 64, device="pretend:0")
+        network.blocks[0].register_forward_pre_hook(lambda *_: failing.refused.add(failing.requests + 1))
+        with pytest.raises(torch.OutOfMemoryError, match="injected"):
+            network(x)
+    assert failing.requests > before
