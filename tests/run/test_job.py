@@ -11,7 +11,8 @@ from PIL import Image
 
 from tightfit import InputError, Request
 from tightfit.checkpoint.folder import check_folder
-from tightfit.run.job import Job, stored_dtype
+from tightfit.run.job import Job
+from tightfit.run.models import stored_dtype
 from tightfit.run.request import Prompt
 from tiny_pipelines import CASES
 

@@ -130,7 +130,7 @@ def _reasons(plan: Plan, footprint: Footprint, separate: bool) -> list[Reason]:
     moves = {name: c for name, c in plan.components.items() if c.placement != "resident"}
     onto_disk = {name: c for name, c in moves.items() if c.home == "disk"}
     if not separate and (len(moves) > len(onto_disk) or plan.offload_activations):
-        names = ", ".join(moves.keys() - onto_disk.keys()) or "activations"
+        names = ", ".join(name for name in moves if name not in onto_disk) or "activations"
         because(f"nothing is moved ({names})", f"{plan.device} computes in host memory: there is nowhere to move to")
     for component in footprint.components:
         chosen = plan.components[component.name]

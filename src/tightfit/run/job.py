@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from tightfit.apply.fitting import Fitted, fit
-from tightfit.checkpoint.folder import ComponentFolder, ModelFolder
+from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.demo.grammar import WORDS, unknown_words
 from tightfit.devices.choice import choose_device
@@ -22,13 +20,13 @@ from tightfit.report.summary import Report
 from tightfit.report.timeline import draw_timeline
 from tightfit.run.files import check_timeline, check_writable, output_paths, replacing, save_pictures
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
-from tightfit.run.models import find_model
+from tightfit.run.load import load
+from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.request import Prompt, call_arguments
 
-__all__ = ["DTYPES", "Job", "stored_dtype"]
+__all__ = ["Job"]
 
 DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass
@@ -84,10 +82,16 @@ class Job:
             self.request = Request(**{**DEMO_DEFAULTS, **given})
         elapsed = stopwatch()
         default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
-        self._pipe = load_pipeline(self._folder, getattr(torch, self.dtype or default))
-        call_arguments(self._pipe, self.prompt, self.request)
         choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
-        self.fitted: Fitted = fit(self._pipe, plan=choices, request=self.request, device=self._target)
+        wishes: dict[str, Any] = {"plan": choices, "request": self.request, "device": self._target}
+        if any(component.home == "disk" for component in Plan.from_mapping(choices).components.values()):
+            self._pipe, fitted = load(self._folder.path, dtype=self.dtype or default, **wishes)
+            call_arguments(self._pipe, self.prompt, self.request)
+        else:
+            self._pipe = load_pipeline(self._folder, getattr(torch, self.dtype or default))
+            call_arguments(self._pipe, self.prompt, self.request)
+            fitted = fit(self._pipe, **wishes)
+        self.fitted: Fitted = fitted
         self._loading = elapsed()
 
     def run(self, progress: Progress | None = None, *, profile: bool = False) -> str:
@@ -132,13 +136,3 @@ class Job:
             "seed": self.prompt.seed,
             "outputs": [str(path) for path in self._outputs],
         }
-
-
-def stored_dtype(components: Sequence[ComponentFolder]) -> str:
-    """What the largest component is stored in: one dtype for all, or one could not read what another makes."""
-    largest = max(components, key=lambda component: component.weight_bytes)
-    if not largest.weight_files:
-        return "float32"
-    with safe_open(largest.weight_files[0], "pt") as file:
-        stored = file.get_slice(next(iter(file.keys()))).get_dtype()
-    return {"F32": "float32", "F16": "float16"}.get(stored, "bfloat16")

@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from tightfit.apply.fitting import Fitted, choices_of, decide
-from tightfit.checkpoint.folder import ModelFolder, check_folder
+from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.headers import names_in
 from tightfit.checkpoint.straight import build_straight
-from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError, unknown_name
 from tightfit.records import ComponentPlan, Plan, Request
-from tightfit.run.job import DTYPES, stored_dtype
-from tightfit.run.models import find_model
+from tightfit.run.models import DTYPES, find_model, stored_dtype
 
 __all__ = ["Loaded", "load"]
 
@@ -75,7 +73,5 @@ def _find(model: str | Path) -> tuple[Path, ModelFolder | None]:
 
 def _usual(path: Path, folder: ModelFolder | None, target: Device) -> str:
     if folder is None:
-        from tightfit.checkpoint.folder import network_folder
-
         return stored_dtype((network_folder(path),))
-    return "float32" if choose_device(target).torch_device.type == "cpu" else stored_dtype(folder.components)
+    return "float32" if target.torch_device.type == "cpu" else stored_dtype(folder.components)

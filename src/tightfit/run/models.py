@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from tightfit.checkpoint.folder import ModelFolder, check_folder
+from safetensors import safe_open
+
+from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, check_folder
 from tightfit.errors import ModelError
 
-__all__ = ["find_model"]
+__all__ = ["DTYPES", "find_model", "stored_dtype"]
+
+DTYPES = ("bfloat16", "float16", "float32")  # to compute in
 
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
@@ -36,3 +41,13 @@ def _download(name: str) -> Path:
         cause = str(error).strip().splitlines() or [type(error).__name__]
         said = f"{name} is neither a folder here nor to be had from the hub: {cause[0]}"
         raise ModelError(said, model=name) from error
+
+
+def stored_dtype(components: Sequence[ComponentFolder]) -> str:
+    """What the largest component is stored in: one dtype for all, or one could not read what another makes."""
+    largest = max(components, key=lambda component: component.weight_bytes)
+    if not largest.weight_files:
+        return "float32"
+    with safe_open(largest.weight_files[0], "pt") as file:
+        stored = file.get_slice(next(iter(file.keys()))).get_dtype()
+    return {"F32": "float32", "F16": "float16"}.get(stored, "bfloat16")

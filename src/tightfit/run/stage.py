@@ -25,7 +25,7 @@ from tightfit.pretend.backend import cards_in_use, use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, Request
-from tightfit.run.job import stored_dtype
+from tightfit.run.models import stored_dtype
 from tightfit.run.remembering import remembering
 from tightfit.run.request import NAMES, Prompt, call_arguments
 from tightfit.run.stand_ins import stand_ins

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 __all__ = ["AwayWeight"]
 
 _aten = torch.ops.aten
+_GIVE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 
 
@@ -24,6 +25,13 @@ class Absence:
     def __init__(self, fetch: Callable[[], torch.Tensor]) -> None:
         self._fetch = fetch
         self.written: torch.Tensor | None = None  # stands for the weight from then on
+
+    def take(self, data: torch.Tensor) -> None:
+        """`data` stands for the weight from now on; what was written in place comes back like that (`+=`)."""
+        if not isinstance(data, AwayWeight):
+            self.written = data.detach()
+        elif data.absence is not self:
+            self.written = data.absence.value(data.device)
 
     def value(self, device: torch.device) -> torch.Tensor:
         return self._fetch() if self.written is None else self.written.to(device)
@@ -47,6 +55,16 @@ class AwayWeight(torch.Tensor):
     def standing_for(cls, like: torch.Tensor, device: torch.device, fetch: Callable[[], torch.Tensor]) -> AwayWeight:
         """A weight laid out as `like`, which `fetch` brings to `device`."""
         return cls(like, device, Absence(fetch))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func == _GIVE_DATA and isinstance(args[0], AwayWeight):  # `weight.data = …`, as module.to(dtype) does
+            args[0].absence.take(args[1])
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -85,6 +85,18 @@ class HostHome(Home):
     def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
         return lane.send(target, self._buffer, after)
 
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether `tensors` still are the views that they were made to: nobody gave them other data."""
+        return all(
+            (tensor.dtype, tensor.shape, tensor.stride()) == (layout.dtype, layout.shape, layout.strides)
+            and (tensor.is_meta or tensor.data_ptr() == self._buffer.data_ptr() + layout.offset)
+            for tensor, layout in zip(tensors, self.layouts, strict=True)
+        )
+
+    def anew(self, tensors: Sequence[torch.Tensor]) -> HostHome:
+        """A home for what `tensors` are by now."""
+        return HostHome(tensors, self._device)
+
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that `tensor` consists of: itself, or those inside a format of its own."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from tightfit.apply.weights.homes import Home, plain_parts, rebuilt
+from tightfit.apply.weights.homes import Home, HostHome, plain_parts, rebuilt
 from tightfit.measure.modules import find_leaves
 from tightfit.plan.streaming import group_leaves
 from tightfit.records import Component, Grain
@@ -52,11 +52,30 @@ class Parcel:
         # as its master, or torch's matmul may choose another kernel (float16 on the CPU, also without gradients)
         return [nn.Parameter(rebuilt(master, plain), master.requires_grad) for master in self.masters]
 
+    def keep_up(self) -> bool:
+        """Looks whether somebody gave masters other data (`module.to(dtype)`, say), and moves house; whether it did."""
+        if not isinstance(self.home, HostHome):
+            return False
+        plain = [part for master in self.masters for part in plain_parts(master)]
+        if self.home.holds(plain):
+            return False
+        self.home, self.likes = self.home.anew(plain), [_like(master) for master in self.masters]
+        return True
+
     def fill(self) -> None:
         """The masters have values again, read from their home."""
         plain = self.home.values()
         for tensor in (part for master in self.masters for part in plain_parts(master)):
             tensor.data = plain.pop(0).clone(memory_format=torch.preserve_format)
+
+    def put_by_others(self, ours: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """What others put where weights are looked up (not by id among `ours`), with the number of the weight."""
+        for index, places in enumerate(self.places):
+            for place in places:
+                there = place.table.get(place.name)
+                if there is not None and id(there) not in ours:
+                    yield index, there
+                    place.table[place.name] = self.masters[index]
 
     def show(self, old: list[torch.Tensor], new: list[torch.Tensor]) -> None:
         """Where modules look `old` weights up, they find the `new` ones; what others put there stays."""

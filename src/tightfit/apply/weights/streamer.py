@@ -148,6 +148,7 @@ class Streamer:
             if here is not None:
                 here.arrival.abandon()
                 self._hide(parcel, here)
+            self._keep_put(parcel)
             self._keep_written(parcel)
             if parcel.home.writable:
                 parcel.show(self._away[parcel], parcel.masters)  # type: ignore[arg-type]
@@ -225,10 +226,25 @@ class Streamer:
             if written is None:
                 continue
             with torch.no_grad(), self._recorder.uncounted():
-                if parcel.home.writable:
+                if parcel.home.writable and (written.dtype, written.shape) == (master.dtype, master.shape):
                     master.data.copy_(written)
-                    self._recorder.moved(bytes_out=written.nbytes)
+                elif parcel.home.writable:
+                    master.data = self._device.store(written)
+                self._recorder.moved(bytes_out=written.nbytes)
                 away.absence.written = None if parcel.home.writable else self._device.store(written)
+
+    def _keep_put(self, parcel: Parcel) -> None:
+        """What others put in the place of a weight that was here, or away, has its home with the others from now on.
+
+        (`module.to(dtype)` does that with tensors of a class of their own.)
+        """
+        if not parcel.home.writable:
+            return
+        here = self._here.get(parcel)
+        ours = {*map(id, parcel.masters), *map(id, self._away[parcel])}
+        ours |= set(map(id, (here.weights if here else None) or ()))
+        for index, there in parcel.put_by_others(ours):
+            self._away[parcel][index].absence.written = there.detach()
 
     def _absent(self, parcel: Parcel) -> Iterator[AwayWeight]:
         for index, (master, like) in enumerate(zip(parcel.masters, parcel.likes, strict=True)):
@@ -256,6 +272,8 @@ class Streamer:
         """Room for what stays and for the ring; modules find that everything is away."""
         self.aboard = True
         for parcel in self._parcels:
+            if parcel.keep_up():
+                self._away[parcel] = list(self._absent(parcel))
             parcel.show(parcel.masters, self._away[parcel])  # type: ignore[arg-type]
         left = self._rooms.take([parcel for parcel in self._parcels if parcel in self._stays], self._ring_size)
         self._began = self._lane.mark()
@@ -300,9 +318,10 @@ def _expected(parcels: Sequence[Parcel], method: str) -> Iterator[Parcel]:
     return (parcel for parcel in parcels if parcel.name.partition(".")[0] != other)
 
 
-def _version(weight: torch.Tensor) -> tuple[int, ...]:
-    return tuple(part._version for part in plain_parts(weight))
+def _version(weight: torch.Tensor) -> tuple[Any, ...]:
+    """What changes when somebody writes into `weight`, or gives it other data."""
+    return tuple((part._version, part.data_ptr(), part.dtype) for part in plain_parts(weight))
 
 
-def _versions(weights: list[nn.Parameter]) -> list[tuple[int, ...]]:
+def _versions(weights: list[nn.Parameter]) -> list[tuple[Any, ...]]:
     return [_version(weight) for weight in weights]
