@@ -29,6 +29,7 @@ from tightfit.record import Record
 from tightfit.units import format_bytes, parse_bytes
 
 __all__ = [
+    "DEFAULT_SKIP",
     "TECHNIQUES",
     "Accelerator",
     "Budget",
@@ -78,6 +79,17 @@ TECHNIQUES: Mapping[str, str] = {
     "fp8": "weights stored in eight bits, widened for each use",
     "blended-tiling": "autoencoder tiles decoded on their own and blended where they overlap",
 }
+
+
+# Names of parameters that stay as loaded: what a model has once, at its ends (few bytes, much influence), and
+# what a LoRA adds. The modulation of every block is not among them: it is 27 % of FLUX.1's bytes, and a U-Net's
+# counterpart (`time_emb_proj`) or Qwen-Image's (`img_mod`) would not be recognised by its name anyway.
+DEFAULT_SKIP = (
+    r"embed",
+    r"scale_shift_table",
+    r"^(\w*modulation\w*|adaln_single|norm_out|final_layer|conv_in|conv_out|proj_in|proj_out|time_\w+)\.",
+    r"lora_",
+)
 
 
 class Budget(Record):

@@ -9,9 +9,11 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import diffusers
@@ -72,6 +74,7 @@ def test_more_pipelines_are_repeatable_finite_and_varied(case: TinyCase) -> None
 @pytest.mark.parametrize("case", [*MORE_CASES, WAN], ids=lambda case: case.name)
 def test_other_architectures(case: TinyCase, place: str) -> None:
     pipe = case.make()
+    run(pipe, case)
     before = imprint(pipe)
     fitted = follow(pipe, place)
     rest = fitted.live().weights
@@ -317,7 +320,7 @@ def test_a_copy_between_calls_is_right_or_refused(kind: type[Network], place: st
         assert_all_equal(passes(network, 2), passes(other, 2))
 
 
-def test_what_is_written_is_what_was_loaded(place: str, tmp_path: Path) -> None:
+def test_a_state_dict_holds_the_weights(place: str, tmp_path: Path) -> None:
     pipe, plain = SD.make(), SD.make()
     fitted = follow(pipe, place)
     run(pipe, SD)
@@ -325,20 +328,28 @@ def test_what_is_written_is_what_was_loaded(place: str, tmp_path: Path) -> None:
         state, wanted = getattr(pipe, name).state_dict(), part.state_dict()
         assert state.keys() == wanted.keys()
         assert all(torch.equal(state[key], wanted[key]) for key in wanted)
+    torch.save(pipe.unet.state_dict(), tmp_path / "state.pt")
+    fitted.undo()
+    plain.unet.load_state_dict({key: value.zero_() for key, value in plain.unet.state_dict().items()})
+    plain.unet.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(run(plain, SD), untouched(SD.name))
+
+
+def test_what_is_saved_is_what_was_loaded(place: str, tmp_path: Path) -> None:
+    pipe = SD.make()
+    fitted = follow(pipe, place)
+    run(pipe, SD)
     pipe.save_pretrained(tmp_path / "one")
     pipe.unet.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
-    torch.save(pipe.unet.state_dict(), tmp_path / "state.pt")
-    read = type(plain).from_pretrained(tmp_path / "one", safety_checker=None, requires_safety_checker=False)
+    assert torch.equal(run(pipe, SD), untouched(SD.name))
+    fitted.undo()
+    assert torch.equal(run(pipe, SD), untouched(SD.name))
+    read = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "one")
     read.set_progress_bar_config(disable=True)
     assert torch.equal(run(read, SD), untouched(SD.name))
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
     read.unet = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "shards")
     assert torch.equal(run(read, SD), untouched(SD.name))
-    read.unet.load_state_dict(torch.load(tmp_path / "state.pt"))
-    assert torch.equal(run(read, SD), untouched(SD.name))
-    assert torch.equal(run(pipe, SD), untouched(SD.name))
-    fitted.undo()
-    assert torch.equal(run(pipe, SD), untouched(SD.name))
 
 
 # what people do to pipelines
@@ -401,25 +412,28 @@ def test_loras_come_and_go(last: str, place: str) -> None:
     assert relative_error(run(pipe, SD), with_lora()[last]) <= tolerance
 
 
-def test_a_lora_fused_in_a_callback(place: str) -> None:
+@pytest.mark.parametrize("placement", ["per-phase", "per-unit"])
+def test_a_lora_fused_in_a_callback(placement: str, place: str) -> None:
     def draw(pipe: Any) -> torch.Tensor:
         def fuse(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
             if step == 0:
-                pipe.fuse_lora()
+                pipe.fuse_lora(lora_scale=0.5)
             return {}
 
-        pipe.load_lora_weights(dict(lora()))
-        pipe.disable_lora() if not pipe else None
         pictures: torch.Tensor = pipe(**SD.call(), callback_on_step_end=fuse)[0]
         return pictures
 
     pipe, plain = SD.make(), SD.make()
-    fitted = follow(pipe, place)
+    device, home = place.split("-")
+    fitted = fit(pipe, plan={"components": {"unet": {"placement": placement, "home": home}}}, device=device)
+    for each in (pipe, plain):
+        each.load_lora_weights(dict(lora()))
     assert relative_error(draw(pipe), draw(plain)) <= FUSED
-    for _ in range(2):
-        assert relative_error(run(pipe, SD), run(plain, SD)) <= FUSED
+    wanted = run(plain, SD)
+    assert relative_error(wanted, with_lora()["loaded"]) > 1e-2
+    assert [relative_error(run(pipe, SD), wanted) <= FUSED for _ in range(2)] == [True, True]
     fitted.undo()
-    assert relative_error(run(pipe, SD), run(plain, SD)) <= FUSED
+    assert relative_error(run(pipe, SD), wanted) <= FUSED
 
 
 def ip_adapter(unet: Any) -> dict[str, dict[str, torch.Tensor]]:
@@ -473,18 +487,33 @@ def test_an_ip_adapter_comes_and_goes(place: str) -> None:
     assert torch.equal(draw(pipe), wanted)
 
 
-def test_two_pipelines_share_their_parts(place: str) -> None:
+SHARING: dict[str, Callable[[Any], Any]] = {
+    "made of them": lambda pipe: diffusers.StableDiffusionImg2ImgPipeline(
+        **pipe.components, requires_safety_checker=False
+    ),
+    "automatic": lambda pipe: diffusers.AutoPipelineForImage2Image.from_pipe(pipe),  # noqa: PLW0108 - not imported before it is needed
+    "from_pipe": diffusers.StableDiffusionImg2ImgPipeline.from_pipe,
+    "from_pipe, given them": lambda pipe: diffusers.StableDiffusionImg2ImgPipeline.from_pipe(
+        pipe, unet=pipe.unet, vae=pipe.vae
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # in what AutoPipeline imports
+@pytest.mark.parametrize("share", SHARING.values(), ids=SHARING)
+def test_two_pipelines_share_their_parts(share: Callable[[Any], Any], place: str) -> None:
     pipe = SD.make()
     fitted = follow(pipe, place)
-    other = diffusers.StableDiffusionImg2ImgPipeline.from_pipe(pipe)
+    other = share(pipe)
+    assert other.unet is pipe.unet
     other.set_progress_bar_config(disable=True)
     rest = fitted.live().weights
     for _ in range(2):
         assert torch.equal(run(other, IMG2IMG), untouched(IMG2IMG.name))
-        assert fitted.live().weights == rest
         assert torch.equal(run(pipe, SD), untouched(SD.name))
         assert fitted.live().weights == rest
     fitted.undo()
+    assert fitted.live().weights == 0
     assert torch.equal(run(other, IMG2IMG), untouched(IMG2IMG.name))
     assert torch.equal(run(pipe, SD), untouched(SD.name))
 
@@ -563,8 +592,10 @@ def test_a_call_that_fails_leaves_nothing(
         with pytest.raises(error):
             stop(pipe, case, error)
         assert fitted.live().weights == rest
-    assert abs(live_storages() - bytes_before) < 20_000
+    if case is SD:  # Wan's autoencoder keeps what it has seen
+        assert abs(live_storages() - bytes_before) < 20_000
     assert torch.equal(run(pipe, case), wanted)
+    assert abs(live_storages() - bytes_before) < 20_000
     fitted.undo()
     assert torch.equal(run(pipe, case), wanted)
 
@@ -678,3 +709,113 @@ def test_interrupted_at_random(place: str) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupted_at_random_many_times(place: str) -> None:
     interrupt_often(place, 200)
+
+
+# an interruption at every moment
+
+
+class Toy:
+    """As small as pipelines get: an encoder, a denoiser that works three times, a decoder."""
+
+    def __init__(self) -> None:
+        self.components = {"text_encoder": make(Network), "denoiser": make(Skipping), "last": make(RootOwned)}
+
+    def __call__(self) -> torch.Tensor:
+        self.components["denoiser"].passes = 0
+        with torch.no_grad():
+            x = self.components["text_encoder"](torch.ones(2, WIDTH))
+            for _ in range(3):
+                x = x + self.components["denoiser"](x)
+            pictures: torch.Tensor = self.components["last"](x)
+        return pictures
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt at a moment in tightfit's own code when Python would: as a function begins, or one
+    of C has ended. Without a number, it notes all those moments."""
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number, self.moments = number, []
+        self.where = ""
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event in ("call", "c_return") and "/tightfit/" in (code := frame.f_code).co_filename:
+            moment = f"{Path(code.co_filename).stem}.{code.co_name}:{frame.f_lineno} {event}"
+            self.moments.append(moment)
+            if len(self.moments) - 1 == self.number:
+                sys.setprofile(None)
+                self.where = moment
+                raise KeyboardInterrupt
+
+    def __enter__(self) -> Interrupting:
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
+def interrupt_everywhere(place: str, one_in: int) -> None:
+    """At the first and the last time that each moment comes, or at one in so many of those."""
+    plain = Toy()
+    wanted = plain()
+    device, home = place.split("-")
+    kinds = {"text_encoder": "per-phase", "denoiser": "per-unit", "last": "per-phase"}
+    plan = {"components": {name: {"placement": kind, "home": home} for name, kind in kinds.items()}}
+
+    def fitted_toy() -> tuple[Toy, Fitted]:
+        pipe = Toy()
+        fitted = fit(pipe, plan=plan, device=device, count_activations=False)
+        assert torch.equal(pipe(), wanted)
+        return pipe, fitted
+
+    pipe, fitted = fitted_toy()
+    rest = fitted.live().weights
+    with Interrupting() as noted:
+        assert torch.equal(pipe(), wanted)
+    failed = []
+    for number in enumerate_once(noted.moments)[random.Random(one_in).randrange(one_in) :: one_in]:
+        wrong = interrupt_at(number, pipe, fitted, rest, wanted)
+        if wrong is not None:
+            failed.append(wrong)
+            pipe, fitted = fitted_toy()
+    assert not failed, "\n".join(failed)
+    fitted.undo()
+    assert torch.equal(pipe(), wanted)
+
+
+def interrupt_at(number: int, pipe: Toy, fitted: Fitted, rest: int, wanted: torch.Tensor) -> str | None:
+    """What is wrong after an interruption at that moment."""
+    interrupting, step = Interrupting(number), "the interrupted call"
+    try:
+        try:
+            with interrupting:
+                pipe()
+        except KeyboardInterrupt as error:
+            left = fitted.live().weights - rest
+            if left and not while_clearing(error):
+                return f"{interrupting.where}: {left} bytes are left"
+        step = "the next call"
+        same = torch.equal(pipe(), wanted)
+    except Exception as error:
+        return f"{interrupting.where}: {error!r} in {step}"
+    left = fitted.live().weights - rest
+    if same and not left and not fitted.recorder.running:
+        return None
+    return f"{interrupting.where}: after the next call {left} bytes are left, the result is {same}"
+
+
+def enumerate_once(moments: list[str]) -> list[int]:
+    """Where each moment is first and last."""
+    first = {moment: index for index, moment in reversed(list(enumerate(moments)))}
+    last = {moment: index for index, moment in enumerate(moments)}
+    return sorted({*first.values(), *last.values()})
+
+
+def test_interrupted_at_some_moments(place: str) -> None:
+    interrupt_everywhere(place, 10)
+
+
+@pytest.mark.slow
+def test_interrupted_at_every_moment(place: str) -> None:
+    interrupt_everywhere(place, 1)

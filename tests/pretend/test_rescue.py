@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -20,38 +20,37 @@ from tiny_pipelines import CASES, TinyCase, run
 
 
 class Failing:
-    """Refuses memory at chosen requests that are made while a component is at work."""
+    """Refuses memory at chosen requests of those that are made while a layer is at work."""
 
-    def __init__(self, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.requests = 0
+    def __init__(self, card: Card, monkeypatch: pytest.MonkeyPatch, networks: Iterable[nn.Module]) -> None:
+        self.requests = self.at_work = 0
         self.refused: set[int] = set()
         malloc = card.malloc
 
         def sometimes(size: int) -> Block:
-            self.requests += 1
-            if self.requests in self.refused:
+            self.requests += self.at_work > 0
+            if self.at_work and self.requests in self.refused:
+                self.refused.remove(self.requests)
                 raise torch.OutOfMemoryError(f"injected at request {self.requests}")
             return malloc(size)
 
         monkeypatch.setattr(card, "malloc", sometimes)
+        for layer in (m for network in networks for m in network.modules() if list(m.parameters(recurse=False))):
+            layer.register_forward_pre_hook(lambda *_: self.works(1))
+            layer.register_forward_hook(lambda *_: self.works(-1), always_call=True)
+
+    def works(self, more: int) -> None:
+        self.at_work += more
+
+    def refuse(self, count: int, of: int, chosen: random.Random) -> None:
+        """Refuses `count` of the next `of` requests."""
+        self.refused = {self.requests + 1 + number for number in chosen.sample(range(of), count)}
 
 
-def requests_inside(pipe: Any, case: TinyCase, failing: Failing) -> list[int]:
-    """Which requests for memory of a call, counted from its beginning, are made inside of layers."""
-    found: list[int] = []
-    start = failing.requests
-
-    def during(module: nn.Module) -> Iterator[Any]:
-        began: list[int] = []
-        yield module.register_forward_pre_hook(lambda *_: began.append(failing.requests))
-        yield module.register_forward_hook(lambda *_: found.extend(range(began.pop() + 1, failing.requests + 1)))
-
-    layers = [m for part in find_components(pipe).values() for m in part.modules() if list(m.parameters(recurse=False))]
-    handles = [handle for layer in layers for handle in during(layer)]
+def requests_of(pipe: Any, case: TinyCase, failing: Failing) -> int:
+    begun = failing.requests
     run(pipe, case)
-    for handle in handles:
-        handle.remove()
-    return [number - start for number in found]
+    return failing.requests - begun
 
 
 @pytest.mark.parametrize(
@@ -75,19 +74,16 @@ def test_injected_errors_do_not_change_the_picture(
     half = weight_bytes(getattr(pipe, denoiser)) * 3 // 4
     parts: dict[str, Any] = {n: {"placement": "per-phase"} for n in find_components(pipe)}
     plan = {"components": parts | {denoiser: {"placement": "per-unit", "weights": half}}}
-    failing = Failing(card, monkeypatch)
+    failing = Failing(card, monkeypatch, find_components(pipe).values())
     fitted = fit(pipe, plan=plan, device="pretend:0")
-    requests = requests_inside(pipe, case, failing)
-    chosen = random.Random(0)
-    told = 0
+    requests, chosen, told = requests_of(pipe, case, failing), random.Random(0), 0
     for _ in range(rounds):
-        begun = failing.requests
-        failing.refused = {begun + number for number in chosen.sample(requests, 1)}
+        failing.refuse(1, requests, chosen)
         assert torch.equal(run(pipe, case).cpu(), untouched)
         told += any("out of memory" in note for note in fitted.report().trace.notes)
         fitted.undo()  # what was shed comes back
         fitted = fit(pipe, plan=plan, device="pretend:0")
-    assert told >= 0.9 * rounds
+    assert told >= 0.95 * rounds  # few calls make fewer requests than the first, when the order is known
     assert fitted.live().weights == 0
 
 
@@ -97,13 +93,12 @@ def test_several_errors_in_one_call(make_cards: MakeCards, monkeypatch: pytest.M
     pipe = case.make()
     untouched = run(pipe, case)
     (card,) = make_cards()
-    failing = Failing(card, monkeypatch)
+    failing = Failing(card, monkeypatch, find_components(pipe).values())
     parts = {n: {"placement": "per-phase"} for n in find_components(pipe)}
     fitted = fit(pipe, plan={"components": parts}, device="pretend:0")
-    requests = requests_inside(pipe, case, failing)
-    begun = failing.requests
-    failing.refused = {begun + number for number in random.Random(1).sample(requests, 5)}
+    failing.refuse(5, requests_of(pipe, case, failing), random.Random(1))
     assert torch.equal(run(pipe, case).cpu(), untouched)
+    assert not failing.refused
     assert any("weights that stayed pass through from then on" in note for note in fitted.report().trace.notes)
 
 
@@ -111,10 +106,9 @@ def test_where_nothing_can_give_way_the_error_is_torchs(make_cards: MakeCards, m
     case = next(case for case in CASES if case.name == "Flux")
     pipe = case.make()
     (card,) = make_cards()
-    failing = Failing(card, monkeypatch)
+    failing = Failing(card, monkeypatch, find_components(pipe).values())
     fitted = fit(pipe, level=0, device="pretend:0")
-    requests = requests_inside(pipe, case, failing)
-    failing.refused = {failing.requests + requests[len(requests) // 2]}
+    failing.refuse(1, requests_of(pipe, case, failing), random.Random(0))
     with pytest.raises(torch.OutOfMemoryError, match="injected"):
         run(pipe, case)
     fitted.undo()
@@ -138,14 +132,12 @@ def test_what_has_written_into_its_input_is_not_run_again(
     make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (card,) = make_cards()
-    failing = Failing(card, monkeypatch)
     network = Greedy()
+    failing = Failing(card, monkeypatch, [network])
     fit(network, plan={"components": {"model": {"placement": "per-phase"}}}, device="pretend:0")
     with torch.no_grad():
         network(torch.ones(2, 64, device="pretend:0"))
-        before = failing.requests
-        x = torch.ones(2, 64, device="pretend:0")
-        network.blocks[0].register_forward_pre_hook(lambda *_: failing.refused.add(failing.requests + 1))
+        failing.refuse(1, 1, random.Random(0))
         with pytest.raises(torch.OutOfMemoryError, match="injected"):
-            network(x)
-    assert failing.requests > before
+            network(torch.ones(2, 64, device="pretend:0"))
+    assert not failing.refused

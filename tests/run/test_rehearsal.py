@@ -38,7 +38,7 @@ def tightfit_(*words: str) -> Any:
 @pytest.mark.parametrize("level", [0, 3])
 def test_steps_that_are_not_worked_through_are_like_those_that_are(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     short = rehearse("sd-1.5", known_card("rtx3060"), {"level": level}, Request(steps=5, height=256, width=256))
-    monkeypatch.setattr(stage, "remembering", lambda part, *_: part.forward)
+    monkeypatch.setattr(stage, "remembering", lambda part, *_, **__: part.forward)
     whole = rehearse("sd-1.5", known_card("rtx3060"), {"level": level}, Request(steps=5, height=256, width=256))
     assert short.fits
     for quick, full in zip(short.trace.phases, whole.trace.phases, strict=True):

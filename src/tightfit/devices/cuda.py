@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class CudaDevice(Device):
         address, size = buffer.data_ptr(), buffer.nbytes
         with torch.cuda.device(self.torch_device):
             if int(runtime.cudaHostRegister(address, size, 0)) != 0:
+                self._forget_error()
                 return None
 
         def unlock() -> None:
@@ -66,6 +68,12 @@ class CudaDevice(Device):
             runtime.cudaHostUnregister(address)
 
         return unlock
+
+    def _forget_error(self) -> None:
+        """CUDA keeps the error of a refused call, and the next kernel that looks for its own would find it."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.torch_device).add_(1)
+            self.synchronize()
 
     def pinned(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -93,6 +93,7 @@ def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
     """`plan` with the masters page-locked of what moves, the most travelled first, as far as `pinnable` bytes go."""
     sizes = {component.name: component.bytes for component in footprint.components}
     components = dict(plan.components)
+    pinnable -= sum(sizes[name] for name, chosen in components.items() if chosen.pinned)
     for name in sorted(components, key=lambda name: components[name].placement != "per-unit"):
         chosen = components[name]
         if chosen.placement == "resident" or chosen.home != "host" or chosen.pinned is not None:

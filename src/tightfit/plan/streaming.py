@@ -7,15 +7,19 @@ it forgets each layer just before its next use.)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from tightfit.errors import PlanError, unknown_name
-from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Grain, Home, Unit, Workload
+from tightfit.records import DEFAULT_SKIP, Accelerator, Component, ComponentPlan, Footprint, Grain, Unit, Workload
 from tightfit.units import format_bytes
 
 __all__ = ["group_leaves", "leaf_seconds", "settle_streaming", "spread_evenly"]
 
 ALIGNMENT = 4096  # bytes: sizes in the ring are rounded up to it
+PADDING = 512  # bytes, of four tensors in a flat buffer
+WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number that is stored in one
+ROW = 64  # bytes as loaded for each byte of scales, at least
 SECTORS = 4  # of a disk, that reading a weight and a bias takes beyond the two
 AHEAD = 4  # of the largest that pass through, how many the ring holds
 BLOCKS_FROM = 40  # blocks that must fit beside each other before they move as a whole
@@ -40,7 +44,7 @@ def settle_streaming(
     Raises PlanError where `weights` is too little, with what would be enough, and for unknown names in `stays`.
     """
     grain = chosen.grain or _choose_grain(component, chosen)
-    sizes = _parcel_sizes(component, grain, chosen.home)
+    sizes = _parcel_sizes(component, grain, chosen)
     if chosen.stays is not None:
         return _checked(component, chosen.model_copy(update={"grain": grain}), sizes)
     loose = component.bytes - sum(leaf.bytes for leaf in component.leaves)
@@ -79,18 +83,30 @@ def _by_parcel(component: Component, grain: Grain, seconds: Mapping[str, float] 
 
 def _choose_grain(component: Component, chosen: ComponentPlan) -> Grain:
     """Blocks where there is room for many, else layers: the smaller what passes through, the more can stay."""
+    if chosen.stays:  # by their names
+        whole = {unit.name for unit in component.units} - {leaf.name for leaf in component.leaves}
+        return "block" if whole.intersection(chosen.stays) else "leaf"
     if chosen.weights is None:
         return "leaf"
-    largest = max(_parcel_sizes(component, "block", chosen.home).values(), default=0)
+    largest = max(_parcel_sizes(component, "block", chosen).values(), default=0)
     return "block" if chosen.weights >= BLOCKS_FROM * largest else "leaf"
 
 
-def _parcel_sizes(component: Component, grain: Grain, home: Home) -> dict[str, int]:
+def _parcel_sizes(component: Component, grain: Grain, chosen: ComponentPlan) -> dict[str, int]:
     """Bytes in the ring of all that moves together; from disks come whole sectors around what is wanted."""
-    more = SECTORS * ALIGNMENT if home == "disk" else 0
-    own = {leaf.name: leaf.bytes + more for leaf in component.leaves}
+    more = SECTORS * ALIGNMENT if chosen.home == "disk" else PADDING
+    own = {leaf.name: _stored_bytes(leaf, chosen) + more for leaf in component.leaves}
     groups = group_leaves(component, grain)
     return {name: -(-sum(own[leaf] for leaf in leaves) // ALIGNMENT) * ALIGNMENT for name, leaves in groups.items()}
+
+
+def _stored_bytes(leaf: Unit, chosen: ComponentPlan) -> int:
+    """Bytes of `leaf` in the form in which it is stored."""
+    skip = DEFAULT_SKIP if chosen.skip is None else chosen.skip
+    if chosen.storage == "as-loaded" or any(re.search(pattern, f"{leaf.name}.weight") for pattern in skip):
+        return leaf.bytes
+    narrowed = sum(size - size // WIDTHS[dtype] - size // ROW for dtype, size in leaf.dtypes.items() if dtype in WIDTHS)
+    return leaf.bytes - narrowed
 
 
 def _least(sizes: Mapping[str, int], ahead: int) -> tuple[list[str], int]:
@@ -126,6 +142,10 @@ def spread_evenly(
             best, most = stays, rate
         else:
             least = rate
+    left = capacity - sum(sizes[name] for name in best)
+    for name, size in sizes.items():  # what the slowest link leaves over
+        if name not in best and size <= left:
+            best, left = best | {name}, left - size
     return best
 
 

@@ -1,7 +1,7 @@
 """Where calls are tried out: a pipeline without weights on a pretend card, with a request to play.
 
-The unmodified pipeline follows a plan by the same engine as anywhere else. Its denoiser works twice for every shape
-of input it is given; from then on it only lets the time pass that its second pass took.
+The unmodified pipeline follows a plan by the same engine as anywhere else. Its denoiser works a few times for every
+shape of input it is given; from then on it only lets the time pass that this took.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Stage:
         self.fitted = fit(self.pipe, plan=choices, request=self.request, device="pretend:0")
         for name, part in self.components.items():
             if find_role(name, part) == "denoiser":
-                part.forward = remembering(part, self.fitted.recorder, card)
+                streams = self.fitted.plan.components[name].placement == "per-unit"
+                part.forward = remembering(part, self.fitted.recorder, card, streams=streams)
 
     def play(self, inputs: Mapping[str, Any] | None = None) -> None:
         """One call of the pipeline with the request, and with arguments of its own by name."""

@@ -23,6 +23,7 @@ def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dic
                 "and nothing else. Leave one of them out, or change single fields with --set"
             )
         choices["level"] = level
+    _unsettle(choices, [change.partition("=")[0].split(".") for change in changes])
     for change in changes:
         field, equals, text = change.partition("=")
         if not equals or not all(field.split(".")):
@@ -38,6 +39,28 @@ def call_request(choices: dict[str, Any], **asked: Any) -> Request:
     if options.get("batch") == 1:
         del options["batch"]  # as good as not said
     return Request.from_mapping(given | options if isinstance(given, dict) else given)
+
+
+# what a complete plan has settled because of a field that now changes
+_SETTLED = {
+    "placement": ("weights", "grain", "ring", "stays", "pinned"),
+    "home": ("grain", "ring", "stays", "pinned"),
+    "storage": ("grain", "ring", "stays", "pinned"),
+    "weights": ("grain", "ring", "stays"),
+    "grain": ("ring", "stays"),
+    "ring": ("stays",),
+}
+
+
+def _unsettle(choices: dict[str, Any], paths: list[list[str]]) -> None:
+    """Takes out of `choices` what follows from fields in `paths`, to be settled again."""
+    components = choices.get("components")
+    for path in paths:
+        chosen = components.get(path[1]) if isinstance(components, dict) and len(path) == 3 else None
+        if path[0] == "components" and isinstance(chosen, dict):
+            for settled in _SETTLED.get(path[2], ()):
+                if [*path[:2], settled] not in paths:
+                    chosen.pop(settled, None)
 
 
 def _value(change: str, text: str) -> Any:

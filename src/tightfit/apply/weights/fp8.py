@@ -18,17 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["DEFAULT_SKIP", "Float8Weight", "storable"]
+from tightfit.records import DEFAULT_SKIP
 
-# Names of parameters that stay as loaded: what a model has once, at its ends (few bytes, much influence), and
-# what a LoRA adds. The modulation of every block is not among them: it is 27 % of FLUX.1's bytes, and a U-Net's
-# counterpart (`time_emb_proj`) or Qwen-Image's (`img_mod`) would not be recognised by its name anyway.
-DEFAULT_SKIP = (
-    r"embed",
-    r"scale_shift_table",
-    r"^(\w*modulation\w*|adaln_single|norm_out|final_layer|conv_in|conv_out|proj_in|proj_out|time_\w+)\.",
-    r"lora_",
-)
+__all__ = ["Float8Weight", "storable"]
 
 
 def storable(module: nn.Module, skip: tuple[str, ...] | None) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +77,7 @@ class Parcel:
                     yield index, there
                     place.table[place.name] = self.masters[index]
 
-    def show(self, old: list[torch.Tensor], new: list[torch.Tensor]) -> None:
+    def show(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
         """Where modules look `old` weights up, they find the `new` ones; what others put there stays."""
         for places, was, now in zip(self.places, old, new, strict=True):
             for place in places:

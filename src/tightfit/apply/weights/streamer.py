@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.apply.weights.away import AwayWeight
-from tightfit.apply.weights.homes import plain_parts
+from tightfit.apply.weights.absences import Absences, versions_of
 from tightfit.apply.weights.order import Order
 from tightfit.apply.weights.parcels import Parcel
 from tightfit.apply.weights.ring import Lease
@@ -52,7 +51,7 @@ class Streamer:
         self._lane = device.lane()
         self._orders: dict[str, Order[Parcel]] = {}
         self._order: Order[Parcel] = Order(self._parcels)
-        self._away = {parcel: list(self._absent(parcel)) for parcel in parcels}
+        self._away = Absences(parcels, device, recorder, self.fetch)
         self._here: dict[Parcel, _Presence] = {}
         self._rooms = Rooms(device, recorder)
         self._began: Any = None  # marks when memory was taken
@@ -128,18 +127,15 @@ class Streamer:
         """Where masters have no values, modules find what fetches them, from now on."""
         for parcel in self._parcels:
             if not parcel.home.writable:
-                parcel.show(parcel.masters, self._away[parcel])  # type: ignore[arg-type]
+                parcel.show(parcel.masters, self._away[parcel])
 
     def give_back(self) -> None:
         """The masters have their own values again, and what was written in the meantime."""
         for parcel in self._parcels:
-            if parcel.home.writable:
-                continue
-            parcel.fill()
-            for away, master in zip(self._away[parcel], parcel.masters, strict=True):
-                if away.absence.written is not None:
-                    master.data = away.absence.written.to(master.device)
-            parcel.show(self._away[parcel], parcel.masters)  # type: ignore[arg-type]
+            if not parcel.home.writable:
+                parcel.fill()
+                self._away.give_back(parcel)
+                parcel.show(self._away[parcel], parcel.masters)
 
     def clear(self) -> None:
         """Everything goes, and modules find the masters again; whatever state an interruption left."""
@@ -148,10 +144,9 @@ class Streamer:
             if here is not None:
                 here.arrival.abandon()
                 self._hide(parcel, here)
-            self._keep_put(parcel)
-            self._keep_written(parcel)
+            self._away.keep(parcel)
             if parcel.home.writable:
-                parcel.show(self._away[parcel], parcel.masters)  # type: ignore[arg-type]
+                parcel.show(self._away[parcel], parcel.masters)
         self._here, self._spare = {}, None
         self._order.rewind()
         self._rooms.clear()
@@ -198,61 +193,17 @@ class Streamer:
         self._recorder.waited(here.arrival.settle())
         with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
             here.weights = parcel.views(here.region)
-            for index, away in enumerate(self._away[parcel]):
-                if away.absence.written is not None:
-                    here.weights[index] = nn.Parameter(away.absence.value(away.device), away.requires_grad)
-        here.versions = _versions(here.weights)
-        parcel.show(self._away[parcel], here.weights)  # type: ignore[arg-type]
+            self._away.put_written(parcel, here.weights)
+        here.versions = versions_of(here.weights)
+        parcel.show(self._away[parcel], here.weights)
 
     def _hide(self, parcel: Parcel, here: _Presence) -> None:
         if here.weights is None:
             return
-        parcel.show(here.weights, self._away[parcel])  # type: ignore[arg-type]
-        if _versions(here.weights) != here.versions:
-            self._keep_changed(parcel, here.weights, here.versions)
+        parcel.show(here.weights, self._away[parcel])
+        if versions_of(here.weights) != here.versions:
+            self._away.keep_changed(parcel, here.weights, here.versions)
         here.weights = None
-
-    def _keep_changed(self, parcel: Parcel, weights: list[nn.Parameter], versions: Any) -> None:
-        """Somebody wrote into weights that will be forgotten (a LoRA fused in a callback, say)."""
-        for away, weight, version in zip(self._away[parcel], weights, versions, strict=True):
-            if _version(weight) != version:
-                with torch.no_grad(), self._recorder.uncounted():
-                    away.absence.written = weight.detach().clone()
-
-    def _keep_written(self, parcel: Parcel) -> None:
-        """What was written while the weights were on the device, or away, goes into the masters, or stays in RAM."""
-        for away, master in zip(self._away[parcel], parcel.masters, strict=True):
-            written = away.absence.written
-            if written is None:
-                continue
-            with torch.no_grad(), self._recorder.uncounted():
-                if parcel.home.writable and (written.dtype, written.shape) == (master.dtype, master.shape):
-                    master.data.copy_(written)
-                elif parcel.home.writable:
-                    master.data = self._device.store(written)
-                self._recorder.moved(bytes_out=written.nbytes)
-                away.absence.written = None if parcel.home.writable else self._device.store(written)
-
-    def _keep_put(self, parcel: Parcel) -> None:
-        """What others put in the place of a weight that was here, or away, has its home with the others from now on.
-
-        (`module.to(dtype)` does that with tensors of a class of their own.)
-        """
-        if not parcel.home.writable:
-            return
-        here = self._here.get(parcel)
-        ours = {*map(id, parcel.masters), *map(id, self._away[parcel])}
-        ours |= set(map(id, (here.weights if here else None) or ()))
-        for index, there in parcel.put_by_others(ours):
-            self._away[parcel][index].absence.written = there.detach()
-
-    def _absent(self, parcel: Parcel) -> Iterator[AwayWeight]:
-        for index, (master, like) in enumerate(zip(parcel.masters, parcel.likes, strict=True)):
-            away = AwayWeight.standing_for(like, self._device.torch_device, self._fetching(parcel, index))
-            yield nn.Parameter(away, master.requires_grad)  # type: ignore[misc]
-
-    def _fetching(self, parcel: Parcel, index: int) -> Callable[[], torch.Tensor]:
-        return lambda: self.fetch(parcel, index)
 
     def fetch(self, parcel: Parcel, index: int) -> torch.Tensor:
         """One weight that code looks at while nobody has said that it is needed."""
@@ -273,8 +224,8 @@ class Streamer:
         self.aboard = True
         for parcel in self._parcels:
             if parcel.keep_up():
-                self._away[parcel] = list(self._absent(parcel))
-            parcel.show(parcel.masters, self._away[parcel])  # type: ignore[arg-type]
+                self._away.renew(parcel)
+            parcel.show(parcel.masters, self._away[parcel])
         left = self._rooms.take([parcel for parcel in self._parcels if parcel in self._stays], self._ring_size)
         self._began = self._lane.mark()
         if left:
@@ -316,12 +267,3 @@ def _expected(parcels: Sequence[Parcel], method: str) -> Iterator[Parcel]:
     """What `method` is guessed to use: an autoencoder's decoder has no part in encoding."""
     other = {"encode": "decoder", "decode": "encoder"}.get(method)
     return (parcel for parcel in parcels if parcel.name.partition(".")[0] != other)
-
-
-def _version(weight: torch.Tensor) -> tuple[Any, ...]:
-    """What changes when somebody writes into `weight`, or gives it other data."""
-    return tuple((part._version, part.data_ptr(), part.dtype) for part in plain_parts(weight))
-
-
-def _versions(weights: list[nn.Parameter]) -> list[tuple[Any, ...]]:
-    return [_version(weight) for weight in weights]

@@ -1,0 +1,101 @@
+"""What stands for weights that are away, and what becomes of what others write there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.apply.weights.away import AwayWeight
+from tightfit.apply.weights.homes import plain_parts
+from tightfit.apply.weights.parcels import Parcel
+from tightfit.devices.seam import Device
+from tightfit.measure.recorder import Recorder
+
+__all__ = ["Absences", "versions_of"]
+
+Versions = list[tuple[Any, ...]]
+
+
+class Absences:
+    """For each parcel a tensor for each of its weights, which fetches it by `fetch(parcel, number)`."""
+
+    def __init__(
+        self,
+        parcels: Sequence[Parcel],
+        device: Device,
+        recorder: Recorder,
+        fetch: Callable[[Parcel, int], torch.Tensor],
+    ) -> None:
+        self._device, self._recorder, self._fetch = device, recorder, fetch
+        self._of = {parcel: list(self._made(parcel)) for parcel in parcels}
+
+    def __getitem__(self, parcel: Parcel) -> list[AwayWeight]:
+        return self._of[parcel]
+
+    def renew(self, parcel: Parcel) -> None:
+        """The parcel's weights are laid out in another way by now."""
+        self._of[parcel] = list(self._made(parcel))
+
+    def _made(self, parcel: Parcel) -> Iterator[AwayWeight]:
+        for index, (master, like) in enumerate(zip(parcel.masters, parcel.likes, strict=True)):
+            away = AwayWeight.standing_for(like, self._device.torch_device, self._fetching(parcel, index))
+            yield nn.Parameter(away, master.requires_grad)  # type: ignore[misc]
+
+    def _fetching(self, parcel: Parcel, index: int) -> Callable[[], torch.Tensor]:
+        return lambda: self._fetch(parcel, index)
+
+    def put_written(self, parcel: Parcel, weights: list[nn.Parameter]) -> None:
+        """What others wrote takes its place among `weights`, which have come from their home."""
+        for index, away in enumerate(self._of[parcel]):
+            if away.absence.written is not None:
+                weights[index] = nn.Parameter(away.absence.value(away.device), away.requires_grad)
+
+    def keep_changed(self, parcel: Parcel, weights: list[nn.Parameter], versions: Versions) -> None:
+        """Somebody wrote into weights that will be forgotten (a LoRA fused in a callback, say)."""
+        for away, weight, version in zip(self._of[parcel], weights, versions, strict=True):
+            if _version(weight) != version:
+                with torch.no_grad(), self._recorder.uncounted():
+                    away.absence.written = weight.detach().clone()
+
+    def keep(self, parcel: Parcel) -> None:
+        """What others wrote while the weights were here, or away, goes into the masters, or stays in RAM."""
+        self._take_up(parcel)
+        for away, master in zip(self._of[parcel], parcel.masters, strict=True):
+            written = away.absence.written
+            if written is None:
+                continue
+            with torch.no_grad(), self._recorder.uncounted():
+                if not parcel.home.writable:
+                    away.absence.written = self._device.store(written)
+                    continue
+                if (written.dtype, written.shape) == (master.dtype, master.shape):
+                    master.data.copy_(written)
+                else:
+                    master.data = self._device.store(written)
+                self._recorder.moved(bytes_out=written.nbytes)
+                away.absence.written = None
+
+    def _take_up(self, parcel: Parcel) -> None:
+        """What others put in the place of a weight that was away (`module.to(dtype)` may) has its home from now on."""
+        if parcel.home.writable:
+            ours = {*map(id, parcel.masters), *map(id, self._of[parcel])}
+            for index, there in parcel.put_by_others(ours):
+                self._of[parcel][index].absence.written = there.detach()
+
+    def give_back(self, parcel: Parcel) -> None:
+        """The masters, which have come from their home, are as others wrote them."""
+        for away, master in zip(self._of[parcel], parcel.masters, strict=True):
+            if away.absence.written is not None:
+                master.data = away.absence.written.to(master.device)
+
+
+def versions_of(weights: Sequence[torch.Tensor]) -> Versions:
+    """What changes when somebody writes into `weights`, or gives them other data."""
+    return [_version(weight) for weight in weights]
+
+
+def _version(weight: torch.Tensor) -> tuple[Any, ...]:
+    return tuple((part._version, part.data_ptr(), part.dtype) for part in plain_parts(weight))
