@@ -1,0 +1,112 @@
+"""A whole text-to-image pipeline that is larger than the memory it is given, from loading to the picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import psutil
+import pytest
+import torch
+import transformers
+import yaml
+from PIL import Image
+
+from tiny_pipelines import CASES
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+LIMIT = 1_500_000_000
+PROMPT = "a red circle"
+WIDTH = 1024  # of what the text encoder says
+
+
+def large_pipeline() -> Any:
+    """FLUX.1's shape, 4 GB of random float32 weights: 1.4 of text encoder, 2.2 of denoiser, 0.3 of autoencoder."""
+    torch.manual_seed(0)
+    pipe = next(case for case in CASES if case.name == "Flux").make()
+    text = pipe.text_encoder_2.config.to_dict() | {"d_model": WIDTH, "d_kv": 64, "d_ff": 8192, "num_heads": 16}
+    pipe.text_encoder_2 = transformers.T5EncoderModel(transformers.T5Config(**text | {"num_layers": 12})).eval()
+    pipe.transformer = diffusers.FluxTransformer2DModel(
+        in_channels=64, num_layers=2, num_single_layers=11, attention_head_dim=128, num_attention_heads=12,
+        joint_attention_dim=WIDTH, pooled_projection_dim=pipe.text_encoder.config.hidden_size,
+        guidance_embeds=True, axes_dims_rope=(16, 56, 56),
+    ).eval()  # fmt: skip
+    pipe.vae = diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=16, scaling_factor=0.36,
+        shift_factor=0.12, use_quant_conv=False, use_post_quant_conv=False,
+    ).eval()  # fmt: skip
+    return type(pipe)(**pipe.components)
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large") / "model"
+    large_pipeline().save_pretrained(folder, max_shard_size="500MB")
+    return folder
+
+
+@pytest.fixture
+def cage() -> Iterator[Path]:
+    """A control group that kills what exceeds LIMIT."""
+    if os.geteuid() != 0 or not (GROUPS / "memory.limit_in_bytes").exists():
+        pytest.skip("needs root and control groups of version 1")
+    group = GROUPS / f"tightfit-test-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(LIMIT))
+    (group / "memory.swappiness").write_text("0")
+    yield group
+    group.rmdir()
+
+
+def tightfit(arguments: list[str], group: Path | None = None) -> tuple[int, str, int]:
+    """Exit code, output, and the most anonymous memory of `tightfit ARGUMENTS`, as one thread, in a control group."""
+    Path("/proc/sys/vm/drop_caches").write_text("1\n") if group else None
+    enter = f"echo $$ > {group}/cgroup.procs; " if group else ""
+    command = f'{enter}exec "$0" -m tightfit.cli "$@"'
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    with subprocess.Popen(
+        ["/bin/sh", "-c", command, sys.executable, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+    ) as process:  # fmt: skip
+        most = 0
+        while process.poll() is None:
+            try:
+                most = max(most, psutil.Process(process.pid).memory_info().rss)
+                process.wait(0.05)
+            except (psutil.Error, subprocess.TimeoutExpired):
+                continue
+        assert process.stdout is not None
+        return process.returncode, process.stdout.read(), most
+
+
+@pytest.mark.slow
+def test_four_gigabytes_of_weights_in_one_and_a_half(large_model: Path, cage: Path, tmp_path: Path) -> None:
+    size = sum(file.stat().st_size for file in large_model.rglob("*.safetensors"))
+    assert size > 3.9e9
+    request = ["--height", "256", "--width", "256", "--steps", "2", "--seed", "3"]
+    code, said, _ = tightfit(
+        ["run", str(large_model), PROMPT, *request, "--level", "0", "--out", str(tmp_path / "a.png")]
+    )
+    assert code == 0, said
+    chosen = {"placement": "per-unit", "home": "disk"}
+    parts = dict.fromkeys(("text_encoder", "text_encoder_2", "transformer", "vae"), chosen)
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"components": parts}))
+    place = ["--plan", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "b.png"), "--json"]
+    code, said, most = tightfit(["run", str(large_model), PROMPT, *request, *place], cage)
+    assert code == 0, said
+    assert "oom_kill 0" in (cage / "memory.oom_control").read_text()
+    assert most < LIMIT
+    told = json.loads(said.splitlines()[-1])
+    assert told["lossless"] is True
+    pictures = [np.array(Image.open(tmp_path / name)) for name in ("a.png", "b.png")]
+    assert pictures[0].std() > 1
+    assert (pictures[0] == pictures[1]).all()
+    print(f"{size / 1e9:.2f} GB of weights, {most / 1e6:.0f} MB resident at most, {told['measured']['seconds']:.1f} s")
