@@ -29,6 +29,8 @@ bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/levels.py
 	$(BIN)/python bench/vae.py
 	$(BIN)/python bench/predict.py
+	$(BIN)/python bench/streaming.py
+	$(BIN)/python bench/weights.py
 	$(BIN)/python tools/make_readme.py
 
 lint: $(READY)

@@ -133,12 +133,43 @@ def predict(kind: str) -> str:
     return table(("call", "predicted peak", "measured", "error", "predicted time", "measured", "error"), rows)
 
 
+def streaming() -> str:
+    rows: dict[tuple[str, str], dict[float, dict[str, Any]]] = {}
+    for row in read("streaming-pretend")["rows"]:
+        rows.setdefault((row["model"], row["card"]), {})[row["share"]] = row
+    shares = sorted({share for cells in rows.values() for share in cells})
+    cells = [
+        (model, card, format_seconds(by[shares[0]]["compute"]), *(_bounds(by[share]) for share in shares))
+        for (model, card), by in rows.items()
+    ]
+    return table(("denoiser", "card", "all there", *(f"{share:.0%} of its weights" for share in shares)), cells)
+
+
+def _bounds(row: dict[str, Any]) -> str:
+    plain, memory = row["to_bound"], row["to_bound_with_memory"]
+    return f"{plain:.3f} ×" if plain < 1.0305 else f"{plain:.3f} × (with memory in mind {memory:.3f} ×)"
+
+
+def weights(kind: str) -> str:
+    names = {"tightfit": "**tightfit**"}
+    rows = []
+    for row in read(f"weights-{kind}")["summary"]:
+        cap = "none" if row["cap"] is None else format_bytes(row["cap"])
+        seconds = "–" if row["seconds"] is None else f"{row['seconds']:.2f} s"
+        ratios = [f"{row[name]:.2f} ×" if row[name] else "–" for name in ("to_bound", "against_ours")]
+        bits = "; ".join(row["failed"]) or ("yes" if row["same_bits"] else "**no**")
+        rows.append((names.get(row["contender"], row["contender"]), cap, seconds, *ratios, bits))
+    return table(("", "memory", "a pass", "of the bound", "against tightfit", "same bits"), rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "score": score,
     "levels": levels,
     "vae": vae,
     "fp8": fp8,
     "published": published,
+    "streaming": streaming,
+    "weights_cpu": functools.partial(weights, "cpu"),
 }
 BLOCKS |= {f"predict_{kind}": functools.partial(predict, kind) for kind in ("cpu", "cuda")}
 
