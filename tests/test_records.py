@@ -572,7 +572,7 @@ def test_an_unknown_name_comes_with_the_nearest_or_all(known: list[str], sentenc
 def test_a_plan_says_everything_it_decides() -> None:
     assert str(PLAN).splitlines() == [
         "plan: level 3 on cuda:1",
-        "  transformer: per-unit, stored as float8_e4m3fn, channels-last",
+        "  transformer: per-unit, from disk, by block, 2 stay, ring of 1 GiB, stored as float8_e4m3fn, channels-last",
         "  autoencoder: tiles of 512 px, one item at a time",
         "  waiting activations: moved to host memory",
         "  lossy: fp8: transformer is stored in float8_e4m3fn",

@@ -29,7 +29,6 @@ from tightfit.record import Record
 from tightfit.units import format_bytes, parse_bytes
 
 __all__ = [
-    "DEFAULT_SKIP",
     "TECHNIQUES",
     "Accelerator",
     "Budget",
@@ -79,17 +78,6 @@ TECHNIQUES: Mapping[str, str] = {
     "fp8": "weights stored in eight bits, widened for each use",
     "blended-tiling": "autoencoder tiles decoded on their own and blended where they overlap",
 }
-
-
-# Names of parameters that stay as loaded: what a model has once, at its ends (few bytes, much influence), and
-# what a LoRA adds. The modulation of every block is not among them: it is 27 % of FLUX.1's bytes, and a U-Net's
-# counterpart (`time_emb_proj`) or Qwen-Image's (`img_mod`) would not be recognised by its name anyway.
-DEFAULT_SKIP = (
-    r"embed",
-    r"scale_shift_table",
-    r"^(\w*modulation\w*|adaln_single|norm_out|final_layer|conv_in|conv_out|proj_in|proj_out|time_\w+)\.",
-    r"lora_",
-)
 
 
 class Budget(Record):
@@ -206,6 +194,16 @@ class ComponentPlan(Record):
                     raise PlanError(f"{field} only means something with placement=per-unit", field=field)
         return self
 
+    @property
+    def described(self) -> str:
+        """All that differs from the usual, on one line."""
+        said = [self.placement] + (["from disk"] if self.home == "disk" else [])
+        if self.ring is not None and self.stays is not None:
+            said += [f"by {self.grain}", f"{len(self.stays)} stay", f"ring of {format_bytes(self.ring)}"]
+        said += ["page-locked"] if self.pinned else []
+        said += [] if self.storage == "as-loaded" else [f"stored as {self.storage}"]
+        return ", ".join([*said, "channels-last"] if self.channels_last else said)
+
 
 class Plan(Record):
     """Every decision about a run, and the reason for each."""
@@ -238,9 +236,7 @@ class Plan(Record):
     def __str__(self) -> str:
         lines = [f"plan: {'level ' + str(self.level) if self.level is not None else 'custom'} on {self.device}"]
         for name, component in self.components.items():
-            extra = [] if component.storage == "as-loaded" else [f"stored as {component.storage}"]
-            extra += ["channels-last"] if component.channels_last else []
-            lines.append(f"  {name}: {', '.join([component.placement, *extra])}")
+            lines.append(f"  {name}: {component.described}")
         tiles = f"tiles of {self.vae.tile} px" if self.vae.tile else "whole pictures"
         lines.append(f"  autoencoder: {tiles}{', one item at a time' if self.vae.slicing else ''}")
         lines += ["  waiting activations: moved to host memory"] if self.offload_activations else []

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 
 from tightfit.errors import PlanError, unknown_name
-from tightfit.records import DEFAULT_SKIP, Accelerator, Component, ComponentPlan, Footprint, Grain, Unit, Workload
+from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Grain, Unit, Workload
 from tightfit.units import format_bytes
 
-__all__ = ["group_leaves", "leaf_seconds", "settle_streaming", "spread_evenly"]
+__all__ = ["DEFAULT_SKIP", "group_leaves", "leaf_seconds", "settle_streaming", "spread_evenly"]
 
 ALIGNMENT = 4096  # bytes: sizes in the ring are rounded up to it
 PADDING = 512  # bytes, of four tensors in a flat buffer
@@ -23,6 +23,17 @@ ROW = 64  # bytes as loaded for each byte of scales, at least
 SECTORS = 4  # of a disk, that reading a weight and a bias takes beyond the two
 AHEAD = 4  # of the largest that pass through, how many the ring holds
 BLOCKS_FROM = 40  # blocks that must fit beside each other before they move as a whole
+
+
+# Names of parameters that stay as loaded: what a model has once, at its ends (few bytes, much influence), and
+# what a LoRA adds. The modulation of every block is not among them: it is 27 % of FLUX.1's bytes, and a U-Net's
+# counterpart (`time_emb_proj`) or Qwen-Image's (`img_mod`) would not be recognised by its name anyway.
+DEFAULT_SKIP = (
+    r"embed",
+    r"scale_shift_table",
+    r"^(\w*modulation\w*|adaln_single|norm_out|final_layer|conv_in|conv_out|proj_in|proj_out|time_\w+)\.",
+    r"lora_",
+)
 
 
 def group_leaves(component: Component, grain: Grain) -> dict[str, list[str]]:
@@ -69,7 +80,7 @@ def settle_streaming(
 def _too_little(component: Component, chosen: ComponentPlan, loose: int, least: int) -> PlanError:
     return PlanError(
         f"{component.name}: {format_bytes(chosen.weights or 0)} are too little for its weights: {format_bytes(loose)} "
-        f"of small ones always stay, and the large ones pass one by one from {format_bytes(least)} on",
+        f"of small ones always stay, and the large ones pass one by one from {least:,} bytes on",
         name=component.name,
         needed_bytes=least,
     )

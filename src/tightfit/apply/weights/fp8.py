@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.records import DEFAULT_SKIP
+from tightfit.plan.streaming import DEFAULT_SKIP
 
 __all__ = ["Float8Weight", "storable"]
 
