@@ -2,8 +2,8 @@
 
     python bench/streaming.py [--models flux.1-dev,…] [--cards rtx4090,rtx3060] [--shares 0.05,0.25,0.5,0.75]
 
-Device memory for weights is a share of the denoiser's bytes. The card has that and what its allocator
-holds beside a denoiser that is all there, not a byte more, and refuses what does not fit. A step is compared with two bounds:
+Device memory for weights is a share of the denoiser's bytes. The card has that and what its allocator holds beside a
+denoiser that is all there, not a byte more, and refuses what does not fit. A step is compared with two bounds:
 
 - max(compute, streamed bytes / link), which no step can beat;
 - the same with memory in mind: in any stretch of a step, what is used there must come in, but for what can be there
@@ -15,12 +15,13 @@ The clock is exact, so every figure is measured once. Writes bench/results/strea
 from __future__ import annotations
 
 import argparse
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from measuring import write
 
+from measuring import write
 from tightfit import PlanError, fit
 from tightfit.catalog.known import known_card, known_model
 from tightfit.checkpoint.loading import quietly
@@ -105,7 +106,7 @@ def denoiser_of(parts: dict[str, Any]) -> str:
 
 def bound_with_memory(uses: list[tuple[str, int]], sizes: dict[str, int], link: float, memory: int) -> float:
     """Seconds that a step takes at least, with `memory` bytes for weights: the worst of all stretches of layers."""
-    times = [(later[1] - use[1]) * 1e-9 for use, later in zip(uses, uses[1:], strict=False)]
+    times = [(later[1] - use[1]) * 1e-9 for use, later in itertools.pairwise(uses)]
     layers = [sizes[leaf] for leaf, _ in uses[:-1]]
     whole = sum(times)
     worst = whole

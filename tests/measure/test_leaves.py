@@ -57,7 +57,9 @@ def test_layers_are_found_by_path_in_the_order_of_the_model() -> None:
 
 
 def test_elements_of_lists_are_found_and_lists_are_not() -> None:
-    model = Parts(blocks=nn.ModuleList(Parts(up=linear(), down=linear()) for _ in range(2)), plain=nn.ModuleList([linear()]))
+    model = Parts(
+        blocks=nn.ModuleList(Parts(up=linear(), down=linear()) for _ in range(2)), plain=nn.ModuleList([linear()])
+    )
     names = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "plain.0"]
     assert leaves(model) == dict.fromkeys(names, 1)
 
@@ -110,7 +112,9 @@ def test_names_that_begin_alike_are_not_inside_each_other() -> None:
 # what is small
 
 
-@pytest.mark.parametrize(("more", "found"), [(-4, {"large": 1}), (0, {"large": 1, "edge": 1}), (4, {"large": 1, "edge": 1})])
+@pytest.mark.parametrize(
+    ("more", "found"), [(-4, {"large": 1}), (0, {"large": 1, "edge": 1}), (4, {"large": 1, "edge": 1})]
+)
 def test_of_large_models_a_leaf_has_a_mebibyte(more: int, found: dict[str, int]) -> None:
     with torch.device("meta"):
         model = Parts(large=Own(1000 * SMALLEST // 4 + 1), edge=Own((SMALLEST + more) // 4))

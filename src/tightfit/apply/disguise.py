@@ -18,7 +18,7 @@ def disguise(target: object, **members: Any) -> Callable[[], None]:
     """Gives `target`'s class these members for this object alone; returns how to take them off again."""
     original = type(target)
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    object.__setattr__(target, "__class__", type(original.__name__, (original,), names | members))
+    object.__setattr__(target, "__class__", _passing(original)(original.__name__, (original,), names | members))
     held = weakref.ref(target)  # a pipeline is not kept alive by what was done to it
 
     def reveal() -> None:
@@ -26,3 +26,9 @@ def disguise(target: object, **members: Any) -> Callable[[], None]:
             object.__setattr__(alive, "__class__", original)
 
     return reveal
+
+
+def _passing(original: type) -> type:
+    """Whose classes are equal to `original`: diffusers looks types up in lists when pipelines share components."""
+    members = {"__eq__": lambda cls, other: other is cls or other is original, "__hash__": lambda cls: hash(original)}
+    return type("Disguise", (type(original),), members)

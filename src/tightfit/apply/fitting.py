@@ -193,6 +193,8 @@ class Fitted:
         if role == "autoencoder":
             for method in ("encode", "decode"):
                 members[method] = working(method, self._cut_up(module, original, method))
+        if plan.home == "disk" and hasattr(original, "save_pretrained"):
+            members["save_pretrained"] = _refused(name)
         if hasattr(original, "device"):
             members["device"] = property(lambda self: device.torch_device)
         return members
@@ -273,6 +275,13 @@ def _pipeline_members(session: Session, original: type, device: Device) -> dict[
 
     here = property(lambda self: device.torch_device)
     return {"__call__": call, "to": to, "device": here, "_execution_device": here}
+
+
+def _refused(name: str) -> Callable[..., None]:
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RunError(f"{name} cannot be saved while its weights are on the disk: undo() first", name=name)
+
+    return save_pretrained
 
 
 def _computing(method: Callable[..., Any], dtype: str, args: Any, kwargs: Any) -> Any:

@@ -70,6 +70,8 @@ class Recorder:
     device: Device
     count_activations: bool = True  # where no allocator counts them
     weights: int = 0
+    _always: int = 0  # of the weights, those that nobody holds for a while only
+    _held: dict[int, int] = field(default_factory=dict)  # bytes by who holds them
     _calls: int = 0
     _running: bool = False
     _activations: int = 0
@@ -143,9 +145,15 @@ class Recorder:
 
     def weights_changed(self, difference: int) -> None:
         """`difference` bytes of weights came onto the device (or left it, negative)."""
-        self.weights += difference
+        self._always += difference
+        self.weights = self._always + sum(self._held.values())
         if self._running:
             self.look()
+
+    def hold(self, who: object, size: int) -> None:
+        """`who` has `size` bytes of weights on the device now, whatever it had before."""
+        self._held[id(who)] = size
+        self.weights_changed(0)
 
     def moved(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
         """Bytes that crossed between host and device."""

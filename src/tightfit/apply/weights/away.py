@@ -1,7 +1,8 @@
 """What a module finds where a weight is that is not on the device: a tensor that fetches it when it is touched.
 
 It answers questions about shape, dtype and device by itself. Any operation that takes it gets the weight, fetched
-for that operation alone: so code that looks at weights in an unforeseen way is slower, and never wrong.
+for that operation alone: so code that looks at weights in an unforeseen way is slower, and never wrong. What is
+written into it is kept; what is written into a view of it (a row, say) is not, because the view is of a copy.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["AwayWeight"]
 
 _aten = torch.ops.aten
-_GIVE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_DATA: Any = torch.Tensor.data
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 
 
@@ -56,23 +58,39 @@ class AwayWeight(torch.Tensor):
         """A weight laid out as `like`, which `fetch` brings to `device`."""
         return cls(like, device, Absence(fetch))
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if func == _GIVE_DATA and isinstance(args[0], AwayWeight):  # `weight.data = …`, as module.to(dtype) does
-            args[0].absence.take(args[1])
-        return result
+    # no overriding of Python's torch functions: where they see one, some leave their fast path, and other bits come out
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Any:
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        """`weight.data = …`, as module.to(dtype) does."""
+        _DATA.__set__(self, data)
+        self.absence.take(data)
+
+    def _whole(self) -> torch.Tensor:
+        with torch.no_grad():
+            value = self.absence.value(self.device).detach().clone(memory_format=torch.preserve_format)
+        return nn.Parameter(value, self.requires_grad) if getattr(self, "_is_param", False) else value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._whole()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._whole().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, first = kwargs or {}, args[0] if args else None
-        if func in _ALIASES and isinstance(first, AwayWeight):
-            return AwayWeight(first, first.device, first.absence)
+        kwargs = kwargs or {}
+        if func in _ALIASES:
+            return AwayWeight(args[0], args[0].device, args[0].absence)
         values: dict[int, torch.Tensor] = {}
 
         def present(away: AwayWeight) -> torch.Tensor:
@@ -80,9 +98,19 @@ class AwayWeight(torch.Tensor):
                 values[id(away.absence)] = away.absence.value(away.device)
             return values[id(away.absence)]
 
-        args, kwargs = tree_map_only(AwayWeight, present, (args, kwargs))
-        result = func(*args, **kwargs)
-        if func._schema.is_mutable and isinstance(first, AwayWeight):
-            first.absence.written = values[id(first.absence)]
-            return first
-        return result
+        result = func(*tree_map_only(AwayWeight, present, args), **tree_map_only(AwayWeight, present, kwargs))
+        back = {}
+        for away in _written(func, args, kwargs):
+            away.absence.written = values[id(away.absence)]
+            back[id(away.absence.written)] = away
+        return tree_map_only(torch.Tensor, lambda tensor: back.get(id(tensor), tensor), result) if back else result
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[AwayWeight]:
+    """The weights that are away and that `func` writes into, by its schema."""
+    found: list[AwayWeight] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = kwargs.get(argument.name, args[place] if place < len(args) else None)
+            found += [value for value in tree_leaves(given) if isinstance(value, AwayWeight)]
+    return found

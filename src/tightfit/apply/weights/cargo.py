@@ -56,7 +56,7 @@ class Cargo:
         for slot in self._slots:
             slot.table[slot.name] = slot.copy
         self._bytes = sum({id(slot.copy): slot.copy.nbytes for slot in self._slots}.values())
-        self._recorder.weights_changed(self._bytes)
+        self._recorder.hold(self, self._bytes)
         self._recorder.moved(bytes_in=self._bytes)
 
     def _copies(self) -> list[_Slot]:
@@ -80,9 +80,9 @@ class Cargo:
                     master.data.copy_(copy.data)  # written to while it was here (a LoRA fused in a callback, say)
                 self._recorder.moved(bytes_out=copy.nbytes)
             table[name] = master
-        self._slots, self.aboard = [], False
-        self._recorder.weights_changed(-self._bytes)
-        self._bytes = 0
+        self._slots = []
+        self._recorder.hold(self, 0)
+        self.aboard = False  # last: who is interrupted here is evicted again
 
     def _copy(self, master: torch.Tensor) -> torch.Tensor:
         copy = self._device.bring(master.detach())

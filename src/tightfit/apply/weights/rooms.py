@@ -63,8 +63,8 @@ class Rooms:
         return room
 
     def _count(self, size: int) -> None:
-        self._recorder.weights_changed(size)
         self._counted += size
+        self._recorder.hold(self, self._counted)
 
     def place(self, parcel: Parcel) -> torch.Tensor:
         """Where `parcel`, which stays, has its place."""
@@ -92,9 +92,8 @@ class Rooms:
 
     def clear(self) -> None:
         """Everything is given back."""
-        counted = self._counted
         self._forget()
-        self._recorder.weights_changed(-counted)
+        self._recorder.hold(self, 0)
 
 
 def _chunks(stays: Iterable[Parcel]) -> Iterator[list[Parcel]]:

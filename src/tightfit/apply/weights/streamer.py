@@ -32,8 +32,8 @@ class _Presence:
     region: torch.Tensor
     arrival: Arrival
     lease: Lease | None  # its place in the ring; None: it stays, or has memory of its own
-    weights: list[nn.Parameter] | None = None  # once modules see them
-    versions: Any = None
+    weights: list[nn.Parameter] | None = None  # as they lie in the region, once they are needed
+    versions: Any = None  # of the weights when modules saw them first; None: modules do not see them
     users: int = 0
 
 
@@ -110,7 +110,7 @@ class Streamer:
         if parcel not in self._here:
             self._send_now(parcel)
         here = self._here[parcel]
-        if here.weights is None:
+        if here.versions is None:
             self._show(parcel, here)
         here.users += 1
 
@@ -119,7 +119,10 @@ class Streamer:
         if here is None:
             return
         here.users -= 1
-        if not here.users and parcel not in self._stays and not self._order.awaited(parcel):
+        if here.users:
+            return
+        self._hide(parcel, here)
+        if parcel not in self._stays and not self._order.awaited(parcel):
             self._release(parcel)
             self._send_ahead()
 
@@ -192,21 +195,27 @@ class Streamer:
     def _show(self, parcel: Parcel, here: _Presence) -> None:
         self._recorder.waited(here.arrival.settle())
         with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
-            here.weights = parcel.views(here.region)
-            self._away.put_written(parcel, here.weights)
-        here.versions = versions_of(here.weights)
-        parcel.show(self._away[parcel], here.weights)
+            weights = here.weights or parcel.views(here.region)
+            self._away.put_written(parcel, weights)
+        here.weights, here.versions = weights, versions_of(weights)
+        parcel.show(self._away[parcel], weights)
 
     def _hide(self, parcel: Parcel, here: _Presence) -> None:
-        if here.weights is None:
+        """Modules find what stands for the weights: what others do between two uses is done to that, and known."""
+        if here.weights is None or here.versions is None:
             return
         parcel.show(here.weights, self._away[parcel])
         if versions_of(here.weights) != here.versions:
             self._away.keep_changed(parcel, here.weights, here.versions)
-        here.weights = None
+        here.versions = None
 
     def fetch(self, parcel: Parcel, index: int) -> torch.Tensor:
         """One weight that code looks at while nobody has said that it is needed."""
+        here = self._here.get(parcel)
+        if here is not None:
+            self._recorder.waited(here.arrival.settle())
+            with torch.no_grad():
+                return (here.weights or parcel.views(here.region))[index].detach().clone()
         if self._spare is None or self._spare[0] is not parcel:
             self._spare = None
             self._recorder.unforeseen()
@@ -215,7 +224,7 @@ class Streamer:
                 parcel.home.send(self._lane, region, self._lane.mark()).settle()
                 self._recorder.moved(bytes_in=parcel.size)
                 self._spare = (parcel, region, parcel.views(region))
-        return self._spare[2][index].detach()
+        return self._spare[2][index].detach().clone()
 
     # memory
 

@@ -1,0 +1,543 @@
+"""What moves together, what stays and how large the ring is; and that a step takes no longer than it must."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightfit.apply.weights.ring import Lease, Ring
+from tightfit.errors import PlanError
+from tightfit.plan.streaming import (
+    AHEAD,
+    ALIGNMENT,
+    BLOCKS_FROM,
+    PADDING,
+    SECTORS,
+    group_leaves,
+    settle_streaming,
+    spread_evenly,
+)
+from tightfit.records import Component, ComponentPlan, Grain, Home, Unit
+
+PAGE = ALIGNMENT
+BARE = PAGE - PADDING  # bytes of a leaf that takes one page in the ring
+GRAINS: tuple[Grain, ...] = ("leaf", "block")
+HOMES: tuple[Home, ...] = ("host", "disk")
+
+
+def component(leaves: Mapping[str, int], blocks: Collection[str] = (), loose: int = 0) -> Component:
+    units = (Unit(name=name, bytes=0) for name in (*blocks, ""))
+    return Component(
+        name="transformer",
+        class_name="T",
+        role="denoiser",
+        bytes=sum(leaves.values()) + loose,
+        units=tuple(units) if blocks else (),
+        leaves=tuple(Unit(name=name, bytes=size) for name, size in leaves.items()),
+    )
+
+
+def layers(*pages: int, loose: int = 0) -> Component:
+    """Layers that take so many pages in the ring."""
+    return component({f"l{i}": (count - 1) * PAGE + BARE for i, count in enumerate(pages)}, loose=loose)
+
+
+def settle(what: Component, seconds: Mapping[str, float] | None = None, **choices: Any) -> ComponentPlan:
+    return settle_streaming(what, ComponentPlan(placement="per-unit", **choices), seconds)
+
+
+def in_ring(what: Component, plan: ComponentPlan) -> dict[str, int]:
+    """Bytes that all that moves together takes on the device, by what is said of them."""
+    assert plan.grain is not None
+    more = SECTORS * PAGE if plan.home == "disk" else PADDING
+    own = {leaf.name: leaf.bytes + more for leaf in what.leaves}
+    groups = group_leaves(what, plan.grain)
+    return {name: -(-sum(own[leaf] for leaf in inside) // PAGE) * PAGE for name, inside in groups.items()}
+
+
+def stay_bytes(what: Component, plan: ComponentPlan) -> int:
+    sizes = in_ring(what, plan)
+    return sum(sizes[name] for name in plan.stays or ())
+
+
+@st.composite
+def components(draw: st.DrawFn) -> Component:
+    """Blocks that are alike, or not, and layers outside of them."""
+    size = st.one_of(st.integers(1, 5 * PAGE), st.integers(1, 60 * PAGE))
+    alike = draw(st.lists(size, min_size=1, max_size=4))
+    blocks = draw(st.integers(0, 12))
+    leaves = {f"blocks.{b}.l{i}": size for b in range(blocks) for i, size in enumerate(alike)}
+    leaves |= {f"outside.{i}": size for i, size in enumerate(draw(st.lists(size, max_size=4)))}
+    return component(leaves, [f"blocks.{b}" for b in range(blocks)], draw(st.integers(0, 20 * PAGE)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Component, dict[str, Any], dict[str, float] | None]:
+    """A component, what is chosen for it apart from `weights`, and how long its leaves are at work."""
+    what = draw(components())
+    chosen = {"home": draw(st.sampled_from(HOMES)), "grain": draw(st.sampled_from((None, *GRAINS)))}
+    times = st.floats(0, 10) | st.just(0.0)
+    return what, chosen, {leaf.name: draw(times) for leaf in what.leaves} if draw(st.booleans()) else None
+
+
+def some_weights(what: Component) -> st.SearchStrategy[int]:
+    return st.integers(1, what.bytes + 6 * PAGE * (len(what.leaves) + 1))
+
+
+# what moves together
+
+
+BLOCKS = component(
+    {"embed": 1, "blocks.1.up": 2, "blocks.1.down": 3, "blocks.10.up": 4, "blocks.2": 5, "out": 6},
+    ["blocks.1", "blocks.2", "blocks.10"],
+)
+
+
+def test_leaves_move_one_by_one() -> None:
+    assert group_leaves(BLOCKS, "leaf") == {leaf.name: [leaf.name] for leaf in BLOCKS.leaves}
+    assert list(group_leaves(BLOCKS, "leaf")) == [leaf.name for leaf in BLOCKS.leaves]
+
+
+def test_the_leaves_of_a_block_move_together() -> None:
+    assert group_leaves(BLOCKS, "block") == {
+        "embed": ["embed"],
+        "blocks.1": ["blocks.1.up", "blocks.1.down"],
+        "blocks.10": ["blocks.10.up"],  # whose name begins with that of another
+        "blocks.2": ["blocks.2"],  # itself a leaf
+        "out": ["out"],
+    }
+    assert list(group_leaves(BLOCKS, "block")) == ["embed", "blocks.1", "blocks.10", "blocks.2", "out"]
+
+
+def test_without_blocks_there_is_one_grain() -> None:
+    what = component({"a": 1, "b.c": 2})
+    assert group_leaves(what, "block") == group_leaves(what, "leaf") == {"a": ["a"], "b.c": ["b.c"]}
+
+
+@settings(deadline=None)
+@given(what=components(), grain=st.sampled_from(GRAINS))
+def test_every_leaf_moves_once(what: Component, grain: Grain) -> None:
+    groups = group_leaves(what, grain)
+    assert sorted(leaf for inside in groups.values() for leaf in inside) == sorted(leaf.name for leaf in what.leaves)
+
+
+# how much stays
+
+
+@settings(deadline=None, max_examples=300)
+@given(case=cases(), data=st.data())
+def test_all_together_is_never_more_than_there_may_be(case: tuple[Component, dict[str, Any], Any], data: Any) -> None:
+    what, chosen, seconds = case
+    weights = data.draw(some_weights(what))
+    loose = what.bytes - sum(leaf.bytes for leaf in what.leaves)
+    try:
+        plan = settle(what, seconds, weights=weights, **chosen)
+    except PlanError as error:
+        least = error.facts["needed_bytes"]
+        assert isinstance(least, int)
+        assert least > weights
+        return
+    assert plan.ring is not None
+    assert stay_bytes(what, plan) + plan.ring + loose <= weights
+
+
+@settings(deadline=None, max_examples=300)
+@given(case=cases(), data=st.data())
+def test_a_ring_that_is_asked_for_is_refused_or_kept_to(case: tuple[Component, dict[str, Any], Any], data: Any) -> None:
+    what, chosen, seconds = case
+    weights, ring = data.draw(some_weights(what)), data.draw(st.integers(0, what.bytes))
+    loose = what.bytes - sum(leaf.bytes for leaf in what.leaves)
+    try:
+        plan = settle(what, seconds, weights=weights, ring=ring, **chosen)
+    except PlanError:
+        return
+    assert plan.ring is not None
+    assert plan.ring <= ring
+    assert stay_bytes(what, plan) + plan.ring + loose <= weights
+
+
+@settings(deadline=None, max_examples=300)
+@given(case=cases(), data=st.data())
+def test_the_ring_takes_the_largest_that_passes_through(case: tuple[Component, dict[str, Any], Any], data: Any) -> None:
+    what, chosen, seconds = case
+    weights = data.draw(st.none() | some_weights(what))
+    try:
+        plan = settle(what, seconds, weights=weights, **chosen)
+    except PlanError:
+        assert weights is not None  # without a wish there is always a way
+        return
+    sizes = in_ring(what, plan)
+    assert plan.stays is not None
+    assert plan.ring is not None
+    assert list(plan.stays) == [name for name in sizes if name in plan.stays]  # in the order of the model, each once
+    assert plan.ring >= max((size for name, size in sizes.items() if name not in plan.stays), default=0)
+
+
+@settings(deadline=None)
+@given(case=cases(), data=st.data())
+def test_what_is_settled_is_settled(case: tuple[Component, dict[str, Any], Any], data: Any) -> None:
+    what, chosen, seconds = case
+    weights = data.draw(st.none() | some_weights(what))
+    try:
+        plan = settle(what, seconds, weights=weights, **chosen)
+    except PlanError:
+        return
+    assert settle_streaming(what, plan, seconds) == plan
+
+
+@settings(deadline=None)
+@given(case=cases())
+def test_everything_stays_where_it_fits(case: tuple[Component, dict[str, Any], Any]) -> None:
+    what, chosen, seconds = case
+    chosen["grain"] = chosen["grain"] or "leaf"
+    loose = what.bytes - sum(leaf.bytes for leaf in what.leaves)
+    sizes = in_ring(what, ComponentPlan(placement="per-unit", **chosen))
+    whole = sum(sizes.values()) + loose
+    if not sizes:
+        return
+    plan = settle(what, seconds, weights=whole, **chosen)
+    assert (plan.stays, plan.ring) == (tuple(sizes), 0)
+    if len(sizes) > 1:
+        plan = settle(what, seconds, weights=whole - 1, **chosen)
+        assert plan.stays != tuple(sizes)
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=cases(), data=st.data())
+def test_with_more_weights_no_less_stays_but_for_one_parcel(
+    case: tuple[Component, dict[str, Any], Any], data: Any
+) -> None:
+    """Which ones come late depends on the link that is imagined, so what stays may fill its room a little less well."""
+    what, chosen, seconds = case
+    chosen["grain"] = chosen["grain"] or "leaf"
+    few, many = sorted((data.draw(some_weights(what)), data.draw(some_weights(what))))
+    try:
+        before = settle(what, seconds, weights=few, **chosen)
+    except PlanError:
+        return
+    after = settle(what, seconds, weights=many, **chosen)  # what was enough is enough
+    sizes = in_ring(what, after)
+    passing = [size for name, size in sizes.items() if name not in (after.stays or ())]
+    assert stay_bytes(what, after) > stay_bytes(what, before) - max(passing, default=1)
+
+
+@settings(deadline=None)
+@given(pages=st.integers(1, 20), count=st.integers(1, 40), weights=st.tuples(st.integers(1, 800), st.integers(1, 800)))
+def test_of_equal_layers_with_more_weights_no_less_stays(pages: int, count: int, weights: tuple[int, int]) -> None:
+    what = layers(*[pages] * count)
+    few, many = sorted(weights)
+    if few < min(pages, pages * count):
+        return
+    assert len(settle(what, weights=few * PAGE).stays or ()) <= len(settle(what, weights=many * PAGE).stays or ())
+
+
+def test_without_a_wish_few_of_the_largest_are_on_their_way() -> None:
+    plan = settle(layers(*[3] * 20))
+    assert (plan.grain, plan.stays, plan.ring) == ("leaf", (), AHEAD * 3 * PAGE)
+    plan = settle(layers(*[3] * AHEAD))
+    assert (plan.stays, plan.ring) == (tuple(f"l{i}" for i in range(AHEAD)), 0)
+
+
+def test_what_is_larger_than_many_others_stays() -> None:
+    plan = settle(layers(2, 100, 2, 2, 2, 2, 2))
+    assert (plan.stays, plan.ring) == (("l1",), AHEAD * 2 * PAGE)
+    plan = settle(layers(2, 100, 2, 2, 2, 2, 2), weights=110 * PAGE)
+    assert plan.ring == AHEAD * 2 * PAGE
+    assert "l1" in (plan.stays or ())
+    assert len(plan.stays or ()) == 2
+
+
+def test_what_is_larger_than_all_others_stays_in_little_room_too() -> None:
+    """Or 112 pages come in each step, one after the other, instead of 12."""
+    plan = settle(layers(2, 100, 2, 2, 2, 2, 2), weights=104 * PAGE)
+    assert (plan.stays, plan.ring) == (("l1",), 4 * PAGE)
+
+
+def test_between_one_and_all_that_it_wants_the_ring_gets_what_there_is() -> None:
+    what = layers(*[2] * 20)
+    assert [settle(what, weights=n * PAGE).ring for n in (2, 3, 7, 8, 9, 10)] == [n * PAGE for n in (2, 3, 7, 8, 8, 8)]
+    assert [len(settle(what, weights=n * PAGE).stays or ()) for n in (7, 8, 9, 10, 12, 39)] == [0, 0, 0, 1, 2, 15]
+
+
+def test_what_is_small_and_always_there_counts() -> None:
+    loose = 5 * PAGE + 77
+    plan = settle(layers(*[2] * 20, loose=loose), weights=10 * PAGE + loose)
+    assert (plan.ring, len(plan.stays or ())) == (8 * PAGE, 1)
+    with pytest.raises(PlanError):
+        settle(layers(*[2] * 20, loose=loose), weights=2 * PAGE + loose - 1)
+    assert settle(layers(*[2] * 20, loose=loose), weights=2 * PAGE + loose).ring == 2 * PAGE
+
+
+# too little, or wrong
+
+
+def test_too_little_says_what_would_be_enough() -> None:
+    loose = 3 * 2**20
+    what = layers(*[256] * 20, loose=loose)
+    with pytest.raises(PlanError) as caught:
+        settle(what, weights=2 * 2**20)
+    said = str(caught.value)
+    assert "transformer" in said
+    assert "2 MiB" in said  # what there is
+    assert "3 MiB" in said  # what is loose
+    assert "4,194,304 bytes" in said  # what would do, to the byte: rounded, it might not
+    assert caught.value.facts == {"name": "transformer", "needed_bytes": 4 * 2**20}
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=cases())
+def test_what_is_said_to_be_enough_is_enough_and_a_byte_less_is_not(
+    case: tuple[Component, dict[str, Any], Any],
+) -> None:
+    what, chosen, seconds = case
+    if not what.leaves:
+        return
+    try:
+        settle(what, seconds, weights=1, **chosen)
+    except PlanError as error:
+        least = error.facts["needed_bytes"]
+    assert isinstance(least, int)
+    plan = settle(what, seconds, weights=least, **chosen)
+    assert plan.ring is not None
+    with pytest.raises(PlanError) as caught:
+        settle(what, seconds, weights=least - 1, **chosen)
+    assert caught.value.facts["needed_bytes"] == least
+
+
+def test_names_that_stay_must_exist() -> None:
+    what = component({"blocks.0.up": PAGE, "blocks.0.down": PAGE}, ["blocks.0"])
+    with pytest.raises(PlanError, match=r"unknown layer of transformer 'blocks.0.upp': did you mean 'blocks.0.up'\?"):
+        settle(what, stays=("blocks.0.upp",))
+    with pytest.raises(PlanError, match=r"unknown layer of transformer 'blocks.0.up': did you mean 'blocks.0'\?"):
+        settle(what, grain="block", stays=("blocks.0.up",))
+
+
+def test_what_is_named_stays_and_the_ring_is_for_the_rest() -> None:
+    what = layers(*[2] * 19, 5)
+    plan = settle(what, stays=("l0", "l3"))
+    assert (plan.stays, plan.ring) == (("l0", "l3"), AHEAD * 5 * PAGE)
+    plan = settle(what, stays=("l0", "l19"))
+    assert plan.ring == AHEAD * 2 * PAGE
+    assert settle(what, stays=()).stays == ()
+    assert settle(what, stays=tuple(f"l{i}" for i in range(1, 20))).ring == 2 * PAGE  # of one, no more than that
+    assert settle(what, stays=tuple(f"l{i}" for i in range(20))).ring == 0
+
+
+def test_a_ring_too_small_for_what_passes_is_refused_with_the_numbers() -> None:
+    with pytest.raises(PlanError, match=r"transformer: a ring of 16 KiB cannot take .* of 20 KiB"):
+        settle(layers(2, 5, 2), stays=("l0",), ring=4 * PAGE)
+    assert settle(layers(2, 5, 2), stays=("l0",), ring=5 * PAGE).ring == 5 * PAGE
+    assert settle(layers(2, 5, 2), stays=("l1",), ring=4 * PAGE).ring == 4 * PAGE
+
+
+def test_a_ring_too_small_for_any_layer_is_refused() -> None:
+    with pytest.raises(PlanError, match="cannot take"):
+        settle(layers(*[4] * 10), weights=12 * PAGE, ring=3 * PAGE)
+
+
+# grains
+
+
+def test_blocks_move_whole_where_there_is_room_for_many() -> None:
+    names = [f"blocks.{b}" for b in range(60)]
+    what = component({f"{name}.{leaf}": BARE + PAGE for name in names for leaf in ("up", "down")}, names)
+    enough = BLOCKS_FROM * 4 * PAGE
+    assert settle(what, weights=enough).grain == "block"
+    assert settle(what, weights=enough - 1).grain == "leaf"
+    assert settle(what).grain == "leaf"
+    assert settle(what, weights=enough, grain="leaf").grain == "leaf"
+    assert settle(what, weights=8 * PAGE, grain="block").grain == "block"
+    block = settle(what, weights=enough)
+    assert set(block.stays or ()) <= set(names)
+    assert block.ring == AHEAD * 4 * PAGE
+
+
+def test_blocks_are_not_taken_for_room_that_what_is_small_takes() -> None:
+    """1,000 pages are small and always there: of what is left, a layer can pass through, and a block cannot."""
+    what = component({f"blocks.0.{i}": BARE for i in range(8)}, ["blocks.0"], loose=1000 * PAGE)
+    assert settle(what, grain="leaf", weights=1004 * PAGE).grain == "leaf"
+    assert settle(what, weights=1004 * PAGE).grain == "leaf"
+
+
+# homes
+
+
+def test_from_disks_come_whole_sectors() -> None:
+    host = settle(layers(*[10] * 20), home="host")
+    disk = settle(layers(*[10] * 20), home="disk")
+    assert host.ring == AHEAD * 10 * PAGE
+    assert disk.ring == AHEAD * (10 + SECTORS) * PAGE
+
+
+def test_of_a_block_on_disk_each_leaf_has_its_sectors() -> None:
+    what = component(
+        {f"blocks.{b}.{i}": 2 * PAGE for b in range(20) for i in range(3)}, [f"blocks.{b}" for b in range(20)]
+    )
+    assert settle(what, home="disk", grain="block").ring == AHEAD * 3 * (2 + SECTORS) * PAGE
+
+
+@settings(deadline=None)
+@given(what=components(), grain=st.sampled_from(GRAINS))
+def test_a_disk_needs_no_less_than_host_memory(what: Component, grain: Grain) -> None:
+    if not what.leaves:
+        return
+    least = {}
+    for home in HOMES:
+        with pytest.raises(PlanError) as caught:
+            settle(what, home=home, grain=grain, weights=1)
+        least[home] = caught.value.facts["needed_bytes"]
+    assert least["disk"] > least["host"]  # type: ignore[operator]
+
+
+# what stays is spread
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    pages=st.lists(st.integers(1, 30), max_size=30),
+    more=st.integers(0, 60),
+    capacity=st.integers(0, 900),
+    times=st.none() | st.lists(st.floats(0, 5), min_size=30, max_size=30),
+)
+def test_no_more_stays_than_there_is_room_for(
+    pages: list[int], more: int, capacity: int, times: list[float] | None
+) -> None:
+    sizes = {str(i): count * PAGE for i, count in enumerate(pages)}
+    seconds = None if times is None else dict(zip(sizes, times, strict=False))
+    ring = (max(pages, default=0) + more) * PAGE
+    stays = spread_evenly(sizes, capacity * PAGE, ring, seconds)
+    assert stays <= set(sizes)
+    assert sum(sizes[name] for name in stays) <= capacity * PAGE
+    assert (stays == set(sizes)) == (sum(pages) <= capacity)
+    left = capacity * PAGE - sum(sizes[name] for name in stays)
+    assert all(sizes[name] > left for name in sizes if name not in stays)  # no room is left that somebody could use
+
+
+def test_what_takes_long_gives_time_for_what_follows() -> None:
+    """Layers of equal size: those stay that follow upon quick ones, not those for which there was time to come."""
+    sizes = {str(i): PAGE for i in range(40)}
+    seconds = {str(i): 9.0 if i < 20 else 1.0 for i in range(40)}
+    stays = spread_evenly(sizes, 10 * PAGE, 4 * PAGE, seconds)
+    assert sum(int(name) >= 20 for name in stays) >= 9
+
+
+# how long a step takes
+
+
+def seconds_per_step(
+    sizes: Mapping[str, int], seconds: Mapping[str, float], stays: Collection[str], ring: int, rate: float
+) -> float:
+    """Of a device that computes one after the other, and a link that brings `rate` bytes a second into a real ring.
+
+    What passes is sent in the order of use, as soon as there is a place, and written when the last work there is done.
+    """
+    passing = [name for name in sizes if name not in stays]
+    room, here = Ring(ring), {}  # what is there or on its way: its place, and when it has come
+    link = device = 0.0
+    sent, ends = 0, []
+
+    def lease_next() -> tuple[str, Lease] | None:
+        name = passing[sent % len(passing)] if passing else ""
+        lease = room.take(sizes[name]) if passing and name not in here else None
+        return None if lease is None else (name, lease)
+
+    for _ in range(6):
+        for name in sizes:
+            while found := lease_next():
+                link = max(link, found[1].after or 0.0) + sizes[found[0]] / rate
+                here[found[0]] = found[1], link
+                sent += 1
+            lease, come = here.pop(name, (None, 0.0))
+            assert lease or name in stays, f"{name} is needed, and there was no place for it"
+            device = max(device, come) + seconds[name]
+            if lease:
+                room.give_back(lease, device)
+        ends.append(device)
+    return (ends[-1] - ends[-3]) / 2  # two steps, long after the first
+
+
+def test_the_model_of_a_step_is_right_where_everybody_knows() -> None:
+    sizes, seconds = {str(i): PAGE for i in range(10)}, {str(i): 1.0 for i in range(10)}
+    assert seconds_per_step(sizes, seconds, sizes, 0, 1.0) == 10  # all stay
+    assert seconds_per_step(sizes, seconds, (), 2 * PAGE, PAGE) == 10  # one comes while one works
+    assert seconds_per_step(sizes, seconds, (), PAGE, PAGE) == 20  # one comes, then it works
+    assert seconds_per_step(sizes, seconds, (), 4 * PAGE, PAGE / 3) == 30  # the link is slow
+    assert seconds_per_step(sizes, seconds, ("1", "3", "5", "7", "9"), PAGE, PAGE) == 10
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    blocks=st.integers(10, 50),
+    leaves=st.integers(1, 8),
+    share=st.floats(0, 0.99),
+    speed=st.sampled_from([0.5, 0.9, 1.0, 1.1, 2.0]),
+)
+def test_a_step_takes_hardly_longer_than_it_must(
+    seed: int, blocks: int, leaves: int, share: float, speed: float
+) -> None:
+    """Any choice that fits computes all, and brings all that has no place: no step is shorter than either takes."""
+    dice = random.Random(seed)
+    alike = [(dice.randint(64, 2048), dice.uniform(0.5, 2)) for _ in range(leaves)]
+    sizes = {f"{b}.{i}": pages * PAGE for b in range(blocks) for i, (pages, _) in enumerate(alike)}
+    seconds = {f"{b}.{i}": pages * slowness for b in range(blocks) for i, (pages, slowness) in enumerate(alike)}
+    ring, total, work = AHEAD * max(sizes.values()), sum(sizes.values()), sum(seconds.values())
+    capacity = int(share * total)
+    if total - capacity < 24 * max(sizes.values()):  # of few, it matters which ones fit
+        return
+    rate = speed * (total - capacity) / work  # 1: the link takes as long as the device
+    shortest = max(work, (total - capacity) / rate)
+    stays = spread_evenly(sizes, capacity, ring, seconds)
+    assert seconds_per_step(sizes, seconds, stays, ring, rate) <= 1.05 * shortest
+
+
+def test_the_first_layers_would_be_the_wrong_ones_to_keep() -> None:
+    sizes, seconds = {str(i): PAGE for i in range(40)}, {str(i): 1.0 for i in range(40)}
+    stays = spread_evenly(sizes, 20 * PAGE, 4 * PAGE, seconds)
+    assert seconds_per_step(sizes, seconds, stays, 4 * PAGE, PAGE / 2) == 40
+    assert seconds_per_step(sizes, seconds, {str(i) for i in range(20)}, 4 * PAGE, PAGE / 2) > 50
+
+
+@pytest.mark.parametrize("stay", [3, 10, 13, 20, 27, 30, 39])
+@pytest.mark.parametrize("ring", [2, 3, 4])
+def test_of_equal_layers_those_that_stay_are_as_good_as_evenly_apart(stay: int, ring: int) -> None:
+    sizes, seconds = {str(i): PAGE for i in range(40)}, {str(i): 1.0 for i in range(40)}
+    stays = spread_evenly(sizes, stay * PAGE, ring * PAGE)
+    assert len(stays) == stay
+    rate = (40 - stay) * PAGE / 40
+    even = seconds_per_step(sizes, seconds, {str(i * 40 // stay) for i in range(stay)}, ring * PAGE, rate)
+    assert seconds_per_step(sizes, seconds, stays, ring * PAGE, rate) <= 1.05 * even
+
+
+@pytest.mark.parametrize("stay", [13, 20, 27])
+def test_in_the_smallest_ring_they_are_spread_too(stay: int) -> None:
+    """Nothing can come while what passes is at work: each that stays gives time for one."""
+    sizes, seconds = {str(i): PAGE for i in range(40)}, {str(i): 1.0 for i in range(40)}
+    rate = (40 - stay) * PAGE / 40
+    best = seconds_per_step(sizes, seconds, {str(i * 40 // stay) for i in range(stay)}, PAGE, rate)
+    stays = spread_evenly(sizes, stay * PAGE, PAGE, seconds)
+    assert seconds_per_step(sizes, seconds, stays, PAGE, rate) <= 1.05 * best
+
+
+@settings(deadline=None, max_examples=60)
+@given(case=cases(), data=st.data(), speed=st.sampled_from([0.3, 1.0, 3.0]))
+def test_whatever_is_settled_works(case: tuple[Component, dict[str, Any], Any], data: Any, speed: float) -> None:
+    """The ring of every plan takes all that passes through, and no step is slower than without any overlap."""
+    what, chosen, seconds = case
+    weights = data.draw(st.none() | some_weights(what))
+    try:
+        plan = settle(what, seconds, weights=weights, **chosen)
+    except PlanError:
+        return
+    sizes = in_ring(what, plan)
+    if not sizes:
+        return
+    work = {name: float(size) for name, size in sizes.items()}
+    took = seconds_per_step(sizes, work, plan.stays or (), plan.ring or 0, speed)
+    passing = sum(size for name, size in sizes.items() if name not in (plan.stays or ()))
+    assert took <= (sum(work.values()) + passing / speed) * 1.0001
