@@ -1,6 +1,6 @@
 """Weights larger than RAM, on a CPU: tightfit's disk home beside what others do, each inside a hard memory cgroup.
 
-A FluxTransformer2DModel of 1.78 GB in bfloat16 (2 + 20 blocks, random weights) works passes of 256 + 64 tokens on one
+A FluxTransformer2DModel of 1.78 GB in bfloat16 (2 + 20 blocks, random weights) works passes of a few tokens on one
 thread, while its weights lie on disk and the process may have no more than a cap. Every contender runs in a process of
 its own, one after another, round after round (A B C A B C …); caches are dropped in between. This process never
 imports torch: pages of libraries that it mapped would be charged to it, and the contenders would have them for free.
@@ -206,7 +206,7 @@ def read_wishes() -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=4, help="of which the first is told apart")
     parser.add_argument("--only", default=",".join(CONTENDERS), help="contenders beside the one in memory")
     parser.add_argument("--small", action="store_true", help="a model of 204 MB; writes no results")
-    parser.add_argument("--tokens", default="256,64", help="of picture (a square number) and text")
+    parser.add_argument("--tokens", default="9,7", help="of picture (a square number) and text")
     parser.add_argument("--margin", type=parse_bytes, default="32MB", help="what is left unused below the cap")
     parser.add_argument("--name", default="weights-cpu", help="of the file of results")
     parser.add_argument("--limit", type=float, default=900, help="seconds after which a contender is stopped")

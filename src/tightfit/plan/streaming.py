@@ -8,7 +8,7 @@ it forgets each layer just before its next use.)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tightfit.errors import PlanError, unknown_name
 from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Grain, Unit, Workload
@@ -58,23 +58,34 @@ def settle_streaming(
     sizes = _parcel_sizes(component, grain, chosen)
     if chosen.stays is not None:
         return _checked(component, chosen.model_copy(update={"grain": grain}), sizes)
-    loose = component.bytes - sum(leaf.bytes for leaf in component.leaves)
+    loose = _loose(component)
     giants, ring = _least(sizes, AHEAD)
-    kept = sum(sizes[name] for name in giants)
-    room = kept + ring if chosen.weights is None else chosen.weights - loose
-    if room >= sum(sizes.values()):
+    room = _total(sizes, giants) + ring if chosen.weights is None else chosen.weights - loose
+    if room >= _total(sizes, sizes):
         return chosen.model_copy(update={"grain": grain, "stays": tuple(sizes), "ring": 0})
-    if room < kept + ring:
-        giants, ring = _least(sizes, 1)
-        kept = sum(sizes[name] for name in giants)
-        if room < kept + ring:
-            raise _too_little(component, chosen, loose, loose + kept + ring)
+    for ahead in range(AHEAD, 0, -1):
+        giants, ring = _least(sizes, ahead)
+        kept = _total(sizes, giants)
+        if room >= kept + ring:
+            break
+    else:
+        raise _too_little(component, chosen, loose, loose + kept + ring)
+    if ahead < AHEAD and chosen.weights is not None:  # too little for a good ring: then all for the ring
         ring = room - kept
     ring = ring if chosen.ring is None else min(chosen.ring, room - kept)
     passing = {name: size for name, size in sizes.items() if name not in giants}
     stays = spread_evenly(passing, room - ring - kept, ring, _by_parcel(component, grain, seconds)).union(giants)
     named = tuple(name for name in sizes if name in stays)
     return _checked(component, chosen.model_copy(update={"grain": grain, "ring": ring, "stays": named}), sizes)
+
+
+def _loose(component: Component) -> int:
+    """Bytes of what is small, and there as long as the component works."""
+    return component.bytes - sum(leaf.bytes for leaf in component.leaves)
+
+
+def _total(sizes: Mapping[str, int], names: Iterable[str]) -> int:
+    return sum(sizes[name] for name in names)
 
 
 def _too_little(component: Component, chosen: ComponentPlan, loose: int, least: int) -> PlanError:
@@ -100,7 +111,7 @@ def _choose_grain(component: Component, chosen: ComponentPlan) -> Grain:
     if chosen.weights is None:
         return "leaf"
     largest = max(_parcel_sizes(component, "block", chosen).values(), default=0)
-    return "block" if chosen.weights >= BLOCKS_FROM * largest else "leaf"
+    return "block" if chosen.weights - _loose(component) >= BLOCKS_FROM * largest else "leaf"
 
 
 def _parcel_sizes(component: Component, grain: Grain, chosen: ComponentPlan) -> dict[str, int]:

@@ -41,6 +41,8 @@ class Order(Generic[K]):
             return
         if self._seen != self._cycle:
             self._set(self._seen)
+        elif not self.known:  # while guessing, what had been used in the pass was looked past
+            self.look_again()
         self.known = True
 
     def used(self, key: K) -> bool:
@@ -74,7 +76,8 @@ class Order(Generic[K]):
     def look_ahead(self, take: Callable[[K], bool]) -> None:
         """Offers what comes next to `take`, until that refuses, or a whole cycle has been looked through."""
         length = len(self._cycle)
-        while self._looked < self._at + length or (self._at < 0 and self._looked < length):
+        end = length if self._at < 0 else self._at + max(length, 2)  # what is in use is looked at when it was used
+        while self._looked < end and length:
             key = self._cycle[self._looked % length]
             if (self.known or key not in self._used) and not take(key):
                 return

@@ -21,7 +21,7 @@ class Lease:
     offset: int
     size: int
     after: Any = None
-    free: bool = False
+    turn: int = 0  # when it was given back; 0: it was not
 
 
 class Ring:
@@ -30,22 +30,26 @@ class Ring:
     def __init__(self, size: int) -> None:
         self.size = size
         self._leases: deque[Lease] = deque()  # the oldest first
-        self._mark: Any = None
+        self._turns = 0  # leases given back so far
+        self._latest = Lease(0, 0)  # of those whose bytes were handed out again, the one given back last
 
     def take(self, size: int) -> Lease | None:
         """The next `size` bytes in one piece; None while older leases are in their way."""
         size = -(-size // ALIGNMENT) * ALIGNMENT
         while (offset := self._room(size)) is None:
-            if not self._leases or not self._leases[0].free:
+            if not self._leases or not self._leases[0].turn:
                 return None
-            self._mark = self._leases.popleft().after
-        lease = Lease(offset, size, self._mark)
+            oldest = self._leases.popleft()
+            if oldest.turn > self._latest.turn:
+                self._latest = oldest
+        lease = Lease(offset, size, self._latest.after)
         self._leases.append(lease)
         return lease
 
     def give_back(self, lease: Lease, mark: Any = None) -> None:
         """`lease` may be handed out again, to whoever waits for `mark`."""
-        lease.free, lease.after = True, mark
+        self._turns += 1
+        lease.turn, lease.after = self._turns, mark
 
     def _room(self, size: int) -> int | None:
         """Where `size` bytes fit between the newest lease and the oldest."""
