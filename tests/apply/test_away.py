@@ -377,6 +377,12 @@ def test_writing_twice_adds_up_and_fetches_once(away: Away) -> None:
     assert torch.equal(present(away.weight), (away.value + 1) * 2)
 
 
+def test_what_writing_returns_is_the_weight(away: Away) -> None:
+    result = torch.ops.aten.add_.Tensor(away.weight.data, 1)
+    assert isinstance(result, AwayWeight)
+    assert result.absence is away.weight.absence
+
+
 def test_what_was_written_can_be_taken_up(away: Away) -> None:
     """As when it was written into the master: from then on it is fetched again."""
     away.weight.data += 1

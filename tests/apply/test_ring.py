@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tightfit.apply.weights.ring import ALIGNMENT, Lease, Ring
 
 PAGES = st.integers(1, 12)
+SIZES = st.integers(1, 4) | PAGES
 
 
 class Model:
@@ -51,7 +52,7 @@ class Model:
 
 
 @settings(deadline=None)
-@given(pages=PAGES, moves=st.lists(st.none() | PAGES, max_size=60))
+@given(pages=PAGES, moves=st.lists(st.none() | SIZES, max_size=60))
 def test_in_turn_leases_never_meet_and_wait_for_what_was_there(pages: int, moves: list[int | None]) -> None:
     model = Model(pages)
     for size in moves:
@@ -73,7 +74,7 @@ def test_in_any_order_leases_never_meet_and_wait_for_what_was_there(pages: int, 
 
 
 @settings(deadline=None)
-@given(pages=PAGES, moves=st.lists(st.none() | PAGES, max_size=60))
+@given(pages=PAGES, moves=st.lists(st.none() | SIZES, max_size=60))
 def test_what_the_oldest_gives_back_can_be_taken_again(pages: int, moves: list[int | None]) -> None:
     model = Model(pages)
     for size in moves:
@@ -85,7 +86,7 @@ def test_what_the_oldest_gives_back_can_be_taken_again(pages: int, moves: list[i
 
 
 @settings(deadline=None)
-@given(pages=PAGES, moves=st.lists(st.none() | PAGES, max_size=40), order=st.randoms(use_true_random=False))
+@given(pages=PAGES, moves=st.lists(st.none() | SIZES, max_size=40), order=st.randoms(use_true_random=False))
 def test_whatever_has_happened_all_of_it_can_be_taken_when_all_came_back(pages: int, moves, order) -> None:
     model = Model(pages)
     for size in moves:
@@ -190,3 +191,14 @@ def test_what_does_not_fit_behind_the_newest_goes_to_the_front() -> None:
     fourth = ring.take(3 * 4096)
     assert fourth is not None
     assert fourth.offset == 2 * 4096
+
+
+def test_what_is_left_between_the_newest_and_the_oldest_is_of_use_to_the_last_byte() -> None:
+    ring = Ring(3 * 4096)
+    leases = [ring.take(4096) for _ in range(3)]
+    assert leases[0] is not None
+    assert leases[1] is not None
+    ring.give_back(leases[0], 1)
+    ring.give_back(leases[1], 2)
+    assert [lease.offset for _ in range(2) if (lease := ring.take(4096))] == [0, 4096]
+    assert ring.take(1) is None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from inspection import assert_same, imprint
+from more_pipelines import MORE_CASES
 from tightfit import fit
 from tightfit.apply.weights.fp8 import Float8Weight, storable
 from tightfit.devices.lane import LateLane
@@ -33,7 +34,7 @@ class LateDevice(LoopbackDevice):
 
 @functools.lru_cache(maxsize=4)
 def prepared(name: str) -> tuple[TinyCase, Any, torch.Tensor]:
-    case = next(case for case in CASES if case.name == name)
+    case = next(case for case in (*CASES, *MORE_CASES) if case.name == name)
     pipe = case.make()
     return case, pipe, run(pipe, case)
 
@@ -54,7 +55,7 @@ def draw_component(draw: Any, name: str, part: nn.Module) -> dict[str, Any]:
     return chosen | {"placement": "per-unit", "grain": grain, "stays": tuple(sorted(stays)), "ring": ring}
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES])
+@pytest.mark.parametrize("name", [case.name for case in (*CASES, *MORE_CASES)])
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(data=st.data())
 def test_any_home_ring_and_residency_gives_the_same_bits(name: str, data: st.DataObject) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tightfit.apply.weights.ring import Lease, Ring
@@ -148,10 +148,13 @@ def test_all_together_is_never_more_than_there_may_be(case: tuple[Component, dic
 
 @pytest.mark.xfail(strict=True, reason="a known fault: it costs time or memory, never numbers")
 @settings(deadline=None, max_examples=300)
-@given(case=cases(), data=st.data())
-def test_a_ring_that_is_asked_for_is_refused_or_kept_to(case: tuple[Component, dict[str, Any], Any], data: Any) -> None:
+@given(case=cases(), share=st.floats(0, 1.2), pages=st.integers(0, 10) | st.integers(0, 150))
+@example(case=(layers(*[4] * 10), {}, None), share=0.3, pages=3)
+def test_a_ring_that_is_asked_for_is_refused_or_kept_to(
+    case: tuple[Component, dict[str, Any], Any], share: float, pages: int
+) -> None:
     what, chosen, seconds = case
-    weights, ring = data.draw(some_weights(what)), data.draw(st.integers(0, what.bytes))
+    weights, ring = 1 + int(share * what.bytes) + pages * PAGE, pages * PAGE
     loose = what.bytes - sum(leaf.bytes for leaf in what.leaves)
     try:
         plan = settle(what, seconds, weights=weights, ring=ring, **chosen)
@@ -334,6 +337,11 @@ def test_a_ring_too_small_for_what_passes_is_refused_with_the_numbers() -> None:
         settle(layers(2, 5, 2), stays=("l0",), ring=4 * PAGE)
     assert settle(layers(2, 5, 2), stays=("l0",), ring=5 * PAGE).ring == 5 * PAGE
     assert settle(layers(2, 5, 2), stays=("l1",), ring=4 * PAGE).ring == 4 * PAGE
+
+
+def test_a_ring_larger_than_the_room_takes_the_room() -> None:
+    plan = settle(layers(*[4] * 10), weights=12 * PAGE, ring=20 * PAGE)
+    assert (plan.stays, plan.ring) == ((), 12 * PAGE)
 
 
 @pytest.mark.xfail(strict=True, reason="a known fault: it costs time or memory, never numbers")

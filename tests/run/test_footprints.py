@@ -123,7 +123,7 @@ def operations(phases: tuple[Phase, ...]) -> int:
 def test_steps_that_are_not_worked_through_are_like_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     request = {"steps": 5, "height": 256, "width": 256}
     short = measure_footprint("sd-1.5", request)
-    monkeypatch.setattr(stage, "remembering", lambda part, *_: part.forward)
+    monkeypatch.setattr(stage, "remembering", lambda part, *_, **__: part.forward)
     monkeypatch.setattr(footprints, "remembered", lambda kind, question, answer: answer())
     assert measure_footprint("sd-1.5", request) == short
     assert [done.runs for phase in short.phases for done in phase.passes] == [2, 6, 1]  # PNDM looks at one step twice
