@@ -683,8 +683,11 @@ def interrupt_often(place: str, times: int) -> None:
     pipe: Any = SD.make()
     fitted = follow(pipe, place, count_activations=False)
     wanted = untouched(SD.name)
-    assert torch.equal(run(pipe, SD), wanted)
-    seconds, rest = fitted.report().trace.seconds, fitted.live().weights
+    seconds = 10.0
+    for _ in range(3):  # beside other work some take much longer
+        assert torch.equal(run(pipe, SD), wanted)
+        seconds = min(seconds, fitted.report().trace.seconds)
+    rest = fitted.live().weights
     moments, count = random.Random(times), 0
     with default_interrupts():
         for number in range(times):

@@ -14,7 +14,9 @@ from torch import nn
 from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
 from tightfit import fit
+from tightfit.apply.weights import placement
 from tightfit.apply.weights.fp8 import Float8Weight, storable
+from tightfit.devices.disk import DiskReader
 from tightfit.devices.lane import LateLane
 from tightfit.devices.seam import LoopbackDevice
 from tightfit.measure.modules import find_components, find_role, inspect_component
@@ -23,7 +25,12 @@ from tiny_pipelines import CASES, TinyCase, run
 
 
 class LateDevice(LoopbackDevice):
-    """A card whose copies come at the last moment: what is used without waiting for it has not come."""
+    """A card whose copies come at the last moment: what is used without waiting for it has not come.
+
+    Copies from plain host memory go through staging, as on a real card.
+    """
+
+    plain_copies_block = True
 
     def lane(self) -> LateLane:
         return LateLane()
@@ -106,3 +113,15 @@ def test_an_order_that_is_known_is_never_late(name: str) -> None:
     fitted.undo()
     assert [phase.on_demand for phase in trace.phases] == [0] * len(trace.phases)
     assert trace.notes == ()
+
+
+def test_a_processor_reads_past_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: list[DiskReader] = []
+    monkeypatch.setattr(placement, "DiskReader", lambda: readers.append(DiskReader()) or readers[-1])
+    case, pipe, untouched = prepared("Flux")
+    fitted = fit(pipe, plan={"components": {"transformer": {"placement": "per-unit", "home": "disk"}}}, device="cpu")
+    assert torch.equal(run(pipe, case), untouched)
+    (reader,) = readers
+    if not reader.notes:  # else the file system refuses direct reads
+        assert reader.direct_bytes == reader.bytes_read > 0
+    fitted.undo()

@@ -25,7 +25,7 @@ from tightfit.apply.session import Session
 from tightfit.apply.weights.disk import Stored
 from tightfit.apply.weights.placement import Residency
 from tightfit.apply.weights.rescue import rescued
-from tightfit.apply.weights.storage import store_weights
+from tightfit.apply.weights.storage import check_storage, store_weights
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
@@ -86,7 +86,7 @@ def decide(pipe: Any, choices: dict[str, Any], request: Request | Mapping[str, A
     """The plan for `pipe` on `target` by these choices. Reads only."""
     if isinstance(request, Mapping):
         request = Request.from_mapping(request)
-    return plan_for(
+    plan = plan_for(
         inspect_pipeline(pipe),
         target.name,
         separate=target.separate,
@@ -94,6 +94,8 @@ def decide(pipe: Any, choices: dict[str, Any], request: Request | Mapping[str, A
         request=request,
         pinnable=target.pinnable(),
     )
+    check_storage(plan)
+    return plan
 
 
 def _fields(plan: Plan | Mapping[str, Any] | str | Path) -> dict[str, Any]:
@@ -108,6 +110,7 @@ def apply_plan(
     pipe: Any, plan: Plan, device: str | torch.device | Device | None = None, *, count_activations: bool = True
 ) -> Fitted:
     """Makes `pipe` follow `plan` exactly as it stands; nothing is changed if that fails."""
+    check_storage(plan)
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()
@@ -151,11 +154,12 @@ class Fitted:
         """Layout, place, storage, moving activations; then the module learns to say when it works."""
         if plan.channels_last:
             undo.callback(channels_last(module))
+        copied = plan.placement == "resident" and device.swaps_parameters  # then copies come as they are stored
+        if copied:
+            self._store(module, plan, device, undo, counted=False)
         self._residency.place(module, plan, undo)
-        if plan.storage != "as-loaded":
-            grown, restore = store_weights(module, plan, originals_in_ram=device.separate)
-            undo.callback(restore)
-            self._account(name, plan, grown, device, undo)
+        if not copied:
+            self._store(module, plan, device, undo, counted=plan.placement == "resident" or not device.separate)
         self._residency.stream(name, module, plan, undo)
         if self.plan.offload_activations and has_skips(module):
             move_waiting(module, device, self._recorder, undo)
@@ -164,15 +168,19 @@ class Fitted:
             handle = child.register_forward_pre_hook(lambda *_: self._session.touch(name), prepend=True)
             undo.callback(handle.remove)
 
-    def _account(self, name: str, plan: ComponentPlan, grown: int, device: Device, undo: ExitStack) -> None:
-        """Weights that are always on the device are counted once, in the form in which they are there."""
-        if plan.placement == "resident" or not device.separate:
+    def _store(self, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack, *, counted: bool) -> None:
+        """Weights that are always on the device are `counted` once, in the form in which they are there."""
+        if plan.storage == "as-loaded":
+            return
+        grown, restore = store_weights(module, plan, originals_in_ram=device.separate)
+        undo.callback(restore)
+        if counted:
             self._recorder.weights_changed(grown)
             undo.callback(self._recorder.weights_changed, -grown)
 
     def _component_members(self, name: str, module: nn.Module, plan: ComponentPlan, device: Device) -> dict[str, Any]:
         role, original, session = find_role(name, module), type(module), self._session
-        lossy = [f"fp8: {name} is stored in {plan.storage}"] if plan.storage != "as-loaded" else []
+        lossy = [f"{plan.technique}: {name} is stored in {plan.storage}"] if plan.technique else []
 
         def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
             inner = rescued(inner, lambda: self._residency.make_more_room(name, ""))
@@ -267,7 +275,8 @@ def pixels_per_latent(autoencoder: Any) -> int:
 def _pipeline_members(session: Session, original: type, device: Device) -> dict[str, Any]:
     @functools.wraps(original.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with session.call():
+        steps = kwargs.get("num_inference_steps")
+        with session.call(steps if isinstance(steps, int) else None):
             return original.__call__(self, *args, **kwargs)
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:

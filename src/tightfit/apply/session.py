@@ -34,8 +34,8 @@ class Session:
         self._working: list[str] = []
 
     @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """One call of the pipeline. Inside another it is part of that one."""
+    def call(self, steps: int | None = None) -> Iterator[None]:
+        """One call of the pipeline, for `steps` steps (None: its usual number). Inside another it is part of that."""
         with self._turn:
             if self._calls:
                 yield
@@ -44,8 +44,10 @@ class Session:
                 self._clear()
             self._calls, self._clean = 1, False
             try:
+                self._residency.begin(steps)
                 with self._recorder.call():
                     yield
+                    self._residency.end()
                     self._done(self._recorder.trace())
                 if self._keeps:
                     self._residency.rest()

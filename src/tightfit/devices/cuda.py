@@ -22,6 +22,7 @@ def cuda_count() -> int:
 class CudaDevice(Device):
     kind = "cuda"
     separate = True
+    plain_copies_block = True
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -144,3 +145,6 @@ class _CudaArrival(Arrival):
     def settle(self) -> float:
         torch.cuda.current_stream(self._device).wait_event(self._event)
         return 0.0
+
+    def land(self) -> None:
+        self._event.synchronize()

@@ -6,6 +6,7 @@ copy is complete. Marks are points in the device's arithmetic, for which a copy 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -20,6 +21,9 @@ class Arrival:
     def settle(self) -> float:
         """What the device is given from now on begins after the copy; returns seconds that the host waited."""
         return 0.0
+
+    def land(self) -> None:
+        """The host waits until the copy is complete."""
 
     def abandon(self) -> None:
         """Nobody wants it any more; what its memory is used for from now on begins after it has come, or stopped."""
@@ -59,10 +63,15 @@ class LateLane(Lane):
 class _Late(Arrival):
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copy: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
+        self._turn = threading.Lock()
 
     def settle(self) -> float:
-        if self._copy:
-            target, source = self._copy
-            target.copy_(source)
-            self._copy = None
+        self.land()
         return 0.0
+
+    def land(self) -> None:
+        with self._turn:
+            if self._copy:
+                target, source = self._copy
+                target.copy_(source)
+                self._copy = None

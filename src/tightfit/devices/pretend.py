@@ -28,6 +28,8 @@ class PretendDevice(Device):
     kind = "pretend"
     swaps_parameters = True
 
+    takes_threads = False  # its clock belongs to who computes
+
     def __init__(self, index: int = 0) -> None:
         cards = cards_in_use()
         if not 0 <= index < len(cards):

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from tightfit.devices.lane import HostLane, Lane
+from tightfit.devices.memory import arena
 from tightfit.errors import InputError
 
 __all__ = ["CpuDevice", "Device", "LoopbackDevice", "pinnable_bytes", "ram_bytes", "ram_free", "ram_limit"]
@@ -27,6 +28,8 @@ class Device(ABC):
     kind: str
     torch_device: torch.device
     separate: bool  # False: host memory is its memory, and moving weights "off the device" means nothing
+    plain_copies_block = False  # whether the host waits for copies from memory that is not page-locked
+    takes_threads = True  # whether any thread may send copies
     swaps_parameters = False  # True: `parameter.data` of a host parameter cannot become a tensor of this device
 
     @abstractmethod
@@ -58,7 +61,12 @@ class Device(ABC):
         return HostLane()
 
     def room(self, size: int) -> torch.Tensor:
-        """`size` bytes of device memory, as uint8 of shape (size,), with anything in them."""
+        """`size` bytes of device memory, as uint8 of shape (size,), with anything in them.
+
+        Where that is host memory, whole sectors of a disk can be read into it directly.
+        """
+        if self.torch_device.type == "cpu":
+            return arena(size)
         return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
 
     def pinnable(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tightfit.apply.weights.homes import Home, Layout
+from tightfit.apply.weights.staging import Stager
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
 from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.memory import arena
@@ -48,8 +49,9 @@ class DiskHome(Home):
     writable = False
     alignment = SECTOR
 
-    def __init__(self, stored: Sequence[Stored], reader: DiskReader) -> None:
-        self._reader = reader
+    def __init__(self, stored: Sequence[Stored], reader: DiskReader, stager: Stager | None = None) -> None:
+        """With a `stager`, what goes to another device is read and sent by that."""
+        self._reader, self._stager = reader, stager
         self._runs: list[tuple[Extent, int]] = []  # what is read, and to where
         places = _runs(stored, self._runs)
         self.layouts = tuple(
@@ -60,9 +62,14 @@ class DiskHome(Home):
     def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
         if target.device.type == "cpu":
             return _Read(self._read(target))
+        if self._stager is not None:
+            return self._stager.send(lane, target, after, self._fill)
         staging = arena(self.size)
-        self._read(staging).wait()
+        self._fill(staging)
         return lane.send(target, staging, after)
+
+    def _fill(self, part: torch.Tensor) -> None:
+        self._read(part).wait()
 
     def _read(self, target: torch.Tensor) -> Reading:
         return self._reader.read([(extent, target[place:]) for extent, place in self._runs])
@@ -70,7 +77,7 @@ class DiskHome(Home):
     def values(self) -> list[torch.Tensor]:
         """All of them, views of memory of their own."""
         region = arena(self.size)
-        self._read(region).wait()
+        self._fill(region)
         return [layout.view(region) for layout in self.layouts]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tightfit.apply.weights.staging import Stager
 from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.memory import arena
 from tightfit.devices.seam import Device
@@ -66,7 +67,8 @@ class HostHome(Home):
 
     writable = True
 
-    def __init__(self, tensors: Sequence[torch.Tensor], device: Device) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], device: Device, stager: Stager | None = None) -> None:
+        """With a `stager`, what is not page-locked is sent through it."""
         offset, layouts = 0, []
         for tensor in tensors:
             layouts.append(Layout(offset, tensor.dtype, tensor.shape, tensor.stride()))
@@ -74,16 +76,24 @@ class HostHome(Home):
         self.size, self.layouts = offset, tuple(layouts)
         shapes = any(tensor.is_meta for tensor in tensors)
         self._buffer = torch.empty(offset, dtype=torch.uint8, device="meta") if shapes else arena(offset)
-        self._device = device
+        self._device, self._stager = device, stager
+        self._locked = False
         if not shapes:
             for tensor, layout in zip(tensors, layouts, strict=True):
                 tensor.data = layout.view(self._buffer).copy_(tensor.data)
 
     def lock_pages(self) -> Callable[[], None] | None:
-        return self._device.lock_pages(self._buffer)
+        unlock = self._device.lock_pages(self._buffer)
+        self._locked = unlock is not None
+        return unlock
 
     def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
-        return lane.send(target, self._buffer, after)
+        if self._locked or self._stager is None:
+            return lane.send(target, self._buffer, after)
+        return self._stager.send(lane, target, after, self._fill)
+
+    def _fill(self, part: torch.Tensor) -> None:
+        part.copy_(self._buffer)
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether `tensors` still are the views that they were made to: nobody gave them other data."""
@@ -95,7 +105,7 @@ class HostHome(Home):
 
     def anew(self, tensors: Sequence[torch.Tensor]) -> HostHome:
         """A home for what `tensors` are by now."""
-        return HostHome(tensors, self._device)
+        return HostHome(tensors, self._device, self._stager)
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

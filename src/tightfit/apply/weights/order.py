@@ -23,6 +23,7 @@ class Order(Generic[K]):
         self._seen: list[K] = []
         self._used: set[K] = set()
         self._spoiled = False
+        self._end: int | None = None  # beyond which nothing is looked at
 
     def _set(self, cycle: list[K]) -> None:
         self._cycle = cycle
@@ -31,9 +32,11 @@ class Order(Generic[K]):
             self._places.setdefault(key, []).append(place)
         self._at, self._looked = -1, 0
 
-    def begin(self) -> None:
-        """A pass begins."""
+    def begin(self, *, last: bool = False) -> None:
+        """A pass begins; after the `last` one, nothing is expected."""
         self._seen, self._used, self._spoiled = [], set(), False
+        length = len(self._cycle)
+        self._end = ((self._at + 1) // length + 1) * length if last and length else None
 
     def end(self) -> None:
         """A pass has come to its end: what was seen is what is expected from now on."""
@@ -73,10 +76,21 @@ class Order(Generic[K]):
         position = self.next_use(key)
         return position is not None and position < self._looked
 
+    def over(self, key: K) -> bool:
+        """Whether `key` was used in the last pass and is not expected any more."""
+        position = self.next_use(key)
+        return self._end is not None and key in self._used and (position is None or position >= self._end)
+
+    @property
+    def looked_through(self) -> bool:
+        """Whether all of the last pass has been looked at."""
+        return self._end is not None and self._looked >= self._end
+
     def look_ahead(self, take: Callable[[K], bool]) -> None:
         """Offers what comes next to `take`, until that refuses, or a whole cycle has been looked through."""
         length = len(self._cycle)
         end = length if self._at < 0 else self._at + max(length, 2)  # what is in use is looked at when it was used
+        end = end if self._end is None else min(end, self._end)
         while self._looked < end and length:
             key = self._cycle[self._looked % length]
             if (self.known or key not in self._used) and not take(key):
@@ -94,7 +108,7 @@ class Order(Generic[K]):
 
     def rewind(self) -> None:
         """The next pass begins at the beginning, wherever the last one ended."""
-        self._at, self._looked = -1, 0
+        self._at, self._looked, self._end = -1, 0, None
 
     def __iter__(self) -> Iterator[K]:
         return iter(self._cycle)

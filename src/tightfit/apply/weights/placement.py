@@ -9,11 +9,13 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from tightfit.apply.weights.agenda import Agenda, Pass
 from tightfit.apply.weights.cargo import Cargo
 from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_stored
 from tightfit.apply.weights.homes import Home, HostHome, plain_parts
 from tightfit.apply.weights.parcels import Parcel, parcels_of
 from tightfit.apply.weights.rescue import rescue_blocks, rescued
+from tightfit.apply.weights.staging import Stager
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.seam import Device
@@ -39,12 +41,15 @@ class Residency:
         self._device = device
         self._stored = stored or {}  # which files hold what, by id
         self._reader: DiskReader | None = None
+        self._stager: Stager | None = None
         self._recorder = recorder
         self._cargo: dict[str, Cargo] = {}
         self._streamers: dict[str, Streamer] = {}
         self._turns: Counter[frozenset[str]] = Counter()
         self._together: set[frozenset[str]] = set()
         self._last: str | None = None
+        self._agenda = Agenda()
+        self._coming: Pass | None = None  # whose turn is next, and who comes already
 
     def place(self, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
         """Moves the weights of `module` to where they are while nobody works; `undo` takes them back."""
@@ -91,7 +96,9 @@ class Residency:
     def _homes(self, plan: ComponentPlan, stored: ExitStack, undo: ExitStack) -> Callable[[list[nn.Parameter]], Home]:
         """How to find a home for masters, until `stored` is closed."""
         if plan.home == "host":
-            return lambda masters: HostHome(_plain(masters), self._device)
+            stager = self._staging(undo) if self._device.plain_copies_block else None
+            return lambda masters: HostHome(_plain(masters), self._device, stager)
+        stager = self._staging(undo) if self._device.separate and self._device.takes_threads else None
         if self._reader is None:
             self._reader = DiskReader()
             undo.callback(self._reader.close)
@@ -102,9 +109,16 @@ class Residency:
         def home_of(masters: list[nn.Parameter]) -> Home:
             tensors = _plain(masters)
             known = [self._stored.get(id(tensor)) for tensor in tensors]
-            return DiskHome([_as_used(*pair, reader, spill) for pair in zip(tensors, known, strict=True)], reader)
+            there = [_as_used(*pair, reader, spill) for pair in zip(tensors, known, strict=True)]
+            return DiskHome(there, reader, stager)
 
         return home_of
+
+    def _staging(self, undo: ExitStack) -> Stager:
+        if self._stager is None:
+            self._stager = Stager(self._device)
+            undo.callback(self._stager.close)
+        return self._stager
 
     def _lock(self, name: str, parcels: list[Parcel], undo: ExitStack) -> None:
         """Page-locks the masters, as far as the system lets us."""
@@ -126,34 +140,74 @@ class Residency:
             self._take_turns(frozenset((name, self._last or "")))
         self._last = name
         for other in self._streamers:
-            if other != name and frozenset((name, other)) not in self._together:
+            if not self._shared(name, other):
                 self._evict(other)
+
+    def begin(self, steps: int | None) -> None:
+        """A call begins that asks for `steps` steps (None: the usual number)."""
+        self._agenda.begin(steps)
+
+    def end(self) -> None:
+        """The call has come to its end."""
+        self._agenda.end()
 
     def bring(self, name: str, method: str = "forward") -> None:
         """The weights of `name` start to come, for a pass of `method`."""
+        self._agenda.works(name, method)
 
         def come() -> None:
             if name in self._cargo:
                 self._cargo[name].bring()
             if name in self._streamers:
-                self._streamers[name].begin(method)
+                self._streamers[name].begin(method, self._let_come if self._coming else None)
 
+        after = self._agenda.next
+        takes_over = after is not None and after[0] in self._streamers and not self._shared(name, after[0])
+        self._coming = after if takes_over else None
         rescued(come, lambda: self.make_more_room(name, ""))()
+
+    def _let_come(self, limit: int) -> None:
+        """Of who works next, what fits into `limit` bytes starts to come."""
+        if self._coming is not None:
+            name, method = self._coming
+            self._streamers[name].approach(limit, method)
 
     def finish(self, name: str) -> None:
         """A pass of `name` has come to its end."""
-        if name in self._streamers:
-            self._streamers[name].end()
+        if name not in self._streamers:
+            return
+        self._streamers[name].end()
+        if self._coming is not None:
+            room = self._streamers[name].room
+            self._evict(name)
+            self._let_come(room)
+
+    def _shared(self, one: str, other: str) -> bool:
+        """Whether the two are on the device together."""
+        return one == other or frozenset((one, other)) in self._together
 
     def make_more_room(self, name: str, where: str) -> bool:
         """Out of memory while `name` was at work: some of what stays gives up its place; whether there was any."""
-        for streamer in (self._streamers.get(name), *self._streamers.values()):
-            given_up = streamer.shed() if streamer is not None else 0
+        for give_up in (self._send_back, *self._sheds(name)):
+            given_up = give_up()
             if given_up:
                 self._device.release_cache()
                 self._recorder.ran_out(f"out of memory in {name}.{where}".rstrip("."), given_up)
                 return True
         return False
+
+    def _sheds(self, name: str) -> list[Callable[[], int]]:
+        first = [self._streamers[name]] if name in self._streamers else []
+        return [streamer.shed for streamer in (*first, *self._streamers.values())]
+
+    def _send_back(self) -> int:
+        """Who came before its turn goes, and waits for it; how many bytes that gives."""
+        early, self._coming = self._coming, None
+        if early is None:
+            return 0
+        room = self._streamers[early[0]].room
+        self._evict(early[0])
+        return room
 
     def _evict(self, name: str) -> None:
         if self._streamers[name].aboard:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -17,37 +17,67 @@ CHUNK = 128 * 2**20  # bytes that are taken, and given up, together
 
 
 class Rooms:
-    """Taken for a while, in few large pieces, and counted."""
+    """Taken for a while, in few large pieces, and counted: a place for each that `stays`, and a ring."""
 
-    def __init__(self, device: Device, recorder: Recorder) -> None:
+    def __init__(self, stays: Sequence[Parcel], ring: int, device: Device, recorder: Recorder) -> None:
         self._device, self._recorder = device, recorder
+        self._stays, self._ring_size = list(stays), ring
+        self._lent: list[Parcel] = []
+        self.stays = set(stays)  # those that have a place, or will have one
         self._forget()
 
     def _forget(self) -> None:
+        self._expected: list[list[Parcel]] = []  # what stays, by the pieces that are not taken yet
         self._chunks: list[tuple[torch.Tensor, list[Parcel]]] = []
         self._places: dict[Parcel, torch.Tensor] = {}
-        self._ring, self._ring_room = Ring(0), torch.empty(0, dtype=torch.uint8)
+        self._ring: Ring | None = None
+        self._ring_room = torch.empty(0, dtype=torch.uint8)
         self._counted = 0
 
-    def take(self, stays: Iterable[Parcel], ring: int) -> list[Parcel]:
-        """Takes a place for each in `stays`, and the ring; returns those for which there was no memory."""
-        left: list[Parcel] = []
-        for chunk in _chunks(stays):
-            room = None if left else self._room_or_none(sum(_aligned(parcel) for parcel in chunk))
-            if room is None:
-                left += chunk
-                continue
-            self._chunks.append((room, chunk))
-            offset = 0
-            for parcel in chunk:
-                self._places[parcel] = room[offset : offset + parcel.size]
-                offset += _aligned(parcel)
-        room = self._room_or_none(ring)
-        while room is None and self._chunks:
-            left += self.give_up(lambda _: True)
-            room = self._room_or_none(ring)
-        self._ring_room, self._ring = (self.extra(ring), Ring(ring)) if room is None else (room, Ring(ring))
+    def open(self) -> None:
+        """Memory is taken from now on, until `clear`."""
+        self._expected = list(_chunks(parcel for parcel in self._stays if parcel in self.stays))
+
+    def take_some(self, limit: int) -> None:
+        """Takes as much of it as keeps within `limit` bytes, all together; the ring first."""
+        if self._ring is None and (self._ring_size > limit or not self._take_ring()):
+            return
+        while self._expected and self._counted + _size(self._expected[0]) <= limit:
+            if not self._take_chunk():
+                return
+
+    def take(self) -> list[Parcel]:
+        """Takes all that is missing; returns those of `stays` for which there was no memory."""
+        while self._expected and self._take_chunk():
+            pass
+        left = [parcel for chunk in self._expected for parcel in chunk]
+        self._expected = []
+        self.stays.difference_update(left)
+        while self._ring is None and not self._take_ring():
+            given_up = self.give_up(lambda _: True)
+            if not given_up:
+                self._ring_room, self._ring = self.extra(self._ring_size), Ring(self._ring_size)
+            left += given_up
         return left
+
+    def _take_chunk(self) -> bool:
+        """Takes the next piece for what stays; whether there was memory for it."""
+        room = self._room_or_none(_size(self._expected[0]))
+        if room is None:
+            return False
+        chunk = self._expected.pop(0)
+        self._chunks.append((room, chunk))
+        offset = 0
+        for parcel in chunk:
+            self._places[parcel] = room[offset : offset + parcel.size]
+            offset += _aligned(parcel)
+        return True
+
+    def _take_ring(self) -> bool:
+        room = self._room_or_none(self._ring_size)
+        if room is not None:
+            self._ring_room, self._ring = room, Ring(self._ring_size)
+        return room is not None
 
     def extra(self, size: int) -> torch.Tensor:
         """`size` bytes that are nobody's, for a single use."""
@@ -66,40 +96,64 @@ class Rooms:
         self._counted += size
         self._recorder.hold(self, self._counted)
 
-    def place(self, parcel: Parcel) -> torch.Tensor:
-        """Where `parcel`, which stays, has its place."""
-        return self._places[parcel]
+    def place(self, parcel: Parcel) -> torch.Tensor | None:
+        """Where `parcel`, which stays, has its place; None while that is not taken."""
+        return self._places.get(parcel)
 
     def lease(self, parcel: Parcel) -> tuple[Lease, torch.Tensor] | None:
         """A place in the ring; None while there is none."""
-        lease = self._ring.take(parcel.size)
+        lease = None if self._ring is None else self._ring.take(parcel.size)
         return None if lease is None else (lease, self._ring_room[lease.offset : lease.offset + parcel.size])
 
     def give_back(self, lease: Lease, mark: object) -> None:
         """The place in the ring is free for what waits for `mark`."""
-        self._ring.give_back(lease, mark)
+        if self._ring is not None:
+            self._ring.give_back(lease, mark)
 
     def give_up(self, idle: Callable[[Parcel], bool]) -> list[Parcel]:
-        """Gives up the latest piece whose parcels are all `idle`; returns these: they have no places any more."""
+        """Gives up the latest piece whose parcels are all `idle`; returns these: they do not stay any more."""
         for index, (room, parcels) in reversed(list(enumerate(self._chunks))):
             if all(map(idle, parcels)):
                 del self._chunks[index]
                 for parcel in parcels:
                     del self._places[parcel]
+                    self.stays.remove(parcel)
                 self._count(-room.nbytes)
                 return parcels
         return []
 
+    def lend(self, idle: Callable[[Parcel], bool]) -> list[Parcel]:
+        """As `give_up`, but until `clear`."""
+        lent = self.give_up(idle)
+        self._lent += lent
+        return lent
+
+    @property
+    def lent(self) -> int:
+        """How many bytes were lent."""
+        return sum(map(_aligned, self._lent))
+
+    @property
+    def taken(self) -> int:
+        """How many bytes are taken by now."""
+        return self._counted
+
     def clear(self) -> None:
         """Everything is given back."""
         self._forget()
+        self.stays.update(self._lent)
+        self._lent = []
         self._recorder.hold(self, 0)
+
+
+def _size(chunk: Iterable[Parcel]) -> int:
+    return sum(map(_aligned, chunk))
 
 
 def _chunks(stays: Iterable[Parcel]) -> Iterator[list[Parcel]]:
     chunk: list[Parcel] = []
     for parcel in stays:
-        if chunk and sum(_aligned(other) for other in chunk) + parcel.size > CHUNK:
+        if chunk and _size(chunk) + parcel.size > CHUNK:
             yield chunk
             chunk = []
         chunk.append(parcel)

@@ -6,7 +6,7 @@ device's, not the host's. What is needed and has not been sent, because the orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,16 +44,16 @@ class Streamer:
         self, parcels: Sequence[Parcel], stays: Collection[str], ring: int, device: Device, recorder: Recorder
     ) -> None:
         self._parcels = list(parcels)
-        self._stays = {parcel for parcel in parcels if parcel.name in stays}
-        self._ring_size = ring
         self._device, self._recorder = device, recorder
         self.aboard = False  # whether it has memory on the device
+        self._complete = False  # whether it has all that it will take
+        self._make_way: Callable[[int], None] | None = None  # told in the last pass how many bytes were given up
         self._lane = device.lane()
         self._orders: dict[str, Order[Parcel]] = {}
         self._order: Order[Parcel] = Order(self._parcels)
         self._away = Absences(parcels, device, recorder, self.fetch)
         self._here: dict[Parcel, _Presence] = {}
-        self._rooms = Rooms(device, recorder)
+        self._rooms = Rooms([parcel for parcel in parcels if parcel.name in stays], ring, device, recorder)
         self._began: Any = None  # marks when memory was taken
         self._spare: tuple[Parcel, torch.Tensor, list[nn.Parameter]] | None = None
 
@@ -68,32 +68,47 @@ class Streamer:
     def hook(self, undo: Callable[..., object]) -> None:
         """Lets the modules tell when they work; `undo` is given how to stop it."""
         for parcel in self._parcels:
+            before, after = _calls(self.need, parcel), _calls(self.done, parcel)
             for gate in parcel.gates:
-                undo(gate.register_forward_pre_hook(self._before(parcel), prepend=True).remove)
-                undo(gate.register_forward_hook(self._after(parcel), always_call=True).remove)
+                undo(gate.register_forward_pre_hook(before, prepend=True).remove)
+                undo(gate.register_forward_hook(after, always_call=True).remove)
 
-    def _before(self, parcel: Parcel) -> Callable[..., None]:
-        return lambda *_: self.need(parcel)
+    def begin(self, method: str = "forward", make_way: Callable[[int], None] | None = None) -> None:
+        """A pass begins: what is first needed starts to come.
 
-    def _after(self, parcel: Parcel) -> Callable[..., None]:
-        return lambda *_: self.done(parcel)
+        With `make_way` it is the last pass: what was used gives up its memory, and `make_way` is told how many bytes
+        those are by now, as soon as nothing of this component is waiting to come.
+        """
+        if self._make_way is not None:  # it was not the last, after all
+            self.clear()
+        self._take_memory()
+        self._choose_order(method)
+        self._make_way = make_way
+        self._order.begin(last=make_way is not None)
+        self._send_ahead()
 
-    def begin(self, method: str = "forward") -> None:
-        """A pass begins: what is first needed starts to come."""
-        if not self.aboard:
-            try:
-                self._take_memory()
-            except torch.OutOfMemoryError:
-                self.clear()
-                raise
+    def approach(self, limit: int, method: str = "forward") -> None:
+        """Its turn is next: what it needs first starts to come, into at most `limit` bytes."""
+        if self._complete:
+            return
+        self._appear()
+        self._choose_order(method)
+        self._rooms.take_some(limit)
+        self._began = self._lane.mark()
+        self._send_ahead()
+
+    @property
+    def room(self) -> int:
+        """Bytes on the device that are for it, with what it has given up in its last pass."""
+        return self._rooms.taken + self._rooms.lent
+
+    def _choose_order(self, method: str) -> None:
         order = self._orders.get(method)
         if order is None:
             order = self._orders[method] = Order(list(_expected(self._parcels, method)))
         if order is not self._order:
             self._order = order
             order.rewind()
-        order.begin()
-        self._send_ahead()
 
     def end(self) -> None:
         """The pass has come to its end."""
@@ -102,7 +117,7 @@ class Streamer:
 
     def need(self, parcel: Parcel) -> None:
         """`parcel` is used from now on, until it is `done`."""
-        if not self.aboard:
+        if not self._complete:
             self.begin()
         expected = self._order.used(parcel)
         if self._order.known and not expected:
@@ -122,9 +137,17 @@ class Streamer:
         if here.users:
             return
         self._hide(parcel, here)
-        if parcel not in self._stays and not self._order.awaited(parcel):
+        if parcel not in self._rooms.stays and not self._order.awaited(parcel):
             self._release(parcel)
             self._send_ahead()
+        if self._make_way is not None:
+            self._give_way(self._make_way)
+
+    def _give_way(self, make_way: Callable[[int], None]) -> None:
+        """Gives up the places of what is over, and says so."""
+        self._leave(self._rooms.lend(lambda parcel: self._order.over(parcel) and self._idle(parcel)))
+        if self._order.looked_through:
+            make_way(self._rooms.lent)
 
     def set_aside(self) -> None:
         """Where masters have no values, modules find what fetches them, from now on."""
@@ -153,7 +176,8 @@ class Streamer:
         self._here, self._spare = {}, None
         self._order.rewind()
         self._rooms.clear()
-        self.aboard = False
+        self._make_way = None
+        self.aboard = self._complete = False
 
     # sending
 
@@ -163,9 +187,11 @@ class Streamer:
     def _send_if_room(self, parcel: Parcel) -> bool:
         if parcel in self._here:
             return True
-        if parcel in self._stays:
-            self._send(parcel, self._rooms.place(parcel))
-            return True
+        if parcel in self._rooms.stays:
+            place = self._rooms.place(parcel)
+            if place is not None:
+                self._send(parcel, place)
+            return place is not None
         lease = self._rooms.lease(parcel)
         if lease is None:
             return False
@@ -183,7 +209,7 @@ class Streamer:
 
     def _send(self, parcel: Parcel, region: torch.Tensor, lease: Lease | None = None) -> None:
         after = lease.after if lease is not None and lease.after is not None else self._began
-        if lease is None and parcel not in self._stays:
+        if lease is None and parcel not in self._rooms.stays:
             after = self._lane.mark()
         with self._recorder.uncounted(), torch.no_grad():
             arrival = parcel.home.send(self._lane, region, after)
@@ -228,17 +254,31 @@ class Streamer:
 
     # memory
 
-    def _take_memory(self) -> None:
-        """Room for what stays and for the ring; modules find that everything is away."""
+    def _appear(self) -> None:
+        """Modules find that everything is away, and memory is taken from now on."""
+        if self.aboard:
+            return
         self.aboard = True
         for parcel in self._parcels:
             if parcel.keep_up():
                 self._away.renew(parcel)
             parcel.show(parcel.masters, self._away[parcel])
-        left = self._rooms.take([parcel for parcel in self._parcels if parcel in self._stays], self._ring_size)
+        self._rooms.open()
+
+    def _take_memory(self) -> None:
+        """Room for what stays and for the ring."""
+        if self._complete:
+            return
+        self._appear()
+        try:
+            left = self._rooms.take()
+        except torch.OutOfMemoryError:
+            self.clear()
+            raise
+        self._complete = True
         self._began = self._lane.mark()
         if left:
-            self._stays.difference_update(left)
+            self._leave(left)
             self._recorder.ran_out("out of memory before a component's first layer", sum(p.size for p in left))
 
     def shed(self) -> int:
@@ -246,15 +286,21 @@ class Streamer:
 
         It passes through the ring from now on.
         """
-        left = self._rooms.give_up(lambda parcel: parcel not in self._here or not self._here[parcel].users)
-        for parcel in left:
-            self._stays.remove(parcel)
-            if parcel in self._here:
-                self._here[parcel].arrival.abandon()
-                self._release(parcel)
+        left = self._rooms.give_up(self._idle)
+        self._leave(left)
         if left:
             self._order.spoil()
         return sum(parcel.size for parcel in left)
+
+    def _idle(self, parcel: Parcel) -> bool:
+        return parcel not in self._here or not self._here[parcel].users
+
+    def _leave(self, parcels: Iterable[Parcel]) -> None:
+        """What is on the device of `parcels` goes, needed or not."""
+        for parcel in parcels:
+            if parcel in self._here:
+                self._here[parcel].arrival.abandon()
+                self._release(parcel)
 
     def _release(self, parcel: Parcel) -> None:
         here = self._here.pop(parcel)
@@ -264,12 +310,14 @@ class Streamer:
 
     def _drop(self, which: Callable[[Parcel], bool]) -> None:
         """Gives up what was sent ahead into the ring and nobody uses, where `which` says so."""
-        idle = [p for p, here in self._here.items() if not here.users and p not in self._stays and which(p)]
-        for parcel in idle:
-            self._here[parcel].arrival.abandon()
-            self._release(parcel)
+        idle = [p for p in self._here if self._idle(p) and p not in self._rooms.stays and which(p)]
+        self._leave(idle)
         if idle:
             self._order.look_again()
+
+
+def _calls(function: Callable[[Parcel], None], parcel: Parcel) -> Callable[..., None]:
+    return lambda *_: function(parcel)
 
 
 def _expected(parcels: Sequence[Parcel], method: str) -> Iterator[Parcel]:

@@ -1,0 +1,114 @@
+"""Weights that pass through page-locked host memory on their way to a card, moved there by a thread in the background.
+
+A copy from memory that is not page-locked holds up the host, and a disk is read to host memory first. So a thread of
+its own fills part of a buffer, gives the copy to the card and goes on to the next part; the host waits only for what
+the thread has not got to.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from tightfit.apply.weights.ring import Lease, Ring
+from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.memory import arena
+from tightfit.devices.seam import Device
+
+__all__ = ["Stager"]
+
+SIZE = 64 * 2**20  # bytes of the buffer, where nothing larger passes through
+
+
+class Stager:
+    """One buffer and one thread. The buffer is there from the first `send` to `close`."""
+
+    def __init__(self, device: Device) -> None:
+        self._thread = ThreadPoolExecutor(1, "tightfit staging")
+        self._buffer = _Buffer(device)
+        weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
+
+    def send(self, lane: Lane, target: torch.Tensor, after: Any, fill: Callable[[torch.Tensor], None]) -> Arrival:
+        """Sends to `target` (uint8, on the device), as `lane` does, what `fill` puts into a tensor of that size."""
+        return _Staged(self._thread.submit(self._buffer.send, lane, target, after, fill))
+
+    def close(self) -> None:
+        """What has not been begun is not sent any more; the buffer goes."""
+        self._thread.shutdown(cancel_futures=True)
+        self._buffer.close()
+
+
+class _Buffer:
+    """The thread's: page-locked memory, parts of which are filled, or on their way."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._ring, self._memory = Ring(0), torch.empty(0, dtype=torch.uint8)
+        self._unlock: Callable[[], None] | None = None
+        self._under_way: deque[tuple[Lease, Arrival]] = deque()
+
+    def send(self, lane: Lane, target: torch.Tensor, after: Any, fill: Callable[[torch.Tensor], None]) -> Arrival:
+        with torch.inference_mode():  # it writes bytes, whatever mode their tensors were made in
+            lease = self._lease(target.nbytes)
+            part = self._memory[lease.offset : lease.offset + target.nbytes]
+            try:
+                fill(part)
+                arrival = lane.send(target, part, after)
+            except BaseException:
+                self._ring.give_back(lease)
+                raise
+        self._under_way.append((lease, arrival))
+        return arrival
+
+    def _lease(self, size: int) -> Lease:
+        while (lease := self._ring.take(size)) is None:
+            if self._under_way:
+                self._await_one()
+            else:  # too small, even when it is empty
+                self._grow(max(SIZE, 2 * size))
+        return lease
+
+    def _await_one(self) -> None:
+        lease, arrival = self._under_way.popleft()
+        arrival.land()
+        self._ring.give_back(lease)
+
+    def _grow(self, size: int) -> None:
+        self.close()
+        self._ring, self._memory = Ring(size), arena(size)
+        self._unlock = self._device.lock_pages(self._memory)
+
+    def close(self) -> None:
+        while self._under_way:
+            self._await_one()
+        if self._unlock is not None:
+            self._unlock()
+        self._ring, self._memory, self._unlock = Ring(0), torch.empty(0, dtype=torch.uint8), None
+
+
+class _Staged(Arrival):
+    """A copy that a thread will give to the card."""
+
+    def __init__(self, given: Future[Arrival]) -> None:
+        self._given = given
+
+    def settle(self) -> float:
+        start = time.perf_counter()
+        arrival = self._given.result()
+        return time.perf_counter() - start + arrival.settle()
+
+    def land(self) -> None:
+        self._given.result().land()
+
+    def abandon(self) -> None:
+        if self._given.cancel():
+            return
+        wait([self._given])
+        if self._given.exception() is None:
+            self._given.result().abandon()
