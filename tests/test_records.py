@@ -53,11 +53,13 @@ MACHINE = Machine(
     accelerators=(CARD,), ram=2**37, ram_free=2**36, ram_limit=2**37, pinnable=2**35, cores=16, cpu="EPYC",
     disk_rate=3e9, notes=("no link",),
 )  # fmt: skip
-UNIT = Unit(name="transformer_blocks.0", bytes=678, dtypes={"bfloat16": 600, "float32": 78})
+UNIT = Unit(
+    name="transformer_blocks.0", bytes=678, dtypes={"bfloat16": 600, "float32": 78}, matrices={"bfloat16": 500}, rows=25
+)
 LEAF = Unit(name="transformer_blocks.0.ff.net.2", bytes=567, dtypes={"bfloat16": 567})
 COMPONENT = Component(
     name="unet", class_name="UNet", role="denoiser", bytes=1234, dtypes={"bfloat16": 1234}, units=(UNIT,),
-    leaves=(LEAF,), skips=True,
+    leaves=(LEAF,), skips=True, compiled=True,
 )  # fmt: skip
 WORKLOAD = Workload(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
 USE = Use(unit="transformer_blocks.0", waiting=32, peak=64, work=(WORKLOAD,))
@@ -184,7 +186,7 @@ PLACED = st.fixed_dictionaries({"placement": st.sampled_from(["resident", "per-p
     },
 )
 IN_EIGHT_BITS = st.fixed_dictionaries(
-    {"storage": st.sampled_from(["float8_e4m3fn", "float8_e5m2"])},
+    {"storage": st.sampled_from(["float8_e4m3fn", "float8_e5m2", "int8"])},
     optional={"compute_dtype": st.sampled_from([None, "float32", "float16", "bfloat16"]), "skip": NAMES},
 )
 KEPT = st.fixed_dictionaries(
@@ -287,11 +289,11 @@ def test_what_was_given_can_change_afterwards() -> None:
 NO_BUDGET = "a budget needs device bytes, RAM bytes or both, e.g. Budget(device='8GB')"
 NO_SIZE = "is not a size: write it like 8GB (10⁹ bytes each) or 8GiB (2³⁰)"
 NO_INTEGER = "must be a valid integer"
-STORAGES = "storage must be 'as-loaded', 'float8_e4m3fn' or 'float8_e5m2', not "
+STORAGES = "storage must be 'as-loaded', 'float8_e4m3fn', 'float8_e5m2' or 'int8', not "
 DTYPES = "compute_dtype must be 'float32', 'float16' or 'bfloat16', not "
 PER_UNIT_ONLY = "only means something with placement=per-unit"
 STREAMED = dict.fromkeys(("weights", "grain", "ring", "stays"))
-FP8_ONLY = "only means something with storage=float8_e4m3fn or float8_e5m2"
+STORED_ONLY = "needs storage=float8_e4m3fn, float8_e5m2 or int8"
 PLACEMENTS = "placement must be 'resident', 'per-phase' or 'per-unit', not "
 DEPTHS = [  # a wrong field of a record at each depth: where, and the sentence
     (Request, {"heigth": 512}, "unknown field of Request 'heigth': did you mean 'height'?"),
@@ -390,9 +392,9 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (ComponentPlan, {"placement": None}, f"{PLACEMENTS}None"),
         (ComponentPlan, {"storage": "int4"}, f"{STORAGES}'int4'"),
         (ComponentPlan, {"compute_dtype": "int8"}, f"{DTYPES}'int8'"),
-        (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None}, f"skip {FP8_ONLY}"),
-        (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None, "skip": []}, f"skip {FP8_ONLY}"),
-        (ComponentPlan, {"storage": "as-loaded", "skip": None}, f"compute_dtype {FP8_ONLY}"),
+        (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None}, f"skip {STORED_ONLY}"),
+        (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None, "skip": []}, f"skip {STORED_ONLY}"),
+        (ComponentPlan, {"storage": "as-loaded", "skip": None}, f"compute_dtype {STORED_ONLY}"),
         (ComponentPlan, {"home": "moon"}, "home must be 'host' or 'disk', not 'moon'"),
         (ComponentPlan, {"home": None}, "home must be 'host' or 'disk', not None"),
         (ComponentPlan, {"pinned": "perhaps"}, "pinned must be a valid boolean"),
@@ -508,10 +510,12 @@ def test_placement_streaming_slicing_and_layout_are_lossless() -> None:
 
 def test_stored_weights_are_lossy_and_named() -> None:
     stored = ComponentPlan(storage="float8_e5m2")
-    plan = Plan(components={"unet": stored, "vae": ComponentPlan(), "text_encoder": STORED})
+    integers = ComponentPlan(storage="int8")
+    plan = Plan(components={"unet": stored, "vae": ComponentPlan(), "text_encoder": STORED, "transformer": integers})
     assert plan.lossy == (
         "fp8: unet is stored in float8_e5m2",
         "fp8: text_encoder is stored in float8_e4m3fn",
+        "int8: transformer is stored in int8",
     )
     assert not plan.lossless
 
@@ -539,7 +543,7 @@ def test_tiles_are_lossy_where_a_picture_needs_more_than_one(request_: Request |
 def test_everything_lossy_goes_by_a_name_that_can_be_allowed() -> None:
     plan = Plan(components={"unet": STORED}, vae=VaePlan(tile=64))
     assert [text.partition(":")[0] for text in plan.lossy] == ["fp8", "blended-tiling"]
-    assert {"fp8", "blended-tiling"} == set(TECHNIQUES)
+    assert {"fp8", "int8", "blended-tiling"} == set(TECHNIQUES)
 
 
 def test_techniques_are_known_by_name() -> None:
@@ -549,7 +553,7 @@ def test_techniques_are_known_by_name() -> None:
     with pytest.raises(PlanError, match=r"unknown technique 'fp9': did you mean 'fp8'\?") as error:
         check_techniques(["fp8", "fp9"])
     assert error.value.facts == {"name": "fp9"}
-    with pytest.raises(PlanError, match="unknown technique 'teacache': there are blended-tiling, fp8"):
+    with pytest.raises(PlanError, match="unknown technique 'teacache': there are blended-tiling, fp8, int8"):
         check_techniques("teacache")
 
 

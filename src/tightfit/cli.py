@@ -106,6 +106,10 @@ def main(
     ] = False,
 ) -> None:
     """What all commands have in common."""
+    # where torchao is installed, diffusers 0.42 imports it, and then, whatever is wanted: torchao 0.18 tells which of
+    # its kernels suit another computer, torch 2.13 what it wants torchao to change, diffusers which torchao it misses
+    for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @app.command(cls=_Run, help=RUN_EXAMPLES)

@@ -53,6 +53,8 @@ class Unit(Record):
     name: str  # dotted path inside the component; "" for what is left
     bytes: Count
     dtypes: dict[str, Count] = Field(default_factory=dict)  # bytes by dtype
+    matrices: dict[str, Count] = Field(default_factory=dict)  # of a leaf's, those of linear layers' matrices
+    rows: Count = 0  # of these matrices
 
 
 class Component(Record):
@@ -66,6 +68,7 @@ class Component(Record):
     units: tuple[Unit, ...] = ()
     leaves: tuple[Unit, ...] = ()  # single layers that own large parameters, the least that can move by itself
     skips: bool = False  # activations of early units wait for late ones (a U-Net)
+    compiled: bool = False  # parts of it are compiled, which hooks keep out of
 
 
 class Workload(Record):

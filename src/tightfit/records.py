@@ -59,7 +59,7 @@ __all__ = [
 Placement = Literal["resident", "per-phase", "per-unit"]
 Home = Literal["host", "disk"]
 Grain = Literal["block", "leaf"]
-Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2"]
+Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 
 
@@ -76,6 +76,7 @@ Rate = Annotated[float, Strict(), Field(gt=0)]  # per second
 # the lossy techniques, by the names under which a user allows them
 TECHNIQUES: Mapping[str, str] = {
     "fp8": "weights stored in eight bits, widened for each use",
+    "int8": "matrices of linear layers stored as eight-bit integers, by torchao",
     "blended-tiling": "autoencoder tiles decoded on their own and blended where they overlap",
 }
 
@@ -185,14 +186,17 @@ class ComponentPlan(Record):
         if self.storage == "as-loaded":
             for field in ("skip", "compute_dtype"):
                 if getattr(self, field) is not None:
-                    raise PlanError(
-                        f"{field} only means something with storage=float8_e4m3fn or float8_e5m2", field=field
-                    )
+                    raise PlanError(f"{field} needs storage=float8_e4m3fn, float8_e5m2 or int8", field=field)
         if self.placement != "per-unit":
             for field in ("weights", "grain", "ring", "stays"):
                 if getattr(self, field) is not None:
                     raise PlanError(f"{field} only means something with placement=per-unit", field=field)
         return self
+
+    @property
+    def technique(self) -> str | None:
+        """The lossy technique by which it is stored."""
+        return None if self.storage == "as-loaded" else "int8" if self.storage == "int8" else "fp8"
 
     @property
     def described(self) -> str:
@@ -220,7 +224,7 @@ class Plan(Record):
     @property
     def lossy(self) -> tuple[str, ...]:
         """What may change the picture, each named by its technique and where it applies."""
-        named = [f"fp8: {n} is stored in {c.storage}" for n, c in self.components.items() if c.storage != "as-loaded"]
+        named = [f"{c.technique}: {n} is stored in {c.storage}" for n, c in self.components.items() if c.technique]
         if self.vae.tile is not None and not self._one_tile():
             named.append(f"blended-tiling: pictures larger than {self.vae.tile} px are decoded in tiles")
         return tuple(named)

@@ -269,7 +269,7 @@ def test_a_plan_stays_as_it_is_when_less_can_be_page_locked() -> None:
 
 ANYWHERE = {
     "channels_last": st.booleans(),
-    "storage": st.sampled_from(["as-loaded", "float8_e4m3fn", "float8_e5m2"]),
+    "storage": st.sampled_from(["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]),
     "home": st.sampled_from(["host", "disk"]),
     "pinned": st.none() | st.booleans(),
 }

@@ -21,6 +21,7 @@ from tightfit.apply.activations.slicing import sliced
 from tightfit.apply.activations.tiling import tiled
 from tightfit.apply.activations.waiting import move_waiting
 from tightfit.apply.disguise import disguise
+from tightfit.apply.gates import watch
 from tightfit.apply.session import Session
 from tightfit.apply.weights.disk import Stored
 from tightfit.apply.weights.placement import Residency
@@ -165,8 +166,7 @@ class Fitted:
             move_waiting(module, device, self._recorder, undo)
         undo.callback(disguise(module, **self._component_members(name, module, plan, device)))
         for child in module.children():
-            handle = child.register_forward_pre_hook(lambda *_: self._session.touch(name), prepend=True)
-            undo.callback(handle.remove)
+            watch(child, functools.partial(self._session.touch, name), None, undo.callback)
 
     def _store(self, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack, *, counted: bool) -> None:
         """Weights that are always on the device are `counted` once, in the form in which they are there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from tightfit.footprint import Component, Footprint, Role, Unit
 
 __all__ = [
     "HANDLE",
+    "compiled_around",
     "find_components",
     "find_leaves",
     "find_phase",
@@ -63,18 +64,28 @@ def inspect_component(name: str, module: nn.Module) -> Component:
         units=(*units, _unit("", list(left.values()))) if units else (),
         leaves=tuple(_leaf(path, parts) for path, parts in find_leaves(module).items()),
         skips=has_skips(module),
+        compiled=bool(compiled_around(module)),
     )
 
 
 def _leaf(path: str, parts: tuple[nn.Module, ...]) -> Unit:
-    return _unit(path, list({id(tensor): tensor for part in parts for tensor in _own(part)}.values()))
+    tensors = list({id(tensor): tensor for part in parts for tensor in _own(part)}.values())
+    linear = all(isinstance(part, nn.Linear) for part in parts)
+    matrices = [tensor for tensor in tensors if linear and tensor.ndim == 2]
+    rows = sum(len(matrix) for matrix in matrices)
+    return _unit(path, tensors).model_copy(update={"matrices": _bytes_by_dtype(matrices), "rows": rows})
 
 
 def _unit(name: str, tensors: list[torch.Tensor]) -> Unit:
+    dtypes = _bytes_by_dtype(tensors)
+    return Unit(name=name, bytes=sum(dtypes.values()), dtypes=dtypes)
+
+
+def _bytes_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
     dtypes: Counter[str] = Counter()
     for tensor in tensors:
         dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
-    return Unit(name=name, bytes=dtypes.total(), dtypes=dict(dtypes))
+    return dict(dtypes)
 
 
 def has_skips(module: nn.Module) -> bool:
@@ -128,8 +139,8 @@ def find_leaves(module: nn.Module) -> dict[str, tuple[nn.Module, ...]]:
     own is needed all along) and what is small.
     """
     own = {path: (part, _own(part)) for path, part in module.named_modules()}
-    least = min(SMALLEST, int(weight_bytes(module) * SMALLEST_SHARE))
-    large = {path for path, (_, owned) in own.items() if owned and sum(t.nbytes for t in owned) >= max(least, 1)}
+    least = min(SMALLEST, int(_loaded_bytes(weight_tensors(module)) * SMALLEST_SHARE))
+    large = {path for path, (_, owned) in own.items() if owned and _loaded_bytes(owned) >= max(least, 1)}
     around = {path[:end] for path in large for end, sign in enumerate(path) if sign == "."} | ({""} if large else set())
     leaves: dict[str, tuple[nn.Module, ...]] = {}
     homes: dict[int, str] = {}  # the leaf that has a parameter
@@ -140,6 +151,25 @@ def find_leaves(module: nn.Module) -> dict[str, tuple[nn.Module, ...]]:
             homes.update((id(tensor), leaf) for tensor in owned)
     shared = Counter(id(tensor) for _, owned in own.values() for tensor in owned)
     return {leaf: parts for leaf, parts in leaves.items() if _complete(parts, shared)}
+
+
+def compiled_around(network: nn.Module) -> dict[int, nn.Module]:
+    """By id, the modules inside `network` that are compiled or part of such, and the outermost that is.
+
+    Where the whole network is compiled, that does not count: there would be no place for hooks. They interrupt what
+    is compiled then.
+    """
+    outermost: dict[int, nn.Module] = {}
+    for module in network.modules():
+        if module._compiled_call_impl is not None and module is not network:
+            for part in module.modules():
+                outermost.setdefault(id(part), module)
+    return outermost
+
+
+def _loaded_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Also of what is stored in fewer: the same leaves are found as before it was."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ ALIGNMENT = 4096  # bytes: sizes in the ring are rounded up to it
 PADDING = 512  # bytes, of four tensors in a flat buffer
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number that is stored in one
 ROW = 64  # bytes as loaded for each byte of scales, at least
+INT8_ROW = 5  # bytes beside the values of each row: its scale and its zero point
 SECTORS = 4  # of a disk, that reading a weight and a bias takes beyond the two
 AHEAD = 4  # of the largest that pass through, how many the ring holds
 BLOCKS_FROM = 40  # blocks that must fit beside each other before they move as a whole
@@ -55,6 +56,11 @@ def settle_streaming(
     Raises PlanError where `weights` is too little, with what would be enough, and for unknown names in `stays`.
     """
     grain = chosen.grain or _choose_grain(component, chosen)
+    if grain == "leaf" and component.compiled:
+        raise PlanError(
+            f"{component.name} has compiled blocks, all of whose layers are needed at once: choose grain=block",
+            name=component.name,
+        )
     sizes = _parcel_sizes(component, grain, chosen)
     if chosen.stays is not None:
         return _checked(component, chosen.model_copy(update={"grain": grain}), sizes)
@@ -104,10 +110,15 @@ def _by_parcel(component: Component, grain: Grain, seconds: Mapping[str, float] 
 
 
 def _choose_grain(component: Component, chosen: ComponentPlan) -> Grain:
-    """Blocks where there is room for many, else layers: the smaller what passes through, the more can stay."""
+    """Blocks where they are compiled, or there is room for many, else layers.
+
+    The smaller what passes through, the more can stay.
+    """
     if chosen.stays:  # by their names
         whole = {unit.name for unit in component.units} - {leaf.name for leaf in component.leaves}
         return "block" if whole.intersection(chosen.stays) else "leaf"
+    if component.compiled:
+        return "block"
     if chosen.weights is None:
         return "leaf"
     largest = max(_parcel_sizes(component, "block", chosen).values(), default=0)
@@ -127,6 +138,9 @@ def _stored_bytes(leaf: Unit, chosen: ComponentPlan) -> int:
     skip = DEFAULT_SKIP if chosen.skip is None else chosen.skip
     if chosen.storage == "as-loaded" or any(re.search(pattern, f"{leaf.name}.weight") for pattern in skip):
         return leaf.bytes
+    if chosen.storage == "int8":
+        values = sum(size // WIDTHS.get(dtype, 1) for dtype, size in leaf.matrices.items())
+        return leaf.bytes - sum(leaf.matrices.values()) + values + leaf.rows * INT8_ROW
     narrowed = sum(size - size // WIDTHS[dtype] - size // ROW for dtype, size in leaf.dtypes.items() if dtype in WIDTHS)
     return leaf.bytes - narrowed
 

@@ -88,8 +88,13 @@ class Absences:
     def give_back(self, parcel: Parcel) -> None:
         """The masters, which have come from their home, are as others wrote them."""
         for away, master in zip(self._of[parcel], parcel.masters, strict=True):
-            if away.absence.written is not None:
-                master.data = away.absence.written.to(master.device)
+            written = away.absence.written
+            if written is None:
+                continue
+            if (written.dtype, written.shape) == (master.dtype, master.shape):
+                master.data.copy_(written)
+            else:
+                master.data = written.to(master.device)
 
 
 def versions_of(weights: Sequence[torch.Tensor]) -> Versions:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from tightfit.apply.weights.homes import plain_parts, rebuilt
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
@@ -85,7 +86,7 @@ class Cargo:
         self.aboard = False  # last: who is interrupted here is evicted again
 
     def _copy(self, master: torch.Tensor) -> torch.Tensor:
-        copy = self._device.bring(master.detach())
+        copy = rebuilt(master, [self._device.bring(part) for part in plain_parts(master.detach())])
         if isinstance(master, nn.Parameter):
             return nn.Parameter(copy, requires_grad=master.requires_grad)
         return copy

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from tightfit.apply.weights.homes import Home, HostHome, plain_parts, rebuilt
-from tightfit.measure.modules import find_leaves
+from tightfit.measure.modules import compiled_around, find_leaves
 from tightfit.plan.streaming import group_leaves
 from tightfit.records import Component, Grain
 
-__all__ = ["Parcel", "Place", "parcels_of"]
+__all__ = ["Parcel", "Place", "expected_in", "parcels_of"]
 
 Table = dict[str, torch.Tensor | None]
 
@@ -35,7 +35,7 @@ class Parcel:
     """The weights of some modules, `masters`, each with the places where it is looked up."""
 
     name: str
-    gates: tuple[nn.Module, ...]  # whose forward passes need them
+    gates: tuple[nn.Module, ...]  # whose forward passes need them; none is inside of what is compiled
     masters: list[nn.Parameter]
     likes: list[torch.Tensor]  # on "meta", laid out as the masters are
     places: list[list[Place]]
@@ -89,16 +89,23 @@ def parcels_of(
     module: nn.Module, component: Component, grain: Grain, home_of: Callable[[list[nn.Parameter]], Home]
 ) -> list[Parcel]:
     """The parcels of `module` in the order of the model; `home_of` finds a home for the masters of each."""
-    leaves, parcels = find_leaves(module), []
+    leaves, parcels, compiled = find_leaves(module), [], compiled_around(module)
     for name, members in group_leaves(component, grain).items():
         parts = [part for leaf in members for part in leaves[leaf]]
         masters, places = _places_of(parts)
-        gates = tuple(parts) if name in leaves else (module.get_submodule(name),)
+        owners = parts if name in leaves else [module.get_submodule(name)]
+        gates = tuple(compiled.get(id(owner), owner) for owner in owners)
         likes, home = [_like(master) for master in masters], home_of(masters)
         if not home.writable:
             masters = [_emptied(master, of) for master, of in zip(masters, places, strict=True)]
         parcels.append(Parcel(name, gates, masters, likes, places, home))
     return parcels
+
+
+def expected_in(method: str, parcels: Iterable[Parcel]) -> Iterator[Parcel]:
+    """What `method` is guessed to use: an autoencoder's decoder has no part in encoding."""
+    other = {"encode": "decoder", "decode": "encoder"}.get(method)
+    return (parcel for parcel in parcels if parcel.name.partition(".")[0] != other)
 
 
 def _places_of(parts: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[list[Place]]]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.disguise import disguise
+from tightfit.apply.gates import wrap
 
 __all__ = ["rescue_blocks", "rescued"]
 
@@ -23,8 +24,11 @@ __all__ = ["rescue_blocks", "rescued"]
 def rescue_blocks(blocks: dict[str, nn.Module], shed: Callable[[str], bool], undo: ExitStack) -> None:
     """Lets each of `blocks` run again as long as `shed` (given its name) says that there is more room now."""
     for name, block in blocks.items():
-        forward = rescued(type(block).forward, functools.partial(shed, name))
-        undo.callback(disguise(block, forward=forward))
+        give_way = functools.partial(shed, name)
+        if block._compiled_call_impl is None:
+            undo.callback(disguise(block, forward=rescued(type(block).forward, give_way)))
+        else:
+            wrap(block, functools.partial(rescued, shed=give_way), undo.callback)
 
 
 def rescued(method: Callable[..., Any], shed: Callable[[], bool]) -> Callable[..., Any]:
@@ -32,7 +36,7 @@ def rescued(method: Callable[..., Any], shed: Callable[[], bool]) -> Callable[..
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [value for value in tree_leaves((args[1:], kwargs)) if isinstance(value, torch.Tensor)]
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         before = _versions(given)
         while True:
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,32 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tightfit.apply.weights.fp8 import Float8Weight, storable
-from tightfit.records import ComponentPlan
+from tightfit.apply.weights.eight_bits import StoredWeight, storable
+from tightfit.apply.weights.fp8 import Float8Weight
+from tightfit.errors import PlanError
+from tightfit.records import ComponentPlan, Plan, Storage
 
-__all__ = ["store_weights"]
+__all__ = ["check_storage", "store_weights"]
+
+
+def check_storage(plan: Plan) -> None:
+    """PlanError where a component is to be stored as int8 and torchao is not installed. Loads it where it is."""
+    for name, chosen in plan.components.items():
+        if chosen.storage == "int8":
+            try:
+                import_module("tightfit.apply.weights.int8")
+            except ImportError as error:
+                raise PlanError(
+                    f"{name}: storage=int8 needs torchao 0.18 or newer ({error}): pip install 'tightfit[int8]'",
+                    name=name,
+                ) from error
 
 
 class _Originals:
     """Weights set aside: kept in RAM, or written to a temporary file where RAM is what should be saved."""
 
     def __init__(self, parameters: list[nn.Parameter], in_ram: bool) -> None:
+        parameters = [parameter for parameter in parameters if not parameter.is_meta]  # which has no values
         self._parameters = parameters
         self._file: Path | None = None
         if in_ram:
@@ -51,24 +68,25 @@ class _Originals:
 
 
 def store_weights(module: nn.Module, plan: ComponentPlan, *, originals_in_ram: bool) -> tuple[int, Callable[[], None]]:
-    """Stores `module`'s matrices and kernels as `plan` says.
+    """Stores `module`'s matrices and kernels as `plan` says; as int8 the matrices of linear layers only.
 
     Returns by how many bytes the module's weights grew (negative), and how to restore the originals exactly.
     What was written into a stored weight in the meantime (a fused LoRA) wins over its original.
     """
-    form = getattr(torch, plan.storage)
     compute = getattr(torch, plan.compute_dtype) if plan.compute_dtype else None
-    entries = list(storable(module, plan.skip))
-    stored = [_stored(original, form, compute) for _, _, original in entries]
-    grown = sum(s.nbytes - p.nbytes for s, (_, _, p) in zip(stored, entries, strict=True))
-    for (owner, name, _), parameter in zip(entries, stored, strict=True):
-        owner._parameters[name] = parameter  # type: ignore[assignment]
-    originals = _Originals([parameter for _, _, parameter in entries], originals_in_ram)
+    entries = list(storable(module, plan.skip, nn.Linear if plan.storage == "int8" else nn.Module))
+    each = {id(original): original for _, _, original in entries}
+    stored = {key: _stored(original, plan.storage, compute) for key, original in each.items()}
+    grown = sum(stored[key].nbytes - original.nbytes for key, original in each.items())
+    for owner, name, original in entries:
+        owner._parameters[name] = stored[id(original)]  # type: ignore[assignment]
+    originals = _Originals(list(each.values()), originals_in_ram)
     cast = _cast_rest(module, compute) if compute else []
 
     def restore() -> None:
         originals.give_back()
-        for (owner, name, original), parameter in zip(entries, stored, strict=True):
+        for owner, name, original in entries:
+            parameter = stored[id(original)]
             if owner._parameters.get(name) is not parameter:  # type: ignore[comparison-overlap]
                 continue  # somebody put another there: theirs stands
             if parameter.written:
@@ -81,9 +99,16 @@ def store_weights(module: nn.Module, plan: ComponentPlan, *, originals_in_ram: b
     return grown, restore
 
 
-def _stored(original: nn.Parameter, form: torch.dtype, compute: torch.dtype | None) -> Float8Weight:
-    parameter = nn.Parameter(Float8Weight.store(original, form, compute), requires_grad=original.requires_grad)
-    assert isinstance(parameter, Float8Weight)  # a parameter keeps the class of its tensor
+def _stored(original: nn.Parameter, storage: Storage, compute: torch.dtype | None) -> StoredWeight:
+    value: StoredWeight
+    if storage == "int8":
+        from tightfit.apply.weights.int8 import Int8Weight  # torchao need not be there
+
+        value = Int8Weight.store(original, compute)
+    else:
+        value = Float8Weight.store(original, getattr(torch, storage), compute)
+    parameter = nn.Parameter(value, requires_grad=original.requires_grad)
+    assert isinstance(parameter, StoredWeight)  # a parameter keeps the class of its tensor
     return parameter
 
 

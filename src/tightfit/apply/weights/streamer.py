@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tightfit.apply.gates import for_all, watch
 from tightfit.apply.weights.absences import Absences, versions_of
 from tightfit.apply.weights.order import Order
-from tightfit.apply.weights.parcels import Parcel
+from tightfit.apply.weights.parcels import Parcel, expected_in
 from tightfit.apply.weights.ring import Lease
 from tightfit.apply.weights.rooms import Rooms
 from tightfit.devices.lane import Arrival
@@ -67,11 +68,12 @@ class Streamer:
 
     def hook(self, undo: Callable[..., object]) -> None:
         """Lets the modules tell when they work; `undo` is given how to stop it."""
+        behind: dict[nn.Module, list[Parcel]] = {}
         for parcel in self._parcels:
-            before, after = _calls(self.need, parcel), _calls(self.done, parcel)
-            for gate in parcel.gates:
-                undo(gate.register_forward_pre_hook(before, prepend=True).remove)
-                undo(gate.register_forward_hook(after, always_call=True).remove)
+            for gate in dict.fromkeys(parcel.gates):
+                behind.setdefault(gate, []).append(parcel)
+        for gate, parcels in behind.items():
+            watch(gate, for_all(self.need, parcels), for_all(self.done, parcels), undo)
 
     def begin(self, method: str = "forward", make_way: Callable[[int], None] | None = None) -> None:
         """A pass begins: what is first needed starts to come.
@@ -105,7 +107,7 @@ class Streamer:
     def _choose_order(self, method: str) -> None:
         order = self._orders.get(method)
         if order is None:
-            order = self._orders[method] = Order(list(_expected(self._parcels, method)))
+            order = self._orders[method] = Order(list(expected_in(method, self._parcels)))
         if order is not self._order:
             self._order = order
             order.rewind()
@@ -314,13 +316,3 @@ class Streamer:
         self._leave(idle)
         if idle:
             self._order.look_again()
-
-
-def _calls(function: Callable[[Parcel], None], parcel: Parcel) -> Callable[..., None]:
-    return lambda *_: function(parcel)
-
-
-def _expected(parcels: Sequence[Parcel], method: str) -> Iterator[Parcel]:
-    """What `method` is guessed to use: an autoencoder's decoder has no part in encoding."""
-    other = {"encode": "decoder", "decode": "encoder"}.get(method)
-    return (parcel for parcel in parcels if parcel.name.partition(".")[0] != other)

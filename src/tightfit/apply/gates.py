@@ -1,0 +1,60 @@
+"""Telling when modules work: by hooks that a compiler does not look into, and around what is compiled already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+__all__ = ["for_all", "watch", "wrap"]
+
+T = TypeVar("T")
+
+
+def watch(
+    module: nn.Module, before: Callable[[], None], after: Callable[[], None] | None, undo: Callable[..., object]
+) -> None:
+    """Calls `before` and `after` each forward pass of `module`, whatever it raises; `undo` is given how to stop it."""
+    if module._compiled_call_impl is None:
+        undo(module.register_forward_pre_hook(_hook(before), prepend=True).remove)
+        if after is not None:
+            undo(module.register_forward_hook(_hook(after), always_call=True).remove)
+        return
+
+    def around(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                if after is not None:
+                    after()
+
+        return run
+
+    wrap(module, around, undo)
+
+
+def wrap(
+    module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]], undo: Callable[..., object]
+) -> None:
+    """Calls of `module`, which is compiled, go to what `around` makes of the compiled function."""
+    compiled = module._compiled_call_impl
+    module._compiled_call_impl = around(compiled)  # type: ignore[arg-type]
+    undo(setattr, module, "_compiled_call_impl", compiled)
+
+
+def for_all(act: Callable[[T], None], items: Sequence[T]) -> Callable[[], None]:
+    """`act` on each of `items`, in their order."""
+
+    def act_on_all() -> None:
+        for item in items:
+            act(item)
+
+    return act_on_all
+
+
+def _hook(function: Callable[[], None]) -> Callable[..., None]:
+    return torch.compiler.disable(lambda *_: function())  # type: ignore[no-untyped-call, no-any-return]
