@@ -209,7 +209,7 @@ def read_wishes() -> argparse.Namespace:
     parser.add_argument("--tokens", default="9,7", help="of picture (a square number) and text")
     parser.add_argument("--margin", type=parse_bytes, default="32MB", help="what is left unused below the cap")
     parser.add_argument("--name", default="weights-cpu", help="of the file of results")
-    parser.add_argument("--limit", type=float, default=900, help="seconds after which a contender is stopped")
+    parser.add_argument("--limit", type=float, default=120, help="seconds after which a contender is stopped")
     wishes = parser.parse_args()
     wishes.size = "small" if wishes.small else "full"
     wishes.caps = [parse_bytes(cap) for cap in (wishes.caps or CAPS[wishes.size]).split(",")]

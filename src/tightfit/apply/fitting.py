@@ -26,7 +26,7 @@ from tightfit.apply.session import Session
 from tightfit.apply.weights.disk import Stored
 from tightfit.apply.weights.placement import Residency
 from tightfit.apply.weights.rescue import rescued
-from tightfit.apply.weights.storage import check_storage, store_weights
+from tightfit.apply.weights.storage import check_storage
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
@@ -157,10 +157,10 @@ class Fitted:
             undo.callback(channels_last(module))
         copied = plan.placement == "resident" and device.swaps_parameters  # then copies come as they are stored
         if copied:
-            self._store(module, plan, device, undo, counted=False)
+            self._store(module, plan, undo, counted=False)
         self._residency.place(module, plan, undo)
         if not copied:
-            self._store(module, plan, device, undo, counted=plan.placement == "resident" or not device.separate)
+            self._store(module, plan, undo, counted=plan.placement == "resident" or not device.separate)
         self._residency.stream(name, module, plan, undo)
         if self.plan.offload_activations and has_skips(module):
             move_waiting(module, device, self._recorder, undo)
@@ -168,12 +168,11 @@ class Fitted:
         for child in module.children():
             watch(child, functools.partial(self._session.touch, name), None, undo.callback)
 
-    def _store(self, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack, *, counted: bool) -> None:
+    def _store(self, module: nn.Module, plan: ComponentPlan, undo: ExitStack, *, counted: bool) -> None:
         """Weights that are always on the device are `counted` once, in the form in which they are there."""
         if plan.storage == "as-loaded":
             return
-        grown, restore = store_weights(module, plan, originals_in_ram=device.separate)
-        undo.callback(restore)
+        grown = self._residency.store(module, plan, undo)
         if counted:
             self._recorder.weights_changed(grown)
             undo.callback(self._recorder.weights_changed, -grown)

@@ -6,7 +6,7 @@ is not to stay on the disk, is read right away, each large tensor into memory of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from tightfit.checkpoint.loading import load_pipeline, quietly
 from tightfit.checkpoint.tensors import NotStraight, Place, place_weights, read_places
 from tightfit.devices.disk import DiskReader
 from tightfit.measure.building import build_network
-from tightfit.measure.modules import find_leaves
 
 __all__ = ["Straight", "build_straight"]
 
@@ -32,8 +31,8 @@ class Straight:
         self.pipe = pipe
         self._networks, self._places = networks, places
 
-    def fill(self, on_disk: Callable[[str], bool]) -> dict[int, Stored]:
-        """Reads all weights but the large ones of networks that are `on_disk`; returns, by id, where those are.
+    def fill(self, left: Callable[[str, nn.Module], Set[int]]) -> dict[int, Stored]:
+        """Reads all weights but those that `left` names, by id, of a network and its name; returns where those are.
 
         ModelError where a file ends too soon, cannot be read or was changed since its header was.
         """
@@ -41,10 +40,10 @@ class Straight:
         with DiskReader() as reader:
             for name, places in self._places.items():
                 network = self._networks[name]
-                stays = _in_leaves(network) if on_disk(name) else set()
+                unread = left(name, network)
                 for weight, place in _weights(network, places).values():
                     where = Stored(place.path, place.offset, place.dtype, weight.shape, _strides(weight.shape))
-                    if id(weight) in stays:
+                    if id(weight) in unread:
                         stored[id(weight)] = where
                     else:
                         _replace(network, weight, read_stored(where, reader).to(weight.dtype))
@@ -93,12 +92,6 @@ def _build(path: Path, part: ComponentFolder, dtype: torch.dtype) -> nn.Module:
         generation = import_module("transformers").GenerationConfig
         network.generation_config = generation.from_pretrained(str(path), local_files_only=True)
     return network
-
-
-def _in_leaves(network: nn.Module) -> set[int]:
-    """What can stay on the disk: the parameters of large layers."""
-    parts = [part for parts in find_leaves(network).values() for part in parts]
-    return {id(parameter) for part in parts for parameter in part.parameters(recurse=False) if parameter.is_meta}
 
 
 def _weights(network: nn.Module, places: Mapping[str, Place]) -> dict[int, tuple[torch.Tensor, Place]]:

@@ -22,6 +22,7 @@ __all__ = [
     "has_skips",
     "inspect_component",
     "inspect_pipeline",
+    "leaf_weights",
     "weight_bytes",
     "weight_tensors",
 ]
@@ -151,6 +152,12 @@ def find_leaves(module: nn.Module) -> dict[str, tuple[nn.Module, ...]]:
             homes.update((id(tensor), leaf) for tensor in owned)
     shared = Counter(id(tensor) for _, owned in own.values() for tensor in owned)
     return {leaf: parts for leaf, parts in leaves.items() if _complete(parts, shared)}
+
+
+def leaf_weights(module: nn.Module) -> set[int]:
+    """By id, the parameters that leaves own."""
+    parts = [part for parts in find_leaves(module).values() for part in parts]
+    return {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
 
 
 def compiled_around(network: nn.Module) -> dict[int, nn.Module]:

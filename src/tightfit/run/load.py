@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from tightfit.apply.fitting import Fitted, choices_of, decide
+from tightfit.apply.weights.storage import storable_in
 from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.headers import names_in
 from tightfit.checkpoint.straight import build_straight
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError, unknown_name
+from tightfit.measure.modules import leaf_weights
 from tightfit.records import ComponentPlan, Plan, Request
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 
@@ -54,13 +57,19 @@ def load(
     straight = build_straight(path, folder, getattr(torch, dtype or _usual(path, folder, target)))
     decided = decide(straight.pipe, choices, request, target)
 
-    def on_disk(name: str) -> bool:
-        chosen = decided.components.get(name, ComponentPlan())
-        return chosen.home == "disk" and chosen.placement != "resident" and chosen.storage == "as-loaded"
-
-    stored = straight.fill(on_disk)
+    stored = straight.fill(lambda name, network: _unread(network, decided.components[name], target))
     fitted = Fitted(straight.pipe, decided, target, count_activations=count_activations, stored=stored)
     return Loaded(straight.pipe, fitted)
+
+
+def _unread(network: nn.Module, chosen: ComponentPlan, target: Device) -> set[int]:
+    """By id, the weights that need not be read to fill `network`: each is when it is used, or stored in eight bits."""
+    weights = {id(weight) for _, _, weight in storable_in(network, chosen)}
+    if chosen.placement == "resident":
+        return set() if target.separate else weights
+    if chosen.home == "disk" and chosen.compute_dtype is None:  # else all that is not stored is converted
+        weights |= leaf_weights(network)
+    return {id(weight) for weight in network.parameters() if weight.is_meta}.intersection(weights)
 
 
 def _find(model: str | Path) -> tuple[Path, ModelFolder | None]:

@@ -13,16 +13,25 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def channels_last(module: nn.Module) -> Callable[[], None]:
-    """Lays every convolution kernel of `module` out with channels last; returns how to restore each as it was."""
-    strides: list[tuple[nn.Parameter, tuple[int, ...]]] = []
-    for parameter in module.parameters():
-        if parameter.ndim in _FORMATS:
-            strides.append((parameter, parameter.stride()))
-            parameter.data = parameter.data.contiguous(memory_format=_FORMATS[parameter.ndim])
+    """Lays every convolution kernel of `module` out with channels last; returns how to restore each as it was.
+
+    Also where another parameter took its place in the meantime (one that was read from a file, say).
+    """
+    before: list[tuple[nn.Module, str, torch.Size, tuple[int, ...]]] = []
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.ndim in _FORMATS:
+                before.append((owner, name, parameter.shape, parameter.stride()))
+    for owner, name, _, _ in before:
+        kernel = owner._parameters[name]
+        assert kernel is not None  # it was found there
+        kernel.data = kernel.data.contiguous(memory_format=_FORMATS[kernel.ndim])
 
     def restore() -> None:
-        for parameter, stride in strides:
-            data = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
-            parameter.data = data.copy_(parameter.data)
+        for owner, name, shape, strides in before:
+            kernel = owner._parameters.get(name)
+            if kernel is not None and kernel.shape == shape and kernel.stride() != strides:
+                data = torch.empty_strided(shape, strides, dtype=kernel.dtype, device=kernel.device)
+                kernel.data = data.copy_(kernel.data)
 
     return restore

@@ -23,7 +23,7 @@ from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.memory import arena
 from tightfit.errors import RunError
 
-__all__ = ["DiskHome", "Spill", "Stored", "read_stored"]
+__all__ = ["DiskHome", "Spill", "Stored", "read_like", "read_stored"]
 
 OWN_MEMORY = 2**20  # bytes of a tensor for which a map of its own is worth it
 
@@ -87,6 +87,12 @@ def read_stored(stored: Stored, reader: DiskReader) -> torch.Tensor:
         return torch.empty(stored.shape, dtype=stored.dtype)
     value = DiskHome([stored], reader).values()[0]
     return value if stored.size >= OWN_MEMORY else value.clone()
+
+
+def read_like(like: torch.Tensor, stored: Stored, reader: DiskReader) -> torch.Tensor:
+    """What a file holds, laid out as `like` and in its dtype."""
+    value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    return value.copy_(read_stored(stored, reader))
 
 
 class _Read(Arrival):

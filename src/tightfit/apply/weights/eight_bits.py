@@ -19,7 +19,7 @@ from torch import nn
 from tightfit.apply.weights.homes import plain_parts, rebuilt
 from tightfit.plan.streaming import DEFAULT_SKIP
 
-__all__ = ["StoredWeight", "storable"]
+__all__ = ["Entry", "StoredWeight", "storable"]
 
 Entry = tuple[nn.Module, str, nn.Parameter]
 
@@ -56,6 +56,7 @@ class StoredWeight(torch.Tensor):
     """A weight held as other tensors, which `__tensor_flatten__` names; every operation sees it widened to `dtype`."""
 
     _writes: _Writes
+    _bytes = 0
 
     @staticmethod
     def __new__(cls, held: torch.Tensor, *_: Any, dtype: torch.dtype) -> Self:
@@ -80,7 +81,9 @@ class StoredWeight(torch.Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        return sum(part.nbytes for part in plain_parts(self))
+        """Also while its values are elsewhere, and the tensors that should hold them are empty."""
+        self._bytes = self._bytes or sum(part.nbytes for part in plain_parts(self))
+        return self._bytes
 
     def _write(self, stored: StoredWeight) -> None:
         for part, new in zip(plain_parts(self), plain_parts(stored), strict=True):

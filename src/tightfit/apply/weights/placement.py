@@ -11,15 +11,17 @@ from torch import nn
 
 from tightfit.apply.weights.agenda import Agenda, Pass
 from tightfit.apply.weights.cargo import Cargo
-from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_stored
+from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_like, read_stored
+from tightfit.apply.weights.eight_bits import StoredWeight
 from tightfit.apply.weights.homes import Home, HostHome, plain_parts
 from tightfit.apply.weights.parcels import Parcel, parcels_of
 from tightfit.apply.weights.rescue import rescue_blocks, rescued
 from tightfit.apply.weights.staging import Stager
+from tightfit.apply.weights.storage import store_weights
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.seam import Device
-from tightfit.measure.modules import find_units, inspect_component, weight_bytes, weight_tensors
+from tightfit.measure.modules import find_units, inspect_component, leaf_weights, weight_bytes, weight_tensors
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.streaming import settle_streaming
 from tightfit.records import ComponentPlan
@@ -40,6 +42,8 @@ class Residency:
     def __init__(self, device: Device, recorder: Recorder, stored: Mapping[int, Stored] | None = None) -> None:
         self._device = device
         self._stored = stored or {}  # which files hold what, by id
+        self._aside: dict[int, tuple[torch.Tensor, Stored]] = {}  # which were written to the disk already, by id
+        self._spill: Spill | None = None
         self._reader: DiskReader | None = None
         self._stager: Stager | None = None
         self._recorder = recorder
@@ -63,6 +67,24 @@ class Residency:
         else:
             undo.callback(_move(module, HOST))
 
+    def store(self, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> int:
+        """Puts weights of `module` into eight bits; returns by how many bytes they grew (negative).
+
+        What will be read from the disk goes there at once, each weight as soon as it is stored.
+        """
+        passing = leaf_weights(module) if plan.home == "disk" and plan.placement != "resident" else set()
+
+        def aside(original: nn.Parameter, weight: StoredWeight) -> None:
+            if id(original) in passing:
+                for part in plain_parts(weight):
+                    self._aside[id(part)] = part, self._spilling(undo).write(part)
+                    part.data = torch.empty(0, dtype=part.dtype)
+
+        in_ram = self._device.separate
+        grown, restore = store_weights(module, plan, originals_in_ram=in_ram, files=self._stored, aside=aside)
+        undo.callback(restore)
+        return grown
+
     def stream(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
         """Lets the weights of `module`, the component `name`, come and go as it works."""
         if plan.placement == "resident" or not (self._device.separate or plan.home == "disk"):
@@ -70,8 +92,8 @@ class Residency:
         component = inspect_component(name, module)
         if plan.placement == "per-unit":
             plan = settle_streaming(component, plan)
-        with ExitStack() as stored:
-            parcels = parcels_of(module, component, plan.grain or "leaf", self._homes(plan, stored, undo))
+        parcels = parcels_of(module, component, plan.grain or "leaf", self._homes(plan, undo))
+        self._settle_disk()
         if plan.pinned:
             self._lock(name, parcels, undo)
         stays = {parcel.name for parcel in parcels} if plan.placement == "per-phase" else plan.stays or ()
@@ -93,8 +115,23 @@ class Residency:
         self._recorder.weights_changed(size)
         undo.callback(self._recorder.weights_changed, -size)
 
-    def _homes(self, plan: ComponentPlan, stored: ExitStack, undo: ExitStack) -> Callable[[list[nn.Parameter]], Home]:
-        """How to find a home for masters, until `stored` is closed."""
+    def _spilling(self, undo: ExitStack) -> Spill:
+        if self._spill is None:
+            self._spill = Spill()
+            undo.callback(self._spill.close)
+        return self._spill
+
+    def _settle_disk(self) -> None:
+        """All that goes to the disk is there; what went there too early, because no layer is large with it, is back."""
+        with DiskReader() as reader:
+            for part, stored in self._aside.values():
+                part.data = read_stored(stored, reader)
+        self._aside.clear()
+        if self._spill is not None:
+            self._spill.finish()
+
+    def _homes(self, plan: ComponentPlan, undo: ExitStack) -> Callable[[list[nn.Parameter]], Home]:
+        """How to find a home for masters."""
         if plan.home == "host":
             stager = self._staging(undo) if self._device.plain_copies_block else None
             return lambda masters: HostHome(_plain(masters), self._device, stager)
@@ -102,15 +139,20 @@ class Residency:
         if self._reader is None:
             self._reader = DiskReader()
             undo.callback(self._reader.close)
-        reader, spill = self._reader, Spill()
-        undo.callback(spill.close)
-        stored.callback(spill.finish)
+        reader = self._reader
+
+        def on_disk(tensor: torch.Tensor) -> Stored:
+            """Where `tensor` is as it is used; it is written where it is in no file, or not like that."""
+            if id(tensor) in self._aside:
+                return self._aside.pop(id(tensor))[1]
+            stored = self._stored.get(id(tensor))
+            layout_too = stored is not None and (stored.strides == tensor.stride() or tensor.ndim < 4)
+            if stored is not None and layout_too and stored.dtype == tensor.dtype:  # kernels may be channels-last
+                return stored
+            return self._spilling(undo).write(tensor if stored is None else read_like(tensor, stored, reader))
 
         def home_of(masters: list[nn.Parameter]) -> Home:
-            tensors = _plain(masters)
-            known = [self._stored.get(id(tensor)) for tensor in tensors]
-            there = [_as_used(*pair, reader, spill) for pair in zip(tensors, known, strict=True)]
-            return DiskHome(there, reader, stager)
+            return DiskHome([on_disk(tensor) for tensor in _plain(masters)], reader, stager)
 
         return home_of
 
@@ -235,21 +277,14 @@ class Residency:
         self._last = None
 
 
-def _as_used(tensor: torch.Tensor, stored: Stored | None, reader: DiskReader, spill: Spill) -> Stored:
-    """Where `tensor` is stored as it is used; it is written to `spill` where it is in no file, or in another dtype."""
-    if stored is not None and stored.dtype == tensor.dtype:
-        return stored
-    return spill.write(tensor if stored is None else read_stored(stored, reader).to(tensor.dtype))
-
-
 def _plain(masters: list[nn.Parameter]) -> list[torch.Tensor]:
     return [part for master in masters for part in plain_parts(master)]
 
 
 def _move(module: nn.Module, target: torch.device) -> Callable[[], None]:
     """Moves the weights of `module` to `target`; returns how to move each back to where it was."""
-    homes = {id(tensor): tensor.device for tensor in weight_tensors(module)}
-    usual = next(iter(homes.values()), target)  # for what is loaded in the meantime
+    homes = {id(tensor): tensor.device for tensor in weight_tensors(module) if not tensor.is_meta}
+    usual = next(iter(homes.values()), HOST)  # for what is loaded in the meantime
 
     def move(home: Callable[[torch.Tensor], torch.device]) -> None:
         for tensor in weight_tensors(module):

@@ -81,7 +81,7 @@ class Rooms:
 
     def extra(self, size: int) -> torch.Tensor:
         """`size` bytes that are nobody's, for a single use."""
-        with self._recorder.uncounted():
+        with self._recorder.uncounted(), torch.inference_mode(False):  # other calls, in another mode, use it too
             return self._device.room(size)
 
     def _room_or_none(self, size: int) -> torch.Tensor | None:

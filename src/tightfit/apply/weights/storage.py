@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tightfit.apply.weights.eight_bits import StoredWeight, storable
+from tightfit.apply.weights.disk import Stored, read_like
+from tightfit.apply.weights.eight_bits import Entry, StoredWeight, storable
 from tightfit.apply.weights.fp8 import Float8Weight
+from tightfit.devices.disk import DiskReader
 from tightfit.errors import PlanError
 from tightfit.records import ComponentPlan, Plan, Storage
 
-__all__ = ["check_storage", "store_weights"]
+__all__ = ["check_storage", "storable_in", "store_weights"]
 
 
 def check_storage(plan: Plan) -> None:
@@ -67,17 +69,41 @@ class _Originals:
         self._file = None
 
 
-def store_weights(module: nn.Module, plan: ComponentPlan, *, originals_in_ram: bool) -> tuple[int, Callable[[], None]]:
-    """Stores `module`'s matrices and kernels as `plan` says; as int8 the matrices of linear layers only.
+def storable_in(module: nn.Module, plan: ComponentPlan) -> list[Entry]:
+    """What `plan` stores in eight bits: matrices and kernels; as int8 the matrices of linear layers only."""
+    if plan.storage == "as-loaded":
+        return []
+    return list(storable(module, plan.skip, nn.Linear if plan.storage == "int8" else nn.Module))
+
+
+def store_weights(
+    module: nn.Module,
+    plan: ComponentPlan,
+    *,
+    originals_in_ram: bool,
+    files: Mapping[int, Stored] | None = None,
+    aside: Callable[[nn.Parameter, StoredWeight], None] = lambda original, weight: None,
+) -> tuple[int, Callable[[], None]]:
+    """Stores what `plan` wants of `module`'s weights in eight bits, one weight after another.
+
+    `files` says, by id, which file holds an original that was not read; it is read there, and again to restore it.
+    `aside` is given each original and what it became.
 
     Returns by how many bytes the module's weights grew (negative), and how to restore the originals exactly.
     What was written into a stored weight in the meantime (a fused LoRA) wins over its original.
     """
     compute = getattr(torch, plan.compute_dtype) if plan.compute_dtype else None
-    entries = list(storable(module, plan.skip, nn.Linear if plan.storage == "int8" else nn.Module))
+    entries = storable_in(module, plan)
     each = {id(original): original for _, _, original in entries}
-    stored = {key: _stored(original, plan.storage, compute) for key, original in each.items()}
-    grown = sum(stored[key].nbytes - original.nbytes for key, original in each.items())
+    unread = {key: files[key] for key in each if files is not None and key in files}
+    stored: dict[int, StoredWeight] = {}
+    grown = 0
+    with DiskReader() as reader:
+        for key, original in each.items():
+            there = read_like(original, unread[key], reader) if key in unread else original
+            weight = stored[key] = _stored(there, plan.storage, compute, original.requires_grad)
+            grown += weight.nbytes - original.nbytes
+            aside(original, weight)
     for owner, name, original in entries:
         owner._parameters[name] = stored[id(original)]  # type: ignore[assignment]
     originals = _Originals(list(each.values()), originals_in_ram)
@@ -85,13 +111,16 @@ def store_weights(module: nn.Module, plan: ComponentPlan, *, originals_in_ram: b
 
     def restore() -> None:
         originals.give_back()
+        with DiskReader() as reader:
+            for key, file in unread.items():
+                each[key] = nn.Parameter(read_like(each[key], file, reader), each[key].requires_grad)
         for owner, name, original in entries:
-            parameter = stored[id(original)]
+            parameter, value = stored[id(original)], each[id(original)]
             if owner._parameters.get(name) is not parameter:  # type: ignore[comparison-overlap]
                 continue  # somebody put another there: theirs stands
             if parameter.written:
-                original.data.copy_(parameter.widen())
-            owner._parameters[name] = original
+                value.data.copy_(parameter.widen())
+            owner._parameters[name] = value
         for table, name, loaded, changed in cast:
             if table.get(name) is changed:
                 table[name] = loaded
@@ -99,7 +128,7 @@ def store_weights(module: nn.Module, plan: ComponentPlan, *, originals_in_ram: b
     return grown, restore
 
 
-def _stored(original: nn.Parameter, storage: Storage, compute: torch.dtype | None) -> StoredWeight:
+def _stored(original: torch.Tensor, storage: Storage, compute: torch.dtype | None, asks: bool) -> StoredWeight:
     value: StoredWeight
     if storage == "int8":
         from tightfit.apply.weights.int8 import Int8Weight  # torchao need not be there
@@ -107,7 +136,7 @@ def _stored(original: nn.Parameter, storage: Storage, compute: torch.dtype | Non
         value = Int8Weight.store(original, compute)
     else:
         value = Float8Weight.store(original, getattr(torch, storage), compute)
-    parameter = nn.Parameter(value, requires_grad=original.requires_grad)
+    parameter = nn.Parameter(value, requires_grad=asks)
     assert isinstance(parameter, StoredWeight)  # a parameter keeps the class of its tensor
     return parameter
 

@@ -1,0 +1,108 @@
+"""A model folder, loaded to follow a plan: as if it had been loaded whole and fitted then, without loading it whole."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from tightfit import fit, load
+from tightfit.apply.weights import storage
+from tightfit.measure import building
+from tightfit.measure.modules import find_components, find_role
+from tiny_pipelines import CASES, TinyCase, run
+
+PLANS: dict[str, dict[str, Any]] = {
+    "on the disk": {"placement": "per-unit", "home": "disk"},
+    "fp8": {"placement": "per-unit", "storage": "float8_e4m3fn"},
+    "fp8 on the disk": {"placement": "per-unit", "home": "disk", "storage": "float8_e4m3fn"},
+    "int8 on the disk": {"placement": "per-unit", "home": "disk", "storage": "int8"},
+    "fp8 for bfloat16": {"placement": "per-phase", "storage": "float8_e5m2", "compute_dtype": "bfloat16"},
+    "fp8 on the disk for bfloat16": {
+        "placement": "per-unit", "home": "disk", "storage": "float8_e5m2", "compute_dtype": "bfloat16",
+    },
+    "fp8 that skips": {"placement": "per-unit", "home": "disk", "storage": "float8_e4m3fn", "skip": ["to_q", "ff"]},
+    "on the disk, channels-last": {"placement": "per-unit", "home": "disk", "channels_last": True},
+    "fp8 on the disk, channels-last": {
+        "placement": "per-unit", "home": "disk", "storage": "float8_e4m3fn", "channels_last": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for case in CASES:
+        if case.name in ("StableDiffusion", "Flux"):
+            found[case.name] = tmp_path_factory.mktemp("models") / case.name
+            case.make().save_pretrained(found[case.name], max_shard_size="400KB")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also tiny networks are built without weights."""
+    monkeypatch.setattr(building, "LARGE", 256)
+
+
+def whole(folder: Path) -> Any:
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def case_of(name: str) -> TinyCase:
+    return next(case for case in CASES if case.name == name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "loopback"])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["StableDiffusion", "Flux"])
+def test_as_if_loaded_whole_and_fitted(name: str, plan: str, device: str, folders: dict[str, Path]) -> None:
+    case, pipe = case_of(name), whole(folders[name])
+    plain = run(pipe, case)
+    denoiser = next(n for n, part in find_components(pipe).items() if find_role(n, part) == "denoiser")
+    choices = {"components": {denoiser: PLANS[plan], "vae": {"placement": "per-unit", "home": "disk"}}}
+    fitted = fit(pipe, plan=choices, device=device)
+    wanted = run(pipe, case)
+    fitted.undo()
+
+    loaded = load(folders[name], plan=choices, device=device)
+    loaded.pipe.set_progress_bar_config(disable=True)
+    for _ in range(2):
+        assert torch.equal(run(loaded.pipe, case), wanted)
+    assert loaded.fitted.report().trace.lossy == fitted.report().trace.lossy
+    loaded.fitted.undo()
+    for part, module in find_components(pipe).items():
+        mine = find_components(loaded.pipe)[part].state_dict()
+        assert mine.keys() == module.state_dict().keys()
+        for key, value in module.state_dict().items():
+            same = mine[key]
+            assert (value.dtype, value.stride(), value.device) == (same.dtype, same.stride(), same.device)
+            assert torch.equal(value, same)
+    assert torch.equal(run(loaded.pipe, case), plain)
+
+
+@pytest.mark.parametrize("plan", ["fp8", "fp8 on the disk", "int8 on the disk"])
+def test_what_is_stored_in_eight_bits_is_loaded_weight_by_weight(
+    plan: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what a plan wants in eight bits, no more than one weight is there as the files hold it."""
+    read, values = storage.read_like, []
+
+    def watched(*args: Any) -> torch.Tensor:
+        assert sum(value() is not None for value in values) <= 1
+        value = read(*args)
+        values.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(storage, "read_like", watched)
+    choices = {"components": {"transformer": PLANS[plan]}}
+    loaded = load(folders["Flux"], plan=choices, device="loopback", dtype="float32")
+    assert len(values) > 20
+    monkeypatch.undo()
+    loaded.fitted.undo()
