@@ -110,3 +110,26 @@ def test_four_gigabytes_of_weights_in_one_and_a_half(large_model: Path, cage: Pa
     assert pictures[0].std() > 1
     assert (pictures[0] == pictures[1]).all()
     print(f"{size / 1e9:.2f} GB of weights, {most / 1e6:.0f} MB resident at most, {told['measured']['seconds']:.1f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["disk", "host"])
+def test_what_is_larger_than_memory_is_loaded_into_eight_bits(
+    home: str, large_model: Path, cage: Path, tmp_path: Path
+) -> None:
+    """Four gigabytes in float32 are one in eight bits: no more than one weight is there as the files hold it."""
+    chosen = {"placement": "per-unit", "home": "disk", "storage": "float8_e4m3fn", "skip": []}
+    parts: dict[str, Any] = {
+        "text_encoder_2": chosen | {"home": home}, "transformer": chosen,
+        "vae": {"placement": "per-unit", "home": "disk"},
+    }  # fmt: skip
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"components": parts}))
+    request = ["--height", "256", "--width", "256", "--steps", "2", "--seed", "3"]
+    place = ["--plan", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "c.png"), "--json"]
+    code, said, most = tightfit(["run", str(large_model), PROMPT, *request, *place], cage)
+    assert code == 0, said
+    assert "oom_kill 0" in (cage / "memory.oom_control").read_text()
+    assert most < LIMIT
+    assert json.loads(said.splitlines()[-1])["lossless"] is False
+    assert np.array(Image.open(tmp_path / "c.png")).std() > 1
+    print(f"{home}: {most / 1e6:.0f} MB resident at most")

@@ -129,3 +129,10 @@ def test_a_broken_answer_is_asked_for_again(tmp_path: Path) -> None:
     file.write_text(file.read_text()[:100])
     assert predictions.remembered(Prediction, question, answer) == first
     assert len(asked) == 2
+
+
+def test_an_autoencoder_that_is_widened_while_it_is_away_is_only_a_shape() -> None:
+    """Stable Diffusion XL's goes to float32 in the middle of a call; its biases have numbers, its kernels have not."""
+    asked = Request(height=256, width=256, steps=1)
+    predicted = rehearse("sdxl", known_card("rtx3060"), {"level": 3}, asked)
+    assert [phase.name for phase in predicted.trace.phases] == ["encode", "denoise", "decode"]
