@@ -63,7 +63,7 @@ def draw_component(draw: Any, name: str, part: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [case.name for case in (*CASES, *MORE_CASES)])
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(data=st.data())
 def test_any_home_ring_and_residency_gives_the_same_bits(name: str, data: st.DataObject) -> None:
     case, pipe, untouched = prepared(name)

@@ -60,8 +60,10 @@ def case_of(name: str) -> TinyCase:
 
 
 @pytest.mark.parametrize("device", ["cpu", "loopback"])
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["StableDiffusion", "Flux"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("StableDiffusion", plan) for plan in PLANS] + [("Flux", "on the disk"), ("Flux", "int8 on the disk")],
+)
 def test_as_if_loaded_whole_and_fitted(name: str, plan: str, device: str, folders: dict[str, Path]) -> None:
     case, pipe = case_of(name), whole(folders[name])
     plain = run(pipe, case)

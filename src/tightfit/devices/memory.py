@@ -6,16 +6,20 @@ The heap cannot promise that: what is freed in it stays with the process whereve
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
 import mmap
 import sys
+from collections.abc import Sequence
 
 import torch
 
 from tightfit.errors import InputError, RunError
 from tightfit.units import format_bytes
 
-__all__ = ["arena"]
+__all__ = ["OWN_MEMORY", "arena", "own_room", "trim_heap"]
 
+OWN_MEMORY = 2**20  # bytes of a tensor for which a map of its own is worth it
 HUGE_PAGE = 2 * 2**20  # of x86-64, and of ARM with pages of 4 KiB
 
 
@@ -44,6 +48,20 @@ def arena(size: int) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             room.madvise(mmap.MADV_HUGEPAGE, lead, size // HUGE_PAGE * HUGE_PAGE)
     return torch.frombuffer(room, dtype=torch.uint8, offset=lead, count=size)  # the storage keeps `room`, nobody else
+
+
+def own_room(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A dense host tensor with anything in it, in an arena of its own where it is large."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < OWN_MEMORY:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+    return arena(size).view(dtype).as_strided(shape, strides)
+
+
+def trim_heap() -> None:
+    """Gives the system back what is free in this process's heap, where its C library can do that (glibc)."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # TypeError: Windows has no "this process"
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _anonymous(size: int) -> mmap.mmap:

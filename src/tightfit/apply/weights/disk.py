@@ -20,12 +20,13 @@ from tightfit.apply.weights.homes import Home, Layout
 from tightfit.apply.weights.staging import Stager
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
 from tightfit.devices.lane import Arrival, Lane
-from tightfit.devices.memory import arena
+from tightfit.devices.memory import OWN_MEMORY, arena
 from tightfit.errors import RunError
 
 __all__ = ["DiskHome", "Spill", "Stored", "read_like", "read_stored"]
 
-OWN_MEMORY = 2**20  # bytes of a tensor for which a map of its own is worth it
+
+UNSETTLED = 64 * 2**20  # bytes of a file that may be in the page cache alone
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,10 @@ def read_stored(stored: Stored, reader: DiskReader) -> torch.Tensor:
 
 def read_like(like: torch.Tensor, stored: Stored, reader: DiskReader) -> torch.Tensor:
     """What a file holds, laid out as `like` and in its dtype."""
-    value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-    return value.copy_(read_stored(stored, reader))
+    value = read_stored(stored, reader)
+    if (value.dtype, value.stride()) == (like.dtype, like.stride()):
+        return value
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(value)
 
 
 class _Read(Arrival):
@@ -115,7 +118,7 @@ class Spill:
         handle, name = tempfile.mkstemp(prefix="tightfit-weights-")
         self.path = Path(name)
         self._handle = handle
-        self._end = 0
+        self._end = self._settled = 0
         self._forget = weakref.finalize(self, _remove, handle, self.path)
 
     def write(self, tensor: torch.Tensor) -> Stored:
@@ -136,6 +139,8 @@ class Spill:
                 size=len(data),
             ) from error
         self._end += _sectors(len(data))
+        if self._end - self._settled >= UNSETTLED:
+            self._settle()
 
     def close(self) -> None:
         """The file goes."""
@@ -144,9 +149,14 @@ class Spill:
     def finish(self) -> None:
         """All is on the disk, and none of it in the page cache; nothing more is written."""
         os.ftruncate(self._handle, self._end)
+        self._settle()
+
+    def _settle(self) -> None:
+        """What was written is on the disk: what is only in the page cache counts against a control group's limit."""
         os.fsync(self._handle)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._settled = self._end
 
 
 def _remove(handle: int, path: Path) -> None:

@@ -20,6 +20,7 @@ from tightfit.apply.weights.staging import Stager
 from tightfit.apply.weights.storage import store_weights
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.devices.disk import DiskReader
+from tightfit.devices.memory import trim_heap
 from tightfit.devices.seam import Device
 from tightfit.measure.modules import find_units, inspect_component, leaf_weights, weight_bytes, weight_tensors
 from tightfit.measure.recorder import Recorder
@@ -75,13 +76,13 @@ class Residency:
         passing = leaf_weights(module) if plan.home == "disk" and plan.placement != "resident" else set()
 
         def aside(original: nn.Parameter, weight: StoredWeight) -> None:
-            if id(original) in passing:
-                for part in plain_parts(weight):
-                    self._aside[id(part)] = part, self._spilling(undo).write(part)
-                    part.data = torch.empty(0, dtype=part.dtype)
+            for part in plain_parts(weight) if id(original) in passing else ():
+                self._aside[id(part)] = part, self._spilling(undo).write(part)
+                part.data = torch.empty(0, dtype=part.dtype)
 
         in_ram = self._device.separate
         grown, restore = store_weights(module, plan, originals_in_ram=in_ram, files=self._stored, aside=aside)
+        trim_heap()
         undo.callback(restore)
         return grown
 

@@ -16,11 +16,15 @@ from torch import nn
 from tightfit.apply.weights.disk import Stored, read_like
 from tightfit.apply.weights.eight_bits import Entry, StoredWeight, storable
 from tightfit.apply.weights.fp8 import Float8Weight
+from tightfit.apply.weights.homes import plain_parts, rebuilt
 from tightfit.devices.disk import DiskReader
+from tightfit.devices.memory import own_room
 from tightfit.errors import PlanError
 from tightfit.records import ComponentPlan, Plan, Storage
 
 __all__ = ["check_storage", "storable_in", "store_weights"]
+
+PIECE = 4 * 2**20  # bytes that are stored in eight bits at once
 
 
 def check_storage(plan: Plan) -> None:
@@ -129,16 +133,34 @@ def store_weights(
 
 
 def _stored(original: torch.Tensor, storage: Storage, compute: torch.dtype | None, asks: bool) -> StoredWeight:
-    value: StoredWeight
+    """`original` in eight bits.
+
+    Some rows at a time, and into memory of its own: what the conversion needs beside them comes and goes, and what
+    lives long between would leave the heap full of holes.
+    """
+    value = original.detach()
+    if value.device.type == "cpu" and value.stride(0) == max(value.stride()):
+        pieces = torch.split(value, max(PIECE // max(value[:1].nbytes, 1), 1))
+        stored, at = _converted(pieces[0], storage, compute), 0
+        parts = [own_room((len(value), *part.shape[1:]), part.stride(), part.dtype) for part in plain_parts(stored)]
+        for piece in pieces:
+            for whole, part in zip(parts, plain_parts(_converted(piece, storage, compute)), strict=True):
+                whole[at : at + len(piece)] = part
+            at += len(piece)
+        weight = rebuilt(stored, parts)
+    else:
+        weight = _converted(value, storage, compute)
+    parameter = nn.Parameter(weight, requires_grad=asks)
+    assert isinstance(parameter, StoredWeight)  # a parameter keeps the class of its tensor
+    return parameter
+
+
+def _converted(rows: torch.Tensor, storage: Storage, compute: torch.dtype | None) -> StoredWeight:
     if storage == "int8":
         from tightfit.apply.weights.int8 import Int8Weight  # torchao need not be there
 
-        value = Int8Weight.store(original, compute)
-    else:
-        value = Float8Weight.store(original, getattr(torch, storage), compute)
-    parameter = nn.Parameter(value, requires_grad=asks)
-    assert isinstance(parameter, StoredWeight)  # a parameter keeps the class of its tensor
-    return parameter
+        return Int8Weight.store(rows, compute)
+    return Float8Weight.store(rows, getattr(torch, storage), compute)
 
 
 def _cast_rest(module: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
