@@ -124,10 +124,11 @@ class Residency:
 
     def _settle_disk(self) -> None:
         """All that goes to the disk is there; what went there too early, because no layer is large with it, is back."""
-        with DiskReader() as reader:
-            for part, stored in self._aside.values():
-                part.data = read_stored(stored, reader)
-        self._aside.clear()
+        if self._aside:
+            with DiskReader() as reader:
+                for part, stored in self._aside.values():
+                    part.data = read_stored(stored, reader)
+            self._aside.clear()
         if self._spill is not None:
             self._spill.finish()
 
