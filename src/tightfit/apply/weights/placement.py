@@ -148,10 +148,12 @@ class Residency:
             if id(tensor) in self._aside:
                 return self._aside.pop(id(tensor))[1]
             stored = self._stored.get(id(tensor))
-            layout_too = stored is not None and (stored.strides == tensor.stride() or tensor.ndim < 4)
-            if stored is not None and layout_too and stored.dtype == tensor.dtype:  # kernels may be channels-last
+            if stored is None:
+                return self._spilling(undo).write(tensor)
+            same_layout = tensor.ndim < 4 or stored.strides == tensor.stride()  # kernels may be channels-last
+            if same_layout and stored.dtype == tensor.dtype:
                 return stored
-            return self._spilling(undo).write(tensor if stored is None else read_like(tensor, stored, reader))
+            return self._spilling(undo).write(read_like(tensor, stored, reader))
 
         def home_of(masters: list[nn.Parameter]) -> Home:
             return DiskHome([on_disk(tensor) for tensor in _plain(masters)], reader, stager)

@@ -131,12 +131,12 @@ class Rooms:
     @property
     def lent(self) -> int:
         """How many bytes were lent."""
-        return sum(map(_aligned, self._lent))
+        return _size(self._lent)
 
     @property
-    def taken(self) -> int:
-        """How many bytes are taken by now."""
-        return self._counted
+    def whole(self) -> int:
+        """How many bytes are taken, or were before they were lent."""
+        return self._counted + self.lent
 
     def clear(self) -> None:
         """Everything is given back."""

@@ -141,13 +141,16 @@ def _stored(original: torch.Tensor, storage: Storage, compute: torch.dtype | Non
     value = original.detach()
     if value.device.type == "cpu" and value.stride(0) == max(value.stride()):
         pieces = torch.split(value, max(PIECE // max(value[:1].nbytes, 1), 1))
-        stored, at = _converted(pieces[0], storage, compute), 0
-        parts = [own_room((len(value), *part.shape[1:]), part.stride(), part.dtype) for part in plain_parts(stored)]
-        for piece in pieces:
+        like, at = _converted(pieces[0], storage, compute), len(pieces[0])
+        first = plain_parts(like)
+        parts = [own_room((len(value), *part.shape[1:]), part.stride(), part.dtype) for part in first]
+        for whole, part in zip(parts, first, strict=True):
+            whole[:at] = part
+        for piece in pieces[1:]:
             for whole, part in zip(parts, plain_parts(_converted(piece, storage, compute)), strict=True):
                 whole[at : at + len(piece)] = part
             at += len(piece)
-        weight = rebuilt(stored, parts)
+        weight = rebuilt(like, parts)
     else:
         weight = _converted(value, storage, compute)
     parameter = nn.Parameter(weight, requires_grad=asks)

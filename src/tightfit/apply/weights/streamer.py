@@ -102,7 +102,7 @@ class Streamer:
     @property
     def room(self) -> int:
         """Bytes on the device that are for it, with what it has given up in its last pass."""
-        return self._rooms.taken + self._rooms.lent
+        return self._rooms.whole
 
     def _choose_order(self, method: str) -> None:
         order = self._orders.get(method)
