@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from tightfit.devices.choice import find_machine
+from tightfit.files import replacing
 from tightfit.measure.meter import TensorMeter
-from tightfit.run.files import replacing
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -21,12 +21,12 @@ FILES = sorted(SRC.rglob("*.py"))
 
 # each may import from its own folder and from what stands to its left
 ORDER = (
-    "errors", "units", "record", "footprint", "records", "catalog", "demo", "report", "pretend", "devices", "measure",
-    "plan", "apply", "checkpoint", "run", "cli",
+    "errors", "units", "files", "record", "footprint", "decisions", "records", "catalog", "demo", "report", "pretend",
+    "devices", "measure", "plan", "apply", "checkpoint", "run", "cli",
 )  # fmt: skip
-PURE = {"errors", "units", "record", "footprint", "records", "catalog"}  # all that plan and report may see
+PURE = {"errors", "units", "record", "footprint", "decisions", "records", "catalog"}  # all that plan and report may see
 
-WITHOUT_TORCH = ["footprint", "records", "errors", "units", "report.summary"]
+WITHOUT_TORCH = ["footprint", "decisions", "records", "errors", "units", "report.summary"]
 WITHOUT_TORCH += [".".join(file.relative_to(SRC).with_suffix("").parts) for file in (SRC / "plan").glob("[!_]*.py")]
 
 LONGEST_FILE, LONGEST_UNEXPLAINED = 320, 60

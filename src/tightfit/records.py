@@ -1,4 +1,4 @@
-"""The nouns: Request and Footprint (from footprint.py), Budget, Machine, Plan, Trace.
+"""The nouns: Request and Footprint (from footprint.py), Budget, Machine, Plan (its parts from decisions.py), Trace.
 
 All are frozen, validated once when made, equal by value, and go to JSON and YAML and back. No torch here.
 What is illegal raises RequestError or PlanError with one line that says what would be legal.
@@ -6,12 +6,25 @@ What is illegal raises RequestError or PlanError with one line that says what wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field, Strict, model_validator
+from pydantic import Field, Strict, model_validator
 
-from tightfit.errors import PlanError, unknown_name
+from tightfit.decisions import (
+    TECHNIQUES,
+    Attention,
+    ComponentPlan,
+    Grain,
+    Home,
+    Maps,
+    Placement,
+    Reason,
+    Size,
+    Storage,
+    VaePlan,
+    check_techniques,
+)
+from tightfit.errors import PlanError
 from tightfit.footprint import (
     Component,
     Count,
@@ -26,11 +39,12 @@ from tightfit.footprint import (
     Workload,
 )
 from tightfit.record import Record
-from tightfit.units import format_bytes, parse_bytes
+from tightfit.units import format_bytes
 
 __all__ = [
     "TECHNIQUES",
     "Accelerator",
+    "Attention",
     "Budget",
     "Component",
     "ComponentPlan",
@@ -38,6 +52,7 @@ __all__ = [
     "Grain",
     "Home",
     "Machine",
+    "Maps",
     "Pass",
     "Phase",
     "PhaseTrace",
@@ -56,29 +71,7 @@ __all__ = [
     "check_techniques",
 ]
 
-Placement = Literal["resident", "per-phase", "per-unit"]
-Home = Literal["host", "disk"]
-Grain = Literal["block", "leaf"]
-Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
-ComputeDtype = Literal["float32", "float16", "bfloat16"]
-
-
-def _whole_bytes(size: object) -> object:
-    """Words and whole floats (8e9) as the integer they stand for; anything else as it is, to be refused."""
-    if isinstance(size, str):
-        return parse_bytes(size)
-    return int(size) if isinstance(size, float) and size.is_integer() else size
-
-
-Size = Annotated[Positive, BeforeValidator(_whole_bytes)]
 Rate = Annotated[float, Strict(), Field(gt=0)]  # per second
-
-# the lossy techniques, by the names under which a user allows them
-TECHNIQUES: Mapping[str, str] = {
-    "fp8": "weights stored in eight bits, widened for each use",
-    "int8": "matrices of linear layers stored as eight-bit integers, by torchao",
-    "blended-tiling": "autoencoder tiles decoded on their own and blended where they overlap",
-}
 
 
 class Budget(Record):
@@ -140,75 +133,6 @@ class Machine(Record):
     notes: tuple[str, ...] = ()  # what was not measured, and why
 
 
-class Reason(Record):
-    decision: str
-    because: str
-
-
-class VaePlan(Record):
-    """How autoencoders work through their pictures, in both directions."""
-
-    slicing: bool = False  # one item of a batch at a time
-    tile: Annotated[int, Strict(), Field(ge=16)] | None = None  # side in pixels; None: whole pictures
-    overlap: Annotated[float, Strict(), Field(ge=0, le=0.5)] = 0.25  # share of a tile shared with the next
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.tile is None and "overlap" in self.model_fields_set and self.overlap != 0.25:
-            raise PlanError(
-                f"vae.overlap={self.overlap} needs a tile size too, e.g. vae.tile=512", overlap=self.overlap
-            )
-        return self
-
-
-class ComponentPlan(Record):
-    """Where one component's weights live and in what form.
-
-    Of what is placed per unit, `stays` is brought once for as long as the component works, and the rest passes
-    through a ring of `ring` bytes on the device, again for each use. Whoever gives `weights` alone leaves the two
-    to the planner.
-    """
-
-    placement: Placement = "resident"
-    home: Home = "host"  # where the masters are
-    pinned: bool | None = None  # whether host memory is page-locked; None: where the system lets us
-    weights: Size | None = None  # bytes on the device for its weights, ring included; None: as few as run well
-    grain: Grain | None = None  # what moves together: a block's layers, or each layer by itself
-    ring: Count | None = None  # bytes
-    stays: tuple[str, ...] | None = None  # names of what moves together
-    storage: Storage = "as-loaded"
-    compute_dtype: ComputeDtype | None = None  # for stored weights; None: the dtype as loaded
-    skip: tuple[str, ...] | None = None  # patterns of parameter names that stay as loaded; None: the default list
-    channels_last: bool = False
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.storage == "as-loaded":
-            for field in ("skip", "compute_dtype"):
-                if getattr(self, field) is not None:
-                    raise PlanError(f"{field} needs storage=float8_e4m3fn, float8_e5m2 or int8", field=field)
-        if self.placement != "per-unit":
-            for field in ("weights", "grain", "ring", "stays"):
-                if getattr(self, field) is not None:
-                    raise PlanError(f"{field} only means something with placement=per-unit", field=field)
-        return self
-
-    @property
-    def technique(self) -> str | None:
-        """The lossy technique by which it is stored."""
-        return None if self.storage == "as-loaded" else "int8" if self.storage == "int8" else "fp8"
-
-    @property
-    def described(self) -> str:
-        """All that differs from the usual, on one line."""
-        said = [self.placement] + (["from disk"] if self.home == "disk" else [])
-        if self.ring is not None and self.stays is not None:
-            said += [f"by {self.grain}", f"{len(self.stays)} stay", f"ring of {format_bytes(self.ring)}"]
-        said += ["page-locked"] if self.pinned else []
-        said += [] if self.storage == "as-loaded" else [f"stored as {self.storage}"]
-        return ", ".join([*said, "channels-last"] if self.channels_last else said)
-
-
 class Plan(Record):
     """Every decision about a run, and the reason for each."""
 
@@ -224,8 +148,8 @@ class Plan(Record):
     @property
     def lossy(self) -> tuple[str, ...]:
         """What may change the picture, each named by its technique and where it applies."""
-        named = [f"{c.technique}: {n} is stored in {c.storage}" for n, c in self.components.items() if c.technique]
-        if self.vae.tile is not None and not self._one_tile():
+        named = [what for name, component in self.components.items() for what in component.lossy(name)]
+        if self.vae.tile is not None and self.vae.strips is None and not self._one_tile():
             named.append(f"blended-tiling: pictures larger than {self.vae.tile} px are decoded in tiles")
         return tuple(named)
 
@@ -241,8 +165,7 @@ class Plan(Record):
         lines = [f"plan: {'level ' + str(self.level) if self.level is not None else 'custom'} on {self.device}"]
         for name, component in self.components.items():
             lines.append(f"  {name}: {component.described}")
-        tiles = f"tiles of {self.vae.tile} px" if self.vae.tile else "whole pictures"
-        lines.append(f"  autoencoder: {tiles}{', one item at a time' if self.vae.slicing else ''}")
+        lines.append(f"  autoencoder: {self.vae.described}")
         lines += ["  waiting activations: moved to host memory"] if self.offload_activations else []
         lines += [f"  lossy: {text}" for text in self.lossy] or ["  lossless"]
         lines += [f"  because: {reason.decision}: {reason.because}" for reason in self.reasons]
@@ -306,14 +229,3 @@ class Prediction(Record):
     @property
     def peak_reserved(self) -> int:
         return max((phase.peak_reserved for phase in self.trace.phases), default=0)
-
-
-def check_techniques(names: Iterable[str]) -> tuple[str, ...]:
-    """`names`, if all are lossy techniques; PlanError with the nearest name if one is not."""
-    if isinstance(names, str):
-        names = (names,)
-    chosen = tuple(names)
-    for name in chosen:
-        if name not in TECHNIQUES:
-            raise PlanError(unknown_name("technique", str(name), TECHNIQUES), name=str(name))
-    return chosen

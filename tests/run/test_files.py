@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from tightfit.errors import InputError
-from tightfit.run.files import check_writable, output_paths, replacing, save_pictures
+from tightfit.files import replacing
+from tightfit.run.files import check_writable, output_paths, save_pictures
 
 
 def picture(colour: str = "red") -> Image.Image:

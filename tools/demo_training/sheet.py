@@ -10,7 +10,7 @@ from diffusers import StableDiffusionPipeline
 from matplotlib.figure import Figure
 
 from demo_training.scores import GUIDANCE, STEPS
-from tightfit.run.files import replacing
+from tightfit.files import replacing
 
 PROMPTS = (
     "a large red circle on the left and a small blue square on the right",

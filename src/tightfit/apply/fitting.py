@@ -16,9 +16,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from tightfit.apply.activations.attention import AttentionSeam
+from tightfit.apply.activations.cutting import cut_up
 from tightfit.apply.activations.layout import channels_last
-from tightfit.apply.activations.slicing import sliced
-from tightfit.apply.activations.tiling import tiled
+from tightfit.apply.activations.traced.compiled import CompiledProgram
+from tightfit.apply.activations.traced.file import Traced
+from tightfit.apply.activations.traced.program import traced_forward
 from tightfit.apply.activations.waiting import move_waiting
 from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import watch
@@ -30,6 +33,7 @@ from tightfit.apply.weights.storage import check_storage
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
+from tightfit.files import cache_folder
 from tightfit.measure.modules import HANDLE, find_components, find_role, has_skips, inspect_pipeline
 from tightfit.measure.recorder import LiveNumbers, Recorder
 from tightfit.plan.levels import plan_for
@@ -153,6 +157,7 @@ class Fitted:
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
     ) -> None:
         """Layout, place, storage, moving activations; then the module learns to say when it works."""
+        forward = _exported(module, plan)  # before anything is changed: it is compared with the module
         if plan.channels_last:
             undo.callback(channels_last(module))
         copied = plan.placement == "resident" and device.swaps_parameters  # then copies come as they are stored
@@ -162,9 +167,9 @@ class Fitted:
         if not copied:
             self._store(module, plan, undo, counted=plan.placement == "resident" or not device.separate)
         self._residency.stream(name, module, plan, undo)
-        if self.plan.offload_activations and has_skips(module):
+        if self.plan.offload_activations and has_skips(module) and not forward:
             move_waiting(module, device, self._recorder, undo)
-        undo.callback(disguise(module, **self._component_members(name, module, plan, device)))
+        undo.callback(disguise(module, **self._component_members(name, module, plan, device), **forward))
         for child in module.children():
             watch(child, functools.partial(self._session.touch, name), None, undo.callback)
 
@@ -179,14 +184,15 @@ class Fitted:
 
     def _component_members(self, name: str, module: nn.Module, plan: ComponentPlan, device: Device) -> dict[str, Any]:
         role, original, session = find_role(name, module), type(module), self._session
-        lossy = [f"{plan.technique}: {name} is stored in {plan.storage}"] if plan.technique else []
+        lossy, recorder = plan.lossy(name), self._recorder
+        seam = AttentionSeam(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
 
         def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
             inner = rescued(inner, lambda: self._residency.make_more_room(name, ""))
 
             @functools.wraps(inner)
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                with session.work(name, role, method):
+                with session.work(name, role, method), seam.working():
                     for what in lossy:
                         recorder.lossy(what)
                     if plan.compute_dtype:
@@ -195,34 +201,15 @@ class Fitted:
 
             return run
 
-        recorder = self._recorder
         members: dict[str, Any] = {HANDLE: self, "__call__": working("forward", original.__call__)}
         if role == "autoencoder":
-            for method in ("encode", "decode"):
-                members[method] = working(method, self._cut_up(module, original, method))
+            for method, cut in cut_up(original, self.plan.vae, device, recorder).items():
+                members[method] = working(method, cut)
         if plan.home == "disk" and hasattr(original, "save_pretrained"):
             members["save_pretrained"] = _refused(name)
         if hasattr(original, "device"):
             members["device"] = property(lambda self: device.torch_device)
         return members
-
-    def _cut_up(self, module: nn.Module, original: type, method: str) -> Callable[..., Any]:
-        """The autoencoder's method, tiled and sliced as the plan says."""
-        plain, vae, recorder = getattr(original, method), self.plan.vae, self._recorder
-
-        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            bound: Callable[..., Any] = functools.partial(plain, self)
-            if vae.tile is not None:
-                factor = pixels_per_latent(self)
-                granule, tile = (factor, vae.tile) if method == "encode" else (1, max(vae.tile // factor, 1))
-                tile = max(tile // granule, 1) * granule
-                told = f"blended-tiling: {method}d in tiles of {vae.tile} px"
-                bound = tiled(bound, tile, vae.overlap, granule, lambda: recorder.lossy(told))
-            if vae.slicing:
-                bound = sliced(bound)
-            return bound(*args, **kwargs)
-
-        return functools.wraps(plain)(run)
 
     def _finished(self, trace: Trace) -> None:
         self._trace = trace
@@ -257,18 +244,13 @@ class Fitted:
             self._undo = None
 
 
-def pixels_per_latent(autoencoder: Any) -> int:
-    """How many pixels, one way, become one latent position."""
-    ratio = getattr(autoencoder, "spatial_compression_ratio", None)
-    if isinstance(ratio, int):
-        return ratio
-    config = autoencoder.config
-    for name in ("scale_factor_spatial", "spatial_compression_ratio"):
-        if isinstance(config.get(name), int):
-            return int(config[name])
-    channels = config.get("block_out_channels") or config.get("encoder_block_out_channels") or (0,)
-    patch = config.get("patch_size") or 1  # a pair (FLUX.2's) is what the pipeline packs, outside of the network
-    return int(2 ** (len(channels) - 1) * (patch if isinstance(patch, int) else 1))
+def _exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
+    """What `module` does in place of its own forward pass, where the plan names a file of it."""
+    if plan.traced is None:
+        return {}
+    traced = Traced.load(Path(plan.traced))
+    compiled = CompiledProgram(traced, cache_folder() / "compiled") if plan.compiled else None
+    return {"forward": traced_forward(module, traced, compiled)}
 
 
 def _pipeline_members(session: Session, original: type, device: Device) -> dict[str, Any]:

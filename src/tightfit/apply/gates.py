@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-__all__ = ["for_all", "watch", "wrap"]
+__all__ = ["at_work", "for_all", "watch", "wrap"]
 
 T = TypeVar("T")
+_MARK = "tightfit_watches"  # of hooks that only tell
 
 
 def watch(
@@ -56,5 +58,21 @@ def for_all(act: Callable[[T], None], items: Sequence[T]) -> Callable[[], None]:
     return act_on_all
 
 
+@contextlib.contextmanager
+def at_work(module: nn.Module) -> Iterator[None]:
+    """Does what is done before and after each forward pass of `module` for whoever watches it, without one."""
+    for hook in tuple(module._forward_pre_hooks.values()):
+        if hasattr(hook, _MARK):
+            hook(module, ())
+    try:
+        yield
+    finally:
+        for hook in tuple(module._forward_hooks.values()):
+            if hasattr(hook, _MARK):
+                hook(module, (), None)
+
+
 def _hook(function: Callable[[], None]) -> Callable[..., None]:
-    return torch.compiler.disable(lambda *_: function())  # type: ignore[no-untyped-call, no-any-return]
+    hook = torch.compiler.disable(lambda *_: function())  # type: ignore[no-untyped-call]
+    setattr(hook, _MARK, True)
+    return hook  # type: ignore[no-any-return]

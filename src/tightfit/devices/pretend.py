@@ -41,6 +41,9 @@ class PretendDevice(Device):
         self.torch_device = torch.device("pretend", index)
         self.name = f"pretend:{index}"
 
+    def compute_capability(self) -> str | None:
+        return self.card.accelerator.compute_capability
+
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor.to(self.torch_device, non_blocking=True)

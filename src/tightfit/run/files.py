@@ -9,7 +9,6 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from tightfit.errors import InputError
+from tightfit.files import replacing
 
-__all__ = ["check_timeline", "check_writable", "output_paths", "replacing", "save_pictures"]
+__all__ = ["check_timeline", "check_writable", "output_paths", "save_pictures"]
 
 
 def output_paths(out: Path | None, prompt: str, count: int) -> list[Path]:
@@ -58,26 +58,6 @@ def check_timeline(path: Path) -> None:
     if path.suffix.lower() not in (".png", ".svg"):
         raise InputError(f"--timeline {path} must end in .png or .svg", timeline=str(path))
     check_writable(path)
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that becomes it when all went well, and vanishes when not."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tightfit-", suffix=path.suffix)
-    os.close(handle)
-    partial = Path(name)
-    try:
-        yield partial
-        partial.chmod(0o666 & ~_umask())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def save_pictures(pictures: list[Any], paths: list[Path], metadata: dict[str, str]) -> None:

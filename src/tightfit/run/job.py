@@ -15,10 +15,11 @@ from tightfit.demo.grammar import WORDS, unknown_words
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError, unknown_name
+from tightfit.files import replacing
 from tightfit.records import Plan, Request
 from tightfit.report.summary import Report
 from tightfit.report.timeline import draw_timeline
-from tightfit.run.files import check_timeline, check_writable, output_paths, replacing, save_pictures
+from tightfit.run.files import check_timeline, check_writable, output_paths, save_pictures
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
 from tightfit.run.load import load
 from tightfit.run.models import DTYPES, find_model, stored_dtype

@@ -21,10 +21,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightfit.devices.choice import find_machine
 from tightfit.errors import InputError
+from tightfit.files import cache_folder, replacing
 from tightfit.measure.rates import Told, measure_rates
 from tightfit.records import Accelerator, Machine
-from tightfit.run.files import replacing
-from tightfit.run.predictions import cache_folder
 
 __all__ = ["measured_machine", "showing_steps"]
 

@@ -10,29 +10,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable
-from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tightfit.catalog.known import model_names
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import InputError, TightfitError, unknown_name
+from tightfit.files import cache_folder, code_mark, replacing
 from tightfit.record import Record
-from tightfit.run.files import replacing
 from tightfit.run.models import find_model
 
-__all__ = ["cache_folder", "find_subject", "remembered"]
+__all__ = ["find_subject", "remembered"]
 
 Answer = TypeVar("Answer", bound=Record)
-_LIBRARIES = ("diffusers", "torch", "transformers")
-
-
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/tightfit, or ~/.cache/tightfit."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightfit"
 
 
 def find_subject(name: str | None) -> tuple[str | ModelFolder, str]:
@@ -59,14 +50,7 @@ def remembered(kind: type[Answer], question: dict[str, Any], answer: Callable[[]
 
 
 def _key(question: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode())
-    for library in _LIBRARIES:
-        digest.update(f"{library} {version(library)}".encode())
-    package = Path(str(files("tightfit")))
-    for path in sorted(path for suffix in ("py", "json") for path in package.rglob(f"*.{suffix}")):
-        digest.update(f"{path.relative_to(package)}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(f"{json.dumps(question, sort_keys=True)}\0{code_mark()}".encode()).hexdigest()
 
 
 def _fingerprint(folder: ModelFolder) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tightfit.apply.fitting import pixels_per_latent
+from tightfit.apply.activations.cutting import pixels_per_latent
 from tightfit.devices.seam import ram_bytes
 from tightfit.errors import RequestError
 from tightfit.records import Request

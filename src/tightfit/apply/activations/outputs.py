@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution, IdentityDistribution
 from diffusers.utils import BaseOutput
 
-__all__ = ["combine"]
+__all__ = ["combine", "take_apart"]
 
 
 def combine(outputs: Sequence[Any], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
@@ -17,17 +17,34 @@ def combine(outputs: Sequence[Any], join: Callable[[list[torch.Tensor]], torch.T
 
     Knows tensors, tuples, diffusers' output classes and Gaussian latents; anything else raises TypeError.
     """
-    first = outputs[0]
-    match first:
+    apart = [take_apart(output) for output in outputs]
+    tensors = zip(*(parts for parts, _ in apart), strict=True)
+    return apart[0][1]([join(list(several)) for several in tensors])
+
+
+def take_apart(output: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+    """The tensors in `output`, and how to make an output of its kind from as many others.
+
+    Knows tensors, tuples, diffusers' output classes and Gaussian latents; anything else raises TypeError.
+    """
+    match output:
         case None:
-            return None
+            return [], lambda tensors: None
         case torch.Tensor():
-            return join(list(outputs))
-        case DiagonalGaussianDistribution():
-            joined = join([output.parameters for output in outputs])
-            return DiagonalGaussianDistribution(joined, deterministic=first.deterministic)
+            return [output], lambda tensors: tensors[0]
+        case DiagonalGaussianDistribution(deterministic=deterministic):
+            return [output.parameters], lambda tensors: DiagonalGaussianDistribution(tensors[0], deterministic)
+        case IdentityDistribution():
+            return [output.parameters], lambda tensors: IdentityDistribution(tensors[0])
         case BaseOutput():  # an ordered dict of its fields
-            return type(first)(**{key: combine([output[key] for output in outputs], join) for key in first})
+            values, together = take_apart(tuple(output.values()))
+            return values, lambda tensors: type(output)(**dict(zip(output, together(tensors), strict=True)))
         case tuple() | list():
-            return type(first)(combine(parts, join) for parts in zip(*outputs, strict=True))
-    raise TypeError(f"an autoencoder returned {type(first).__name__}, which nobody here knows how to join")
+            apart = [take_apart(part) for part in output]
+
+            def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
+                left = iter(tensors)
+                return type(output)(make([next(left) for _ in parts]) for parts, make in apart)
+
+            return [tensor for parts, _ in apart for tensor in parts], rebuild
+    raise TypeError(f"an autoencoder returned {type(output).__name__}, which nobody here knows how to join")

@@ -13,11 +13,14 @@ __all__ = ["sliced"]
 
 
 def sliced(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` (an autoencoder's `encode` or `decode`), run item by item over its first dimension."""
+    """`method` (an autoencoder's `encode` or `decode`), run item by item over its first dimension.
+
+    Where that holds the frames of clips, which belong together (their number is told as `num_frames`), all at once.
+    """
 
     def run(whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         count = whole.shape[0]
-        if count == 1:
+        if count == 1 or kwargs.get("num_frames", 1) != 1:
             return method(whole, *args, **kwargs)
 
         def item(value: Any, index: int) -> Any:

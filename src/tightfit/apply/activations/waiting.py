@@ -1,56 +1,201 @@
-"""Activations that wait: a U-Net's skip connections spend the middle of each step in host memory."""
+"""Activations that wait: what one part of a network made for a later one is in host memory while others work.
+
+A U-Net's down blocks leave their maps to its up blocks, and other networks do the like in ways of their own. So
+nobody asks for names here: whatever a part returns is handed on as a tensor that stands for it. When the next part
+begins, what does not go into it and is still there is waiting, and moves to host memory; it comes back when a part is
+given it, or any operation takes it.
+"""
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tightfit.apply.gates import wrap
 from tightfit.devices.seam import Device
+from tightfit.measure.modules import find_units
 from tightfit.measure.recorder import Recorder
 
 __all__ = ["move_waiting"]
 
-# a caller that passes these adds to the skips between the blocks, on the device: they stay there
-_ADDED = ("down_block_additional_residuals", "down_intrablock_additional_residuals")
+LEAST = 8192  # bytes that are worth a journey
+ALONE = 2  # who holds a storage that one tensor has: the tensor, and whoever asks
+Journey = tuple[int, int]  # whose, and which of its journeys
+_aten = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default)
 
 
 def move_waiting(module: Any, device: Device, recorder: Recorder, undo: ExitStack) -> None:
-    """Sends what `module`'s down blocks leave for its up blocks to host memory until it is needed."""
-    stays = False
-    away_now: set[int] = set()  # which tensors wait in host memory
+    """Sends what the parts of the network `module` leave for later ones to host memory until it is needed.
 
-    def start(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        nonlocal stays
-        stays = any(kwargs.get(name) is not None for name in _ADDED)
-        away_now.clear()
+    A network that is compiled as a whole has no parts to stop between: there nothing moves.
+    """
+    if module._compiled_call_impl is not None:
+        return
+    hall = _Hall(device, recorder)
+    undo.callback(module.register_forward_pre_hook(hall.open, prepend=True, with_kwargs=True).remove)
+    undo.callback(module.register_forward_hook(hall.close, always_call=True).remove)
+    blocks = set(map(id, find_units(module).values()))
+    for part in _parts(module, blocks):
+        is_block = id(part) in blocks
+        is_small = not is_block and not any(True for _ in part.children())
+        _watch(part, functools.partial(hall.enter, is_block=is_block, is_small=is_small), hall.leave, undo)
 
-    def away(_: nn.Module, args: Any, output: Any) -> Any:
-        if stays or not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], tuple)):
-            return None
-        with recorder.uncounted():
-            stored = tuple(device.store(skip) for skip in output[1])
-        recorder.moved(bytes_out=sum(skip.nbytes for skip in stored))
-        away_now.update(map(id, stored))
-        return output[0], stored
 
-    def back(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        skips = kwargs.get("res_hidden_states_tuple")
-        if stays or skips is None:
-            return None
-        recorder.moved(bytes_in=sum(skip.nbytes for skip in skips if id(skip) in away_now))
-        return args, kwargs | {"res_hidden_states_tuple": tuple(map(bring, skips))}
+def _parts(network: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    """The repeated blocks of `network`, and what is beside them."""
+    for child in network.children():
+        if id(child) not in units and any(id(inner) in units for inner in child.modules()):
+            yield from _parts(child, units)
+        else:
+            yield child
 
-    def bring(skip: torch.Tensor) -> torch.Tensor:
-        if id(skip) not in away_now:
-            return skip
-        away_now.remove(id(skip))
-        return device.bring(skip)
 
-    undo.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
-    for block in module.down_blocks:
-        undo.callback(block.register_forward_hook(away).remove)
-    for block in module.up_blocks:
-        undo.callback(block.register_forward_pre_hook(back, with_kwargs=True).remove)
+def _watch(part: nn.Module, enter: Callable[..., tuple[Any, Any]], leave: Callable[..., Any], undo: ExitStack) -> None:
+    """`enter` looks at what each pass of `part` is given, `leave` at what it makes; they return what is to be taken."""
+    if part._compiled_call_impl is None:
+        undo.callback(part.register_forward_pre_hook(lambda _, *given: enter(*given), with_kwargs=True).remove)
+        undo.callback(part.register_forward_hook(lambda _, __, made: leave(made)).remove)
+        return
+
+    def around(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = enter(args, kwargs)
+            return leave(work(*args, **kwargs))
+
+        return run
+
+    wrap(part, around, undo.callback)
+
+
+class _Hall:
+    """Where one network's activations are between its parts.
+
+    They are numbered in the order in which they come, the same in each pass: a journey after which nobody wanted
+    what had gone is not made again.
+    """
+
+    def __init__(self, device: Device, recorder: Recorder) -> None:
+        self.device, self.recorder = device, recorder
+        self._guests: weakref.WeakSet[_Guest] = weakref.WeakSet()
+        self._is_open = False  # whether the network works
+        self._begun = False  # whether a block has
+        self._strangers: set[int] = set()  # by id, what the network was given: that is its caller's
+        self._count = 0  # of guests in this pass
+        self._vain: set[Journey] = set()
+        self.went: set[Journey] = set()
+        self.came: set[Journey] = set()
+
+    def open(self, _network: nn.Module, args: Any, kwargs: Any) -> None:
+        self._is_open, self._begun, self._count = True, False, 0
+        self._strangers = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        self.went.clear()
+        self.came.clear()
+
+    def close(self, _network: nn.Module, _args: Any, output: Any) -> Any:
+        """The network's own output is an ordinary one."""
+        self._is_open = False
+        self._vain |= self.went - self.came
+        return tree_map_only(_StandIn, lambda stand_in: stand_in.guest.present(), output)
+
+    def enter(self, args: Any, kwargs: Any, *, is_block: bool, is_small: bool) -> tuple[Any, Any]:
+        """A part begins: what it is given is there, and what it is not given goes to host memory.
+
+        Nothing goes for a single layer beside the blocks, or before the first of these.
+        """
+        self._begun |= is_block
+        given = {id(leaf.guest) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _StandIn)}
+        for guest in list(self._guests) if self._begun and not is_small else ():
+            if id(guest) not in given and guest.journey not in self._vain:
+                guest.go()
+        present: tuple[Any, Any] = tree_map_only(_StandIn, lambda stand_in: stand_in.guest.present(), (args, kwargs))
+        return present
+
+    def leave(self, output: Any) -> Any:
+        """What was made is handed on as what stands for it."""
+        return tree_map_only(torch.Tensor, self._stand_in, output) if self._is_open else output
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._may_wait(tensor) or id(tensor) in self._strangers:
+            return tensor
+        guest = next((guest for guest in self._guests if guest.tensor is tensor), None)
+        if guest is None:
+            self._count += 1
+            guest = _Guest(tensor, self._count, self)
+            self._guests.add(guest)
+        return _StandIn(guest)
+
+    def _may_wait(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a plain tensor that is worth a journey."""
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+        return plain and tensor.nbytes >= LEAST and tensor.device == self.device.torch_device
+
+
+class _Guest:
+    """One activation: on the device, or in host memory."""
+
+    def __init__(self, tensor: torch.Tensor, number: int, hall: _Hall) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.hall, self.journey = hall, (number, 1)
+        self._away: torch.Tensor | None = None
+
+    def go(self) -> None:
+        """To host memory, unless it is there, or its memory on the device is not its own."""
+        if self.tensor is None or _is_shared(self.tensor):
+            return
+        with self.hall.recorder.uncounted():
+            self._away = self.hall.device.store(self.tensor)
+        self.hall.recorder.moved(bytes_out=self.tensor.nbytes)
+        self.hall.went.add(self.journey)
+        self.tensor = None
+
+    def present(self) -> torch.Tensor:
+        """The activation itself, on the device."""
+        if self.tensor is None:
+            assert self._away is not None  # it is there if it is not here
+            self.tensor, self._away = self.hall.device.bring(self._away), None
+            self.hall.recorder.moved(bytes_in=self.tensor.nbytes)
+            self.hall.came.add(self.journey)
+            self.journey = self.journey[0], self.journey[1] + 1
+        return self.tensor
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether other tensors have the same memory: it would not be freed, and might be written into meanwhile."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > ALONE
+
+
+class _StandIn(torch.Tensor):
+    """Stands for a guest: of the same shape, strides and dtype, on the device. What is made of it is a guest too."""
+
+    guest: _Guest
+
+    @staticmethod
+    def __new__(cls, guest: _Guest) -> _StandIn:
+        like = guest.present()
+        return torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
+        )
+
+    def __init__(self, guest: _Guest) -> None:
+        self.guest = guest
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ALIASES:
+            return cls(args[0].guest)
+        hall = next(leaf.guest.hall for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _StandIn))
+        args, kwargs = tree_map_only(_StandIn, lambda stand_in: stand_in.guest.present(), (args, kwargs or {}))
+        return hall.leave(func(*args, **kwargs))

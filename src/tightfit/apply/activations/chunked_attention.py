@@ -1,0 +1,166 @@
+"""Exact attention whose scores are never whole: blocks of queries, each against all of its keys.
+
+Softmax works row by row, so a block of queries needs no other block, and each is computed as torch's path of plain
+products computes the whole: product, scale, mask, softmax, product. Only the order of a few sums differs. Splitting
+the keys too, with running maxima and sums (as fused kernels do), would matter only where one row of scores is larger
+than a block; but a row of scores is smaller than the keys themselves.
+
+Two buffers are made once and serve every block: scores, and what softmax makes of them. That is also why blocks are
+faster than the whole: they are still in the processor's cache when they are read again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from tightfit.errors import InputError
+
+__all__ = ["chunked_attention"]
+
+
+def chunked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    block: int,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` in blocks of at most `block` bytes of scores, but at least a row of them.
+
+    Takes queries (…, L, E), keys (…, S, E) and values (…, S, Ev), and a mask of truth values or one to add that
+    broadcasts to (…, L, S). Returns (…, L, Ev), contiguous, in the dtype of the queries. It computes in float32, of
+    float64 in float64. Rows that the mask leaves nothing become zeros, as torch has it.
+
+    Beside its result it holds two blocks, a quarter of one more for truth values, and the keys and values of the
+    heads in a block where they have to be widened or repeated. InputError where dropout or gradients are wanted.
+    """
+    if dropout_p > 0:
+        raise InputError(f"chunked attention cannot drop out: use dropout_p=0, not {dropout_p}", dropout=dropout_p)
+    if torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value)):
+        raise InputError(f"chunked attention of {tuple(query.shape)} has no gradients: call it under torch.no_grad()")
+    dimensions = max(query.ndim, key.ndim, value.ndim)
+    query, key, value = _aligned(query, key, value, grouped=enable_gqa)
+    mask = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    output = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    if output.numel() and key.numel():
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        _fill(output, _Inputs(query, key, value, mask, is_causal, scale), block)
+    return output.view(output.shape[output.ndim - dimensions :])
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Queries, keys, values and mask of as many dimensions each."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    causal: bool
+    scale: float
+
+    def item(self, index: int) -> _Inputs:
+        """Those of one index of the first dimension."""
+        mask = None if self.mask is None else self.mask[index]
+        return replace(self, query=self.query[index], key=self.key[index], value=self.value[index], mask=mask)
+
+
+def _aligned(*parts: torch.Tensor, grouped: bool) -> list[torch.Tensor]:
+    """`parts` as views with the same leading dimensions, at least one before that of the heads.
+
+    Where they are `grouped`, each keeps its own number of heads.
+    """
+    dimensions = max(4, *(part.ndim for part in parts))
+    parts = tuple(part[(None,) * (dimensions - part.ndim)] for part in parts)
+    batch = torch.broadcast_shapes(*(part.shape[:-3] for part in parts))  # type: ignore[no-untyped-call]
+    heads = None if grouped else torch.broadcast_shapes(*(part.shape[-3:-2] for part in parts))  # type: ignore[no-untyped-call]
+    return [part.expand(*batch, *(heads or part.shape[-3:-2]), -1, -1) for part in parts]
+
+
+def _fill(output: torch.Tensor, inputs: _Inputs, block: int) -> None:
+    """Writes the attention of `inputs` into `output`."""
+    if output.ndim > 4:
+        for index in range(output.shape[0]):
+            _fill(output[index], inputs.item(index), block)
+        return
+    query, keys = inputs.query, inputs.key.shape[-2]
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    items, heads, rows = _block_sizes(query.shape[:-1], max(1, block // (keys * dtype.itemsize)))
+    buffers = torch.empty(2, items * heads * rows * keys, dtype=dtype, device=query.device)
+    for some_items in _spans(query.shape[0], items):
+        for some_heads in _spans(query.shape[1], heads):
+            _fill_heads(output, inputs, (some_items, some_heads), rows, buffers)
+
+
+def _fill_heads(
+    output: torch.Tensor, inputs: _Inputs, place: tuple[slice, slice], rows: int, buffers: torch.Tensor
+) -> None:
+    """Writes what the items and heads at `place` attend to, `rows` queries at a time."""
+    items, heads = place
+    count = inputs.query.shape[1]
+    key, value = (_of_heads(part[items], heads, count).to(buffers.dtype) for part in (inputs.key, inputs.value))
+    for some in _spans(inputs.query.shape[2], rows):
+        here = (*place, some)
+        query, mask = inputs.query[here].to(buffers.dtype), None if inputs.mask is None else inputs.mask[here]
+        part = replace(inputs, query=query, key=key, value=value, mask=mask)
+        output[here] = _attend(part, some.start, buffers)
+
+
+def _attend(inputs: _Inputs, first: int, buffers: torch.Tensor) -> torch.Tensor:
+    """The attention of one block, whose rows begin with the query number `first`."""
+    *leading, rows, _ = inputs.query.shape
+    seen = inputs.key.shape[-2]
+    if inputs.causal:
+        seen = min(seen, first + rows)  # no query of the block may see a later key
+    shape = (*leading, rows, seen)
+    scores, shares = (buffer[: math.prod(shape)].view(math.prod(leading), rows, seen) for buffer in buffers)
+    query, key, value = (part.flatten(0, 1) for part in (inputs.query, inputs.key, inputs.value))
+    torch.baddbmm(scores, query, key[:, :seen].mT, beta=0, alpha=inputs.scale, out=scores)
+    if inputs.causal:
+        later = scores[..., first:]
+        later.masked_fill_(torch.ones(later.shape[-2:], dtype=torch.bool, device=later.device).triu_(1), -math.inf)
+    if inputs.mask is not None:
+        _apply(inputs.mask[..., :seen], scores.view(shape))
+    torch.softmax(scores, -1, out=shares)
+    result = torch.bmm(shares, value[:, :seen])
+    if inputs.mask is not None:
+        result.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0)
+    return result.view(*leading, *result.shape[1:])
+
+
+def _apply(mask: torch.Tensor, scores: torch.Tensor) -> None:
+    if mask.dtype == torch.bool:
+        scores.masked_fill_(mask.logical_not(), -math.inf)
+    else:
+        scores.add_(mask)
+
+
+def _block_sizes(shape: torch.Size, most: int) -> tuple[int, int, int]:
+    """Items, heads and queries of a block of at most `most` rows: whole heads and items where they fit."""
+    items, heads, queries = shape
+    if queries > most:
+        return 1, 1, math.ceil(queries / math.ceil(queries / most))  # blocks of about the same size
+    if queries * heads > most:
+        return 1, most // queries, queries
+    return min(items, most // (queries * heads)), heads, queries
+
+
+def _spans(whole: int, size: int) -> Iterator[slice]:
+    return (slice(first, min(first + size, whole)) for first in range(0, whole, size))
+
+
+def _of_heads(part: torch.Tensor, heads: slice, count: int) -> torch.Tensor:
+    """What queries of `heads`, of `count`, attend to: each head of `part` serves as many of them in a row."""
+    if part.shape[1] == count:
+        return part[:, heads]
+    groups = count // part.shape[1]
+    return part[:, torch.arange(heads.start, heads.stop, device=part.device) // groups]

@@ -1,0 +1,254 @@
+"""A live module's method → the Program of one call of it, by torch.export, with the axis of rows of each operation.
+
+The method is exported twice, for two heights, without weights (shapes on the "meta" device). The dimension that
+differs is an operation's axis of rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tightfit.apply.activations.strips.program import Node, Program, Ref, replace_refs
+
+__all__ = ["NotTakenApart", "capture", "without_weights"]
+
+# what changes nothing here: dropout is off, and nothing is written into what these copy
+_SAME = {
+    "aten.clone.default", "aten.contiguous.default", "aten.detach.default", "aten.alias.default",
+    "aten.lift_fresh_copy.default", "aten.dropout.default", "aten.feature_dropout.default",
+}  # fmt: skip
+_NEUTRAL = {"aten.mul.Tensor": 1, "aten.div.Tensor": 1, "aten.add.Tensor": 0, "aten.sub.Tensor": 0}
+_CHECKS = ("aten._assert", "aten.sym_constrain", "aten._check")
+
+
+class NotTakenApart(Exception):
+    """A method that cannot be run in strips, and why."""
+
+
+def capture(module: nn.Module, call: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Program:
+    """The Program of `call(module, *inputs)`, where `module` is `without_weights` and `inputs` are shapes on "meta".
+
+    Rows are those of the first input's last dimension but one; of the others, of the same dimension where its size
+    is a multiple. Raises NotTakenApart.
+    """
+    rows = inputs[0].shape[-2]
+    one = _nodes(_export(module, call, inputs))
+    other = _nodes(_export(module, call, [_twice_as_tall(x, rows) for x in inputs]))
+    return _simplified(replace(one, nodes=_with_axes(one.nodes, other.nodes)))
+
+
+def without_weights(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """A copy of `module`, of the class `kind`, with shapes in place of its tensors and without anybody's hooks."""
+    known: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        known[id(tensor)] = nn.Parameter(shape, requires_grad=False) if isinstance(tensor, nn.Parameter) else shape
+    for part in module.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            known[id(hooks)] = type(hooks)()
+        known[id(part._compiled_call_impl)] = None
+    double = copy.copy(module)  # the class first: how to copy may be the disguise's affair
+    object.__setattr__(double, "__class__", kind)
+    return copy.deepcopy(double, known)
+
+
+class _Entry(nn.Module):
+    """The call as a module, which is what torch.export takes."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.call(self.module, *inputs))
+
+
+def _export(module: nn.Module, call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> ExportedProgram:
+    try:
+        # whoever counts bytes is in its way, and there are none; its warnings are about its own code
+        with torch.no_grad(), _disable_current_modes(), warnings.catch_warnings(action="ignore"):
+            exported = torch.export.export(_Entry(module, call), tuple(inputs), strict=False)
+            if any(_mutates(node) for node in exported.graph.nodes):
+                exported = exported.run_decompositions({})
+    except Exception as error:  # whatever is in the way of torch.export, the method itself still works
+        first = str(error).strip().partition("\n")[0]
+        raise NotTakenApart(f"torch.export: {type(error).__name__}: {first[:200]}") from error
+    return exported
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _nodes(exported: ExportedProgram) -> Program:
+    """What was exported, in our words."""
+    nodes: list[Node] = []
+    place: dict[fx.Node, int] = {}
+    inputs: list[int] = []
+    given = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+
+    def ours(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return Ref(place[value])
+        if isinstance(value, list | tuple):
+            return [ours(item) for item in value]
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise NotTakenApart(f"a size that depends on values: {value}")
+        return value
+
+    constants: dict[str, torch.Tensor] = {}
+    outputs: list[int] = []
+    for node in exported.graph.nodes:
+        if node.op == "output":
+            outputs = [place[value] for value in node.args[0]]
+        elif node.op == "placeholder":
+            spec = given[node.name]
+            if spec.kind == InputKind.USER_INPUT:
+                inputs.append(len(nodes))
+                nodes.append(_leaf(node, "input"))
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                nodes.append(_leaf(node, "weight", str(spec.target).removeprefix("module.")))
+            elif spec.kind == InputKind.CONSTANT_TENSOR:
+                constants[str(spec.target)] = exported.constants[str(spec.target)]
+                nodes.append(_leaf(node, "constant", str(spec.target)))
+            else:
+                raise NotTakenApart(f"torch.export: an input of kind {spec.kind.name}")
+            place[node] = len(nodes) - 1
+        elif str(node.target).startswith(_CHECKS):
+            continue
+        else:
+            nodes.append(_operation(node, ours))
+            place[node] = len(nodes) - 1
+    return Program(tuple(nodes), tuple(inputs), tuple(outputs), constants)
+
+
+def _leaf(node: fx.Node, op: str, name: str = "") -> Node:
+    return Node(op, (), {}, tuple(node.meta["val"].shape), node.meta["val"].dtype, name=name)
+
+
+def _operation(node: fx.Node, ours: Callable[[Any], Any]) -> Node:
+    target, args, kwargs = node.target, node.args, node.kwargs
+    output: Any = None
+    if target is operator.getitem:
+        maker: Any
+        maker, output = node.args
+        target, args, kwargs = maker.target, maker.args, maker.kwargs
+    if not isinstance(target, torch._ops.OpOverload):
+        raise NotTakenApart(f"torch.export: {target} is none of torch's operators")
+    value = node.meta["val"]
+    several = not isinstance(value, torch.Tensor)  # whose outputs are taken one by one, by getitem
+    shape, dtype = ((), torch.uint8) if several else (tuple(value.shape), value.dtype)
+    own = {key: ours(item) for key, item in kwargs.items() if key not in ("device", "pin_memory", "layout")}
+    return Node(str(target), tuple(ours(args)), own, shape, dtype, output=output)
+
+
+def _twice_as_tall(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`x` for twice as many rows of the first input, which has `rows`."""
+    if x.ndim < 4 or x.shape[-2] % rows:
+        return x
+    return torch.empty(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1], dtype=x.dtype, device=x.device)
+
+
+def _with_axes(nodes: Sequence[Node], others: Sequence[Node]) -> tuple[Node, ...]:
+    """`nodes` with what their counterparts for another height tell about their axes."""
+    if len(nodes) != len(others):
+        raise NotTakenApart(f"it does {len(nodes)} things at one height and {len(others)} at another")
+    return tuple(_compared(one, other) for one, other in zip(nodes, others, strict=True))
+
+
+def _compared(one: Node, other: Node) -> Node:
+    """`one` with what its counterpart for another height tells about its axis."""
+    if one.op != other.op or one.sources != other.sources or len(one.shape) != len(other.shape):
+        raise NotTakenApart(f"{one.op} at one height is {other.op} at another")
+    differs = [axis for axis, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
+    varying = (one.args, one.kwargs) != (other.args, other.kwargs)
+    return replace(one, axis=differs[0] if differs else None, varying=varying)
+
+
+def _simplified(program: Program) -> Program:
+    """Without what has no effect; parts that are taken of a split tensor are slices of it."""
+    stands_for: dict[int, int] = {}
+    nodes = list(program.nodes)
+    for index, node in enumerate(nodes):
+        moved = _moved(node, stands_for)
+        nodes[index] = moved = _explicit(_slice(moved, nodes))
+        if moved.sources and _does_nothing(moved, nodes):
+            stands_for[index] = moved.sources[0]
+    outputs = [stands_for.get(index, index) for index in program.outputs]
+    return _compact(nodes, program, outputs)
+
+
+def _moved(node: Node, places: dict[int, int]) -> Node:
+    by = lambda ref: Ref(places.get(ref.node, ref.node))  # noqa: E731
+    return replace(node, args=replace_refs(node.args, by), kwargs=replace_refs(node.kwargs, by))
+
+
+def _does_nothing(node: Node, nodes: Sequence[Node]) -> bool:
+    source = nodes[node.sources[0]]
+    if node.shape != source.shape or node.dtype != source.dtype:
+        return False
+    neutral = len(node.args) == 2 and not node.kwargs and node.args[1] == _NEUTRAL.get(node.op)
+    return node.op in _SAME or (neutral and not isinstance(node.args[1], Ref | bool))
+
+
+def _explicit(node: Node) -> Node:
+    """What another tensor only lends its shape or dtype to, said outright."""
+    if node.op in ("aten.expand_as.default", "aten.view_as.default", "aten.reshape_as.default"):
+        op = node.op.replace("_as", "").replace("view.default", "reshape.default")
+        return replace(node, op=op, args=(node.args[0], list(node.shape)))
+    if node.op == "aten.type_as.default":
+        return replace(node, op="aten.to.dtype", args=(node.args[0], node.dtype))
+    return node
+
+
+def _slice(node: Node, nodes: Sequence[Node]) -> Node:
+    """One part of a split tensor as a slice; everything else as it is."""
+    if node.output is None or not node.sources:
+        return node
+    source = nodes[node.sources[0]]
+    given: dict[str, Any] = dict(zip(("self", "how", "dim"), node.args, strict=False)) | node.kwargs
+    if node.op == "aten.unbind.int":
+        dim = given.get("dim", given.get("how", 0))
+        return replace(node, op="aten.select.int", args=(node.args[0], dim, node.output), kwargs={}, output=None)
+    dim = given.get("dim", 0)
+    whole = source.shape[dim]
+    how: Any = next((given[name] for name in ("how", "split_size", "split_sizes", "chunks") if name in given), None)
+    if node.op in ("aten.split.Tensor", "aten.chunk.default"):
+        size = how if node.op == "aten.split.Tensor" else -(-whole // how)
+        sizes = [size] * (node.output + 1)
+    elif node.op in ("aten.split_with_sizes.default", "aten.split.sizes"):
+        sizes = list(how)
+    else:
+        return node
+    starts = [0, *accumulate(sizes)]
+    span = starts[node.output], min(starts[node.output + 1], whole)
+    return replace(node, op="aten.slice.Tensor", args=(node.args[0], dim, *span), kwargs={}, output=None)
+
+
+def _compact(nodes: Sequence[Node], program: Program, outputs: Sequence[int]) -> Program:
+    """Only what the outputs need, and the inputs, numbered anew."""
+    needed = set(program.inputs) | set(outputs)
+    for index in range(len(nodes) - 1, -1, -1):
+        if index in needed:
+            needed.update(nodes[index].sources)
+    places = {old: new for new, old in enumerate(sorted(needed))}
+    kept = tuple(_moved(nodes[old], places) for old in places)
+    used = {node.name for node in kept if node.op == "constant"}
+    return Program(
+        kept,
+        tuple(places[index] for index in program.inputs),
+        tuple(places[index] for index in outputs),
+        {name: tensor for name, tensor in program.constants.items() if name in used},
+    )

@@ -1,0 +1,204 @@
+"""Rules of operations that look at neighbouring rows, or make rows of another resolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tightfit.apply.activations.strips.program import Node
+from tightfit.apply.activations.strips.rows import (
+    Piece,
+    Rule,
+    Sources,
+    Span,
+    argument,
+    beside,
+    caller,
+    covering,
+    crop,
+    nowhere,
+    padded,
+    same,
+    times,
+)
+
+__all__ = ["convolution", "interleaved", "nearest", "pad", "pool", "shuffle", "transposed"]
+
+
+def _window(span: Span, kernel: int, stride: int, dilation: int, padding: int) -> Span:
+    return Span(span.lo * stride - padding, (span.hi - 1) * stride - padding + dilation * (kernel - 1) + 1)
+
+
+def convolution(node: Node, sources: Sources) -> Rule | None:
+    """The rows that its kernel reaches; at the true borders, and nowhere else, they are padded."""
+    data, weight = sources[0], sources[1]
+    axis = node.axis
+    spatial = len(weight.shape) - 2
+    if data.axis != axis or axis is None:
+        return None
+    if axis == 0 and not node.varying:  # rows became items of a batch
+        return beside(nowhere)(node, sources)
+    if axis < len(node.shape) - spatial:
+        return None
+    place = axis - (len(node.shape) - spatial)
+    stride, padding, dilation = (
+        _each(argument(node, 3 + i, name, default), spatial)
+        for i, (name, default) in enumerate((("stride", 1), ("padding", 0), ("dilation", 1)))
+    )
+    if any(isinstance(value, str) for value in padding):
+        return None
+    kernel = weight.shape[2 + place]
+    inner = [0 if i == place else value for i, value in enumerate(padding)]
+    groups = argument(node, 6, "groups", 1)
+    function, rows, biased = node.function, data.rows, len(sources) > 2
+
+    def needs(span: Span) -> Span:
+        return _window(span, kernel, stride[place], dilation[place], padding[place])
+
+    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+        reach = needs(span)
+        tensor = padded(pieces[0].tensor, axis, max(-reach.lo, 0), max(reach.hi - rows, 0))
+        bias = pieces[2].tensor if biased else None
+        return function(tensor, pieces[1].tensor, bias, stride, inner, dilation, groups)  # type: ignore[no-any-return]
+
+    return Rule((needs, *(None for _ in sources[1:])), make)
+
+
+def transposed(node: Node, sources: Sources) -> Rule | None:
+    """Transposed convolution: a row of the argument reaches several rows of the output."""
+    data, weight, axis = sources[0], sources[1], node.axis
+    spatial = len(weight.shape) - 2
+    if axis is None or data.axis != axis or axis < len(node.shape) - spatial:
+        return None
+    place = axis - (len(node.shape) - spatial)
+    stride, padding, outer, dilation = (
+        _each(argument(node, at, name, default), spatial)
+        for at, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1))
+    )
+    reach, step, pad = dilation[place] * (weight.shape[2 + place] - 1), stride[place], padding[place]
+    inner, beyond = ([0 if i == place else v for i, v in enumerate(values)] for values in (padding, outer))
+    groups, function, biased, rows = argument(node, 6, "groups", 1), node.function, len(sources) > 2, data.rows
+
+    def needs(span: Span) -> Span:
+        return Span(-(-(span.lo + pad - reach) // step), (span.hi - 1 + pad) // step + 1)
+
+    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+        (tensor, has), bias = pieces[0], pieces[2].tensor if biased else None
+        made = function(tensor, pieces[1].tensor, bias, stride, inner, beyond, groups, dilation)
+        first = has.lo * step - pad
+        last = first + made.shape[axis]
+        made = crop(made, axis, Span(first, last), Span(max(first, span.lo), min(last, span.hi)))
+        return padded(made, axis, 0, span.hi - last) if last < span.hi else made
+
+    return Rule((needs, *(None for _ in sources[1:])), make) if rows else None
+
+
+def _each(value: Any, count: int) -> list[Any]:
+    listed = list(value) if isinstance(value, list | tuple) else [value]
+    return listed * count if len(listed) == 1 else listed
+
+
+def pool(node: Node, sources: Sources) -> Rule | None:
+    """Pooling without padding."""
+    source, axis = sources[0], node.axis
+    spatial = int(node.op.partition("pool")[2][0])
+    kernel = _each(argument(node, 1, "kernel_size"), spatial)
+    stride = _each(argument(node, 2, "stride") or kernel, spatial)
+    padding, ceil = _each(argument(node, 3, "padding", 0), spatial), argument(node, 4, "ceil_mode", False)
+    if axis is not None and axis < len(node.shape) - spatial:
+        return beside(nowhere)(node, sources)
+    if axis is None or source.axis != axis or any(padding) or ceil or node.varying:
+        return None
+    place, run = axis - (len(node.shape) - spatial), caller(node)
+    return Rule((lambda s: _window(s, kernel[place], stride[place], 1, 0),), lambda pieces, span: run(pieces))
+
+
+def pad(node: Node, sources: Sources) -> Rule | None:
+    source, axis = sources[0], node.axis
+    assert axis is not None
+    if source.axis != axis:
+        return None
+    pads = list(node.args[1])
+    at = 2 * (len(node.shape) - 1 - axis)
+    before = pads[at] if at < len(pads) else 0
+    named = node.op == "aten.pad.default"
+    mode = argument(node, 2, "mode", "constant") if named else "constant"
+    value = argument(node, 3, "value") if named else argument(node, 2, "value", 0)
+    beside = [0 if i in (at, at + 1) else pad for i, pad in enumerate(pads)]
+    rows = source.rows
+    if mode not in ("constant", "replicate", "reflect"):
+        return None
+
+    def origin(row: int) -> int:
+        """The row of the argument that the output's `row` is; for constants it may lie outside."""
+        row -= before
+        if mode == "replicate":
+            return min(max(row, 0), rows - 1)
+        return row if mode == "constant" else rows - 1 - abs(rows - 1 - abs(row))
+
+    def needs(span: Span) -> Span:
+        if mode == "constant" or (before <= span.lo and span.hi <= before + rows):
+            return Span(span.lo - before, span.hi - before)
+        origins = [origin(row) for row in range(span.lo, span.hi)]
+        return Span(min(origins), max(origins) + 1)
+
+    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+        tensor, has = pieces[0]
+        if mode == "constant":
+            reach, height = needs(span), span.hi - span.lo
+            above = min(max(-reach.lo, 0), height)
+            tensor = padded(tensor, axis, above, height - above - (has.hi - has.lo), value or 0)
+        elif tensor.shape[axis] != span.hi - span.lo or has.lo != span.lo - before:
+            order = [origin(row) - has.lo for row in range(span.lo, span.hi)]
+            tensor = tensor.index_select(axis, torch.tensor(order, device=tensor.device))
+        return torch.ops.aten.pad.default(tensor, beside, mode, value) if any(beside) else tensor
+
+    return Rule((needs,), make)
+
+
+def nearest(node: Node, sources: Sources) -> Rule | None:
+    """Each row several times over."""
+    source, axis = sources[0], node.axis
+    spatial = len(node.shape) - 2
+    if axis is None or source.axis != axis or node.rows % source.rows or axis < 2:
+        return None
+    if any(big % small for big, small in zip(node.shape[2:], source.shape[2:], strict=True)):
+        return None
+    factor, size, function = node.rows // source.rows, list(node.shape[2:]), node.function
+
+    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+        tensor, has = pieces[0]
+        own = [(has.hi - has.lo) * factor if i == axis - 2 else side for i, side in enumerate(size)]
+        return crop(function(tensor, own, None), axis, times(has, factor), span)
+
+    return Rule((lambda span: covering(span, factor),), make) if spatial else None
+
+
+def shuffle(node: Node, sources: Sources) -> Rule | None:
+    """Pixel shuffle, channels to pixels, and back."""
+    source, axis, factor = sources[0], node.axis, node.args[1]
+    if source.axis != axis or axis != len(node.shape) - 2:
+        return None
+    run = caller(node)
+    if "unshuffle" in node.op:
+        return Rule((lambda span: times(span, factor),), lambda pieces, span: run(pieces))
+    return Rule(
+        (lambda span: covering(span, factor),),
+        lambda pieces, span: crop(run(pieces), axis, times(pieces[0].span, factor), span),
+    )
+
+
+def interleaved(node: Node, sources: Sources) -> Rule | None:
+    """repeat_interleave: as nearest upsampling where it is along the rows."""
+    source, times, dim = sources[0], node.args[1], argument(node, 2, "dim")
+    if source.axis is None or (dim is None and len(source.shape) > 1):
+        return None
+    dim, run, axis = (dim or 0) % len(source.shape), caller(node, output_size=None), source.axis
+    if dim != axis:
+        return Rule((same,), lambda pieces, span: run(pieces))
+    return Rule(
+        (lambda span: covering(span, times),),
+        lambda pieces, span: crop(run(pieces), axis, times(pieces[0].span, times), span),
+    )

@@ -1,0 +1,120 @@
+"""A network's method as a list of operations without side effects, each with the axis along which it has rows.
+
+It is a value: it holds no weights (only their names), goes to JSON and back, and can be kept in a file.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["Node", "Program", "Ref", "refs_in", "replace_refs"]
+
+
+class Ref(NamedTuple):
+    """Stands for the output of a node."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation and what is known of its output.
+
+    `op` is "input", "weight", "constant" or the name of one of torch's operators. `axis` is the first dimension whose
+    size follows the height of the input; None where there is none.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axis: int | None = None
+    varying: bool = False  # whether a plain argument, beside shapes, follows the height
+    name: str = ""  # of a weight or constant
+    output: int | None = None  # which of several outputs
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Indices of the nodes it takes, one for each place among its arguments."""
+        return tuple(refs_in((self.args, self.kwargs)))
+
+    @property
+    def rows(self) -> int:
+        """How many rows its output has; 0 without an axis."""
+        return 0 if self.axis is None else self.shape[self.axis]
+
+    @property
+    def bytes(self) -> int:
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def row_bytes(self) -> int:
+        return self.bytes // max(self.rows, 1)
+
+    @property
+    def overload(self) -> Any:
+        """Its operator, as torch knows it."""
+        return operator.attrgetter(self.op)(torch.ops)
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """What torch runs for it."""
+        if self.op == "aten.scaled_dot_product_attention.default":
+            return lambda *args, **kwargs: F.scaled_dot_product_attention(*args, **kwargs)  # noqa: PLW0108 - as it is at that moment
+        found = self.overload
+        if self.output is None:
+            return found  # type: ignore[no-any-return]
+        return lambda *args, **kwargs: found(*args, **kwargs)[self.output]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Nodes in the order in which they may run; `inputs` are the tensors it is given, `outputs` what it gives."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, who takes its output."""
+        found: list[list[int]] = [[] for _ in self.nodes]
+        for index, node in enumerate(self.nodes):
+            for source in dict.fromkeys(node.sources):
+                found[source].append(index)
+        return tuple(map(tuple, found))
+
+
+def refs_in(value: Any) -> Iterator[int]:
+    """Indices in `value`, a nest of lists, tuples and dicts, in their order."""
+    if isinstance(value, Ref):
+        yield value.node
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from refs_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from refs_in(item)
+
+
+def replace_refs(value: Any, by: Callable[[Ref], Any]) -> Any:
+    """`value` with what `by` makes of each Ref."""
+    if isinstance(value, Ref):
+        return by(value)
+    if isinstance(value, list | tuple):
+        return type(value)(replace_refs(item, by) for item in value)
+    if isinstance(value, dict):
+        return {key: replace_refs(item, by) for key, item in value.items()}
+    return value

@@ -1,0 +1,181 @@
+"""Runs a program strip by strip, as its schedules say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tightfit.apply.activations.strips.maps import DeviceMap, GivenMap, HostMap, Map
+from tightfit.apply.activations.strips.program import Node
+from tightfit.apply.activations.strips.rows import Piece, Span, caller, crop
+from tightfit.apply.activations.strips.schedule import Keeping, Step
+from tightfit.apply.activations.strips.stages import Graph, Stage
+from tightfit.apply.activations.strips.statistics import Statistics
+from tightfit.apply.activations.strips.weights import LiveWeights
+from tightfit.devices.seam import Device
+from tightfit.measure.recorder import Recorder
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """One run of a program."""
+
+    def __init__(
+        self, graph: Graph, keeping: Keeping, device: Device, weights: LiveWeights, recorder: Recorder
+    ) -> None:
+        self._graph, self._nodes = graph, graph.program.nodes
+        self._keeping, self._device, self._weights, self._recorder = keeping, device, weights, recorder
+        self._maps: dict[int, Map] = {}
+        self._values: dict[int, torch.Tensor] = {}  # of what was done whole
+        self._known: dict[int, torch.Tensor] = {}  # statistics, of whose rows they are
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._windows: dict[int, tuple[int, torch.Tensor]] = {}  # of this strip: the first row, and the rows
+        self._measuring: dict[int, Statistics] = {}
+        nodes = self._nodes
+        self._owned = [[nodes[source] for source in node.sources if nodes[source].op == "weight"] for node in nodes]
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], stages: Sequence[tuple[Stage, Sequence[Sequence[Step]]]]
+    ) -> list[torch.Tensor]:
+        """What the program gives for `inputs`."""
+        program = self._graph.program
+        self._like = inputs[0]
+        for index, tensor in zip(program.inputs, inputs, strict=True):
+            self._values[index] = tensor
+            if self._nodes[index].axis is not None:
+                self._maps[index] = GivenMap(tensor, self._nodes[index].axis or 0)
+        for stage, strips in stages:
+            self._begin(stage)
+            for strip in strips:
+                for step in strip:
+                    self._do(stage, step)
+            self._end(stage)
+        return [self._outputs[index] if index in self._outputs else self._values[index] for index in program.outputs]
+
+    def _begin(self, stage: Stage) -> None:
+        for index in stage.whole:
+            self._values[index] = self._make_whole(index)
+        for index in stage.stores:
+            self._maps[index] = self._new_map(index)
+        for index in stage.outputs:
+            node = self._nodes[index]
+            self._outputs[index] = torch.empty(node.shape, dtype=node.dtype, device=self._like.device)
+        self._measuring = {index: Statistics(self._groups(index)) for index in stage.measured}
+
+    def _make_whole(self, index: int) -> torch.Tensor:
+        node = self._nodes[index]
+        changed = {} if node.sources or not _makes(node) else {"device": self._like.device}
+        with self._weights.using([self._nodes[source] for source in node.sources]):
+            return caller(node, **changed)([Piece(self._all(source), Span(0, 0)) for source in node.sources])
+
+    def _groups(self, index: int) -> int:
+        for taker in self._graph.program.consumers[index]:
+            if self._graph.by_rows(taker) and self._graph.measures(taker, 0):
+                return int(self._nodes[taker].args[1])
+        raise AssertionError(index)  # nobody would have asked for its statistics
+
+    def _new_map(self, index: int) -> Map:
+        node = self._nodes[index]
+        axis = node.axis or 0
+        if self._graph.needed_whole(index):
+            return GivenMap(torch.empty(node.shape, dtype=node.dtype, device=self._like.device), axis)
+        return HostMap(axis, self._device, self._recorder) if index in self._keeping.host else DeviceMap(axis)
+
+    def _end(self, stage: Stage) -> None:
+        for index, statistics in self._measuring.items():
+            self._known[index] = statistics.known()
+        self._windows.clear()
+        for index in stage.drops:
+            self._maps.pop(index, None)
+            self._values.pop(index, None)
+
+    def _all(self, index: int) -> torch.Tensor:
+        """All of a node's output."""
+        node = self._nodes[index]
+        if node.op in ("weight", "constant"):
+            return self._weights(node, self._like.device)
+        kept = self._maps.get(index)
+        if isinstance(kept, GivenMap):
+            return kept.whole
+        return self._values[index]
+
+    def _do(self, stage: Stage, step: Step) -> None:
+        index, span = step.node, step.span
+        if span.hi > span.lo:
+            kept = index in stage.reads
+            rows = self._maps[index].take(span) if kept else self._make(index, span)
+            if index in self._measuring:
+                self._measuring[index].take(rows)
+            if index in stage.stores:
+                self._maps[index].put(rows, span)
+            if index in self._outputs:
+                axis = self._nodes[index].axis or 0
+                self._outputs[index].narrow(axis, span.lo, span.hi - span.lo).copy_(rows)
+            self._hold(step, rows)
+            if kept and index in stage.drops:
+                self._maps[index].forget(span.hi)
+        for other, first in step.trims:
+            self._trim(other, first)
+
+    def _make(self, index: int, span: Span) -> torch.Tensor:
+        weights = self._owned[index]
+        if not weights:
+            return self._made(index, span)
+        with self._weights.using(weights):
+            return self._made(index, span)
+
+    def _made(self, index: int, span: Span) -> torch.Tensor:
+        rule, node = self._graph.rules[index], self._nodes[index]
+        assert rule is not None
+        pieces = []
+        for place, source in enumerate(node.sources):
+            needs = rule.needs[place]
+            if needs is None or not self._has_rows(source):
+                pieces.append(Piece(self._all(source), Span(0, 0)))
+                continue
+            wanted = needs(span).within(self._nodes[source].rows)
+            if wanted.lo == wanted.hi:  # beyond the border
+                shape = list(self._nodes[source].shape)
+                shape[self._nodes[source].axis or 0] = 0
+                pieces.append(Piece(self._like.new_empty(shape, dtype=self._nodes[source].dtype), wanted))
+            elif self._graph.taken_by_rows(index, place):
+                first, window = self._windows[source]
+                has = Span(first, first + window.shape[self._nodes[source].axis or 0])
+                pieces.append(Piece(crop(window, self._nodes[source].axis or 0, has, wanted), wanted))
+            else:  # done whole
+                whole = self._all(source)
+                pieces.append(
+                    Piece(whole.narrow(self._nodes[source].axis or 0, wanted.lo, wanted.hi - wanted.lo), wanted)
+                )
+        if rule.statistics:
+            pieces.append(Piece(self._known[node.sources[0]], Span(0, 0)))
+        return rule.make(pieces, span)
+
+    def _has_rows(self, index: int) -> bool:
+        return self._nodes[index].axis is not None
+
+    def _hold(self, step: Step, rows: torch.Tensor) -> None:
+        held = self._windows.pop(step.node, None)
+        if held is not None and step.held < step.span.lo:
+            rows = torch.cat((held[1], rows), self._nodes[step.node].axis or 0)
+            self._windows[step.node] = held[0], rows
+        else:
+            self._windows[step.node] = step.span.lo, rows
+
+    def _trim(self, index: int, first: int) -> None:
+        if index not in self._windows:
+            return
+        lo, window = self._windows[index]
+        axis = self._nodes[index].axis or 0
+        hi = lo + window.shape[axis]
+        if first >= hi:
+            del self._windows[index]
+        elif first > lo:
+            self._windows[index] = first, window.narrow(axis, first - lo, hi - first).clone()
+
+
+def _makes(node: Node) -> bool:
+    """Whether a node without arguments makes a tensor, and has to be told where."""
+    return any(argument.name == "device" for argument in node.overload._schema.arguments)

@@ -1,0 +1,213 @@
+"""A stage and a number of strips → which rows each node makes in which strip, what it holds, and the peak.
+
+Integers only: no tensor is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tightfit.apply.activations.strips.rows import Span
+from tightfit.apply.activations.strips.stages import Graph, Stage
+
+__all__ = ["Keeping", "Peak", "Step", "make_schedule", "peak_of"]
+
+
+class Step(NamedTuple):
+    """Rows `span` of `node` are made (or fetched, where they were kept); what it held begins at `held`.
+
+    Then each of `trims` lets go of all rows before the given one.
+    """
+
+    node: int
+    span: Span
+    held: int
+    trims: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where the maps wait that stages keep for each other: those in `host` in host memory, the others on the device."""
+
+    host: frozenset[int] = frozenset()
+
+
+def make_schedule(graph: Graph, stage: Stage, count: int) -> list[list[Step]]:
+    """`stage` in `count` strips."""
+    return _Walk(graph, stage, count).strips()
+
+
+class _Walk:
+    def __init__(self, graph: Graph, stage: Stage, count: int) -> None:
+        self._graph, self._stage, self._count = graph, stage, count
+        self._nodes = graph.program.nodes
+        self._targets = {*stage.stores, *stage.measured, *stage.outputs} & {*stage.strips, *stage.reads}
+        self._order = self._ordered()
+        self._takers = self._find_takers()
+        self._first: dict[int, int] = {}  # the first row that anybody needs
+        self._reach: dict[int, list[int]] = {}  # after each strip, up to which row there is something
+        self._needed: dict[int, list[int]] = {}  # after each strip, from which row something is still needed
+        for index in reversed(self._order):
+            self._find_rows(index)
+
+    def _ordered(self) -> list[int]:
+        """The nodes of a strip, what was kept just before it is taken."""
+        order: list[int] = []
+        fetched: set[int] = set()
+        for index in self._stage.strips:
+            for source in self._sources(index):
+                if source in self._stage.reads and source not in fetched:
+                    fetched.add(source)
+                    order.append(source)
+            order.append(index)
+        return order + [index for index in self._stage.reads if index not in fetched]
+
+    def _sources(self, index: int) -> Iterator[int]:
+        for place, source in enumerate(self._nodes[index].sources):
+            if self._graph.taken_by_rows(index, place):
+                yield source
+
+    def _find_takers(self) -> dict[int, list[tuple[int, Callable[[Span], Span]]]]:
+        """For each node, who takes which rows of it in this stage."""
+        takers: dict[int, list[tuple[int, Callable[[Span], Span]]]] = {index: [] for index in self._order}
+        for index in self._stage.strips:
+            rule = self._graph.rules[index]
+            assert rule is not None
+            for place, source in enumerate(self._nodes[index].sources):
+                needs = rule.needs[place]
+                if needs is not None and self._graph.taken_by_rows(index, place):
+                    takers[source].append((index, needs))
+        return takers
+
+    def _find_rows(self, index: int) -> None:
+        rows, takers = self._nodes[index].rows, self._takers[index]
+        wanted = index in self._targets
+        first = [needs(Span(self._first[taker], self._nodes[taker].rows)).within(rows).lo for taker, needs in takers]
+        reach, needed = [], []
+        so_far = self._first[index] = 0 if wanted else min(first, default=0)
+        for strip in range(self._count):
+            so_far = max(so_far, -(-rows * (strip + 1) // self._count) if wanted else 0)
+            least = rows
+            for taker, needs in takers:
+                before = self._reach[taker][strip - 1] if strip else self._first[taker]
+                after, end = self._reach[taker][strip], self._nodes[taker].rows
+                if after > before:
+                    so_far = max(so_far, needs(Span(before, after)).within(rows).hi)
+                if after < end:
+                    least = min(least, needs(Span(after, end)).within(rows).lo)
+            reach.append(so_far)
+            needed.append(min(least, so_far))
+        self._reach[index], self._needed[index] = reach, needed
+
+    def strips(self) -> list[list[Step]]:
+        places = {index: place for place, index in enumerate(self._order)}
+        after: dict[int, list[int]] = {}  # at which place of the order who is no longer taken in this strip
+        for index, place in places.items():
+            last = max((places[taker] for taker, _ in self._takers[index]), default=place)
+            after.setdefault(last, []).append(index)
+        return [self._strip(strip, after) for strip in range(self._count)]
+
+    def _strip(self, strip: int, after: dict[int, list[int]]) -> list[Step]:
+        steps = []
+        for place, index in enumerate(self._order):
+            before = self._reach[index][strip - 1] if strip else self._first[index]
+            held = self._needed[index][strip - 1] if strip else self._first[index]
+            trims = tuple((other, self._needed[other][strip]) for other in after.get(place, ()))
+            steps.append(Step(index, Span(before, self._reach[index][strip]), held, trims))
+        return steps
+
+
+class Peak(NamedTuple):
+    """Bytes at most, weights and inputs aside: on the device, and of maps in host memory."""
+
+    device: int
+    host: int
+
+
+def peak_of(
+    graph: Graph, stage: Stage, strips: Sequence[Sequence[Step]], keeping: Keeping, start: Peak
+) -> tuple[Peak, Peak]:
+    """The peak while `stage` runs in `strips`, where `start` is kept already, and what is kept after it.
+
+    What kernels hold for themselves while they run comes on top.
+    """
+    count = _Count(graph, stage, keeping, start)
+    for strip in strips:
+        for step in strip:
+            count.do(step)
+    return Peak(count.most, count.most_host), Peak(*count.end())
+
+
+class _Count:
+    """What the runner holds, step by step."""
+
+    def __init__(self, graph: Graph, stage: Stage, keeping: Keeping, start: Peak) -> None:
+        self._graph, self._stage, self._keeping = graph, stage, keeping
+        self._nodes = graph.program.nodes
+        self._live, self._host = start
+        self.most, self.most_host = start
+        self._windows: dict[int, Span] = {}  # the rows each node holds
+        self._going = set(stage.drops)
+        self._whole = {index for index in stage.stores if graph.needed_whole(index)}
+        for index in (*stage.whole, *stage.outputs, *self._whole):
+            self._add(self._nodes[index].bytes)
+
+    def _add(self, size: int) -> None:
+        self._live += size
+        self.most = max(self.most, self._live)
+
+    def do(self, step: Step) -> None:
+        index, span = step.node, step.span
+        row = self._nodes[index].row_bytes
+        made = (span.hi - span.lo) * row
+        if made:
+            held = (span.lo - step.held) * row if index in self._windows else 0
+            self._add(made)
+            if held:  # joined into a new tensor
+                self._add(held + made)
+                self._live -= held + made
+            self._windows[index] = Span(step.held if held else span.lo, span.hi)
+            self._keep(index, made)
+        for other, first in step.trims:
+            self._trim(other, first)
+
+    def _keep(self, index: int, made: int) -> None:
+        host = index in self._keeping.host
+        if index in self._stage.stores and index not in self._whole:
+            if host:
+                self._host += made
+                self.most_host = max(self.most_host, self._host)
+            else:
+                self._add(made)
+        if index in self._stage.reads and index in self._going and not self._graph.needed_whole(index):
+            if host:
+                self._host -= made
+            else:
+                self._live -= made
+
+    def _trim(self, index: int, first: int) -> None:
+        if index not in self._windows:
+            return
+        lo, hi = self._windows[index]
+        row = self._nodes[index].row_bytes
+        if first >= hi:
+            del self._windows[index]
+            self._live -= (hi - lo) * row
+        elif first > lo:
+            self._add((hi - first) * row)
+            self._live -= (hi - lo) * row
+            self._windows[index] = Span(first, hi)
+
+    def end(self) -> tuple[int, int]:
+        """Bytes on the device and in host memory when the stage is over."""
+        for lo_hi, index in ((span, index) for index, span in self._windows.items()):
+            self._live -= (lo_hi.hi - lo_hi.lo) * self._nodes[index].row_bytes
+        for index in self._going:
+            if index not in self._stage.reads or self._graph.needed_whole(index):
+                if index in self._keeping.host:
+                    self._host -= self._nodes[index].bytes
+                else:
+                    self._live -= self._nodes[index].bytes
+        return self._live, self._host

@@ -1,0 +1,150 @@
+"""An exported network as machine code, made on this computer by torch's AOTInductor and kept in a folder.
+
+Weights are not part of it: they are given to it at each call, as they are found in the live network. Machine code is
+run as it stands, so none is taken from anywhere but a folder that the user alone may write to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from tightfit.apply.activations.traced.file import Traced
+from tightfit.apply.activations.traced.program import Program
+from tightfit.devices.choice import choose_device
+from tightfit.errors import PlanError, RunError
+
+__all__ = ["CompiledProgram"]
+
+Package = Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]]
+
+
+class CompiledProgram:
+    """What `traced` says, compiled for each device where it is first run. For inference only: no gradients.
+
+    Sums are rounded in another order than by the network's own code. `folder` keeps what was compiled; `seconds` says
+    how long that took in this process.
+    """
+
+    def __init__(self, traced: Traced, folder: Path) -> None:
+        self._traced = traced
+        self._folder = folder
+        self._program = Program(traced)
+        self._packages: dict[torch.device, Package] = {}
+        self.seconds = 0.0
+
+    def run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        weight: Callable[[int], torch.Tensor],
+        device: torch.device,
+        at: Callable[[int], None] = lambda place: None,
+    ) -> list[Any]:
+        """The outputs on `device`. PlanError where a weight is not there as it is; RunError where nothing compiles."""
+        names = self._traced.graph.weights
+        weights = [_plain(name, weight(place), device) for place, name in enumerate(names)]
+        given = [tensor.detach().to(device) for tensor in inputs]
+        if device not in self._packages:
+            self._packages[device] = self._package(device, given, weights)
+        return list(self._packages[device](given, weights))
+
+    def _package(self, device: torch.device, inputs: list[torch.Tensor], weights: list[torch.Tensor]) -> Package:
+        """From the folder; else compiled, and kept there."""
+        if device.type not in ("cpu", "cuda"):
+            raise PlanError(
+                f"an exported denoiser cannot be compiled for {device}: leave compiled out", device=str(device)
+            )
+        _check_own(self._folder)
+        file = self._folder / f"{self._key(device)}.pt2"
+        if not file.exists():
+            self._compile(file, device, inputs, weights)
+        index = -1 if device.index is None else device.index
+        try:
+            return torch._inductor.aoti_load_package(str(file), device_index=index)
+        except RuntimeError as error:
+            file.unlink(missing_ok=True)
+            raise RunError(f"{file} could not be loaded and was removed, try again: {error!s:.200}") from error
+
+    def _compile(
+        self, file: Path, device: torch.device, inputs: list[torch.Tensor], weights: list[torch.Tensor]
+    ) -> None:
+        began, program = time.perf_counter(), _Lifted(self._program, device)
+        with tempfile.TemporaryDirectory(dir=self._folder) as beside, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch has to say to itself
+            partial = Path(beside) / file.name
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    exported = torch.export.export(program, (inputs, weights), strict=False)
+                    torch._inductor.aoti_compile_and_package(exported, package_path=str(partial))
+            except Exception as error:  # a missing compiler, one that gives up, an operation that it does not know
+                cause = str(error).strip().splitlines() or [type(error).__name__]
+                kind = self._traced.manifest.class_name
+                raise RunError(
+                    f"{kind} cannot be compiled here: {cause[0]:.300}: leave compiled out", name=kind
+                ) from error
+            partial.replace(file)
+        self.seconds += time.perf_counter() - began
+
+    def _key(self, device: torch.device) -> str:
+        """A digest of what was exported, and of all that machine code depends on."""
+        traced, card = self._traced, choose_device(device)
+        digest = hashlib.sha256(traced.manifest.to_json().encode())
+        digest.update(traced.graph.to_json().encode())
+        digest.update(save(traced.constants))
+        facts = (torch.__version__, device.type, card.title(), card.compute_capability(), _instructions())
+        digest.update(repr((*facts, torch.get_num_threads())).encode())
+        return digest.hexdigest()
+
+
+class _Lifted(nn.Module):
+    """A program as a module that is given its weights."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        super().__init__()
+        self._program = program
+        self._device = device
+
+    def forward(self, inputs: list[torch.Tensor], weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self._program.run(inputs, weights.__getitem__, self._device)
+
+
+def _plain(name: str, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    plain = weight.detach()
+    if type(plain) is torch.Tensor and plain.device == device:
+        return plain
+    there = f"on {plain.device}" if type(plain) is torch.Tensor else f"a {type(plain).__name__}"
+    raise PlanError(
+        f"{name} is {there}, and compiled code takes weights as loaded, on {device}: placement=per-phase or resident "
+        "and storage=as-loaded would do, or leave compiled out",
+        name=name,
+    )
+
+
+def _check_own(folder: Path) -> None:
+    """Makes `folder`, for this user alone. RunError where others may put something there."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(parents=True, mode=0o700)
+    found = folder.stat()
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        raise RunError(f"{folder} may be written to by others, and machine code is taken from there: chmod 700 it")
+
+
+def _instructions() -> str:
+    """What this processor can do: code is made for all of it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    features = (line for line in lines if line.startswith(("flags", "Features")))
+    return f"{platform.machine()} {next(features, platform.processor())}"

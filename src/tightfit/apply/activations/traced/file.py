@@ -1,0 +1,133 @@
+"""What an exported network was made of and for, and the file that holds it: no weights, and nothing that is run.
+
+The file is a zip archive of `manifest.json`, `graph.json` and `constants.safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from tightfit.apply.activations.traced.graph import Graph
+from tightfit.errors import InputError, ModelError
+from tightfit.record import Record
+
+__all__ = ["FORMAT", "Form", "Manifest", "Traced", "read_traced", "write_traced"]
+
+FORMAT = 1
+LARGEST_PART = 2**30  # bytes; the graph of a large denoiser has a few MB
+_MANIFEST, _GRAPH, _CONSTANTS = "manifest.json", "graph.json", "constants.safetensors"
+
+
+class Form(Record):
+    """A tensor without its values."""
+
+    error: ClassVar[type[InputError]] = ModelError
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        return cls(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+class Manifest(Record):
+    """What must be the same where an exported network runs as where it was made."""
+
+    error: ClassVar[type[InputError]] = ModelError
+
+    format: int = FORMAT
+    versions: dict[str, str]  # of libraries
+    class_name: str
+    config: dict[str, Any]
+    weights: dict[str, Form]  # all parameters and buffers
+    parts: dict[str, str]  # module path → class, and a digest of its settings
+    inputs: dict[str, Form]  # tensors that a call gives, by dotted names
+    settings: dict[str, Any]  # all else that a call gives: None, numbers, words
+    returns: Literal["tensor", "tuple"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """An exported network: what it takes, what it does, and the tensors that its code had in it."""
+
+    manifest: Manifest
+    graph: Graph
+    constants: dict[str, torch.Tensor]
+
+    def save(self, path: str | Path) -> None:
+        """Writes it to the file `path`, whole or not at all. InputError where that cannot be done."""
+        write_traced(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Traced:
+        """What the file at `path` holds; ModelError where that is no exported network of this format."""
+        return read_traced(Path(path))
+
+
+def write_traced(traced: Traced, path: Path) -> None:
+    """Writes `traced` to `path`, whole or not at all. InputError where that cannot be done."""
+    parts: dict[str, str | bytes] = {
+        _MANIFEST: traced.manifest.to_json(indent=1),
+        _GRAPH: traced.graph.to_json(),
+        _CONSTANTS: save(traced.constants),
+    }
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tightfit-") as beside:
+            partial = Path(beside) / "whole"
+            with zipfile.ZipFile(partial, "w") as archive:
+                for name, content in parts.items():  # without the time: the same bytes whenever it is written
+                    archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+            partial.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}", path=str(path)) from None
+
+
+def read_traced(path: Path) -> Traced:
+    """What the file at `path` holds; ModelError where that is no exported network of this format."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            manifest = json.loads(_part(archive, _MANIFEST))
+            _check_format(path, manifest)
+            graph = json.loads(_part(archive, _GRAPH))
+            constants = load(_part(archive, _CONSTANTS))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}", path=str(path)) from None
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, RuntimeError, SafetensorError) as error:
+        said = " ".join(str(error).split())
+        raise ModelError(f"{path} is no exported denoiser, or not all of one: {said}", path=str(path)) from None
+    try:
+        return Traced(Manifest.from_mapping(manifest), Graph.from_mapping(graph), constants)
+    except ModelError as error:
+        raise ModelError(f"{path} is no exported denoiser: {error}", **error.facts | {"path": str(path)}) from None
+
+
+def _part(archive: zipfile.ZipFile, name: str) -> bytes:
+    size = archive.getinfo(name).file_size
+    if size > LARGEST_PART:
+        raise ValueError(f"{name} would have {size} bytes")
+    return archive.read(name)
+
+
+def _check_format(path: Path, manifest: object) -> None:
+    found = manifest.get("format") if isinstance(manifest, Mapping) else None
+    if found != FORMAT:
+        raise ModelError(
+            f"{path} has format {found!r:.20}, and this tightfit reads format {FORMAT}: export the denoiser again",
+            path=str(path),
+            format=repr(found),
+        )

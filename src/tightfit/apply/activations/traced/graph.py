@@ -1,0 +1,241 @@
+"""A network as a value: operations of ATen in their order, without weights and without Python code.
+
+Values are numbered: first the tensors that are given, then weights, then constants, then what each operation makes.
+An operation's arguments are plain JSON; what JSON has no word for is a mapping of one key: `{"value": 3}`,
+`{"dtype": "float16"}`, `{"device": "here"}` (where the network works), `{"number": "-inf"}`.
+Whatever a file says, nothing but operations of ATen on tensors can come of it: torch's own reader of exported
+programs looks any function of torch up by its name, `torch.os.system` too, and evaluates expressions.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from tightfit.errors import InputError, ModelError
+from tightfit.record import Record
+
+__all__ = ["HERE", "Graph", "Operation", "Step", "filled", "graph_of", "read_argument", "steps_of"]
+
+HERE = "meta"  # the device on which networks are exported, and which stands for that on which they will work
+_DROPPED = torch.ops.aten._assert_tensor_metadata.default  # what it asks is known of inputs and weights beforehand
+_TOUCHES_FILES = {"aten.from_file.default", "aten.from_file.out"}
+_NAMED: Mapping[str, type] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+
+
+class Operation(Record):
+    """One call of an operation: "aten.linear.default", or "getitem" for one of several results."""
+
+    error: ClassVar[type[InputError]] = ModelError
+
+    op: str
+    args: list[Any]
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    inside: str = ""  # the module at work, by its path
+
+
+class Graph(Record):
+    """What a network does with its inputs."""
+
+    error: ClassVar[type[InputError]] = ModelError
+
+    inputs: tuple[str, ...]  # names of tensors
+    weights: tuple[str, ...]  # names of parameters and buffers
+    constants: tuple[str, ...]
+    operations: tuple[Operation, ...]
+    outputs: list[Any]
+
+
+# exported program → Graph
+
+
+def graph_of(program: ExportedProgram, inputs: list[str]) -> Graph:
+    """What `program`, exported on HERE, does with its tensor `inputs`. ModelError for what is not ATen's."""
+    numbers, names = _numbered(program, inputs)
+    operations = []
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target is not _DROPPED:
+            kwargs = {key: _written(value, numbers) for key, value in node.kwargs.items()}
+            args = _written(node.args, numbers)
+            operations.append(Operation(op=_name_of(node), args=args, kwargs=kwargs, inside=_inside(node)))
+            numbers[node] = len(numbers)
+    outputs = next(node for node in program.graph.nodes if node.op == "output").args[0]
+    changed = [spec.kind for spec in program.graph_signature.output_specs if spec.kind is not OutputKind.USER_OUTPUT]
+    if changed:
+        raise ModelError(f"the network changes what it is given ({changed[0].name}), which cannot be exported")
+    return Graph(**names, operations=tuple(operations), outputs=_written(outputs, numbers))
+
+
+_KINDS = {
+    InputKind.USER_INPUT: "inputs",
+    InputKind.PARAMETER: "weights",
+    InputKind.BUFFER: "weights",
+    InputKind.CONSTANT_TENSOR: "constants",
+}
+
+
+def _numbered(program: ExportedProgram, inputs: list[str]) -> tuple[dict[torch.fx.Node, int], dict[str, Any]]:
+    """The numbers of what is there from the beginning, and its names."""
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    found: dict[str, list[tuple[torch.fx.Node, str]]] = {kind: [] for kind in ("inputs", "weights", "constants")}
+    given = iter(inputs)
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if spec.kind not in _KINDS:
+            raise ModelError(f"the network is given {node.name}, a {spec.kind.name}, which cannot be exported")
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            name = next(given) if spec.kind is InputKind.USER_INPUT else str(spec.target)
+            found[_KINDS[spec.kind]].append((node, name))
+    nodes = [node for group in found.values() for node, _ in group]
+    names = {kind: tuple(name for _, name in group) for kind, group in found.items()}
+    return {node: number for number, node in enumerate(nodes)}, names
+
+
+def _name_of(node: torch.fx.Node) -> str:
+    if node.target is operator.getitem:
+        return "getitem"
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
+        return str(node.target)
+    inside = _inside(node)
+    where = f" in {inside}" if inside else ""
+    raise ModelError(f"the network uses {node.target}{where}, which is no operation of ATen: it cannot be exported")
+
+
+def _inside(node: torch.fx.Node) -> str:
+    """The path of the module at work."""
+    stack = [*node.meta.get("nn_module_stack", {}).values()]
+    return stack[-1][0] if stack else ""
+
+
+def _written(value: Any, numbers: dict[torch.fx.Node, int]) -> Any:
+    """`value`, an argument of an operation, as JSON."""
+    match value:
+        case torch.fx.Node():
+            return {"value": numbers[value]}
+        case list() | tuple():
+            return [_written(item, numbers) for item in value]
+        case float() if not math.isfinite(value):
+            return {"number": str(value)}
+        case None | bool() | int() | float() | str():
+            return value
+        case torch.device(type="meta" | "cpu"):
+            return {"device": "here" if value.type == HERE else "cpu"}
+    for word, kind in _NAMED.items():
+        if isinstance(value, kind):
+            return {word: str(value).removeprefix("torch.")}
+    raise ModelError(f"the network uses {value!r:.60} ({type(value).__name__}), which cannot be exported")
+
+
+# Graph → what can be called
+
+
+class _Value(NamedTuple):
+    number: int
+
+
+class _Here:
+    """Stands for the device on which the network works."""
+
+
+class Step(NamedTuple):
+    """An operation, ready to be called; afterwards the values numbered `over` are not needed any more."""
+
+    call: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    inside: str
+    over: tuple[int, ...]
+
+    def work(self, value: Callable[[int], Any], device: torch.device) -> Any:
+        """The result, with `value` giving what has a number."""
+        return self.call(*filled(self.args, value, device), **filled(self.kwargs, value, device))
+
+
+def filled(argument: Any, value: Callable[[int], Any], device: torch.device) -> Any:
+    """`argument` with values for numbers, and the device on which the network works."""
+    kind = type(argument)
+    if kind is _Value:
+        return value(argument.number)
+    if kind is list:
+        return [filled(item, value, device) for item in argument]
+    if kind is dict:
+        return {key: filled(item, value, device) for key, item in argument.items()}
+    return device if kind is _Here else argument
+
+
+def steps_of(graph: Graph) -> list[Step]:
+    """The operations of `graph` in their order. ModelError for what this torch does not know or a graph cannot say."""
+    first = len(graph.inputs) + len(graph.weights) + len(graph.constants)
+    used = [sorted(set(_numbers([op.args, [*op.kwargs.values()]]))) for op in graph.operations]
+    kept = set(_numbers(graph.outputs))
+    for place, numbers in enumerate([*used, sorted(kept)]):
+        if numbers and not 0 <= numbers[0] <= numbers[-1] < first + place:
+            raise ModelError(f"operation {place} of the graph uses value {numbers[-1]}, which is not there yet")
+    last = {number: place for place, numbers in enumerate(used) for number in numbers}
+    over: dict[int, list[int]] = {}
+    for number in range(first + len(used)):
+        if number not in kept:
+            over.setdefault(last.get(number, max(number - first, 0)), []).append(number)
+    return [
+        Step(
+            _called(op.op),
+            read_argument(op.args),
+            {key: read_argument(value) for key, value in op.kwargs.items()},
+            op.inside,
+            tuple(over.get(place, ())),
+        )
+        for place, op in enumerate(graph.operations)
+    ]
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, dict) and isinstance(value.get("value"), int):
+        yield value["value"]
+
+
+def _called(name: str) -> Callable[..., Any]:
+    if name == "getitem":
+        return operator.getitem
+    space, _, rest = name.partition(".")
+    word, _, overload = rest.partition(".")
+    found = getattr(getattr(torch.ops.aten, word, None), overload, None) if space == "aten" else None
+    if not isinstance(found, torch._ops.OpOverload) or name in _TOUCHES_FILES:
+        raise ModelError(f"the graph uses {name!r:.60}, which is no operation on tensors that torch has", name=name)
+    return found
+
+
+def read_argument(value: Any) -> Any:
+    """The argument that `value`, JSON, stands for."""
+    if isinstance(value, list):
+        return [read_argument(item) for item in value]
+    return _named(value) if isinstance(value, dict) else value
+
+
+def _named(value: dict[str, Any]) -> Any:
+    match value:
+        case {"value": int(number)}:
+            return _Value(number)
+        case {"number": "inf" | "-inf" | "nan" as number}:
+            return float(number)
+        case {"device": "here"}:
+            return _Here()
+        case {"device": "cpu"}:
+            return torch.device("cpu")
+    word, name = next(iter(value.items()), ("", ""))
+    found = getattr(torch, str(name), None)
+    if word in _NAMED and isinstance(found, _NAMED[word]):
+        return found
+    raise ModelError(f"the graph has an argument {value!r:.60}, which stands for nothing known")

@@ -1,0 +1,165 @@
+"""An exported network at work: its operations one by one, on the weights of the live network."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tightfit.apply import gates
+from tightfit.apply.activations.traced.call import by_name, check_call
+from tightfit.apply.activations.traced.file import Traced
+from tightfit.apply.activations.traced.graph import filled, read_argument, steps_of
+from tightfit.apply.activations.traced.marks import check_marks, check_plain
+from tightfit.errors import ModelError, RunError
+
+__all__ = ["Program", "Runs", "traced_forward"]
+
+Weight = Callable[[int], torch.Tensor]
+Chain = tuple[nn.Module, ...]  # a module and those around it, the outermost first, without the network itself
+
+
+class Runs(Protocol):
+    """Whatever does what an exported network says."""
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], weight: Weight, device: torch.device, at: Callable[[int], None]
+    ) -> list[Any]:
+        """The outputs on `device`. `weight` gives one by its place in the graph, `at` is told of each operation."""
+
+
+class Program:
+    """The operations, ready to be done one by one. ModelError for a graph that does not hold together."""
+
+    def __init__(self, traced: Traced) -> None:
+        graph, manifest = traced.graph, traced.manifest
+        for what, wanted, there in (
+            ("input", graph.inputs, manifest.inputs.keys()),
+            ("weight", graph.weights, manifest.weights.keys()),
+            ("constant", graph.constants, traced.constants.keys()),
+        ):
+            if absent := set(wanted) - there:
+                raise ModelError(f"the exported denoiser uses an unknown {what}, {min(absent)}", name=min(absent))
+        self._steps = steps_of(graph)
+        self._outputs = read_argument(graph.outputs)
+        self._constants = [traced.constants[name] for name in graph.constants]
+        self._weights = range(len(graph.inputs), len(graph.inputs) + len(graph.weights))
+
+    def run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        weight: Weight,
+        device: torch.device,
+        at: Callable[[int], None] = lambda place: None,
+    ) -> list[Any]:
+        """The outputs on `device`. `weight` gives one by its place in the graph, `at` is told of each operation."""
+        weights = self._weights
+        values: dict[int, Any] = {**dict(enumerate(inputs)), **dict(enumerate(self._constants, weights.stop))}
+
+        def value(number: int) -> Any:
+            return weight(number - weights.start) if number in weights else values[number]
+
+        for place, step in enumerate(self._steps):
+            at(place)
+            values[weights.stop + len(self._constants) + place] = step.work(value, device)
+            for number in step.over:
+                values.pop(number, None)
+        return list(filled(self._outputs, value, device))
+
+
+def traced_forward(module: nn.Module, traced: Traced, runs: Runs | None = None) -> Callable[..., Any]:
+    """A `forward(self, …)` for `module`'s class that does what `traced` says, with `module`'s own weights.
+
+    ModelError where the two do not belong together. When it is called: RequestError, naming the input, for shapes,
+    dtypes, devices and settings other than those exported; RunError for hooks that were set on modules inside since,
+    because those modules are not called. Those who only watch a module (`gates.watch`) are told when it would begin and
+    when it would have ended.
+
+    `runs` does the work (default: the operations one by one).
+    """
+    check_plain(module)
+    check_marks(module, traced.manifest)
+    works = runs or Program(traced)
+    tables = [_table(module, name) for name in traced.graph.weights]
+    chains = _chains(module, [step.inside for step in traced.graph.operations])
+    signature = inspect.signature(module.forward)
+
+    def weight(place: int) -> torch.Tensor:
+        table, name = tables[place]
+        found: torch.Tensor = table[name]
+        return found
+
+    @functools.wraps(type(module).forward)  # pipelines ask for its signature
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors, device = check_call(traced.manifest, by_name(signature, args, kwargs))
+        turns = _Turns(chains)
+        try:
+            outputs = works.run([tensors[name] for name in traced.graph.inputs], weight, device, turns.at)
+        finally:
+            turns.end()
+        return outputs[0] if traced.manifest.returns == "tensor" else tuple(outputs)
+
+    return forward
+
+
+def _table(module: nn.Module, path: str) -> tuple[Any, str]:
+    """Where the parameter or buffer at `path` is looked up, and its name there."""
+    owner, _, name = path.rpartition(".")
+    part = module.get_submodule(owner)
+    return (part._parameters if name in part._parameters else part._buffers), name
+
+
+def _chains(module: nn.Module, paths: Sequence[str]) -> list[Chain]:
+    """For each operation, the modules that it is part of."""
+    known: dict[str, Chain] = {}
+    for path in dict.fromkeys(paths):
+        ends = [end for end, sign in enumerate(path) if sign == "."] + ([len(path)] if path else [])
+        try:
+            known[path] = tuple(module.get_submodule(path[:end]) for end in ends)
+        except AttributeError:
+            raise ModelError(f"the exported denoiser works in an unknown module, {path:.80}", name=path) from None
+    return [known[path] for path in paths]
+
+
+class _Turns:
+    """Which modules would be at work; those who watch them are told."""
+
+    def __init__(self, chains: Sequence[Chain]) -> None:
+        self._chains = chains
+        self._now: Chain = ()
+        self._ends: list[ExitStack] = []  # of the modules that are at work
+
+    def at(self, place: int) -> None:
+        self._turn_to(self._chains[place])
+
+    def end(self) -> None:
+        self._turn_to(())
+
+    def _turn_to(self, chain: Chain) -> None:
+        if chain is self._now:
+            return
+        common = sum(itertools.takewhile(bool, map(operator.is_, self._now, chain)))
+        self._now = chain
+        while len(self._ends) > common:
+            self._ends.pop().close()
+        for part in chain[common:]:
+            end = ExitStack()
+            self._ends.append(end)
+            if part._forward_pre_hooks or part._forward_hooks:
+                _check_hooks(part)
+                end.enter_context(gates.at_work(part))
+
+
+def _check_hooks(part: nn.Module) -> None:
+    """RunError where a hook wants more than to be told."""
+    for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+        if not hasattr(hook, gates._MARK):
+            kind = type(part).__name__
+            raise RunError(f"a hook was set on a {kind} of an exported denoiser, which is never called", name=kind)

@@ -1,0 +1,153 @@
+"""Networks that are exported once and run from then on without their Python code.
+
+Exporting (`torch.export`) follows one call of the network on torch's "meta" device, which computes nothing; what is
+left are ATen's operations in their order, for shapes and settings as they were in that call. They are done on the
+live network's weights, looked up anew for each operation: so weights may be away, stored in eight bits or moved, and
+the numbers are those of the network's own code. What was exported on one device runs on any other.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
+
+from tightfit.apply.activations.traced.call import by_name, split
+from tightfit.apply.activations.traced.file import Form, Manifest, Traced
+from tightfit.apply.activations.traced.graph import HERE, graph_of
+from tightfit.apply.activations.traced.marks import check_plain, marks_of
+from tightfit.errors import ModelError, PlanError, unknown_name
+from tightfit.measure.modules import find_components, find_role, weight_tensors
+
+__all__ = ["find_denoiser", "first_call", "trace_denoiser", "trace_module"]
+
+
+def trace_denoiser(pipe: Any, call: Mapping[str, Any], name: str | None = None) -> Traced:
+    """Exports the denoiser of `pipe` for the shapes and settings that it is given first in `pipe(**call)`.
+
+    The call is broken off there (a generator among its arguments has been used by then). `name` says which network is
+    meant where there are several. `pipe` may also be a module; then `call` holds its own arguments.
+
+    Raises ModelError, naming the operation or the module, for what cannot be exported, AlreadyFitted where the
+    denoiser follows a plan, PlanError for an unknown name.
+    """
+    if isinstance(pipe, nn.Module):
+        return trace_module(pipe, **call)
+    module = find_denoiser(pipe, name)
+    check_plain(module)
+    with torch.random.fork_rng(devices=[]):
+        args, kwargs = first_call(module, lambda: pipe(**call))
+    return trace_module(module, *args, **kwargs)
+
+
+def find_denoiser(pipe: Any, name: str | None = None) -> nn.Module:
+    """The network `name` of `pipe`; without a name its denoiser, of several the transformer or U-Net."""
+    components = find_components(pipe)
+    if name is not None and name not in components:
+        raise PlanError(unknown_name("component", name, components), name=name)
+    denoisers = [found for found, part in components.items() if find_role(found, part) == "denoiser"]
+    usual = [found for found in denoisers if found in ("transformer", "unet")]
+    chosen = [name] if name is not None else usual or denoisers
+    if len(chosen) != 1:
+        there = ", ".join(chosen) or "none"
+        raise PlanError(f"{type(pipe).__name__} has not one denoiser but {there}: name the one to export")
+    return components[chosen[0]]
+
+
+class _Called(BaseException):
+    """The denoiser was called: nothing more is wanted. No `except Exception` on the way may stop it."""
+
+
+def first_call(module: nn.Module, work: Callable[[], object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `module` is given when `work` calls it first, by position and by name. Then the work is broken off."""
+    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given.append((args, kwargs))
+        raise _Called
+
+    hook = module.register_forward_pre_hook(take, with_kwargs=True, prepend=True)
+    try:
+        work()
+    except _Called:
+        return given[0]
+    finally:
+        hook.remove()
+    raise ModelError(f"the call came to its end without its {type(module).__name__}: there is nothing to export")
+
+
+def trace_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Traced:
+    """Exports `module` for calls with arguments like these; of tensors, shapes and dtypes count."""
+    check_plain(module)
+    kind = type(module).__name__
+    arguments = by_name(inspect.signature(module.forward), args, kwargs)
+    tensors, settings = split(arguments)
+    program = _exported(kind, _without_weights(module), arguments)
+    manifest = Manifest(
+        **marks_of(module),
+        inputs={name: Form.of(tensor) for name, tensor in tensors.items()},
+        settings=settings,
+        returns=_returns(kind, program.call_spec.out_spec),
+    )
+    graph = graph_of(program, [*tensors])
+    return Traced(manifest, graph, {name: _table(kind, name, program.constants[name]) for name in graph.constants})
+
+
+def _table(kind: str, name: str, constant: torch.Tensor) -> torch.Tensor:
+    """A tensor that is part of `kind`'s code, as it is kept."""
+    if constant.is_meta:
+        raise ModelError(f"{kind} makes a table, {name}, of numbers of its own: it cannot be exported", name=kind)
+    return constant.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _exported(kind: str, module: nn.Module, arguments: dict[str, Any]) -> ExportedProgram:
+    given = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device=HERE), arguments)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), _NumbersInCode():
+            return torch.export.export(module, (), given, strict=False)
+    except Exception as error:  # torch.export's errors have no base in common
+        cause = str(error).strip().splitlines() or [""]
+        said = f"{type(error).__name__}: {cause[0]:.300}"
+        raise ModelError(f"{kind} cannot be exported: {said}", name=kind) from error
+
+
+class _NumbersInCode(TorchFunctionMode):
+    """Lets tensors that code makes of numbers keep those: made on the CPU first, as nothing on HERE has any."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = torch.device(kwargs.get("device") or "cpu")
+        if func in (torch.tensor, torch.as_tensor) and device.type == HERE and not isinstance(args[0], torch.Tensor):
+            return func(*args, **kwargs | {"device": "cpu"}).to(device)
+        return func(*args, **kwargs)
+
+
+def _without_weights(module: nn.Module) -> nn.Module:
+    """A copy of `module` with shapes for weights."""
+    known: dict[int, Any] = {}
+    for tensor in weight_tensors(module):
+        plain = tensor.detach()
+        if type(plain) is not torch.Tensor:
+            kind = type(plain).__name__
+            raise ModelError(f"{type(module).__name__} has weights of type {kind}, which cannot be exported", kind=kind)
+        shape = torch.empty_like(plain, device=HERE)
+        known[id(tensor)] = nn.Parameter(shape, requires_grad=False) if isinstance(tensor, nn.Parameter) else shape
+    return copy.deepcopy(module, known)
+
+
+def _returns(kind: str, spec: TreeSpec) -> str:
+    """Whether `kind` returns a tensor or a tuple of tensors."""
+    shape = tree_unflatten([0] * spec.num_leaves, spec)
+    if shape == 0:
+        return "tensor"
+    if isinstance(shape, tuple | list) and set(shape) <= {0}:
+        return "tuple"
+    name = type(shape).__name__
+    raise ModelError(f"{kind} returns a {name}, which cannot be exported: call it with return_dict=False", name=kind)

@@ -1,0 +1,55 @@
+"""Files that are there whole or not at all, and the folder for what need not be worked out twice."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+__all__ = ["cache_folder", "code_mark", "replacing"]
+
+_LIBRARIES = ("diffusers", "torch", "transformers")
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/tightfit, or ~/.cache/tightfit."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightfit"
+
+
+@functools.cache
+def code_mark() -> str:
+    """A digest of this package's code and data, and of the versions of what it stands on."""
+    digest = hashlib.sha256()
+    for library in _LIBRARIES:
+        digest.update(f"{library} {version(library)}".encode())
+    package = Path(str(files("tightfit")))
+    for path in sorted(path for suffix in ("py", "json") for path in package.rglob(f"*.{suffix}")):
+        digest.update(f"{path.relative_to(package)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` that becomes it when all went well, and vanishes when not."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tightfit-", suffix=path.suffix)
+    os.close(handle)
+    partial = Path(name)
+    try:
+        yield partial
+        partial.chmod(0o666 & ~_umask())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
