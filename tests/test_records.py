@@ -70,12 +70,14 @@ STRETCH = Phase(
 )  # fmt: skip
 FOOTPRINT = Footprint(pipeline="FluxPipeline", components=(COMPONENT,), request=REQUEST, phases=(STRETCH,))
 REASON = Reason(decision="transformer per-unit", because="it is larger than “the card”")
-VAE = VaePlan(slicing=True, tile=512, overlap=0.125)
+VAE = VaePlan(slicing=True, strips=2**28, maps="host", tile=512, overlap=0.125)
 STORED = ComponentPlan(
     placement="per-unit", home="disk", pinned=False, weights=4 * 2**30, grain="block", ring=2**30,
     stays=("transformer_blocks.0", "proj_out"), storage="float8_e4m3fn", compute_dtype="bfloat16",
-    skip=("norm", "^proj_out$"), channels_last=True,
+    skip=("norm", "^proj_out$"), channels_last=True, batch=2, guidance="together", feed_forward=2**20,
+    attention="chunked",
 )  # fmt: skip
+TRACED = ComponentPlan(traced="unet.trace", compiled=True)
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,
     offload_activations=True, reasons=(REASON,),
@@ -91,8 +93,8 @@ TRACE = Trace(
 )  # fmt: skip
 PREDICTION = Prediction(model="sdxl", card="rtx3060", capacity=11, fits=True, plan=PLAN, trace=TRACE)
 EXAMPLES = [
-    REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, USE, PASS, STRETCH, FOOTPRINT, REASON, VAE, STORED, PLAN,
-    SAMPLE, PHASE, TRACE, PREDICTION,
+    REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, USE, PASS, STRETCH, FOOTPRINT, REASON, VAE, STORED,
+    TRACED, PLAN, SAMPLE, PHASE, TRACE, PREDICTION,
 ]  # fmt: skip
 
 each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
@@ -103,10 +105,11 @@ def test_there_is_an_example_of_each_record() -> None:
     assert {type(record) for record in EXAMPLES} == kinds - {Record}
 
 
-@each
-def test_the_examples_leave_no_field_at_its_default(record: Record) -> None:
-    for name, field in type(record).model_fields.items():
-        assert getattr(record, name) != field.default
+@pytest.mark.parametrize("kind", dict.fromkeys(map(type, EXAMPLES)), ids=lambda kind: kind.__name__)
+def test_the_examples_leave_no_field_at_its_default(kind: type[Record]) -> None:
+    of_a_kind = [record for record in EXAMPLES if type(record) is kind]
+    for name, field in kind.model_fields.items():
+        assert any(getattr(record, name) != field.default for record in of_a_kind), name
 
 
 # to text and back
@@ -195,6 +198,10 @@ KEPT = st.fixed_dictionaries(
         "home": st.sampled_from(["host", "disk"]),
         "pinned": st.none() | st.booleans(),
         "channels_last": st.booleans(),
+        "batch": st.none() | st.integers(1, 99),
+        "guidance": st.sampled_from([None, "together"]),
+        "feed_forward": st.none() | st.integers(1, 2**40),
+        "attention": st.sampled_from(["auto", "torch", "chunked", "flash"]),
     },
 )
 COMPONENT_PLANS = st.builds(
@@ -204,7 +211,12 @@ COMPONENT_PLANS = st.builds(
     KEPT,
 )
 VAE_PLANS = st.builds(VaePlan, slicing=st.booleans()) | st.builds(
-    VaePlan, slicing=st.booleans(), tile=st.integers(16, 10**5), overlap=st.floats(0, 0.5)
+    VaePlan,
+    slicing=st.booleans(),
+    tile=st.integers(16, 10**5),
+    overlap=st.floats(0, 0.5),
+    strips=st.integers(1, 2**40),
+    maps=st.sampled_from(["device", "host", "again"]),
 )
 REQUESTS = st.builds(
     Request, height=SIDES, width=SIDES, frames=SIDES, batch=st.integers(1, 99), steps=SIDES,
@@ -258,7 +270,8 @@ def test_no_field_can_be_set(record: Record) -> None:
 def test_records_are_equal_by_value(record: Record) -> None:
     assert type(record)(**dict(record)) == record
     for name, field in type(record).model_fields.items():
-        assert record.model_copy(update={name: field.default}) != record
+        changed = record.model_copy(update={name: field.default})
+        assert (changed == record) == (getattr(record, name) == field.default)
 
 
 def test_records_of_plain_values_can_be_keys() -> None:
@@ -543,7 +556,9 @@ def test_tiles_are_lossy_where_a_picture_needs_more_than_one(request_: Request |
 def test_everything_lossy_goes_by_a_name_that_can_be_allowed() -> None:
     plan = Plan(components={"unet": STORED}, vae=VaePlan(tile=64))
     assert [text.partition(":")[0] for text in plan.lossy] == ["fp8", "blended-tiling"]
-    assert {"fp8", "int8", "blended-tiling"} == set(TECHNIQUES)
+    assert {"fp8", "int8", "sage-attention", "blended-tiling"} == set(TECHNIQUES)
+    sage = Plan(components={"unet": ComponentPlan(attention="sage")})
+    assert sage.lossy == ("sage-attention: unet attends in eight bits",)
 
 
 def test_techniques_are_known_by_name() -> None:
@@ -553,7 +568,9 @@ def test_techniques_are_known_by_name() -> None:
     with pytest.raises(PlanError, match=r"unknown technique 'fp9': did you mean 'fp8'\?") as error:
         check_techniques(["fp8", "fp9"])
     assert error.value.facts == {"name": "fp9"}
-    with pytest.raises(PlanError, match="unknown technique 'teacache': there are blended-tiling, fp8, int8"):
+    with pytest.raises(
+        PlanError, match="unknown technique 'teacache': there are blended-tiling, fp8, int8, sage-attention"
+    ):
         check_techniques("teacache")
 
 
@@ -576,13 +593,16 @@ def test_an_unknown_name_comes_with_the_nearest_or_all(known: list[str], sentenc
 def test_a_plan_says_everything_it_decides() -> None:
     assert str(PLAN).splitlines() == [
         "plan: level 3 on cuda:1",
-        "  transformer: per-unit, from disk, by block, 2 stay, ring of 1 GiB, stored as float8_e4m3fn, channels-last",
-        "  autoencoder: tiles of 512 px, one item at a time",
+        "  transformer: per-unit, from disk, by block, 2 stay, ring of 1 GiB, stored as float8_e4m3fn, channels-last, "
+        "at most 2 items at a time, guidance together, feed-forward within 1 MiB, attention by chunked",
+        "  autoencoder: exact strips within 256 MiB, maps kept in host memory, "
+        "where that cannot be in tiles of 512 px, one item at a time",
         "  waiting activations: moved to host memory",
         "  lossy: fp8: transformer is stored in float8_e4m3fn",
-        "  lossy: blended-tiling: pictures larger than 512 px are decoded in tiles",
+        "  lossy: blended-tiling: pictures larger than 512 px are decoded in tiles, where they cannot be in strips",
         "  because: transformer per-unit: it is larger than “the card”",
     ]
+    assert TRACED.described == "resident, compiled, as exported in unet.trace"
     assert str(Plan()).splitlines() == ["plan: custom on cpu", "  autoencoder: whole pictures", "  lossless"]
 
 

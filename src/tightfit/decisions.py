@@ -17,6 +17,7 @@ __all__ = [
     "Attention",
     "ComponentPlan",
     "Grain",
+    "Guidance",
     "Home",
     "Maps",
     "Placement",
@@ -32,6 +33,7 @@ Home = Literal["host", "disk"]
 Grain = Literal["block", "leaf"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
 Attention = Literal["auto", "torch", "flash", "efficient", "cudnn", "math", "xformers", "sage", "chunked"]
+Guidance = Literal["together", "apart"]
 Maps = Literal["device", "host", "again"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -107,6 +109,9 @@ class ComponentPlan(Record):
     compute_dtype: ComputeDtype | None = None  # for stored weights; None: the dtype as loaded
     skip: tuple[str, ...] | None = None  # patterns of parameter names that stay as loaded; None: the default list
     channels_last: bool = False
+    batch: Positive | None = None  # items that work at a time, at most; None: all that there are
+    guidance: Guidance | None = None  # a step's two predictions in one pass, or each in its own; None: as the pipeline
+    feed_forward: Size | None = None  # bytes for the inner maps of feed-forwards; None: of all tokens at once
     traced: str | None = None  # the file of an exported network, which works in place of this one's code
     compiled: bool = False  # that network as machine code
     attention: Attention = "auto"  # by whom; "auto": torch, and where it would make all scores at once, in chunks
@@ -117,9 +122,15 @@ class ComponentPlan(Record):
             for field in ("skip", "compute_dtype"):
                 if getattr(self, field) is not None:
                     raise PlanError(f"{field} needs storage=float8_e4m3fn, float8_e5m2 or int8", field=field)
+        if self.guidance == "apart" and self.batch is not None:
+            raise PlanError(f"guidance=apart halves each batch, batch={self.batch} says how many: leave one out")
+        if self.traced is not None and (self.feed_forward or self.attention != "auto"):
+            raise PlanError(f"the parts of traced={self.traced} are fixed: leave feed_forward and attention out")
         if self.compiled and (self.traced is None or self.storage != "as-loaded" or self.placement == "per-unit"):
             raise PlanError(
-                "compiled needs traced=FILE, storage=as-loaded and weights that come together", field="traced"
+                "compiled needs traced=FILE and weights that are there together, as loaded: here are "
+                f"traced={self.traced}, storage={self.storage}, placement={self.placement}",
+                field="compiled",
             )
         if self.placement != "per-unit":
             for field in ("weights", "grain", "ring", "stays"):
@@ -145,9 +156,12 @@ class ComponentPlan(Record):
             said += [f"by {self.grain}", f"{len(self.stays)} stay", f"ring of {format_bytes(self.ring)}"]
         said += ["page-locked"] if self.pinned else []
         said += [] if self.storage == "as-loaded" else [f"stored as {self.storage}"]
-        said += [f"{'compiled ' * self.compiled}as exported in {self.traced}"] if self.traced else []
-        said += [] if self.attention == "auto" else [f"attention by {self.attention}"]
-        return ", ".join([*said, "channels-last"] if self.channels_last else said)
+        said += ["channels-last"] if self.channels_last else []
+        said += [f"at most {self.batch} items at a time"] if self.batch else []
+        said += [f"guidance {self.guidance}"] if self.guidance else []
+        said += [f"feed-forward within {format_bytes(self.feed_forward)}"] if self.feed_forward else []
+        said += [f"{'compiled, ' * self.compiled}as exported in {self.traced}"] if self.traced else []
+        return ", ".join(said if self.attention == "auto" else [*said, f"attention by {self.attention}"])
 
 
 def check_techniques(names: Iterable[str]) -> tuple[str, ...]:

@@ -149,8 +149,9 @@ class Plan(Record):
     def lossy(self) -> tuple[str, ...]:
         """What may change the picture, each named by its technique and where it applies."""
         named = [what for name, component in self.components.items() for what in component.lossy(name)]
-        if self.vae.tile is not None and self.vae.strips is None and not self._one_tile():
-            named.append(f"blended-tiling: pictures larger than {self.vae.tile} px are decoded in tiles")
+        if self.vae.tile is not None and not self._one_tile():
+            where = "" if self.vae.strips is None else ", where they cannot be in strips"
+            named.append(f"blended-tiling: pictures larger than {self.vae.tile} px are decoded in tiles{where}")
         return tuple(named)
 
     @property

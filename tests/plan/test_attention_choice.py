@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tightfit import PlanError
-from tightfit.plan.attention import AttentionCall, Wanted, block_bytes, check_wanted, choose
+from tightfit.plan.attention import AttentionCall, block_bytes, check_wanted, choose
 from tightfit.pretend import attention as pretend
+from tightfit.records import Attention
 
 LARGE = AttentionCall(
     device="cuda",
@@ -95,7 +96,7 @@ def test_cards_choose_as_pretend_cards_do() -> None:
 def test_nothing_lossy_is_chosen_unless_it_is_named() -> None:
     for call in calls():
         assert choose(call, installed=EVERYTHING).name != "sage"
-        for wanted in get_args(Wanted):
+        for wanted in get_args(Attention):
             if wanted != "sage":
                 assert choose(call, wanted, EVERYTHING).name != "sage"
     assert choose(LARGE, "sage", EVERYTHING) == ("sage", "SageAttention was asked for")
@@ -176,7 +177,7 @@ def test_xformers_takes_what_torch_would_make_whole() -> None:
 
 
 def test_names() -> None:
-    assert [check_wanted(name) for name in get_args(Wanted)] == list(get_args(Wanted))
+    assert [check_wanted(name) for name in get_args(Attention)] == list(get_args(Attention))
     with pytest.raises(PlanError, match="unknown attention 'chunk': did you mean 'chunked'"):
         check_wanted("chunk")
     assert choose(LARGE, "torch").name == choose(CPU, "torch").name == "torch"

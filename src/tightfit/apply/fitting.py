@@ -17,7 +17,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tightfit.apply.activations.attention import AttentionSeam
+from tightfit.apply.activations.batches import chunk_blocks, in_chunks
 from tightfit.apply.activations.cutting import cut_up
+from tightfit.apply.activations.feed_forward import chunk_feed_forwards
+from tightfit.apply.activations.guidance import joined
 from tightfit.apply.activations.layout import channels_last
 from tightfit.apply.activations.traced.compiled import CompiledProgram
 from tightfit.apply.activations.traced.file import Traced
@@ -167,6 +170,11 @@ class Fitted:
         if not copied:
             self._store(module, plan, undo, counted=plan.placement == "resident" or not device.separate)
         self._residency.stream(name, module, plan, undo)
+        note = self._recorder.note
+        if plan.feed_forward is not None:
+            chunk_feed_forwards(module, plan.feed_forward, undo)
+        if _in_parts(plan) and plan.placement == "per-unit":  # block by block: the weights come once for all parts
+            chunk_blocks(module, plan.batch, undo, note)
         if self.plan.offload_activations and has_skips(module) and not forward:
             move_waiting(module, device, self._recorder, undo)
         undo.callback(disguise(module, **self._component_members(name, module, plan, device), **forward))
@@ -201,7 +209,12 @@ class Fitted:
 
             return run
 
-        members: dict[str, Any] = {HANDLE: self, "__call__": working("forward", original.__call__)}
+        call = original.__call__
+        if _in_parts(plan) and plan.placement != "per-unit":
+            call = in_chunks(call, plan.batch, recorder.note)
+        if plan.guidance == "together":
+            call = joined(call, recorder.note)
+        members: dict[str, Any] = {HANDLE: self, "__call__": working("forward", call)}
         if role == "autoencoder":
             for method, cut in cut_up(original, self.plan.vae, device, recorder).items():
                 members[method] = working(method, cut)
@@ -242,6 +255,11 @@ class Fitted:
         if self._undo is not None:
             self._undo.close()
             self._undo = None
+
+
+def _in_parts(plan: ComponentPlan) -> bool:
+    """Whether batches are worked through in parts."""
+    return plan.batch is not None or plan.guidance == "apart"
 
 
 def _exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:

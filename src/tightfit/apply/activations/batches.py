@@ -120,9 +120,9 @@ def _why_coupled(network: nn.Module) -> str | None:
 
 
 def in_chunks(
-    forward: Callable[..., Any], size: int, told: Callable[[str], object] = lambda what: None
+    forward: Callable[..., Any], size: int | None, told: Callable[[str], object] = lambda what: None
 ) -> Callable[..., Any]:
-    """`forward` of a network (which it takes first), at most `size` items of the batch at a time.
+    """`forward` of a network (which it takes first), at most `size` items of the batch at a time; None: half of it.
 
     Gives what `forward` gives (tensors, tuples, diffusers' outputs), each tensor written into one of the whole batch
     as it comes. `told` is given a sentence where a batch stays whole.
@@ -131,21 +131,22 @@ def in_chunks(
     @functools.wraps(forward)
     def run(network: nn.Module, *args: Any, **kwargs: Any) -> Any:
         batch = find_batch(network, args, kwargs)
-        if batch is None or batch.count <= size:
+        most = _most(batch, size)
+        if batch is None or batch.count <= most:
             return forward(network, *args, **kwargs)
         reason = why_whole(network, batch, args, kwargs)
         if reason is not None:
             told(_whole(batch, reason))
             return forward(network, *args, **kwargs)
-        return _some_by_some(functools.partial(forward, network), batch, size, args, kwargs)
+        return _some_by_some(functools.partial(forward, network), batch, most, args, kwargs)
 
     return run
 
 
 def chunk_blocks(
-    network: nn.Module, size: int, undo: ExitStack, told: Callable[[str], object] = lambda what: None
+    network: nn.Module, size: int | None, undo: ExitStack, told: Callable[[str], object] = lambda what: None
 ) -> None:
-    """Lets each block of `network` work on at most `size` items of the batch at a time.
+    """Lets each block of `network` work on at most `size` items of the batch at a time; None: on half of it.
 
     All items pass a block before the next one begins: its weights come once, as many as there may be, and what goes
     from block to block is there for all of them. What is compiled stays as it is.
@@ -157,7 +158,7 @@ def chunk_blocks(
     def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal items
         batch = find_batch(network, args, kwargs)
-        if batch is None or batch.count <= size:
+        if batch is None or batch.count <= _most(batch, size):
             items = 0
             return
         reason = why_whole(network, batch, args, kwargs)
@@ -174,7 +175,7 @@ def chunk_blocks(
             batch = replace(given, count=items, frames=given.count // items)
             if _why_unknown(batch, args, kwargs):
                 return forward(block, *args, **kwargs)
-            return _some_by_some(functools.partial(forward, block), batch, size, args, kwargs)
+            return _some_by_some(functools.partial(forward, block), batch, _most(batch, size), args, kwargs)
 
         return run
 
@@ -194,6 +195,11 @@ def _some_by_some(
         some_args, some_kwargs = batch.map(functools.partial(_cut, items), args, kwargs)
         whole = _with(whole, forward(*some_args, **some_kwargs), items, batch.count)
     return whole
+
+
+def _most(batch: Batch | None, size: int | None) -> int:
+    """How many items may work at a time."""
+    return size or (-(-batch.count // 2) if batch else 1)
 
 
 def _whole(batch: Batch, reason: str) -> str:

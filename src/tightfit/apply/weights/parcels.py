@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -86,15 +87,22 @@ class Parcel:
 
 
 def parcels_of(
-    module: nn.Module, component: Component, grain: Grain, home_of: Callable[[list[nn.Parameter]], Home]
+    module: nn.Module,
+    component: Component,
+    grain: Grain,
+    home_of: Callable[[list[nn.Parameter]], Home],
+    inside: Mapping[int, nn.Module] = MappingProxyType({}),
 ) -> list[Parcel]:
-    """The parcels of `module` in the order of the model; `home_of` finds a home for the masters of each."""
-    leaves, parcels, compiled = find_leaves(module), [], compiled_around(module)
+    """The parcels of `module` in the order of the model; `home_of` finds a home for the masters of each.
+
+    Weights of modules whose ids are `inside` another, which works them several times over, stay as long as that works.
+    """
+    leaves, parcels, around = find_leaves(module), [], {**inside, **compiled_around(module)}
     for name, members in group_leaves(component, grain).items():
         parts = [part for leaf in members for part in leaves[leaf]]
         masters, places = _places_of(parts)
         owners = parts if name in leaves else [module.get_submodule(name)]
-        gates = tuple(compiled.get(id(owner), owner) for owner in owners)
+        gates = tuple(around.get(id(owner), owner) for owner in owners)
         likes, home = [_like(master) for master in masters], home_of(masters)
         if not home.writable:
             masters = [_emptied(master, of) for master, of in zip(masters, places, strict=True)]

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from tightfit.apply.activations.feed_forward import inside_feed_forwards
 from tightfit.apply.weights.agenda import Agenda, Pass
 from tightfit.apply.weights.cargo import Cargo
 from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_like, read_stored
@@ -93,7 +94,8 @@ class Residency:
         component = inspect_component(name, module)
         if plan.placement == "per-unit":
             plan = settle_streaming(component, plan)
-        parcels = parcels_of(module, component, plan.grain or "leaf", self._homes(plan, undo))
+        inside = inside_feed_forwards(module) if plan.feed_forward else {}
+        parcels = parcels_of(module, component, plan.grain or "leaf", self._homes(plan, undo), inside)
         self._settle_disk()
         if plan.pinned:
             self._lock(name, parcels, undo)

@@ -21,6 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.apply.activations.strips.program import Node, Program, Ref, replace_refs
+from tightfit.apply.activations.strips.workarounds import work_around
 
 __all__ = ["NotTakenApart", "capture", "without_weights"]
 
@@ -61,7 +62,9 @@ def without_weights(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
         known[id(part._compiled_call_impl)] = None
     double = copy.copy(module)  # the class first: how to copy may be the disguise's affair
     object.__setattr__(double, "__class__", kind)
-    return copy.deepcopy(double, known)
+    double = copy.deepcopy(double, known)
+    work_around(double)
+    return double
 
 
 class _Entry(nn.Module):

@@ -14,7 +14,7 @@ from tightfit.apply.activations.strips.stages import Graph, Stage, find_stages
 __all__ = ["Course", "Maps", "find_course"]
 
 Maps = Literal["device", "host", "again"]
-WORTH = 0.98  # of the peak: twice as many strips have to come below it, or they are not worth their overhead
+WORTH = 0.98  # of the peak: more strips have to come below it, or they are not worth their overhead
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,12 @@ def _strips(
         return strips, *peak_of(graph, stage, strips, keeping, kept)
 
     count, found = 1, attempt(1)
-    most = max(kept.device, found[2].device) + working
-    too_few = 0
-    while found[1].device > most and count < rows:
-        more = min(rows, 2 * count)
-        finer = attempt(more)
-        if finer[1].device > WORTH * found[1].device:  # no strips are small enough, and smaller ones help no more
+    floor = max(kept.device, found[2].device)
+    while found[1].device > floor + working and count < rows:
+        # as if all above the floor shrank with the strips; what does not shrink asks for another round
+        more = math.ceil(count * (found[1].device - floor) / working) if working else rows
+        finer = attempt(min(rows, max(more, count + 1), 4 * count))
+        if count > 1 and finer[1].device > WORTH * found[1].device:
             return found
-        too_few, count, found = count, more, finer
-    while count - too_few > max(1, count // 8):  # as few as fit, within an eighth
-        middle = (too_few + count) // 2
-        between = attempt(middle)
-        if between[1].device > most:
-            too_few = middle
-        else:
-            count, found = middle, between
+        count, found = len(finer[0]), finer
     return found

@@ -155,13 +155,15 @@ def _repeat(node: Node, sources: Sources) -> Rule | None:
 
 def _meshgrid(node: Node, sources: Sources) -> Rule | None:
     """One argument, laid along its own dimension and repeated along the others."""
-    own, axis, shape = node.output or 0, node.axis, node.shape
-    if node.kwargs.get("indexing", "ij") != "ij" or any(len(source.shape) != 1 for source in sources):
+    own, axis, shape, given = node.output or 0, node.axis, node.shape, node.output or 0
+    if any(len(source.shape) != 1 for source in sources):
         return None
-    needs = tuple(same if place == own == axis else None for place in range(len(sources)))
+    if node.kwargs.get("indexing", "ij") == "xy" and own < 2:
+        own = 1 - own
+    needs = tuple(same if place == given and own == axis else None for place in range(len(sources)))
 
     def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
-        laid = pieces[own].tensor.reshape([-1 if i == own else 1 for i in range(len(shape))])
+        laid = pieces[given].tensor.reshape([-1 if i == own else 1 for i in range(len(shape))])
         return laid.expand([span.hi - span.lo if i == axis else size for i, size in enumerate(shape)])
 
     return Rule(needs, make)

@@ -5,6 +5,7 @@ Integers only: no tensor is touched.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -46,8 +47,7 @@ class _Walk:
         self._targets = {*stage.stores, *stage.measured, *stage.outputs} & {*stage.strips, *stage.reads}
         self._order = self._ordered()
         self._takers = self._find_takers()
-        self._first: dict[int, int] = {}  # the first row that anybody needs
-        self._reach: dict[int, list[int]] = {}  # after each strip, up to which row there is something
+        self._spans: dict[int, list[Span]] = {}  # which rows there are made in each strip
         self._needed: dict[int, list[int]] = {}  # after each strip, from which row something is still needed
         for index in reversed(self._order):
             self._find_rows(index)
@@ -82,24 +82,39 @@ class _Walk:
         return takers
 
     def _find_rows(self, index: int) -> None:
-        rows, takers = self._nodes[index].rows, self._takers[index]
-        wanted = index in self._targets
-        first = [needs(Span(self._first[taker], self._nodes[taker].rows)).within(rows).lo for taker, needs in takers]
-        reach, needed = [], []
-        so_far = self._first[index] = 0 if wanted else min(first, default=0)
-        for strip in range(self._count):
-            so_far = max(so_far, -(-rows * (strip + 1) // self._count) if wanted else 0)
-            least = rows
-            for taker, needs in takers:
-                before = self._reach[taker][strip - 1] if strip else self._first[taker]
-                after, end = self._reach[taker][strip], self._nodes[taker].rows
-                if after > before:
-                    so_far = max(so_far, needs(Span(before, after)).within(rows).hi)
-                if after < end:
-                    least = min(least, needs(Span(after, end)).within(rows).lo)
-            reach.append(so_far)
-            needed.append(min(least, so_far))
-        self._reach[index], self._needed[index] = reach, needed
+        asked = [self._asked(index, strip) for strip in range(self._count)]
+        if index in self._targets or index in self._stage.reads or not self._graph.moves_only(index):
+            self._spans[index], self._needed[index] = self._once(index, asked)
+        else:
+            self._spans[index] = [span or Span(0, 0) for span in asked]
+            self._needed[index] = [span.hi for span in self._spans[index]]
+
+    def _asked(self, index: int, strip: int) -> Span | None:
+        """Which rows others take in a strip."""
+        lo, hi, rows = sys.maxsize, -1, self._nodes[index].rows
+        for taker, needs in self._takers[index]:
+            span = self._spans[taker][strip]
+            if span.lo < span.hi:
+                own = needs(span).within(rows)
+                if own.lo < own.hi:
+                    lo, hi = min(lo, own.lo), max(hi, own.hi)
+        return Span(lo, hi) if hi >= 0 else None
+
+    def _once(self, index: int, asked: list[Span | None]) -> tuple[list[Span], list[int]]:
+        """Every row is made once, and held until nobody takes it any more."""
+        rows, wanted = self._nodes[index].rows, index in self._targets
+        first = 0 if wanted else min((span.lo for span in asked if span), default=0)
+        spans, reach = [], first
+        for strip, span in enumerate(asked):
+            before = reach
+            reach = max(reach, -(-rows * (strip + 1) // self._count) if wanted else 0, span.hi if span else 0)
+            spans.append(Span(before, reach))
+        needed, least = [0] * self._count, rows
+        for strip in range(self._count - 1, -1, -1):
+            needed[strip] = min(least, spans[strip].hi)
+            span = asked[strip]
+            least = min(least, span.lo) if span else least
+        return spans, needed
 
     def strips(self) -> list[list[Step]]:
         places = {index: place for place, index in enumerate(self._order)}
@@ -112,10 +127,10 @@ class _Walk:
     def _strip(self, strip: int, after: dict[int, list[int]]) -> list[Step]:
         steps = []
         for place, index in enumerate(self._order):
-            before = self._reach[index][strip - 1] if strip else self._first[index]
-            held = self._needed[index][strip - 1] if strip else self._first[index]
+            span = self._spans[index][strip]
+            held = self._needed[index][strip - 1] if strip else span.lo
             trims = tuple((other, self._needed[other][strip]) for other in after.get(place, ()))
-            steps.append(Step(index, Span(before, self._reach[index][strip]), held, trims))
+            steps.append(Step(index, span, min(held, span.lo), trims))
         return steps
 
 

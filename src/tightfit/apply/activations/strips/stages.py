@@ -23,6 +23,13 @@ __all__ = ["Graph", "Stage", "find_stages"]
 
 # operations whose arithmetic is worth remembering; what others do is about as much work as to fetch it
 _HEAVY = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
+# operations that only move numbers: it costs less to do them again for rows that two strips share than to hold those
+_MOVING = {
+    "slice", "select", "cat", "concat", "concatenate", "stack", "pad", "constant_pad_nd", "permute", "transpose", "t",
+    "movedim", "unsqueeze", "squeeze", "view", "reshape", "flatten", "unflatten", "_unsafe_view", "expand", "repeat",
+    "repeat_interleave", "pixel_shuffle", "pixel_unshuffle", "upsample_nearest2d", "upsample_nearest3d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "copy", "slice_scatter", "select_scatter",
+}  # fmt: skip
 NEVER = 1 << 62  # bytes: the price of what must not be done
 
 
@@ -84,6 +91,10 @@ class Graph:
     def heavy(self, index: int) -> bool:
         name = self.program.nodes[index].op.removeprefix("aten.").partition(".")[0]
         return name.startswith(_HEAVY)
+
+    def moves_only(self, index: int) -> bool:
+        """Whether the node only moves numbers about."""
+        return self.program.nodes[index].op.removeprefix("aten.").partition(".")[0] in _MOVING
 
     def operations(self, index: int) -> int:
         """About how many additions and multiplications a heavy node takes."""
