@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
+from tightfit.apply.activations.exporting import HERE, NotExported, export
 from tightfit.apply.activations.traced.call import by_name, split
 from tightfit.apply.activations.traced.file import Form, Manifest, Traced
-from tightfit.apply.activations.traced.graph import HERE, graph_of
+from tightfit.apply.activations.traced.graph import graph_of
 from tightfit.apply.activations.traced.marks import check_plain, marks_of
 from tightfit.errors import ModelError, PlanError, unknown_name
 from tightfit.measure.modules import find_components, find_role, weight_tensors
@@ -110,23 +110,9 @@ def _table(kind: str, name: str, constant: torch.Tensor) -> torch.Tensor:
 def _exported(kind: str, module: nn.Module, arguments: dict[str, Any]) -> ExportedProgram:
     given = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device=HERE), arguments)
     try:
-        with torch.inference_mode(False), torch.no_grad(), _NumbersInCode():
-            return torch.export.export(module, (), given, strict=False)
-    except Exception as error:  # torch.export's errors have no base in common
-        cause = str(error).strip().splitlines() or [""]
-        said = f"{type(error).__name__}: {cause[0]:.300}"
-        raise ModelError(f"{kind} cannot be exported: {said}", name=kind) from error
-
-
-class _NumbersInCode(TorchFunctionMode):
-    """Lets tensors that code makes of numbers keep those: made on the CPU first, as nothing on HERE has any."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        device = torch.device(kwargs.get("device") or "cpu")
-        if func in (torch.tensor, torch.as_tensor) and device.type == HERE and not isinstance(args[0], torch.Tensor):
-            return func(*args, **kwargs | {"device": "cpu"}).to(device)
-        return func(*args, **kwargs)
+        return export(module, (), given)
+    except NotExported as error:
+        raise ModelError(f"{kind} cannot be exported: {error}", name=kind) from error
 
 
 def _without_weights(module: nn.Module) -> nn.Module:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -18,8 +17,8 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils._python_dispatch import _disable_current_modes
 
+from tightfit.apply.activations.exporting import HERE, NotExported, export
 from tightfit.apply.activations.strips.program import Node, Program, Ref, replace_refs
 from tightfit.apply.activations.strips.workarounds import work_around
 
@@ -54,7 +53,7 @@ def without_weights(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """A copy of `module`, of the class `kind`, with shapes in place of its tensors and without anybody's hooks."""
     known: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        shape = torch.empty(tensor.shape, dtype=tensor.dtype, device=HERE)
         known[id(tensor)] = nn.Parameter(shape, requires_grad=False) if isinstance(tensor, nn.Parameter) else shape
     for part in module.modules():
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
@@ -80,19 +79,9 @@ class _Entry(nn.Module):
 
 def _export(module: nn.Module, call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> ExportedProgram:
     try:
-        # whoever counts bytes is in its way, and there are none; its warnings are about its own code
-        with torch.no_grad(), _disable_current_modes(), warnings.catch_warnings(action="ignore"):
-            exported = torch.export.export(_Entry(module, call), tuple(inputs), strict=False)
-            if any(_mutates(node) for node in exported.graph.nodes):
-                exported = exported.run_decompositions({})
-    except Exception as error:  # whatever is in the way of torch.export, the method itself still works
-        first = str(error).strip().partition("\n")[0]
-        raise NotTakenApart(f"torch.export: {type(error).__name__}: {first[:200]}") from error
-    return exported
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        return export(_Entry(module, call), inputs, {}, functional=True)
+    except NotExported as error:
+        raise NotTakenApart(f"torch.export: {error}") from error
 
 
 def _nodes(exported: ExportedProgram) -> Program:

@@ -14,6 +14,7 @@ from tightfit.apply.activations.strips.stages import Graph, Stage, find_stages
 __all__ = ["Course", "Maps", "find_course"]
 
 Maps = Literal["device", "host", "again"]
+FIRST = 5  # strips that tell what the others will take
 WORTH = 0.98  # of the peak: more strips have to come below it, or they are not worth their overhead
 
 
@@ -38,39 +39,61 @@ def find_course(program: Program, working: int, maps: Maps) -> Course:
     host memory; "again" keeps as little as can be and computes the rest again. Of the two orders in which stages can
     be formed, as early as can be or as the program does them, the one with the lower peak is taken.
     """
-    courses = [_course(Graph(program, in_order=in_order), working, maps) for in_order in (False, True)]
-    return min(courses, key=lambda course: (course.peak.device, course.peak.host))
+    drafts = [_draft(Graph(program, in_order=in_order), working, maps) for in_order in (False, True)]
+    return min(drafts, key=lambda draft: (draft.peak.device, draft.peak.host)).course()
 
 
-def _course(graph: Graph, working: int, maps: Maps) -> Course:
+@dataclass(frozen=True)
+class _Draft:
+    """Stages and in how many strips each is done, with the likely peak."""
+
+    graph: Graph
+    keeping: Keeping
+    stages: list[tuple[Stage, int]]
+    peak: Peak
+
+    def course(self) -> Course:
+        chosen, kept, most = [], Peak(0, 0), Peak(0, 0)
+        for stage, count in self.stages:
+            strips = make_schedule(self.graph, stage, count)
+            peak, kept = peak_of(self.graph, stage, strips, self.keeping, kept)
+            chosen.append((stage, strips))
+            most = most.higher(peak)
+        return Course(self.graph, self.keeping, tuple(chosen), most)
+
+
+def _draft(graph: Graph, working: int, maps: Maps) -> _Draft:
     stages = find_stages(graph, 0.0 if maps == "again" else math.inf)
     movable = {index for stage in stages for index in stage.stores if not graph.needed_whole(index)}
     keeping = Keeping(frozenset(movable) if maps == "host" else frozenset())
     chosen, kept, most = [], Peak(0, 0), Peak(0, 0)
     for stage in stages:
-        strips, peak, kept = _strips(graph, stage, keeping, kept, working)
-        chosen.append((stage, strips))
-        most = Peak(max(most.device, peak.device), max(most.host, peak.host))
-    return Course(graph, keeping, tuple(chosen), most)
+        count, peak, kept = _count(graph, stage, keeping, kept, working)
+        chosen.append((stage, count))
+        most = most.higher(peak)
+    return _Draft(graph, keeping, chosen, most)
 
 
-def _strips(
-    graph: Graph, stage: Stage, keeping: Keeping, kept: Peak, working: int
-) -> tuple[Sequence[Sequence[Step]], Peak, Peak]:
-    """As few strips as keep within `working`; their peak, and what is kept after them."""
+def _count(graph: Graph, stage: Stage, keeping: Keeping, kept: Peak, working: int) -> tuple[int, Peak, Peak]:
+    """In how few strips `stage` keeps within `working`; the likely peak, and what is kept after it."""
     rows = max((graph.program.nodes[index].rows for index in (*stage.strips, *stage.reads)), default=1)
+    found, after = peak_of(graph, stage, make_schedule(graph, stage, 1), keeping, kept)
+    most, count = max(kept.device, after.device) + working, 1
+    while found.device > most and count < rows:
+        # as if all above what is kept shrank with the strips; what does not shrink asks for another round
+        more = max(count + 1, math.ceil(count * (found.device - most + working) / working))
+        more = min(rows, more, 4 * count)
+        likely = _likely_peak(graph, stage, more, keeping, kept, after)
+        if likely.device > WORTH * found.device and more > 4:
+            break
+        count, found = more, likely
+    return count, found, after
 
-    def attempt(count: int) -> tuple[Sequence[Sequence[Step]], Peak, Peak]:
-        strips = make_schedule(graph, stage, count)
-        return strips, *peak_of(graph, stage, strips, keeping, kept)
 
-    count, found = 1, attempt(1)
-    floor = max(kept.device, found[2].device)
-    while found[1].device > floor + working and count < rows:
-        # as if all above the floor shrank with the strips; what does not shrink asks for another round
-        more = math.ceil(count * (found[1].device - floor) / working) if working else rows
-        finer = attempt(min(rows, max(more, count + 1), 4 * count))
-        if count > 1 and finer[1].device > WORTH * found[1].device:
-            return found
-        count, found = len(finer[0]), finer
-    return found
+def _likely_peak(graph: Graph, stage: Stage, count: int, keeping: Keeping, kept: Peak, after: Peak) -> Peak:
+    """The peak of `count` strips, by the first of them: from then on, what is made stands for what is given up."""
+    strips = make_schedule(graph, stage, count, FIRST + 1)[:FIRST]
+    peak, _ = peak_of(graph, stage, strips, keeping, kept)
+    outputs = sum(graph.program.nodes[index].bytes for index in stage.outputs)  # there from the start
+    grown = max(0, after.device - kept.device - outputs), max(0, after.host - kept.host)
+    return Peak(peak.device + grown[0], peak.host + grown[1])

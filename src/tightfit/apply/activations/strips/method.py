@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tightfit.apply.activations.exporting import HERE
 from tightfit.apply.activations.outputs import take_apart
 from tightfit.apply.activations.strips.capture import NotTakenApart, capture, without_weights
 from tightfit.apply.activations.strips.course import Course, Maps, find_course
@@ -70,7 +71,8 @@ class Strips:
         key = method, str(form), shapes
         if key not in self._known:
             try:
-                self._known[key] = self._take_apart(module, method, first, leaves, form)
+                with self._recorder.uncounted():
+                    self._known[key] = self._take_apart(module, method, first, leaves, form)
             except NotTakenApart as reason:
                 self._recorder.note(f"{method} runs whole: {reason}")
                 self._known[key] = None
@@ -90,6 +92,6 @@ class Strips:
             return tensors
 
         given = [first, *(x for x in leaves if isinstance(x, torch.Tensor))]
-        program = capture(double, call, [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in given])
+        program = capture(double, call, [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in given])
         course = find_course(program, self._working, self._maps)
         return _Prepared(course, LiveWeights(module, program), rebuild[0])

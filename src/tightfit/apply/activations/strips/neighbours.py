@@ -58,10 +58,18 @@ def convolution(node: Node, sources: Sources) -> Rule | None:
         return _window(span, kernel, stride[place], dilation[place], padding[place])
 
     def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
-        reach = needs(span)
-        tensor = padded(pieces[0].tensor, axis, max(-reach.lo, 0), max(reach.hi - rows, 0))
+        tensor, weight = pieces[0].tensor, pieces[1].tensor
         bias = pieces[2].tensor if biased else None
-        return function(tensor, pieces[1].tensor, bias, stride, inner, dilation, groups)  # type: ignore[no-any-return]
+        reach, beyond = needs(span), padding[place]
+        above, below = max(-reach.lo, 0), max(reach.hi - rows, 0)
+        before = beyond if above == 0 else 0  # rows of padding that would come before the first that is wanted
+        if not (above or below):
+            return function(tensor, weight, bias, stride, inner, dilation, groups)  # type: ignore[no-any-return]
+        if above not in (0, beyond) or below > beyond or before % stride[place]:
+            tensor = padded(tensor, axis, above, below)
+            return function(tensor, weight, bias, stride, inner, dilation, groups)  # type: ignore[no-any-return]
+        made = function(tensor, weight, bias, stride, padding, dilation, groups)  # pads without a copy, and too much
+        return made.narrow(axis, before // stride[place], span.hi - span.lo)  # type: ignore[no-any-return]
 
     return Rule((needs, *(None for _ in sources[1:])), make)
 
@@ -192,13 +200,13 @@ def shuffle(node: Node, sources: Sources) -> Rule | None:
 
 def interleaved(node: Node, sources: Sources) -> Rule | None:
     """repeat_interleave: as nearest upsampling where it is along the rows."""
-    source, times, dim = sources[0], node.args[1], argument(node, 2, "dim")
+    source, factor, dim = sources[0], node.args[1], argument(node, 2, "dim")
     if source.axis is None or (dim is None and len(source.shape) > 1):
         return None
     dim, run, axis = (dim or 0) % len(source.shape), caller(node, output_size=None), source.axis
     if dim != axis:
         return Rule((same,), lambda pieces, span: run(pieces))
     return Rule(
-        (lambda span: covering(span, times),),
-        lambda pieces, span: crop(run(pieces), axis, times(pieces[0].span, times), span),
+        (lambda span: covering(span, factor),),
+        lambda pieces, span: crop(run(pieces), axis, times(pieces[0].span, factor), span),
     )

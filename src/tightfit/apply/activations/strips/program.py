@@ -46,19 +46,19 @@ class Node:
         """Indices of the nodes it takes, one for each place among its arguments."""
         return tuple(refs_in((self.args, self.kwargs)))
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """How many rows its output has; 0 without an axis."""
         return 0 if self.axis is None else self.shape[self.axis]
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
         return count
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return self.bytes // max(self.rows, 1)
 

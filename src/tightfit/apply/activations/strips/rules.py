@@ -141,10 +141,10 @@ def _expand(node: Node, sources: Sources) -> Rule | None:
 
 
 def _repeat(node: Node, sources: Sources) -> Rule | None:
-    source, times = sources[0], node.args[1]
-    if source.axis is None or source.rows != node.rows or len(times) < len(source.shape):
+    source, counts = sources[0], node.args[1]
+    if source.axis is None or source.rows != node.rows or len(counts) < len(source.shape):
         return None
-    if source.axis + len(times) - len(source.shape) != node.axis:
+    if source.axis + len(counts) - len(source.shape) != node.axis:
         return None
     run = caller(node)
     return Rule((same,), lambda pieces, span: run(pieces))

@@ -35,14 +35,14 @@ class Keeping:
     host: frozenset[int] = frozenset()
 
 
-def make_schedule(graph: Graph, stage: Stage, count: int) -> list[list[Step]]:
-    """`stage` in `count` strips."""
-    return _Walk(graph, stage, count).strips()
+def make_schedule(graph: Graph, stage: Stage, count: int, first: int | None = None) -> list[list[Step]]:
+    """`stage` in `count` strips; only the `first` of them, where that is given."""
+    return _Walk(graph, stage, count, min(first or count, count)).strips()
 
 
 class _Walk:
-    def __init__(self, graph: Graph, stage: Stage, count: int) -> None:
-        self._graph, self._stage, self._count = graph, stage, count
+    def __init__(self, graph: Graph, stage: Stage, count: int, first: int) -> None:
+        self._graph, self._stage, self._count, self._first = graph, stage, count, first
         self._nodes = graph.program.nodes
         self._targets = {*stage.stores, *stage.measured, *stage.outputs} & {*stage.strips, *stage.reads}
         self._order = self._ordered()
@@ -82,7 +82,7 @@ class _Walk:
         return takers
 
     def _find_rows(self, index: int) -> None:
-        asked = [self._asked(index, strip) for strip in range(self._count)]
+        asked = [self._asked(index, strip) for strip in range(self._first)]
         if index in self._targets or index in self._stage.reads or not self._graph.moves_only(index):
             self._spans[index], self._needed[index] = self._once(index, asked)
         else:
@@ -109,8 +109,8 @@ class _Walk:
             before = reach
             reach = max(reach, -(-rows * (strip + 1) // self._count) if wanted else 0, span.hi if span else 0)
             spans.append(Span(before, reach))
-        needed, least = [0] * self._count, rows
-        for strip in range(self._count - 1, -1, -1):
+        needed, least = [0] * len(asked), rows
+        for strip in range(len(asked) - 1, -1, -1):
             needed[strip] = min(least, spans[strip].hi)
             span = asked[strip]
             least = min(least, span.lo) if span else least
@@ -122,7 +122,7 @@ class _Walk:
         for index, place in places.items():
             last = max((places[taker] for taker, _ in self._takers[index]), default=place)
             after.setdefault(last, []).append(index)
-        return [self._strip(strip, after) for strip in range(self._count)]
+        return [self._strip(strip, after) for strip in range(self._first)]
 
     def _strip(self, strip: int, after: dict[int, list[int]]) -> list[Step]:
         steps = []
@@ -135,10 +135,14 @@ class _Walk:
 
 
 class Peak(NamedTuple):
-    """Bytes at most, weights and inputs aside: on the device, and of maps in host memory."""
+    """Bytes of maps at most, inputs aside: on the device, and in host memory. What has no rows is small beside them."""
 
     device: int
     host: int
+
+    def higher(self, other: Peak) -> Peak:
+        """The higher of the two, on the device and in host memory."""
+        return Peak(max(self.device, other.device), max(self.host, other.host))
 
 
 def peak_of(
@@ -173,6 +177,10 @@ class _Count:
         self._live += size
         self.most = max(self.most, self._live)
 
+    def _hold_for_a_moment(self, size: int) -> None:
+        self._add(size)
+        self._live -= size
+
     def do(self, step: Step) -> None:
         index, span = step.node, step.span
         row = self._nodes[index].row_bytes
@@ -181,8 +189,9 @@ class _Count:
             held = (span.lo - step.held) * row if index in self._windows else 0
             self._add(made)
             if held:  # joined into a new tensor
-                self._add(held + made)
-                self._live -= held + made
+                self._hold_for_a_moment(held + made)
+            if index in self._stage.measured:  # in float32
+                self._hold_for_a_moment(made // self._nodes[index].dtype.itemsize * 4)
             self._windows[index] = Span(step.held if held else span.lo, span.hi)
             self._keep(index, made)
         for other, first in step.trims:
@@ -190,6 +199,8 @@ class _Count:
 
     def _keep(self, index: int, made: int) -> None:
         host = index in self._keeping.host
+        if index in self._stage.reads and host:  # it comes in the strips in which it went, which are joined then
+            self._hold_for_a_moment(made)
         if index in self._stage.stores and index not in self._whole:
             if host:
                 self._host += made

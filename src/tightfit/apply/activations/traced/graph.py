@@ -19,12 +19,12 @@ from pydantic import Field
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from tightfit.apply.activations.exporting import HERE
 from tightfit.errors import InputError, ModelError
 from tightfit.record import Record
 
-__all__ = ["HERE", "Graph", "Operation", "Step", "filled", "graph_of", "read_argument", "steps_of"]
+__all__ = ["Graph", "Operation", "Step", "filled", "graph_of", "read_argument", "steps_of"]
 
-HERE = "meta"  # the device on which networks are exported, and which stands for that on which they will work
 _DROPPED = torch.ops.aten._assert_tensor_metadata.default  # what it asks is known of inputs and weights beforehand
 _TOUCHES_FILES = {"aten.from_file.default", "aten.from_file.out"}
 _NAMED: Mapping[str, type] = {

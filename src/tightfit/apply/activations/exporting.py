@@ -1,0 +1,61 @@
+"""A network's call → ATen's operations in their order, by torch.export, on a device that computes nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["HERE", "NotExported", "export"]
+
+HERE = "meta"  # the device on which networks are exported, and which stands for that on which they will work
+
+
+class NotExported(Exception):
+    """What is in torch.export's way, on one line."""
+
+
+def export(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool = False
+) -> ExportedProgram:
+    """`module(*args, **kwargs)` as torch exports it; its weights and the tensors among the arguments are on HERE.
+
+    With `functional` no operation writes into anything: those that do are put in other words. Whoever counts bytes
+    meanwhile sees nothing: there are none. Raises NotExported.
+    """
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            _disable_current_modes(),
+            warnings.catch_warnings(action="ignore"),  # of its own code
+            _NumbersInCode(),
+        ):
+            exported: ExportedProgram = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
+            if functional and any(map(_writes, exported.graph.nodes)):
+                exported = exported.run_decompositions({})
+            return exported
+    except Exception as error:  # torch.export's errors have no base in common
+        cause = str(error).strip().splitlines() or [""]
+        raise NotExported(f"{type(error).__name__}: {cause[0]:.300}") from error
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+class _NumbersInCode(TorchFunctionMode):
+    """Lets tensors that code makes of numbers keep those: made on the CPU first, as nothing on HERE has any."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = torch.device(kwargs.get("device") or "cpu")
+        if func in (torch.tensor, torch.as_tensor) and device.type == HERE and not isinstance(args[0], torch.Tensor):
+            return func(*args, **kwargs | {"device": "cpu"}).to(device)
+        return func(*args, **kwargs)
