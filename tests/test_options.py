@@ -49,6 +49,20 @@ COMMANDS = {
         "--watch",
         "--width",
     ],
+    "trace": [
+        "[MODEL]",
+        "--batch",
+        "--component",
+        "--device",
+        "--dtype",
+        "--frames",
+        "--guidance",
+        "--height",
+        "--json",
+        "--negative",
+        "--out",
+        "--width",
+    ],
 }
 
 

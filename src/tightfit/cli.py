@@ -15,60 +15,11 @@ import typer
 from typer.core import TyperCommand
 
 from tightfit.errors import InputError, TightfitError
+from tightfit.run.examples import EXAMPLES, MACHINE_EXAMPLES, PLAN_EXAMPLES, RUN_EXAMPLES, TRACE_EXAMPLES
 from tightfit.run.wishes import call_request, plan_fields
 
 if TYPE_CHECKING:
     from tightfit.run.job import Job
-
-EXAMPLES = """Any diffusers pipeline, any memory budget, the same pictures.
-
-Examples:
-
-  tightfit run "a red circle on the left"
-  tightfit run ./sdxl "an astronaut riding a horse" --level 3 --out horse.png
-
-tightfit COMMAND --help says more.
-"""
-
-RUN_EXAMPLES = """Generate pictures.
-
-Examples:
-
-  tightfit run "a red circle on the left and a small blue square on the right"
-  tightfit run ./sdxl "an astronaut riding a horse" --level 3 --out horse.png
-  tightfit run ./flux "a lighthouse" --level 2 --set vae.tile=256
-  tightfit run "a green triangle at the top" --level 3 --timeline memory.png
-
-MODEL is a diffusers folder or a hub id. Left out, it is the demo model that
-ships with tightfit.
-"""
-
-PLAN_EXAMPLES = """Say what would happen, without weights and without the card.
-
-Examples:
-
-  tightfit plan flux.1-dev --card rtx4090 --level 3
-  tightfit plan sdxl --card rtx3060 --level 1 --height 1024 --width 1024
-  tightfit plan wan-2.1-14b --card a100-80gb --frames 81 --json
-  tightfit plan flux.1-dev --card rtx3060 --level 3 --timeline memory.png
-
-MODEL is a known model, a diffusers folder or a hub id (only its small files
-and the headers of its weights are read); left out, the demo model. CARD is a
-known card; left out, this computer, measured once (tightfit machine). A wrong
-name is answered with those near it. Exit code 3: it does not fit.
-"""
-
-MACHINE_EXAMPLES = """Say what this computer has, and measure what it reaches.
-
-Examples:
-
-  tightfit machine
-  tightfit machine --again
-  tightfit machine --json
-
-Memory is what is free now. Rates are measured once, in less than 20 s, and
-kept; --again measures them anew.
-"""
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -83,6 +34,9 @@ Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
 Guidance = Annotated[float | None, typer.Option(help="How strongly the prompt steers.")]
 Batch = Annotated[int, typer.Option(help="Pictures of the same prompt.")]
 Timeline = Annotated[Path | None, typer.Option(help="Draw where the memory goes, as PNG or SVG.")]
+Negative = Annotated[str | None, typer.Option(help="What to keep away from.")]
+Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or loopback. Default: the best.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")]
 
 
@@ -126,9 +80,9 @@ def run(
     guidance: Guidance = None,
     seed: Annotated[int | None, typer.Option(help="The same seed, the same pictures. Default: random.")] = None,
     batch: Batch = 1,
-    negative: Annotated[str | None, typer.Option(help="What to keep away from.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or loopback. Default: the best.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
+    negative: Negative = None,
+    device: Where = None,
+    dtype: Dtype = None,
     out: Annotated[Path | None, typer.Option(help="PNG file or folder. Default: named after the prompt.")] = None,
     timeline: Timeline = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show bytes and phase while it runs.")] = False,
@@ -221,6 +175,34 @@ def machine(
         typer.echo(describe_machine(found))
         if as_json:
             typer.echo(found.to_json())
+
+
+@app.command(help=TRACE_EXAMPLES)
+def trace(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A folder or a hub id.")] = None,
+    *,
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    component: Annotated[str | None, typer.Option(help="Which network, where there are several denoisers.")] = None,
+    height: Pixels = None,
+    width: Pixels = None,
+    frames: Frames = None,
+    guidance: Guidance = None,
+    batch: Batch = 1,
+    negative: Negative = None,
+    device: Where = None,
+    dtype: Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    with _errors_as_lines(as_json):
+        asked = call_request({}, height=height, width=width, frames=frames, guidance=guidance, batch=batch, steps=None)
+        with _say("exporting"), _quiet_transformers():
+            from tightfit.run.tracing_job import trace_model
+
+            inputs = {} if negative is None else {"negative_prompt": negative}
+            traced = trace_model(model, out, asked, name=component, device=device, dtype=dtype, inputs=inputs)
+        typer.echo(f"wrote {out}: {len(traced.graph.operations)} operations, no weights")
+        if as_json:
+            typer.echo(json.dumps({"outputs": [str(out)], "operations": len(traced.graph.operations)}))
 
 
 def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import gc, sys, time
 import psutil, torch
@@ -27,6 +29,7 @@ print(rss[9], rss[49], min(seconds[5:15]), min(seconds[40:]), hooks)
 """
 
 
+@pytest.mark.slow
 def test_fifty_calls_neither_grow_nor_slow() -> None:
     tests = Path(__file__).parent.parent
     for level in ("0", "3"):

@@ -1,0 +1,65 @@
+"""What `tightfit COMMAND --help` says first."""
+
+__all__ = ["EXAMPLES", "MACHINE_EXAMPLES", "PLAN_EXAMPLES", "RUN_EXAMPLES", "TRACE_EXAMPLES"]
+
+EXAMPLES = """Any diffusers pipeline, any memory budget, the same pictures.
+
+Examples:
+
+  tightfit run "a red circle on the left"
+  tightfit run ./sdxl "an astronaut riding a horse" --level 3 --out horse.png
+
+tightfit COMMAND --help says more.
+"""
+
+RUN_EXAMPLES = """Generate pictures.
+
+Examples:
+
+  tightfit run "a red circle on the left and a small blue square on the right"
+  tightfit run ./sdxl "an astronaut riding a horse" --level 3 --out horse.png
+  tightfit run ./flux "a lighthouse" --level 2 --set vae.tile=256
+  tightfit run "a green triangle at the top" --level 3 --timeline memory.png
+
+MODEL is a diffusers folder or a hub id. Left out, it is the demo model that
+ships with tightfit.
+"""
+
+PLAN_EXAMPLES = """Say what would happen, without weights and without the card.
+
+Examples:
+
+  tightfit plan flux.1-dev --card rtx4090 --level 3
+  tightfit plan sdxl --card rtx3060 --level 1 --height 1024 --width 1024
+  tightfit plan wan-2.1-14b --card a100-80gb --frames 81 --json
+  tightfit plan flux.1-dev --card rtx3060 --level 3 --timeline memory.png
+
+MODEL is a known model, a diffusers folder or a hub id (only its small files
+and the headers of its weights are read); left out, the demo model. CARD is a
+known card; left out, this computer, measured once (tightfit machine). A wrong
+name is answered with those near it. Exit code 3: it does not fit.
+"""
+
+MACHINE_EXAMPLES = """Say what this computer has, and measure what it reaches.
+
+Examples:
+
+  tightfit machine
+  tightfit machine --again
+  tightfit machine --json
+
+Memory is what is free now. Rates are measured once, in less than 20 s, and
+kept; --again measures them anew.
+"""
+
+TRACE_EXAMPLES = """Export a model's denoiser to a file, for one size of request.
+
+Examples:
+
+  tightfit trace --out unet.traced
+  tightfit trace ./sdxl --height 1024 --width 1024 --out sdxl.traced
+  tightfit run ./sdxl "a lighthouse" --set components.unet.traced=sdxl.traced
+
+The file holds no weights and no code. It is refused for other shapes, another
+dtype, another configuration and other versions of torch and diffusers.
+"""
