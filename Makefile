@@ -28,6 +28,8 @@ bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/fp8.py
 	$(BIN)/python bench/levels.py
 	$(BIN)/python bench/vae.py
+	$(BIN)/python bench/attention.py
+	$(BIN)/python bench/activations.py
 	$(BIN)/python bench/predict.py
 	$(BIN)/python bench/streaming.py
 	$(BIN)/python bench/weights.py

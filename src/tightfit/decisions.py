@@ -65,7 +65,7 @@ class VaePlan(Record):
 
     slicing: bool = False  # one item of a batch at a time
     strips: Size | None = None  # exact tiling: bytes for strips of rows, beside the maps that are kept between them
-    maps: Maps = "device"  # where those wait; "again": as few as can be are kept, the rest is computed again
+    maps: Maps = "device"  # where those wait; "again": no more than fit into as many bytes, the rest is computed again
     tile: Annotated[int, Strict(), Field(ge=16)] | None = None  # side in pixels; None: whole pictures
     overlap: Annotated[float, Strict(), Field(ge=0, le=0.5)] = 0.25  # share of a tile shared with the next
 
@@ -84,7 +84,7 @@ class VaePlan(Record):
         """How pictures are worked through, on one line."""
         cut = f"tiles of {self.tile} px" if self.tile else "whole pictures"
         if self.strips is not None:
-            wait = {"device": "on the device", "host": "in host memory", "again": "as few as can be"}[self.maps]
+            wait = {"device": "on the device", "host": "in host memory", "again": "as far as they fit"}[self.maps]
             cut = f"exact strips within {format_bytes(self.strips)}, maps kept {wait}"
             cut += f", where that cannot be in tiles of {self.tile} px" if self.tile else ""
         return f"{cut}, one item at a time" if self.slicing or self.strips is not None else cut

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from tightfit.apply.activations.slicing import sliced
-from tightfit.apply.activations.strips.method import Strips
+from tightfit.apply.activations.strips.method import NotAlone, Strips
 from tightfit.apply.activations.tiling import tiled
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
@@ -30,7 +31,11 @@ def cut_up(original: type[nn.Module], plan: VaePlan, device: Device, recorder: R
 
 
 def _cut(plain: Method, method: str, plan: VaePlan, strips: Strips | None, recorder: Recorder) -> Method:
+    first = list(inspect.signature(plain).parameters)[1]
+
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not args and first in kwargs:
+            args = (kwargs.pop(first),)
         bound: Method = functools.partial(plain, self)
         if plan.tile is not None:
             factor = pixels_per_latent(self)
@@ -38,11 +43,12 @@ def _cut(plain: Method, method: str, plan: VaePlan, strips: Strips | None, recor
             tile = max(tile // granule, 1) * granule
             told = f"blended-tiling: {method}d in tiles of {plan.tile} px"
             bound = tiled(bound, tile, plan.overlap, granule, lambda: recorder.lossy(told))
-        if strips is not None:
-            bound = strips.bound(self, method, bound)
-        if plan.slicing or strips is not None:
-            bound = sliced(bound)
-        return bound(*args, **kwargs)
+        if strips is None:
+            return (sliced(bound) if plan.slicing else bound)(*args, **kwargs)
+        try:
+            return sliced(strips.bound(self, method, bound, alone=len(args[0]) == 1))(*args, **kwargs)
+        except NotAlone:
+            return strips.bound(self, method, bound)(*args, **kwargs)
 
     return functools.wraps(plain)(run)
 

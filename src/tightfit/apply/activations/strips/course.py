@@ -15,6 +15,7 @@ __all__ = ["Course", "Maps", "find_course"]
 
 Maps = Literal["device", "host", "again"]
 FIRST = 5  # strips that tell what the others will take
+PRICES = (math.inf, *(10 ** (-step / 4) for step in range(4, 25)), 0.0)  # bytes kept, for an operation not done again
 WORTH = 0.98  # of the peak: more strips have to come below it, or they are not worth their overhead
 
 
@@ -36,11 +37,12 @@ def find_course(program: Program, working: int, maps: Maps) -> Course:
     """How to run `program` with at most `working` bytes for strips, beside what is kept between stages.
 
     Where even the smallest strips take more, they are as small as they can be. What is kept waits on the device, or in
-    host memory; "again" keeps as little as can be and computes the rest again. Of the two orders in which stages can
-    be formed, as early as can be or as the program does them, the one with the lower peak is taken.
+    host memory; "again" keeps at most `working` bytes, where that can be, and computes the rest again. Stages can be
+    formed as early as can be, or as the program does things: the less is done twice, then the lower the peak, the
+    better.
     """
     drafts = [_draft(Graph(program, in_order=in_order), working, maps) for in_order in (False, True)]
-    return min(drafts, key=lambda draft: (draft.peak.device, draft.peak.host)).course()
+    return min(drafts, key=lambda draft: (draft.work, draft.peak)).course()
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,12 @@ class _Draft:
     keeping: Keeping
     stages: list[tuple[Stage, int]]
     peak: Peak
+
+    @property
+    def work(self) -> int:
+        """How many operations of arithmetic it takes, about."""
+        done = (index for stage, _ in self.stages for index in stage.strips)
+        return sum(self.graph.operations(index) for index in done if self.graph.heavy(index))
 
     def course(self) -> Course:
         chosen, kept, most = [], Peak(0, 0), Peak(0, 0)
@@ -63,7 +71,7 @@ class _Draft:
 
 
 def _draft(graph: Graph, working: int, maps: Maps) -> _Draft:
-    stages = find_stages(graph, 0.0 if maps == "again" else math.inf)
+    stages = _stages_within(graph, working) if maps == "again" else find_stages(graph)
     movable = {index for stage in stages for index in stage.stores if not graph.needed_whole(index)}
     keeping = Keeping(frozenset(movable) if maps == "host" else frozenset())
     chosen, kept, most = [], Peak(0, 0), Peak(0, 0)
@@ -72,6 +80,24 @@ def _draft(graph: Graph, working: int, maps: Maps) -> _Draft:
         chosen.append((stage, count))
         most = most.higher(peak)
     return _Draft(graph, keeping, chosen, most)
+
+
+def _stages_within(graph: Graph, most: int) -> list[Stage]:
+    """Stages that keep at most `most` bytes between them, and do as little as can be again for it."""
+    for price in PRICES:
+        stages = find_stages(graph, price)
+        if _most_kept(graph, stages) <= most:
+            break
+    return stages
+
+
+def _most_kept(graph: Graph, stages: Sequence[Stage]) -> int:
+    kept = most = 0
+    for stage in stages:
+        kept += sum(graph.program.nodes[index].bytes for index in stage.stores)
+        kept -= sum(graph.program.nodes[index].bytes for index in stage.drops)
+        most = max(most, kept)
+    return most
 
 
 def _count(graph: Graph, stage: Stage, keeping: Keeping, kept: Peak, working: int) -> tuple[int, Peak, Peak]:

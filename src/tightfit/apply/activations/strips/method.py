@@ -19,7 +19,11 @@ from tightfit.apply.activations.strips.weights import LiveWeights
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
-__all__ = ["Strips"]
+__all__ = ["NotAlone", "Strips"]
+
+
+class NotAlone(Exception):
+    """An item of several was given to a method that has to be given all of them."""
 
 
 @dataclass(frozen=True)
@@ -35,37 +39,43 @@ class Strips:
     """Runs methods of one autoencoder in strips: at most `working` bytes for them, beside the maps that are kept.
 
     `kind` is the class that the module had before anybody fitted it. What cannot be taken apart is left to
-    `otherwise`, and the recorder is told why, once for each kind of call.
+    `otherwise`, and the recorder is told why.
     """
 
     def __init__(self, kind: type[nn.Module], working: int, maps: Maps, device: Device, recorder: Recorder) -> None:
         self._kind, self._working, self._maps = kind, working, maps
         self._device, self._recorder = device, recorder
-        self._known: dict[Any, _Prepared | None] = {}
+        self._known: dict[Any, _Prepared | str] = {}  # or why not, by kind of call
 
-    def bound(self, module: nn.Module, method: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-        """`module`'s method in strips; `otherwise` is how else it is done."""
+    def bound(
+        self, module: nn.Module, method: str, otherwise: Callable[..., Any], *, alone: bool = True
+    ) -> Callable[..., Any]:
+        """`module`'s method in strips; `otherwise` is how else it is done.
+
+        Not `alone`, its inputs are one item of several; then NotAlone is raised, before anything is done, where it
+        cannot be done in strips, or draws noise (which it would draw once for all of them).
+        """
 
         def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return self._run(module, method, otherwise, first, args, kwargs)
+            learning = torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type)
+            prepared = None if learning else self._prepare(module, method, first, args, kwargs)
+            if not alone and (not isinstance(prepared, _Prepared) or prepared.course.graph.program.draws_noise):
+                raise NotAlone
+            if isinstance(prepared, _Prepared):
+                return self._run(prepared, first, args, kwargs)
+            if prepared is not None:
+                self._recorder.note(f"{method} runs whole: {prepared}")
+            return otherwise(first, *args, **kwargs)
 
         return run
 
-    def _run(
-        self, module: nn.Module, method: str, otherwise: Callable[..., Any], first: torch.Tensor, args: Any, kwargs: Any
-    ) -> Any:
-        """What `module.method(first, *args, **kwargs)` gives; `first` is (1, channels, …, rows, columns)."""
-        prepared = None
-        if not torch.is_grad_enabled() and not torch.is_autocast_enabled(first.device.type):
-            prepared = self._prepare(module, method, first, args, kwargs)
-        if prepared is None:
-            return otherwise(first, *args, **kwargs)
+    def _run(self, prepared: _Prepared, first: torch.Tensor, args: Any, kwargs: Any) -> Any:
         inputs = [first, *(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))]
         course = prepared.course
         runner = Runner(course.graph, course.keeping, self._device, prepared.weights, self._recorder)
         return prepared.rebuild(runner.run(inputs, course.stages))
 
-    def _prepare(self, module: nn.Module, method: str, first: torch.Tensor, args: Any, kwargs: Any) -> _Prepared | None:
+    def _prepare(self, module: nn.Module, method: str, first: torch.Tensor, args: Any, kwargs: Any) -> _Prepared | str:
         leaves, form = tree_flatten((args, kwargs))
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in (first, *leaves))
         key = method, str(form), shapes
@@ -74,8 +84,7 @@ class Strips:
                 with self._recorder.uncounted():
                     self._known[key] = self._take_apart(module, method, first, leaves, form)
             except NotTakenApart as reason:
-                self._recorder.note(f"{method} runs whole: {reason}")
-                self._known[key] = None
+                self._known[key] = str(reason)
         return self._known[key]
 
     def _take_apart(

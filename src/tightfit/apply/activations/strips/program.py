@@ -88,6 +88,12 @@ class Program:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
+    def draws_noise(self) -> bool:
+        """Whether it draws random numbers."""
+        computed = (node for node in self.nodes if node.op.startswith("aten."))
+        return any(torch.Tag.nondeterministic_seeded in node.overload.tags for node in computed)
+
+    @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
         """For each node, who takes its output."""
         found: list[list[int]] = [[] for _ in self.nodes]
