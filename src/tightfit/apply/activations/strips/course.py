@@ -36,13 +36,18 @@ class Course:
 def find_course(program: Program, working: int, maps: Maps) -> Course:
     """How to run `program` with at most `working` bytes for strips, beside what is kept between stages.
 
-    Where even the smallest strips take more, they are as small as they can be. What is kept waits on the device, or in
-    host memory; "again" keeps at most `working` bytes, where that can be, and computes the rest again. Stages can be
-    formed as early as can be, or as the program does things: the less is done twice, then the lower the peak, the
-    better.
+    Where even the smallest strips take more, less is held from strip to strip, and they are as small as helps. What is
+    kept waits on the device, or in host memory; "again" keeps at most `working` bytes, where that can be, and computes
+    the rest again. Stages can be formed as early as can be, or as the program does things: the less is done twice,
+    then the lower the peak, the better.
     """
-    drafts = [_draft(Graph(program, in_order=in_order), working, maps) for in_order in (False, True)]
-    return min(drafts, key=lambda draft: (draft.work, draft.peak)).course()
+    best: list[_Draft] = []
+    for sparing in (False, True):
+        graphs = (Graph(program, in_order=in_order, sparing=sparing) for in_order in (False, True))
+        best.append(min((_draft(graph, working, maps) for graph in graphs), key=_Draft.cost))
+        if best[-1].fits:
+            break
+    return min(best, key=_Draft.cost).course()
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,12 @@ class _Draft:
     keeping: Keeping
     stages: list[tuple[Stage, int]]
     peak: Peak
+    fits: bool  # whether all strips take no more than they may
 
-    @property
-    def work(self) -> int:
-        """How many operations of arithmetic it takes, about."""
+    def cost(self) -> tuple[int, Peak]:
+        """How many operations of arithmetic it takes, about, and the peak."""
         done = (index for stage, _ in self.stages for index in stage.strips)
-        return sum(self.graph.operations(index) for index in done if self.graph.heavy(index))
+        return sum(self.graph.operations(index) for index in done if self.graph.heavy(index)), self.peak
 
     def course(self) -> Course:
         chosen, kept, most = [], Peak(0, 0), Peak(0, 0)
@@ -74,12 +79,14 @@ def _draft(graph: Graph, working: int, maps: Maps) -> _Draft:
     stages = _stages_within(graph, working) if maps == "again" else find_stages(graph)
     movable = {index for stage in stages for index in stage.stores if not graph.needed_whole(index)}
     keeping = Keeping(frozenset(movable) if maps == "host" else frozenset())
-    chosen, kept, most = [], Peak(0, 0), Peak(0, 0)
+    chosen, kept, most, fits = [], Peak(0, 0), Peak(0, 0), True
     for stage in stages:
-        count, peak, kept = _count(graph, stage, keeping, kept, working)
+        before = kept
+        count, peak, kept = _count(graph, stage, keeping, before, working)
         chosen.append((stage, count))
         most = most.higher(peak)
-    return _Draft(graph, keeping, chosen, most)
+        fits &= peak.device <= max(before.device, kept.device) + working
+    return _Draft(graph, keeping, chosen, most, fits)
 
 
 def _stages_within(graph: Graph, most: int) -> list[Stage]:

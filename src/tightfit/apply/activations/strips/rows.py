@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from tightfit.apply.activations.strips.program import Node, Ref, replace_refs
 
 __all__ = [
+    "Needs",
     "Piece",
     "Rule",
     "Sources",

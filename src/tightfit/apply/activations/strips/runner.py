@@ -8,7 +8,7 @@ import torch
 
 from tightfit.apply.activations.strips.maps import DeviceMap, GivenMap, HostMap, Map
 from tightfit.apply.activations.strips.program import Node
-from tightfit.apply.activations.strips.rows import Piece, Span, caller, crop
+from tightfit.apply.activations.strips.rows import Needs, Piece, Span, caller, crop
 from tightfit.apply.activations.strips.schedule import Keeping, Step
 from tightfit.apply.activations.strips.stages import Graph, Stage
 from tightfit.apply.activations.strips.statistics import Statistics
@@ -129,32 +129,25 @@ class Runner:
     def _made(self, index: int, span: Span) -> torch.Tensor:
         rule, node = self._graph.rules[index], self._nodes[index]
         assert rule is not None
-        pieces = []
-        for place, source in enumerate(node.sources):
-            needs = rule.needs[place]
-            if needs is None or not self._has_rows(source):
-                pieces.append(Piece(self._all(source), Span(0, 0)))
-                continue
-            wanted = needs(span).within(self._nodes[source].rows)
-            if wanted.lo == wanted.hi:  # beyond the border
-                shape = list(self._nodes[source].shape)
-                shape[self._nodes[source].axis or 0] = 0
-                pieces.append(Piece(self._like.new_empty(shape, dtype=self._nodes[source].dtype), wanted))
-            elif self._graph.taken_by_rows(index, place):
-                first, window = self._windows[source]
-                has = Span(first, first + window.shape[self._nodes[source].axis or 0])
-                pieces.append(Piece(crop(window, self._nodes[source].axis or 0, has, wanted), wanted))
-            else:  # done whole
-                whole = self._all(source)
-                pieces.append(
-                    Piece(whole.narrow(self._nodes[source].axis or 0, wanted.lo, wanted.hi - wanted.lo), wanted)
-                )
+        pieces = [self._piece(index, place, needs, span) for place, needs in enumerate(rule.needs)]
         if rule.statistics:
             pieces.append(Piece(self._known[node.sources[0]], Span(0, 0)))
         return rule.make(pieces, span)
 
-    def _has_rows(self, index: int) -> bool:
-        return self._nodes[index].axis is not None
+    def _piece(self, index: int, place: int, needs: Needs | None, span: Span) -> Piece:
+        """What the node at `index` takes at `place` of its arguments to make the rows `span`."""
+        source = self._nodes[index].sources[place]
+        axis, rows = self._nodes[source].axis, self._nodes[source].rows
+        if needs is None or axis is None:
+            return Piece(self._all(source), Span(0, 0))
+        wanted = needs(span).within(rows)
+        if wanted.lo == wanted.hi:  # beyond the border
+            shape = [0 if dim == axis else size for dim, size in enumerate(self._nodes[source].shape)]
+            return Piece(self._like.new_empty(shape, dtype=self._nodes[source].dtype), wanted)
+        if not self._graph.taken_by_rows(index, place):  # done whole
+            return Piece(crop(self._all(source), axis, Span(0, rows), wanted), wanted)
+        first, window = self._windows[source]
+        return Piece(crop(window, axis, Span(first, first + window.shape[axis]), wanted), wanted)
 
     def _hold(self, step: Step, rows: torch.Tensor) -> None:
         held = self._windows.pop(step.node, None)

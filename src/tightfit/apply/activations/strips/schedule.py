@@ -5,6 +5,7 @@ Integers only: no tensor is touched.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,13 +37,19 @@ class Keeping:
 
 
 def make_schedule(graph: Graph, stage: Stage, count: int, first: int | None = None) -> list[list[Step]]:
-    """`stage` in `count` strips; only the `first` of them, where that is given."""
-    return _Walk(graph, stage, count, min(first or count, count)).strips()
+    """`stage` in `count` strips; only the `first` of them, where that is given.
+
+    The first rows of what is wanted need more rows of what it is made of than later ones: so there are fewer of them.
+    """
+    lead = _Walk(graph, stage, count, 1).lead() if count > 1 else 0.0
+    return _Walk(graph, stage, count, min(first or count, count), lead).strips()
 
 
 class _Walk:
-    def __init__(self, graph: Graph, stage: Stage, count: int, first: int) -> None:
-        self._graph, self._stage, self._count, self._first = graph, stage, count, first
+    """Which rows every node makes in each strip, from what is wanted back to what is there."""
+
+    def __init__(self, graph: Graph, stage: Stage, count: int, first: int, lead: float = 0.0) -> None:
+        self._graph, self._stage, self._count, self._first, self._lead = graph, stage, count, first, lead
         self._nodes = graph.program.nodes
         self._targets = {*stage.stores, *stage.measured, *stage.outputs} & {*stage.strips, *stage.reads}
         self._order = self._ordered()
@@ -51,6 +58,17 @@ class _Walk:
         self._needed: dict[int, list[int]] = {}  # after each strip, from which row something is still needed
         for index in reversed(self._order):
             self._find_rows(index)
+
+    def lead(self) -> float:
+        """By what share of all rows some nodes are ahead of what is wanted, after the first strip."""
+        ahead = (spans[0].hi / max(self._nodes[index].rows, 1) for index, spans in self._spans.items())
+        return max(ahead, default=0.0) - 1 / self._count
+
+    def _wanted(self, rows: int, strip: int) -> int:
+        """How many rows of what is wanted there are after a strip."""
+        done = (strip + 1) / self._count
+        behind = (1 - done) * (1 + self._lead * self._count / max(self._count - 1, 1))
+        return min(rows, max(strip + 1, math.ceil(rows * (1 - behind) - 1e-9)))
 
     def _ordered(self) -> list[int]:
         """The nodes of a strip, what was kept just before it is taken."""
@@ -83,7 +101,7 @@ class _Walk:
 
     def _find_rows(self, index: int) -> None:
         asked = [self._asked(index, strip) for strip in range(self._first)]
-        if index in self._targets or index in self._stage.reads or not self._graph.moves_only(index):
+        if index in self._targets or index in self._stage.reads or not self._graph.done_again(index):
             self._spans[index], self._needed[index] = self._once(index, asked)
         else:
             self._spans[index] = [span or Span(0, 0) for span in asked]
@@ -107,7 +125,7 @@ class _Walk:
         spans, reach = [], first
         for strip, span in enumerate(asked):
             before = reach
-            reach = max(reach, -(-rows * (strip + 1) // self._count) if wanted else 0, span.hi if span else 0)
+            reach = max(reach, self._wanted(rows, strip) if wanted else 0, span.hi if span else 0)
             spans.append(Span(before, reach))
         needed, least = [0] * len(asked), rows
         for strip in range(len(asked) - 1, -1, -1):
@@ -159,6 +177,14 @@ def peak_of(
     return Peak(count.most, count.most_host), Peak(*count.end())
 
 
+@dataclass
+class _Memory:
+    """What one tensor takes, and how many look at it."""
+
+    bytes: int
+    users: int = 1
+
+
 class _Count:
     """What the runner holds, step by step."""
 
@@ -168,6 +194,7 @@ class _Count:
         self._live, self._host = start
         self.most, self.most_host = start
         self._windows: dict[int, Span] = {}  # the rows each node holds
+        self._memory: dict[int, _Memory] = {}  # and where
         self._going = set(stage.drops)
         self._whole = {index for index in stage.stores if graph.needed_whole(index)}
         for index in (*stage.whole, *stage.outputs, *self._whole):
@@ -183,19 +210,37 @@ class _Count:
 
     def do(self, step: Step) -> None:
         index, span = step.node, step.span
-        row = self._nodes[index].row_bytes
-        made = (span.hi - span.lo) * row
+        made = (span.hi - span.lo) * self._nodes[index].row_bytes
         if made:
-            held = (span.lo - step.held) * row if index in self._windows else 0
-            self._add(made)
-            if held:  # joined into a new tensor
-                self._hold_for_a_moment(held + made)
+            held = (span.lo - step.held) * self._nodes[index].row_bytes if index in self._windows else 0
+            self._make(index, made, held)
             if index in self._stage.measured:  # in float32
                 self._hold_for_a_moment(made // self._nodes[index].dtype.itemsize * 4)
             self._windows[index] = Span(step.held if held else span.lo, span.hi)
             self._keep(index, made)
         for other, first in step.trims:
             self._trim(other, first)
+
+    def _make(self, index: int, made: int, held: int) -> None:
+        """`made` bytes are made, and joined to those that are `held`."""
+        source = self._nodes[index].sources[0] if self._graph.is_view(index) else None
+        shared = self._memory.get(source) if source is not None and index in self._stage.strips else None
+        if shared is not None and not held:
+            shared.users += 1
+            self._memory[index] = shared
+            return
+        self._add(made)
+        if held:
+            self._add(held + made)
+            self._live -= made
+            self._leave(index)
+        self._memory[index] = _Memory(made + held)
+
+    def _leave(self, index: int) -> None:
+        memory = self._memory.pop(index)
+        memory.users -= 1
+        if not memory.users:
+            self._live -= memory.bytes
 
     def _keep(self, index: int, made: int) -> None:
         host = index in self._keeping.host
@@ -217,19 +262,20 @@ class _Count:
         if index not in self._windows:
             return
         lo, hi = self._windows[index]
-        row = self._nodes[index].row_bytes
         if first >= hi:
             del self._windows[index]
-            self._live -= (hi - lo) * row
+            self._leave(index)
         elif first > lo:
-            self._add((hi - first) * row)
-            self._live -= (hi - lo) * row
+            rest = (hi - first) * self._nodes[index].row_bytes
+            self._add(rest)
+            self._leave(index)
+            self._memory[index] = _Memory(rest)
             self._windows[index] = Span(first, hi)
 
     def end(self) -> tuple[int, int]:
         """Bytes on the device and in host memory when the stage is over."""
-        for lo_hi, index in ((span, index) for index, span in self._windows.items()):
-            self._live -= (lo_hi.hi - lo_hi.lo) * self._nodes[index].row_bytes
+        for index in self._windows:
+            self._leave(index)
         for index in self._going:
             if index not in self._stage.reads or self._graph.needed_whole(index):
                 if index in self._keeping.host:

@@ -30,6 +30,9 @@ _MOVING = {
     "repeat_interleave", "pixel_shuffle", "pixel_unshuffle", "upsample_nearest2d", "upsample_nearest3d",
     "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "copy", "slice_scatter", "select_scatter",
 }  # fmt: skip
+_VIEWS = {
+    "slice", "select", "permute", "transpose", "t", "movedim", "unsqueeze", "squeeze", "expand", "unflatten",
+}  # fmt: skip
 NEVER = 1 << 62  # bytes: the price of what must not be done
 
 
@@ -49,9 +52,13 @@ class Stage:
 class Graph:
     """A program with its rules, and the stage at which each node can be done first."""
 
-    def __init__(self, program: Program, *, in_order: bool = False) -> None:
-        """With `in_order` nothing is done before what the program does before it."""
-        self.program = program
+    def __init__(self, program: Program, *, in_order: bool = False, sparing: bool = False) -> None:
+        """With `in_order` nothing is done before what the program does before it.
+
+        With `sparing` only what takes much arithmetic is held from strip to strip, and all else is done again for the
+        rows that two strips share.
+        """
+        self.program, self._sparing = program, sparing
         self.rules: list[Rule | None] = [rule_for(program, index) for index in range(len(program.nodes))]
         self.level = [0] * len(program.nodes)
         latest = 0
@@ -92,18 +99,26 @@ class Graph:
         name = self.program.nodes[index].op.removeprefix("aten.").partition(".")[0]
         return name.startswith(_HEAVY)
 
-    def moves_only(self, index: int) -> bool:
-        """Whether the node only moves numbers about."""
+    def done_again(self, index: int) -> bool:
+        """Whether the rows that two strips share are made for each of them, and not held."""
+        if self._sparing:
+            return not self.heavy(index)
         return self.program.nodes[index].op.removeprefix("aten.").partition(".")[0] in _MOVING
+
+    def is_view(self, index: int) -> bool:
+        """Whether the node's output lies in the memory of its argument."""
+        return self.program.nodes[index].op.removeprefix("aten.").partition(".")[0] in _VIEWS
 
     def operations(self, index: int) -> int:
         """About how many additions and multiplications a heavy node takes."""
         node = self.program.nodes[index]
-        first, second = (self.program.nodes[source].shape for source in node.sources[-3:][:2])
+        shapes = [self.program.nodes[source].shape for source in node.sources]
         if "conv" in node.op:
-            first, second = (self.program.nodes[source].shape for source in node.sources[:2])
-            return 2 * math.prod(node.shape) * math.prod(second[1:])
-        deep = 2 * second[-2] if "attention" in node.op else first[-1]
+            deep = math.prod(shapes[1][1:])
+        elif "attention" in node.op:
+            deep = 2 * shapes[1][-2]
+        else:
+            deep = shapes[0 if "linear" in node.op else -2][-1]
         return 2 * math.prod(node.shape) * deep
 
     def _ready(self, index: int, place: int) -> int:
