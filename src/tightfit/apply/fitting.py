@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
 from tightfit.files import cache_folder
-from tightfit.measure.modules import HANDLE, find_components, find_role, has_skips, inspect_pipeline
+from tightfit.measure.modules import HANDLE, compiled_around, find_components, find_role, has_skips, inspect_pipeline
 from tightfit.measure.recorder import LiveNumbers, Recorder
 from tightfit.plan.levels import plan_for
 from tightfit.records import ComponentPlan, Plan, Request, Trace
@@ -194,13 +194,15 @@ class Fitted:
         role, original, session = find_role(name, module), type(module), self._session
         lossy, recorder = plan.lossy(name), self._recorder
         seam = AttentionSeam(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
+        # what is compiled has chosen already, and would be compiled anew
+        attends = plan.attention != "auto" or not compiled_around(module)
 
         def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
             inner = rescued(inner, lambda: self._residency.make_more_room(name, ""))
 
             @functools.wraps(inner)
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                with session.work(name, role, method), seam.working():
+                with session.work(name, role, method), seam.working() if attends else nullcontext():
                     for what in lossy:
                         recorder.lossy(what)
                     if plan.compute_dtype:

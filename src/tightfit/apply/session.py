@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+from tightfit.apply.activations.attention_functions import Attends, attenders, only_attend
 from tightfit.apply.weights.placement import Residency
 from tightfit.footprint import Role
 from tightfit.measure.modules import find_phase
@@ -32,6 +33,7 @@ class Session:
         self._calls = 0  # that have begun and not ended
         self._clean = True  # whether the last call left everything as it should be
         self._working: list[str] = []
+        self._attenders: tuple[Attends, ...] = ()
 
     @contextlib.contextmanager
     def call(self, steps: int | None = None) -> Iterator[None]:
@@ -42,6 +44,7 @@ class Session:
                 return
             if not self._clean:  # an interruption came while the last call was being cleared up
                 self._clear()
+            self._attenders = attenders()  # of another pipeline, in whose call this one is made
             self._calls, self._clean = 1, False
             try:
                 self._residency.begin(steps)
@@ -59,6 +62,7 @@ class Session:
                     self._clear()
 
     def _clear(self) -> None:
+        only_attend(self._attenders)
         self._residency.clear()
         self._clean = True
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tightfit.apply.activations.attention_scores import Scores
 
-__all__ = ["Settings", "attend_by_torch", "attending"]
+__all__ = ["Attends", "Settings", "attend_by_torch", "attenders", "attending", "only_attend"]
 
 
 class Settings(NamedTuple):
@@ -57,12 +57,24 @@ def attending(who: Attends) -> Iterator[None]:
     """Calls of this thread go to `who`. Components may work inside each other: the innermost takes them."""
     stack = _stack()
     stack.append(who)
-    _replacement.begin()
     try:
+        _replacement.settle()
         yield
     finally:
-        _replacement.end()
-        stack.pop()
+        if stack:
+            stack.pop()
+        _replacement.settle()
+
+
+def attenders() -> tuple[Attends, ...]:
+    """Who takes this thread's calls, the innermost last."""
+    return tuple(_stack())
+
+
+def only_attend(who: Sequence[Attends]) -> None:
+    """None but `who` take this thread's calls, even where an interruption kept others from saying that they end."""
+    _stack()[:] = who
+    _replacement.settle()
 
 
 def attend_by_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings) -> torch.Tensor:
@@ -72,28 +84,27 @@ def attend_by_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 class _Replacement:
-    """Replaces the functions when the first component begins to work, and restores them when the last one ends."""
+    """The functions are replaced as long as any component works, in whatever thread."""
 
     def __init__(self) -> None:
         self.before: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
+        self.stacks: dict[int, list[Attends]] = {}  # of each thread, who takes its calls
         self._lock = threading.Lock()
-        self._working = 0
         self._restore = contextlib.ExitStack()
+        self._replaced = False
 
-    def begin(self) -> None:
+    def settle(self) -> None:
         with self._lock:
-            self._working += 1
-            if self._working == 1:
+            working = any(list(self.stacks.values()))  # others may begin meanwhile
+            if working and not self._replaced:
                 self.before = F.scaled_dot_product_attention  # torch's, or what somebody else has put there
+                self._replaced = True
                 self._replace(F, "scaled_dot_product_attention", _attention)
                 for owner in (Attention, AttentionModuleMixin):
                     self._replace(owner, "get_attention_scores", _sparing(owner.get_attention_scores))
-
-    def end(self) -> None:
-        with self._lock:
-            self._working -= 1
-            if not self._working:
+            elif self._replaced and not working:
                 self._restore.close()
+                self._replaced = False
 
     def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
         old = vars(owner)[name]
@@ -102,20 +113,16 @@ class _Replacement:
             if vars(owner)[name] is new:  # else somebody else has replaced it since
                 setattr(owner, name, old)
 
-        setattr(owner, name, new)
         self._restore.callback(restore)
+        setattr(owner, name, new)
 
 
 _replacement = _Replacement()
-_local = threading.local()
 
 
 def _stack() -> list[Attends]:
     """Those that take the calls of this thread; the innermost is the last."""
-    if not hasattr(_local, "stack"):
-        _local.stack = []
-    stack: list[Attends] = _local.stack
-    return stack
+    return _replacement.stacks.setdefault(threading.get_ident(), [])
 
 
 def _attention(
