@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tightfit.apply.activations.strips.program import Program
-from tightfit.apply.activations.strips.schedule import Keeping, Peak, Step, make_schedule, peak_of
+from tightfit.apply.activations.strips.schedule import Keeping, Kept, Peak, Step, make_schedule, peak_of
 from tightfit.apply.activations.strips.stages import Graph, Stage, find_stages
 
 __all__ = ["Course", "Maps", "find_course"]
@@ -66,7 +66,7 @@ class _Draft:
         return sum(self.graph.operations(index) for index in done if self.graph.heavy(index)), self.peak
 
     def course(self) -> Course:
-        chosen, kept, most = [], Peak(0, 0), Peak(0, 0)
+        chosen, kept, most = [], Kept(Peak(0, 0), {}), Peak(0, 0)
         for stage, count in self.stages:
             strips = make_schedule(self.graph, stage, count)
             peak, kept = peak_of(self.graph, stage, strips, self.keeping, kept)
@@ -79,13 +79,13 @@ def _draft(graph: Graph, working: int, maps: Maps) -> _Draft:
     stages = _stages_within(graph, working) if maps == "again" else find_stages(graph)
     movable = {index for stage in stages for index in stage.stores if not graph.needed_whole(index)}
     keeping = Keeping(frozenset(movable) if maps == "host" else frozenset())
-    chosen, kept, most, fits = [], Peak(0, 0), Peak(0, 0), True
+    chosen, kept, most, fits = [], Kept(Peak(0, 0), None), Peak(0, 0), True
     for stage in stages:
         before = kept
         count, peak, kept = _count(graph, stage, keeping, before, working)
         chosen.append((stage, count))
         most = most.higher(peak)
-        fits &= peak.device <= max(before.device, kept.device) + working
+        fits &= peak.device <= max(before.bytes.device, kept.bytes.device) + working
     return _Draft(graph, keeping, chosen, most, fits)
 
 
@@ -107,11 +107,11 @@ def _most_kept(graph: Graph, stages: Sequence[Stage]) -> int:
     return most
 
 
-def _count(graph: Graph, stage: Stage, keeping: Keeping, kept: Peak, working: int) -> tuple[int, Peak, Peak]:
+def _count(graph: Graph, stage: Stage, keeping: Keeping, kept: Kept, working: int) -> tuple[int, Peak, Kept]:
     """In how few strips `stage` keeps within `working`; the likely peak, and what is kept after it."""
     rows = max((graph.program.nodes[index].rows for index in (*stage.strips, *stage.reads)), default=1)
     found, after = peak_of(graph, stage, make_schedule(graph, stage, 1), keeping, kept)
-    most, count = max(kept.device, after.device) + working, 1
+    most, count = max(kept.bytes.device, after.bytes.device) + working, 1
     while found.device > most and count < rows:
         # as if all above what is kept shrank with the strips; what does not shrink asks for another round
         more = max(count + 1, math.ceil(count * (found.device - most + working) / working))
@@ -123,10 +123,11 @@ def _count(graph: Graph, stage: Stage, keeping: Keeping, kept: Peak, working: in
     return count, found, after
 
 
-def _likely_peak(graph: Graph, stage: Stage, count: int, keeping: Keeping, kept: Peak, after: Peak) -> Peak:
+def _likely_peak(graph: Graph, stage: Stage, count: int, keeping: Keeping, kept: Kept, after: Kept) -> Peak:
     """The peak of `count` strips, by the first of them: from then on, what is made stands for what is given up."""
     strips = make_schedule(graph, stage, count, FIRST + 1)[:FIRST]
     peak, _ = peak_of(graph, stage, strips, keeping, kept)
     outputs = sum(graph.program.nodes[index].bytes for index in stage.outputs)  # there from the start
-    grown = max(0, after.device - kept.device - outputs), max(0, after.host - kept.host)
+    (device, host), (least, least_host) = after.bytes, kept.bytes
+    grown = max(0, device - least - outputs), max(0, host - least_host)
     return Peak(peak.device + grown[0], peak.host + grown[1])
