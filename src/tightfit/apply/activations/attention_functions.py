@@ -90,30 +90,24 @@ class _Replacement:
         self.before: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
         self.stacks: dict[int, list[Attends]] = {}  # of each thread, who takes its calls
         self._lock = threading.Lock()
-        self._restore = contextlib.ExitStack()
-        self._replaced = False
+        self._changed: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # owner, name, old, new
 
     def settle(self) -> None:
         with self._lock:
             working = any(list(self.stacks.values()))  # others may begin meanwhile
-            if working and not self._replaced:
+            if working and not self._changed:
                 self.before = F.scaled_dot_product_attention  # torch's, or what somebody else has put there
-                self._replaced = True
                 self._replace(F, "scaled_dot_product_attention", _attention)
                 for owner in (Attention, AttentionModuleMixin):
                     self._replace(owner, "get_attention_scores", _sparing(owner.get_attention_scores))
-            elif self._replaced and not working:
-                self._restore.close()
-                self._replaced = False
+            elif not working:  # which may be done again, where an interruption comes in between
+                for owner, name, old, new in self._changed:
+                    if vars(owner)[name] is new:  # else somebody else has replaced it since
+                        setattr(owner, name, old)
+                self._changed.clear()
 
     def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
-        old = vars(owner)[name]
-
-        def restore() -> None:
-            if vars(owner)[name] is new:  # else somebody else has replaced it since
-                setattr(owner, name, old)
-
-        self._restore.callback(restore)
+        self._changed.append((owner, name, vars(owner)[name], new))
         setattr(owner, name, new)
 
 
