@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["at_work", "for_all", "watch", "wrap"]
+__all__ = ["at_work", "for_all", "is_watched", "only_tells", "watch", "wrap"]
 
 T = TypeVar("T")
 _MARK = "tightfit_watches"  # of hooks that only tell
@@ -61,15 +61,23 @@ def for_all(act: Callable[[T], None], items: Sequence[T]) -> Callable[[], None]:
 @contextlib.contextmanager
 def at_work(module: nn.Module) -> Iterator[None]:
     """Does what is done before and after each forward pass of `module` for whoever watches it, without one."""
-    for hook in tuple(module._forward_pre_hooks.values()):
-        if hasattr(hook, _MARK):
-            hook(module, ())
+    for hook in filter(only_tells, tuple(module._forward_pre_hooks.values())):
+        hook(module, ())
     try:
         yield
     finally:
-        for hook in tuple(module._forward_hooks.values()):
-            if hasattr(hook, _MARK):
-                hook(module, (), None)
+        for hook in filter(only_tells, tuple(module._forward_hooks.values())):
+            hook(module, (), None)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether anybody is told when `module` works."""
+    return any(map(only_tells, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
+
+
+def only_tells(hook: Callable[..., Any]) -> bool:
+    """Whether `hook` is one of `watch`'s: it looks at nothing that is passed, and changes nothing."""
+    return hasattr(hook, _MARK)
 
 
 def _hook(function: Callable[[], None]) -> Callable[..., None]:

@@ -108,7 +108,8 @@ def _settled(plan: Plan) -> Plan:
     """`plan` where host memory is the device's memory: nothing can be moved off it, but to the disk."""
     left = dict.fromkeys(("weights", "grain", "ring", "stays", "pinned")) | {"placement": "resident"}
     stay = {n: c if c.home == "disk" else c.model_copy(update=left) for n, c in plan.components.items()}
-    return plan.model_copy(update={"components": stay, "offload_activations": False})
+    vae = plan.vae.model_copy(update={"maps": "device"}) if plan.vae.maps == "host" else plan.vae
+    return plan.model_copy(update={"components": stay, "offload_activations": False, "vae": vae})
 
 
 def _reasons(plan: Plan, footprint: Footprint, separate: bool) -> list[Reason]:
@@ -117,6 +118,11 @@ def _reasons(plan: Plan, footprint: Footprint, separate: bool) -> list[Reason]:
     def because(decision: str, why: str) -> None:
         reasons.append(Reason(decision=decision, because=why))
 
+    if plan.vae.strips:
+        because(
+            f"strips within {format_bytes(plan.vae.strips)}",
+            "an autoencoder's maps at full resolution are the peak of a large picture; in strips the numbers stay",
+        )
     if plan.vae.tile:
         because(
             f"tiles of {plan.vae.tile} px", "an autoencoder's maps at full resolution are the peak of a large picture"
@@ -130,7 +136,8 @@ def _reasons(plan: Plan, footprint: Footprint, separate: bool) -> list[Reason]:
             because(f"{name} channels-last", "asked for by name: many convolution kernels want it")
     moves = {name: c for name, c in plan.components.items() if c.placement != "resident"}
     onto_disk = {name: c for name, c in moves.items() if c.home == "disk"}
-    if not separate and (len(moves) > len(onto_disk) or plan.offload_activations):
+    kept = plan.offload_activations or plan.vae.maps == "host"
+    if not separate and (len(moves) > len(onto_disk) or kept):
         names = ", ".join(name for name in moves if name not in onto_disk) or "activations"
         because(f"nothing is moved ({names})", f"{plan.device} computes in host memory: there is nowhere to move to")
     for component in footprint.components:

@@ -191,8 +191,9 @@ def _does_nothing(node: Node, nodes: Sequence[Node]) -> bool:
     source = nodes[node.sources[0]]
     if node.shape != source.shape or node.dtype != source.dtype:
         return False
-    neutral = len(node.args) == 2 and not node.kwargs and node.args[1] == _NEUTRAL.get(node.op)
-    return node.op in _SAME or (neutral and not isinstance(node.args[1], Ref | bool))
+    if node.op in _NEUTRAL and len(node.args) == 2 and not node.kwargs:
+        return isinstance(node.args[1], int | float) and node.args[1] == _NEUTRAL[node.op]
+    return node.op in _SAME
 
 
 def _explicit(node: Node) -> Node:

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tightfit.apply.activations.exporting import HERE
 from tightfit.apply.activations.outputs import take_apart
 from tightfit.apply.activations.strips.capture import NotTakenApart, capture, without_weights
-from tightfit.apply.activations.strips.course import Course, Maps, find_course
+from tightfit.apply.activations.strips.course import Course, find_course
 from tightfit.apply.activations.strips.runner import Runner
 from tightfit.apply.activations.strips.weights import LiveWeights
+from tightfit.decisions import Maps
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
@@ -72,7 +73,7 @@ class Strips:
     def _run(self, prepared: _Prepared, first: torch.Tensor, args: Any, kwargs: Any) -> Any:
         inputs = [first, *(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))]
         course = prepared.course
-        runner = Runner(course.graph, course.keeping, self._device, prepared.weights, self._recorder)
+        runner = Runner(course.graph, course.in_host, self._device, prepared.weights, self._recorder)
         return prepared.rebuild(runner.run(inputs, course.stages))
 
     def _prepare(self, module: nn.Module, method: str, first: torch.Tensor, args: Any, kwargs: Any) -> _Prepared | str:

@@ -87,7 +87,7 @@ def transposed(node: Node, sources: Sources) -> Rule | None:
     )
     reach, step, pad = dilation[place] * (weight.shape[2 + place] - 1), stride[place], padding[place]
     inner, beyond = ([0 if i == place else v for i, v in enumerate(values)] for values in (padding, outer))
-    groups, function, biased, rows = argument(node, 6, "groups", 1), node.function, len(sources) > 2, data.rows
+    groups, function, biased = argument(node, 6, "groups", 1), node.function, len(sources) > 2
 
     def needs(span: Span) -> Span:
         return Span(-(-(span.lo + pad - reach) // step), (span.hi - 1 + pad) // step + 1)
@@ -100,7 +100,7 @@ def transposed(node: Node, sources: Sources) -> Rule | None:
         made = crop(made, axis, Span(first, last), Span(max(first, span.lo), min(last, span.hi)))
         return padded(made, axis, 0, span.hi - last) if last < span.hi else made
 
-    return Rule((needs, *(None for _ in sources[1:])), make) if rows else None
+    return Rule((needs, *(None for _ in sources[1:])), make)
 
 
 def _each(value: Any, count: int) -> list[Any]:
@@ -134,7 +134,7 @@ def pad(node: Node, sources: Sources) -> Rule | None:
     named = node.op == "aten.pad.default"
     mode = argument(node, 2, "mode", "constant") if named else "constant"
     value = argument(node, 3, "value") if named else argument(node, 2, "value", 0)
-    beside = [0 if i in (at, at + 1) else pad for i, pad in enumerate(pads)]
+    others = [0 if i in (at, at + 1) else size for i, size in enumerate(pads)]
     rows = source.rows
     if mode not in ("constant", "replicate", "reflect"):
         return None
@@ -161,7 +161,7 @@ def pad(node: Node, sources: Sources) -> Rule | None:
         elif tensor.shape[axis] != span.hi - span.lo or has.lo != span.lo - before:
             order = [origin(row) - has.lo for row in range(span.lo, span.hi)]
             tensor = tensor.index_select(axis, torch.tensor(order, device=tensor.device))
-        return torch.ops.aten.pad.default(tensor, beside, mode, value) if any(beside) else tensor
+        return torch.ops.aten.pad.default(tensor, others, mode, value) if any(others) else tensor
 
     return Rule((needs,), make)
 
@@ -169,7 +169,6 @@ def pad(node: Node, sources: Sources) -> Rule | None:
 def nearest(node: Node, sources: Sources) -> Rule | None:
     """Each row several times over."""
     source, axis = sources[0], node.axis
-    spatial = len(node.shape) - 2
     if axis is None or source.axis != axis or node.rows % source.rows or axis < 2:
         return None
     if any(big % small for big, small in zip(node.shape[2:], source.shape[2:], strict=True)):
@@ -181,7 +180,7 @@ def nearest(node: Node, sources: Sources) -> Rule | None:
         own = [(has.hi - has.lo) * factor if i == axis - 2 else side for i, side in enumerate(size)]
         return crop(function(tensor, own, None), axis, times(has, factor), span)
 
-    return Rule((lambda span: covering(span, factor),), make) if spatial else None
+    return Rule((lambda span: covering(span, factor),), make)
 
 
 def shuffle(node: Node, sources: Sources) -> Rule | None:

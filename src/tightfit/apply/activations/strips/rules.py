@@ -19,6 +19,7 @@ from tightfit.apply.activations.strips.neighbours import (
 )
 from tightfit.apply.activations.strips.program import Node, Program
 from tightfit.apply.activations.strips.rows import (
+    Needs,
     Piece,
     Rule,
     Sources,
@@ -32,6 +33,7 @@ from tightfit.apply.activations.strips.rows import (
     same,
     times,
 )
+from tightfit.apply.activations.strips.statistics import normalise
 
 __all__ = ["rule_for"]
 
@@ -136,8 +138,8 @@ def _expand(node: Node, sources: Sources) -> Rule | None:
     if source.axis not in (None, place) or (source.axis is None and place >= 0 and source.shape[place] != 1):
         return None
     before, after = node.shape[:axis], node.shape[axis + 1 :]
-    only = (same if source.axis is not None else None, *(None for _ in sources[1:]))
-    return Rule(only, lambda pieces, span: pieces[0].tensor.expand(*before, span.hi - span.lo, *after))
+    needs = None if source.axis is None else same
+    return Rule((needs,), lambda pieces, span: pieces[0].tensor.expand(*before, span.hi - span.lo, *after))
 
 
 def _repeat(node: Node, sources: Sources) -> Rule | None:
@@ -155,11 +157,11 @@ def _repeat(node: Node, sources: Sources) -> Rule | None:
 
 def _meshgrid(node: Node, sources: Sources) -> Rule | None:
     """One argument, laid along its own dimension and repeated along the others."""
-    own, axis, shape, given = node.output or 0, node.axis, node.shape, node.output or 0
+    given, axis, shape = node.output or 0, node.axis, node.shape
     if any(len(source.shape) != 1 for source in sources):
         return None
-    if node.kwargs.get("indexing", "ij") == "xy" and own < 2:
-        own = 1 - own
+    swapped = node.kwargs.get("indexing", "ij") == "xy" and given < 2
+    own = 1 - given if swapped else given
     needs = tuple(same if place == given and own == axis else None for place in range(len(sources)))
 
     def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
@@ -177,16 +179,18 @@ def _matmul(node: Node, sources: Sources) -> Rule | None:
     if len(sources) > 2 and sources[0].axis is not None:
         return None
     from_right = len(node.shape) - axis
-    own = [None if x.axis is None else len(x.shape) - x.axis for x in (left, right)]
-    if own not in ([2, None], [None, 1]) and not (from_right > 2 and own == [from_right, from_right]):
-        return None
-    if own[0] == 2 and (from_right != 2 or len(left.shape) < 2):
-        return None
-    if own[1] == 1 and own[0] is None and from_right != 1:
+    rows, columns = (None if x.axis is None else len(x.shape) - x.axis for x in (left, right))
+    own: tuple[Needs | None, Needs | None]
+    if from_right == rows == 2:
+        own = same, None
+    elif from_right == columns == 1 and rows is None:
+        own = None, same
+    elif from_right > 2 and rows == columns == from_right:
+        own = same, same
+    else:
         return None
     run = caller(node)
-    needs = [*(None for _ in sources[:-2]), *(same if x is not None else None for x in own)]
-    return Rule(tuple(needs), lambda pieces, span: run(pieces))
+    return Rule((*(None for _ in sources[:-2]), *own), lambda pieces, span: run(pieces))
 
 
 def _attention(node: Node, sources: Sources) -> Rule | None:
@@ -209,8 +213,6 @@ def _group_norm(node: Node, sources: Sources) -> Rule | None:
     """Row by row, once mean and deviation of all rows are known; they stand in `pieces` as the last argument."""
     if sources[0].axis != node.axis or node.axis in (0, 1):
         return None
-    from tightfit.apply.activations.strips.statistics import normalise
-
     groups, eps = node.args[1], argument(node, 4, "eps", 1e-5)
     given = len(node.sources)
 

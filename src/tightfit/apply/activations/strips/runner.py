@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
 from tightfit.apply.activations.strips.maps import DeviceMap, GivenMap, HostMap, Map
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Needs, Piece, Span, caller, crop
-from tightfit.apply.activations.strips.schedule import Keeping, Step
+from tightfit.apply.activations.strips.schedule import Step
 from tightfit.apply.activations.strips.stages import Graph, Stage
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.weights import LiveWeights
+from tightfit.apply.gates import at_work
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
@@ -23,10 +25,10 @@ class Runner:
     """One run of a program."""
 
     def __init__(
-        self, graph: Graph, keeping: Keeping, device: Device, weights: LiveWeights, recorder: Recorder
+        self, graph: Graph, in_host: frozenset[int], device: Device, weights: LiveWeights, recorder: Recorder
     ) -> None:
         self._graph, self._nodes = graph, graph.program.nodes
-        self._keeping, self._device, self._weights, self._recorder = keeping, device, weights, recorder
+        self._in_host, self._device, self._weights, self._recorder = in_host, device, weights, recorder
         self._maps: dict[int, Map] = {}
         self._values: dict[int, torch.Tensor] = {}  # of what was done whole
         self._known: dict[int, torch.Tensor] = {}  # statistics, of whose rows they are
@@ -34,7 +36,7 @@ class Runner:
         self._windows: dict[int, tuple[int, torch.Tensor]] = {}  # of this strip: the first row, and the rows
         self._measuring: dict[int, Statistics] = {}
         nodes = self._nodes
-        self._owned = [[nodes[source] for source in node.sources if nodes[source].op == "weight"] for node in nodes]
+        self._watched = [weights.watched(nodes[source] for source in node.sources) for node in nodes]
 
     def run(
         self, inputs: Sequence[torch.Tensor], stages: Sequence[tuple[Stage, Sequence[Sequence[Step]]]]
@@ -67,8 +69,15 @@ class Runner:
     def _make_whole(self, index: int) -> torch.Tensor:
         node = self._nodes[index]
         changed = {} if node.sources or not _makes(node) else {"device": self._like.device}
-        with self._weights.using([self._nodes[source] for source in node.sources]):
+        with self._at_work(index):
             return caller(node, **changed)([Piece(self._all(source), Span(0, 0)) for source in node.sources])
+
+    def _at_work(self, index: int) -> ExitStack:
+        """Until it is left, the layers whose weights the node takes are at work."""
+        stack = ExitStack()
+        for layer in self._watched[index]:
+            stack.enter_context(at_work(layer))
+        return stack
 
     def _groups(self, index: int) -> int:
         for taker in self._graph.program.consumers[index]:
@@ -81,7 +90,7 @@ class Runner:
         axis = node.axis or 0
         if self._graph.needed_whole(index):
             return GivenMap(torch.empty(node.shape, dtype=node.dtype, device=self._like.device), axis)
-        return HostMap(axis, self._device, self._recorder) if index in self._keeping.host else DeviceMap(axis)
+        return HostMap(axis, self._device, self._recorder) if index in self._in_host else DeviceMap(axis)
 
     def _end(self, stage: Stage) -> None:
         for index, statistics in self._measuring.items():
@@ -120,10 +129,9 @@ class Runner:
             self._trim(other, first)
 
     def _make(self, index: int, span: Span) -> torch.Tensor:
-        weights = self._owned[index]
-        if not weights:
+        if not self._watched[index]:
             return self._made(index, span)
-        with self._weights.using(weights):
+        with self._at_work(index):
             return self._made(index, span)
 
     def _made(self, index: int, span: Span) -> torch.Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from tightfit.apply.activations.strips.program import Node, Program
-from tightfit.apply.gates import at_work
+from tightfit.apply.gates import is_watched
 
 __all__ = ["LiveWeights"]
 
@@ -34,14 +33,10 @@ class LiveWeights:
         found = owner._parameters.get(name)
         return owner._buffers[name] if found is None else found  # type: ignore[return-value]
 
-    @contextlib.contextmanager
-    def using(self, nodes: Sequence[Node]) -> Iterator[None]:
-        """While it lasts, the layers that own these weights are at work."""
-        layers = dict.fromkeys(layer for node in nodes for layer in self._paths.get(node.name, ()))
-        with contextlib.ExitStack() as stack:
-            for layer in layers:
-                stack.enter_context(at_work(layer))
-            yield
+    def watched(self, nodes: Iterable[Node]) -> tuple[nn.Module, ...]:
+        """The layers that own these weights, and the modules around them, where somebody watches those by now."""
+        around = dict.fromkeys(layer for node in nodes for layer in self._paths.get(node.name, ()))
+        return tuple(filter(is_watched, around))
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -50,6 +45,6 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _path(module: nn.Module, name: str) -> tuple[nn.Module, ...]:
-    """The modules around the weight `name` that somebody watches, from the outside inwards; not `module` itself."""
+    """The modules around the weight `name`, from the outside inwards; not `module` itself."""
     parts = name.split(".")[:-1]
     return tuple(module.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts)))

@@ -160,6 +160,6 @@ class _Turns:
 def _check_hooks(part: nn.Module) -> None:
     """RunError where a hook wants more than to be told."""
     for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
-        if not hasattr(hook, gates._MARK):
+        if not gates.only_tells(hook):
             kind = type(part).__name__
             raise RunError(f"a hook was set on a {kind} of an exported denoiser, which is never called", name=kind)
