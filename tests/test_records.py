@@ -47,7 +47,7 @@ BUDGET = Budget(device=8 * 10**9, ram=32 * 2**30)
 CARD = Accelerator(
     name="cuda:0", kind="cuda", bytes=80 * 2**30, free=79 * 2**30, title="NVIDIA H100", compute_capability="9.0",
     arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13}, memory_rate=3.35e12, link_rate=5.5e10,
-    link_rate_out=5.4e10, launch_overhead=5e-6,
+    link_rate_out=5.4e10, launch_overhead=5e-6, channels_last_gains={"denoiser.float16": 1.2},
 )  # fmt: skip
 MACHINE = Machine(
     accelerators=(CARD,), ram=2**37, ram_free=2**36, ram_limit=2**37, pinnable=2**35, cores=16, cpu="EPYC",
@@ -59,7 +59,7 @@ UNIT = Unit(
 LEAF = Unit(name="transformer_blocks.0.ff.net.2", bytes=567, dtypes={"bfloat16": 567})
 COMPONENT = Component(
     name="unet", class_name="UNet", role="denoiser", bytes=1234, dtypes={"bfloat16": 1234}, units=(UNIT,),
-    leaves=(LEAF,), skips=True, compiled=True,
+    leaves=(LEAF,), skips=True, compiled=True, convolves=True, head_widths=(40, 80),
 )  # fmt: skip
 WORKLOAD = Workload(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
 USE = Use(unit="transformer_blocks.0", waiting=32, peak=64, work=(WORKLOAD,))
@@ -173,6 +173,14 @@ def test_room_for_weights_is_a_size_in_words_or_bytes(size: Any) -> None:
     assert ComponentPlan.from_text(f"placement: per-unit\nweights: {size}").weights == 8 * 10**9
 
 
+@pytest.mark.parametrize(("said", "meant"), [("auto", None), (None, None), (True, True), (False, False)])
+def test_a_layout_may_be_left_open(said: Any, meant: bool | None) -> None:
+    chosen = ComponentPlan.from_mapping({"channels_last": said})
+    assert chosen.channels_last is meant
+    assert ("channels-last" in chosen.described) == bool(meant)
+    assert ComponentPlan.from_text(chosen.to_yaml()) == chosen
+
+
 # plans of every kind
 
 # what names are made of; not beyond U+FFFF, where JSON writes pairs of surrogates, which YAML's reader does not join
@@ -197,7 +205,7 @@ KEPT = st.fixed_dictionaries(
     optional={
         "home": st.sampled_from(["host", "disk"]),
         "pinned": st.none() | st.booleans(),
-        "channels_last": st.booleans(),
+        "channels_last": st.none() | st.booleans(),
         "batch": st.none() | st.integers(1, 99),
         "guidance": st.sampled_from([None, "together"]),
         "feed_forward": st.none() | st.integers(1, 2**40),
@@ -411,6 +419,7 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (ComponentPlan, {"home": "moon"}, "home must be 'host' or 'disk', not 'moon'"),
         (ComponentPlan, {"home": None}, "home must be 'host' or 'disk', not None"),
         (ComponentPlan, {"pinned": "perhaps"}, "pinned must be a valid boolean"),
+        (ComponentPlan, {"channels_last": "fast"}, "channels_last must be a valid boolean"),
         (ComponentPlan, {"weights": 0}, "weights must be greater than 0, not 0"),
         (ComponentPlan, {"weights": True}, "weights must be a valid integer, not True"),
         (ComponentPlan, {"weights": "lots"}, f"'lots' {NO_SIZE}"),

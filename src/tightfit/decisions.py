@@ -46,6 +46,7 @@ def _whole_bytes(size: object) -> object:
 
 
 Size = Annotated[Positive, BeforeValidator(_whole_bytes)]
+Layout = Annotated[bool | None, BeforeValidator(lambda said: None if said == "auto" else said)]
 # the lossy techniques, by the names under which a user allows them
 TECHNIQUES: Mapping[str, str] = {
     "fp8": "weights stored in eight bits, widened for each use",
@@ -108,7 +109,7 @@ class ComponentPlan(Record):
     storage: Storage = "as-loaded"
     compute_dtype: ComputeDtype | None = None  # for stored weights; None: the dtype as loaded
     skip: tuple[str, ...] | None = None  # patterns of parameter names that stay as loaded; None: the default list
-    channels_last: bool = False
+    channels_last: Layout = False  # of convolutions' weights; None, or "auto": where that was measured to be faster
     batch: Positive | None = None  # items that work at a time, at most; None: all that there are
     guidance: Guidance | None = None  # a step's two predictions in one pass, or each in its own; None: as the pipeline
     feed_forward: Size | None = None  # bytes for the inner maps of feed-forwards; None: of all tokens at once

@@ -69,6 +69,13 @@ class Component(Record):
     leaves: tuple[Unit, ...] = ()  # single layers that own large parameters, the least that can move by itself
     skips: bool = False  # activations of early units wait for late ones (a U-Net)
     compiled: bool = False  # parts of it are compiled, which hooks keep out of
+    convolves: bool = False  # most of what it convolves with are windows on pictures, not single points or clips
+    head_widths: tuple[Positive, ...] = ()  # of its attention, as far as its parts say so
+
+    @property
+    def main_dtype(self) -> str | None:
+        """Of most of its weights."""
+        return max(self.dtypes, key=lambda dtype: self.dtypes[dtype], default=None)
 
 
 class Workload(Record):

@@ -105,11 +105,17 @@ class Accelerator(Record):
     link_rate: Rate | None = None  # bytes per second, pinned host memory to device
     link_rate_out: Rate | None = None  # bytes per second, device to pinned host memory; None: as link_rate
     launch_overhead: Real = 0.0  # seconds of the host for each piece of work
+    channels_last_gains: dict[str, Rate] = Field(default_factory=dict)  # times as fast; by role.dtype of a component
 
     @property
     def is_cpu(self) -> bool:
         """Whether it is a computer's own processor: its memory is the host's."""
         return self.kind == "cpu"
+
+    @property
+    def called(self) -> str:
+        """What a sentence calls it."""
+        return "this CPU" if self.kind in ("cpu", "loopback") else f"the {self.title or self.name}"
 
     def arithmetic_rate(self, kind: str, dtype: str) -> float | None:
         """Operations per second for `kind` in `dtype`; float32's where the dtype has none."""

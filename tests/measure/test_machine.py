@@ -20,11 +20,12 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from pretend.conftest import ACCELERATOR
-from tightfit import cli
+from tightfit import cli, fit
 from tightfit.devices import choice, seam
 from tightfit.devices.choice import choose_device, find_machine
 from tightfit.devices.seam import CpuDevice, LoopbackDevice, pinnable_bytes, ram_bytes, ram_free, ram_limit
 from tightfit.measure import rates
+from tightfit.measure.kept import known_accelerator
 from tightfit.measure.rates import Work, device_rates, disk_rate, measure_rates, rate_of
 from tightfit.pretend.backend import use_cards
 from tightfit.pretend.card import Card
@@ -68,6 +69,8 @@ def test_every_rate_is_there_and_it_took_less_than_20_seconds(measured: Measured
     assert all(1e6 < rate < 1e15 for rate in cpu.arithmetic_rates.values())
     assert 1e8 < cpu.memory_rate < 1e13
     assert 1e-7 < cpu.launch_overhead < 1e-2
+    assert set(cpu.channels_last_gains) == {"denoiser.float32", "autoencoder.float32"}
+    assert all(0.2 < gain < 5 for gain in cpu.channels_last_gains.values())
     assert (cpu.link_rate, cpu.link_rate_out) == (None, None)
     assert 1e5 < measured.machine.disk_rate < 1e12
     assert measured.seconds < 20
@@ -173,6 +176,7 @@ def test_the_median_does_not_see_a_few_hiccups(monkeypatch: pytest.MonkeyPatch) 
 
 def test_others_at_work_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "device_rates", lambda *_: ({}, []))
+    monkeypatch.setattr(rates, "layout_gains", lambda *_: ({}, []))
     monkeypatch.setattr(rates, "disk_rate", lambda *_: 1e9)
     said = "other programs took 40% of the processors meanwhile, which lowers rates"
     for share, notes in ((0.4, (said,)), (0.1, ())):
@@ -204,6 +208,7 @@ def test_an_interruption_leaves_nothing_on_the_disk(
 def test_a_disk_with_too_little_room_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(GIB, GIB - 10**8, 10**8))
     monkeypatch.setattr(rates, "device_rates", lambda *_: ({}, []))
+    monkeypatch.setattr(rates, "layout_gains", lambda *_: ({}, []))
     monkeypatch.setattr(rates, "_others", lambda: lambda: 0.0)
     machine = measure_rates(find_machine(), tmp_path)
     assert machine.disk_rate is None
@@ -214,6 +219,8 @@ def test_a_disk_with_too_little_room_is_left_alone(tmp_path: Path, monkeypatch: 
 
 # what is kept
 
+GAINS = {"channels_last_gains": {"denoiser.float32": 1.5}}
+
 
 @pytest.fixture
 def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
@@ -222,7 +229,9 @@ def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
 
     def quick(machine: Machine, folder: Path, told: Any) -> Machine:
         cards = [
-            card.model_copy(update={"memory_rate": 1e9 + len(calls), "arithmetic_rates": {"matmul.float32": 7.5}})
+            card.model_copy(
+                update={"memory_rate": 1e9 + len(calls), "arithmetic_rates": {"matmul.float32": 7.5}} | GAINS
+            )
             for card in machine.accelerators
         ]
         calls.append(machine.model_copy(update={"accelerators": tuple(cards), "disk_rate": 2e9, "notes": ("slow",)}))
@@ -258,6 +267,38 @@ def test_what_is_free_is_asked_anew(count: list[Machine], monkeypatch: pytest.Mo
     machine = measured_machine()
     assert (machine.ram_free, machine.accelerators[0].free) == (12345, 1234)
     assert len(count) == 1
+
+
+def test_what_is_known_of_a_device_is_what_was_kept_and_measures_nothing(
+    count: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here,) = find_machine().accelerators
+    bare = known_accelerator(CpuDevice())
+    assert bare.model_copy(update={"free": None}) == here.model_copy(update={"free": None})
+    measured_machine()
+    assert known_accelerator(CpuDevice()).channels_last_gains == GAINS["channels_last_gains"]
+    assert known_accelerator(LoopbackDevice()).channels_last_gains == {}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 999)
+    assert known_accelerator(CpuDevice()).channels_last_gains == {}
+    assert len(count) == 1
+
+
+def test_a_layout_that_is_left_open_is_settled_by_what_was_kept(count: list[Machine]) -> None:
+    choices = {"components": {"model": {"channels_last": "auto"}}}
+    for measured in (False, True):
+        network = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3))
+        fitted = fit(network, plan=choices, device="cpu")
+        assert fitted.plan.components["model"].channels_last is measured
+        assert network[0].weight.is_contiguous(memory_format=torch.channels_last) is measured
+        fitted.undo()
+        assert network[0].weight.is_contiguous()
+        measured_machine()
+
+
+def test_what_is_known_of_a_pretend_card_is_what_it_was_given() -> None:
+    like = ACCELERATOR.model_copy(update=GAINS)
+    use_cards([Card(0, like, Host(), "shapes")])
+    assert known_accelerator(choose_device("pretend:0")) == like
 
 
 @pytest.mark.parametrize(
@@ -393,6 +434,15 @@ def test_records_from_before_still_load() -> None:
     card = {"name": "cuda:0", "kind": "cuda", "bytes": 5}
     machine = Machine.from_mapping({"accelerators": [card], "ram": 1, "cores": 2})
     assert (machine.ram_free, machine.pinnable, machine.notes, machine.accelerators[0].free) == (None, None, (), None)
+
+
+def test_gains_in_words() -> None:
+    gains = {"denoiser.float32": 0.957, "autoencoder.float32": 1.139, "autoencoder.bfloat16": 1.5}
+    card = CARD.model_copy(update={"channels_last_gains": gains})
+    text = describe_machine(Machine(accelerators=(card,), ram=1, cores=1)).splitlines()
+    start = next(index for index, line in enumerate(text) if "channels last" in line)
+    assert text[start + 1].split() == ["in", "U-Nets", "0.96", "×", "not", "measured"]
+    assert text[start + 2].split() == ["in", "autoencoders", "1.14", "×", "1.50", "×"]
 
 
 # what is said

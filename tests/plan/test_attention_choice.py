@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tightfit import PlanError
-from tightfit.plan.attention import AttentionCall, block_bytes, check_wanted, choose
+from tightfit.catalog.attention import AttentionCall, torch_kernel
+from tightfit.plan.attention import block_bytes, check_wanted, choose
 from tightfit.pretend import attention as pretend
 from tightfit.records import Attention
 
@@ -57,8 +58,8 @@ def calls() -> Iterator[AttentionCall]:
         )
 
 
-def as_pretend(call: AttentionCall) -> Any:
-    """`call` as a pretend card describes it."""
+def described(call: AttentionCall) -> AttentionCall:
+    """`call` as a pretend card describes tensors of that kind."""
     dtype = getattr(torch, call.dtype)
     shapes = (
         (call.heads, call.queries, call.width),
@@ -70,27 +71,49 @@ def as_pretend(call: AttentionCall) -> Any:
     if call.mask != "none":
         kind = torch.bool if call.mask == "bool" else dtype
         mask = torch.empty((1,) * (call.mask_dimensions - 2) + (call.queries, call.keys), dtype=kind, device="meta")
-    assert call.capability is not None
-    return pretend._Call(*parts, mask, call.dropout, call.causal, call.grouped, call.capability)
+    return pretend._describe(*parts, mask, call.dropout, call.causal, call.grouped)
 
 
-def test_cards_choose_as_pretend_cards_do() -> None:
-    """Whole matrices are made by both or by neither; where not, by the same kernel."""
+def test_a_plan_says_of_a_card_what_a_pretend_card_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It describes a call alike and, in the order that torch itself has, takes the same kernel; or there is none."""
     titles = {
-        "FLASH_ATTENTION": "torch's flash attention",
-        "EFFICIENT_ATTENTION": "torch's memory-efficient attention",
-        "CUDNN_ATTENTION": "cuDNN's attention",
+        "flash": "torch's flash attention",
+        "efficient": "torch's memory-efficient attention",
+        "cudnn": "cuDNN's attention",
     }
     seen = set()
     for call in calls():
-        kernel = pretend._choose(as_pretend(call)).name
+        monkeypatch.setattr(pretend, "_capability", lambda _, call=call: call.capability)
+        assert described(call) == call
+        kernel = pretend._choose(call)
         name, because = choose(call)
         seen.add(kernel)
-        if kernel == "MATH":
+        assert kernel == torch_kernel(call).kernel
+        if kernel == "math":
             assert name == "chunked" or call.score_bytes <= block_bytes("cuda"), (call, because)
         else:
             assert (name, because.partition(" takes ")[0]) == ("torch", titles[kernel]), (call, because)
-    assert seen == {*titles, "MATH"}
+    assert seen == {*titles, "math"}
+
+
+@pytest.mark.parametrize(
+    ("change", "kernel", "refused"),
+    [
+        ({}, "flash", None),
+        ({"capability": (9, 0)}, "cudnn", None),
+        ({"capability": (9, 0), "width": 256, "value_width": 256}, "flash", "heads of 256, more than 128"),
+        ({"width": 512, "value_width": 512}, "efficient", "heads of 512, more than 256"),
+        ({"dtype": "float32"}, "efficient", "float32"),
+        ({"dtype": "bfloat16", "capability": (7, 5)}, "math", "bfloat16"),
+        ({"mask": "bool", "mask_dimensions": 4}, "efficient", "a mask"),
+        ({"widths_match": False}, "math", "heads of queries and keys of different widths"),
+        ({"device": "cpu", "capability": None, "dtype": "float32", "dimensions": 3}, "math", "3 dimensions"),
+    ],
+)
+def test_torchs_choice_and_what_the_one_before_does_not_take(
+    change: dict[str, Any], kernel: str, refused: str | None
+) -> None:
+    assert torch_kernel(LARGE._replace(**change)) == (kernel, refused)
 
 
 def test_nothing_lossy_is_chosen_unless_it_is_named() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tightfit.errors import PlanError, RequestError
 from tightfit.plan.levels import LEVEL_TILE, plan_for
-from tightfit.records import Component, ComponentPlan, Footprint, Plan, Reason, Request, Unit, VaePlan
+from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Plan, Reason, Request, Unit, VaePlan
 
 GIB = 2**30
 ENCODER = Component(
@@ -80,14 +80,31 @@ def test_level_3_streams_the_denoiser_and_moves_what_waits() -> None:
     assert placements(decided) == {"text_encoder": "per-phase", "unet": "per-unit", "vae": "per-phase"}
     assert decided.vae == plan({"level": 1}).vae
     assert decided.offload_activations
-    placed = ["text_encoder per-phase", "unet per-unit", "vae per-phase"]
+    placed = ["text_encoder, vae per-phase", "unet per-unit"]
     assert decisions(decided)[2:] == [*placed, "skips of unet moved to host memory"]
+    assert decided.reasons[2].because == "their 9 GiB and 256 MiB are only needed while each works"
     assert decided.reasons[3].because == "one layer at a time needs 1.5 GiB of its 22 GiB"
 
 
 def test_lossy_storage_and_layout_have_their_reasons_too() -> None:
     decided = plan({"components": {"unet": {"storage": "float8_e5m2", "channels_last": True}}}, SD)
     assert decisions(decided) == ["unet stored in float8_e5m2", "unet channels-last"]
+
+
+@pytest.mark.parametrize(("gain", "faster"), [(None, False), (0.9, False), (1.04, False), (1.05, True), (1.3, True)])
+def test_a_layout_that_is_left_open_is_settled_by_what_was_measured(gain: float | None, faster: bool) -> None:
+    gains = {} if gain is None else {"denoiser.float16": gain, "autoencoder.float16": 9.0}
+    here = Accelerator(name="cuda:0", kind="cuda", bytes=GIB, channels_last_gains=gains)
+    unet = UNET.model_copy(update={"convolves": True, "dtypes": {"float16": 22 * GIB}})
+    footprint = Footprint(pipeline="P", components=(unet, AUTOENCODER))
+    for said in ("auto", None):
+        choices = {"components": {name: {"channels_last": said} for name in ("unet", "vae")}}
+        decided = plan(choices, footprint, accelerator=here)
+        chosen = {name: component.channels_last for name, component in decided.components.items()}
+        assert chosen == {"unet": faster, "vae": False}  # this autoencoder does not convolve
+        assert decisions(decided) == [f"unet {'' if faster else 'not '}channels-last", "vae not channels-last"]
+        again = plan(decided.to_mapping(), footprint, accelerator=here)
+        assert again.model_copy(update={"reasons": ()}) == decided.model_copy(update={"reasons": ()})
 
 
 def test_level_3_says_when_no_activation_waits() -> None:
@@ -142,7 +159,7 @@ def test_where_nothing_can_move_the_reason_says_what_stayed() -> None:
     decided = plan({"level": 3}, SD, separate=False)
     assert decided.reasons[-1] == Reason(
         decision="nothing is moved (text_encoder, unet, vae)",
-        because="cpu computes in host memory: there is nowhere to move to",
+        because="the device computes in host memory: there is nowhere to move to",
     )
     only_activations = plan({"offload_activations": True}, SD, separate=False)
     assert decisions(only_activations) == ["nothing is moved (activations)"]
@@ -365,7 +382,9 @@ def test_all_is_decided_about_what_streams(choices: dict[str, Any]) -> None:
 def test_whatever_moves_has_its_reason(choices: dict[str, Any], separate: bool) -> None:
     decided = plan(choices, SD, separate=separate)
     moved = {f"{name} {place}" for name, place in placements(decided).items() if place != "resident"}
-    assert moved == {text for text in decisions(decided) if text.rpartition(" ")[2] in {"per-phase", "per-unit"}}
+    placed = [text.rpartition(" ") for text in decisions(decided)]
+    told = {f"{name} {place}" for names, _, place in placed if place.startswith("per-") for name in names.split(", ")}
+    assert moved == told
 
 
 # what is refused

@@ -37,6 +37,7 @@ from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
 from tightfit.files import cache_folder
+from tightfit.measure.kept import known_accelerator
 from tightfit.measure.modules import HANDLE, compiled_around, find_components, find_role, has_skips, inspect_pipeline
 from tightfit.measure.recorder import LiveNumbers, Recorder
 from tightfit.plan.levels import plan_for
@@ -101,6 +102,7 @@ def decide(pipe: Any, choices: dict[str, Any], request: Request | Mapping[str, A
         choices=choices,
         request=request,
         pinnable=target.pinnable(),
+        accelerator=known_accelerator(target),
     )
     check_storage(plan)
     return plan
@@ -177,7 +179,8 @@ class Fitted:
             chunk_blocks(module, plan.batch, undo, note)
         if self.plan.offload_activations and has_skips(module) and not forward:
             move_waiting(module, device, self._recorder, undo)
-        undo.callback(disguise(module, **self._component_members(name, module, plan, device), **forward))
+        members = self._component_members(name, module, plan, device, undo)
+        undo.callback(disguise(module, **members, **forward))
         for child in module.children():
             watch(child, functools.partial(self._session.touch, name), None, undo.callback)
 
@@ -190,7 +193,9 @@ class Fitted:
             self._recorder.weights_changed(grown)
             undo.callback(self._recorder.weights_changed, -grown)
 
-    def _component_members(self, name: str, module: nn.Module, plan: ComponentPlan, device: Device) -> dict[str, Any]:
+    def _component_members(
+        self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
+    ) -> dict[str, Any]:
         role, original, session = find_role(name, module), type(module), self._session
         lossy, recorder = plan.lossy(name), self._recorder
         seam = AttentionSeam(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
@@ -218,7 +223,7 @@ class Fitted:
             call = joined(call, recorder.note)
         members: dict[str, Any] = {HANDLE: self, "__call__": working("forward", call)}
         if role == "autoencoder":
-            for method, cut in cut_up(original, self.plan.vae, device, recorder).items():
+            for method, cut in cut_up(original, self.plan.vae, device, recorder, undo).items():
                 members[method] = working(method, cut)
         if plan.home == "disk" and hasattr(original, "save_pretrained"):
             members["save_pretrained"] = _refused(name)

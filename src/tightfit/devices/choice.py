@@ -13,7 +13,7 @@ from tightfit.devices.seam import CpuDevice, Device, LoopbackDevice, pinnable_by
 from tightfit.errors import InputError, unknown_name
 from tightfit.records import Accelerator, Machine
 
-__all__ = ["choose_device", "find_machine"]
+__all__ = ["choose_device", "find_machine", "processor"]
 
 
 def choose_device(name: str | torch.device | Device | None = None) -> Device:
@@ -47,7 +47,7 @@ def find_machine() -> Machine:
     """
     cards = [CudaDevice(index) for index in range(cuda_count())]
     devices: list[Device] = [*cards] or [CpuDevice()]
-    cpu = _cpu()
+    cpu = processor()
     return Machine(
         accelerators=tuple(_accelerator(device, device.title() or cpu) for device in devices),
         ram=ram_bytes(),
@@ -75,7 +75,8 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cpu() -> str | None:
+def processor() -> str | None:
+    """What this computer's processor is sold as; None where nobody says."""
     """What the processor is sold as."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

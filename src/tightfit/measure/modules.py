@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -14,12 +15,14 @@ from tightfit.footprint import Component, Footprint, Role, Unit
 __all__ = [
     "HANDLE",
     "compiled_around",
+    "convolves",
     "find_components",
     "find_leaves",
     "find_phase",
     "find_role",
     "find_units",
     "has_skips",
+    "head_widths",
     "inspect_component",
     "inspect_pipeline",
     "leaf_weights",
@@ -66,6 +69,8 @@ def inspect_component(name: str, module: nn.Module) -> Component:
         leaves=tuple(_leaf(path, parts) for path, parts in find_leaves(module).items()),
         skips=has_skips(module),
         compiled=bool(compiled_around(module)),
+        convolves=convolves(module),
+        head_widths=head_widths(module),
     )
 
 
@@ -93,6 +98,31 @@ def has_skips(module: nn.Module) -> bool:
     """Whether `module` is a U-Net: what its down blocks make waits for its up blocks."""
     halves = getattr(module, "down_blocks", None), getattr(module, "up_blocks", None)
     return all(isinstance(half, nn.ModuleList) for half in halves)
+
+
+def convolves(module: nn.Module) -> bool:
+    """Whether more of `module` is convolutions over pictures than over clips.
+
+    Only those of all channels with windows that overlap count: linear layers on points or patches do not.
+    """
+    weights = {nn.Conv2d: 0, nn.Conv3d: 0}
+    for part in module.modules():
+        if not isinstance(part, nn.Conv2d | nn.Conv3d):
+            continue
+        if part.groups == 1 and any(map(operator.gt, part.kernel_size, part.stride)):
+            weights[nn.Conv2d if isinstance(part, nn.Conv2d) else nn.Conv3d] += part.weight.numel()
+    return weights[nn.Conv2d] > weights[nn.Conv3d]
+
+
+def head_widths(module: nn.Module) -> tuple[int, ...]:
+    """How wide the heads of attention in `module` are, the narrowest first, where its parts have the usual names."""
+    widths = set()
+    for part in module.modules():
+        heads = getattr(part, "heads", None) or getattr(part, "num_heads", None)
+        queries = getattr(part, "to_q", None)
+        if isinstance(heads, int) and isinstance(queries, nn.Linear):
+            widths.add(queries.out_features // heads)
+    return tuple(sorted(widths))
 
 
 def find_role(name: str, module: nn.Module) -> Role:

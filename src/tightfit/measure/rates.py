@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
+from tightfit.measure.layouts import layout_gains
 from tightfit.records import Machine
 from tightfit.units import format_bytes
 
@@ -42,6 +43,7 @@ __all__ = ["Told", "Work", "device_rates", "disk_rate", "measure_rates", "rate_o
 Told = Callable[[str, int, int], None]  # what is measured next, how many rates are done, and of how many
 
 SECONDS = 9.0  # for all devices together, besides what libraries take to start
+LAYOUT_SECONDS = 3.0  # for all devices together, or as long as a few turns take
 DISK_SECONDS = 2.5
 SIZES = 6  # at most: the largest is 4⁵ times the smallest
 LEAST_RUNS, MOST_RUNS = 3, 50
@@ -66,7 +68,7 @@ Make = Callable[[int], Work]  # of a size: 0, 1, 2 …, each four times the work
 def measure_rates(machine: Machine, folder: Path, told: Told = lambda name, done, total: None) -> Machine:
     """`machine` with the rates of its devices, and of the disk that `folder` is on; with a note for each it lacks."""
     devices = [choose_device(accelerator.name) for accelerator in machine.accelerators]
-    total, done = sum(len(_makers(device)) + 1 for device in devices) + 1, itertools.count()
+    total, done = sum(len(_makers(device)) + 2 for device in devices) + 1, itertools.count()
     accelerators, notes, others = [], list(machine.notes), _others()
 
     def step(name: str) -> None:
@@ -74,8 +76,10 @@ def measure_rates(machine: Machine, folder: Path, told: Told = lambda name, done
 
     for device, accelerator in zip(devices, machine.accelerators, strict=True):
         rates, missing = device_rates(device, SECONDS / len(devices), step)
-        accelerators.append(type(accelerator)(**dict(accelerator) | rates))
-        notes += missing
+        step(f"{device.name}: channels last")
+        gains, unknown = layout_gains(device, LAYOUT_SECONDS / len(devices))
+        accelerators.append(type(accelerator)(**dict(accelerator) | rates | {"channels_last_gains": gains}))
+        notes += missing + unknown
     step("disk")
     disk = None
     try:

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tightfit.errors import PlanError, unknown_name
+from tightfit.plan.layout import LayoutChoice, choose_layout
+from tightfit.plan.reasons import explain
 from tightfit.plan.streaming import settle_streaming
-from tightfit.records import Component, Footprint, Placement, Plan, Reason, Request
-from tightfit.units import format_bytes
+from tightfit.records import Accelerator, Component, Footprint, Placement, Plan, Request
 
 __all__ = ["LEVEL_TILE", "plan_for"]
 
@@ -29,12 +30,14 @@ def plan_for(
     choices: Mapping[str, Any],
     request: Request | None = None,
     pinnable: int = 0,
+    accelerator: Accelerator | None = None,
 ) -> Plan:
     """The plan for `choices`: a level (0 if none) and any Plan fields to differ from it, all by name.
 
     `separate` says whether the device has memory of its own; where it has none, weights in host memory stay where
-    they are and the reasons say so. `pinnable` bytes of host memory can be page-locked. Raises PlanError for unknown
-    components and what they cannot do.
+    they are and the reasons say so. `pinnable` bytes of host memory can be page-locked. What is known of the device as
+    an `accelerator` settles which layout convolutions have, where that is left open, and tells who computes attention.
+    Raises PlanError for unknown components and what they cannot do.
     """
     chosen = {key: value for key, value in choices.items() if key != "reasons"}
     level = Plan.from_mapping({"level": chosen.get("level")}).level
@@ -43,7 +46,9 @@ def plan_for(
         chosen["request"] = request.to_mapping()
     plan = Plan.from_mapping(_merge(base, chosen))
     _check(plan, footprint)
-    reasons = tuple(_reasons(plan, footprint, separate))
+    layouts = {c.name: choose_layout(c, plan.components[c.name], accelerator) for c in footprint.components}
+    reasons = explain(plan, footprint, layouts, separate=separate, accelerator=accelerator)
+    plan = _laid_out(plan, layouts)
     plan = plan if separate else _settled(plan)
     plan = _pinning(_streaming(plan, footprint), footprint, pinnable)
     return plan.model_copy(update={"reasons": reasons})
@@ -79,6 +84,15 @@ def _check(plan: Plan, footprint: Footprint) -> None:
             raise PlanError(f"{name} has no layers to stream: per-phase would work", name=name)
 
 
+def _laid_out(plan: Plan, layouts: Mapping[str, LayoutChoice]) -> Plan:
+    """`plan` with all layouts as they were chosen."""
+    settled = {
+        name: chosen.model_copy(update={"channels_last": layouts[name].channels_last})
+        for name, chosen in plan.components.items()
+    }
+    return plan.model_copy(update={"components": settled})
+
+
 def _streaming(plan: Plan, footprint: Footprint) -> Plan:
     """`plan` with all decided about what streams."""
     known = {component.name: component for component in footprint.components}
@@ -110,53 +124,3 @@ def _settled(plan: Plan) -> Plan:
     stay = {n: c if c.home == "disk" else c.model_copy(update=left) for n, c in plan.components.items()}
     vae = plan.vae.model_copy(update={"maps": "device"}) if plan.vae.maps == "host" else plan.vae
     return plan.model_copy(update={"components": stay, "offload_activations": False, "vae": vae})
-
-
-def _reasons(plan: Plan, footprint: Footprint, separate: bool) -> list[Reason]:
-    reasons: list[Reason] = []
-
-    def because(decision: str, why: str) -> None:
-        reasons.append(Reason(decision=decision, because=why))
-
-    if plan.vae.strips:
-        because(
-            f"strips within {format_bytes(plan.vae.strips)}",
-            "an autoencoder's maps at full resolution are the peak of a large picture; in strips the numbers stay",
-        )
-    if plan.vae.tile:
-        because(
-            f"tiles of {plan.vae.tile} px", "an autoencoder's maps at full resolution are the peak of a large picture"
-        )
-    if plan.vae.slicing:
-        because("one item at a time", "decoding a batch together multiplies the peak and gains no time")
-    for name, chosen in plan.components.items():
-        if chosen.storage != "as-loaded":
-            because(f"{name} stored in {chosen.storage}", "asked for by name: fewer bytes, slightly other numbers")
-        if chosen.channels_last:
-            because(f"{name} channels-last", "asked for by name: many convolution kernels want it")
-    moves = {name: c for name, c in plan.components.items() if c.placement != "resident"}
-    onto_disk = {name: c for name, c in moves.items() if c.home == "disk"}
-    kept = plan.offload_activations or plan.vae.maps == "host"
-    if not separate and (len(moves) > len(onto_disk) or kept):
-        names = ", ".join(name for name in moves if name not in onto_disk) or "activations"
-        because(f"nothing is moved ({names})", f"{plan.device} computes in host memory: there is nowhere to move to")
-    for component in footprint.components:
-        chosen = plan.components[component.name]
-        if chosen.placement != "resident" and (separate or chosen.home == "disk"):
-            because(f"{component.name} {chosen.placement}", _why(component, chosen.placement))
-    if plan.offload_activations and separate:
-        skipping = [component.name for component in footprint.components if component.skips]
-        if skipping:
-            because(
-                f"skips of {', '.join(skipping)} moved to host memory", "they wait there for the second half of a step"
-            )
-        else:
-            because("no activations are moved", "no component keeps any waiting from one unit for another")
-    return reasons
-
-
-def _why(component: Component, placement: Placement) -> str:
-    if placement == "per-phase":
-        return f"its {format_bytes(component.bytes)} are only needed while it works"
-    largest = max(leaf.bytes for leaf in component.leaves)
-    return f"one layer at a time needs {format_bytes(largest)} of its {format_bytes(component.bytes)}"

@@ -10,6 +10,7 @@ __all__ = ["describe_machine"]
 
 _KINDS = ("matmul", "convolution", "attention")
 _DTYPES = ("float32", "float16", "bfloat16")
+_STACKS = {"denoiser": "in U-Nets", "autoencoder": "in autoencoders"}
 
 
 def describe_machine(machine: Machine) -> str:
@@ -18,7 +19,15 @@ def describe_machine(machine: Machine) -> str:
     lines = [f"{machine.cpu or 'a processor without a name'}, {cores}", "", *align(_memory(machine)), ""]
     lines += [*_limits(machine), _disk(machine)]
     for accelerator in machine.accelerators:
-        lines += ["", _title(accelerator), "", *align(_rates(accelerator)), "", _paths(accelerator)]
+        lines += [
+            "",
+            _title(accelerator),
+            "",
+            *align(_rates(accelerator)),
+            *_layouts(accelerator),
+            "",
+            _paths(accelerator),
+        ]
     return "\n".join([*lines, *(f"note: {' '.join(note.split())}" for note in machine.notes)])
 
 
@@ -51,6 +60,15 @@ def _rates(accelerator: Accelerator) -> list[tuple[str, ...]]:
     rates = accelerator.arithmetic_rates
     rows = ((kind, *(_operations(rates.get(f"{kind}.{dtype}")) for dtype in _DTYPES)) for kind in _KINDS)
     return [("operations per second", *_DTYPES), *rows]
+
+
+def _layouts(accelerator: Accelerator) -> list[str]:
+    """How many times as fast convolutions are with channels last, where that was measured."""
+    gains = accelerator.channels_last_gains
+    dtypes = [dtype for dtype in _DTYPES if any(f"{role}.{dtype}" in gains for role in _STACKS)]
+    cells = ((name, [gains.get(f"{role}.{dtype}") for dtype in dtypes]) for role, name in _STACKS.items())
+    rows = [(name, *("not measured" if gain is None else f"{gain:.2f} ×" for gain in row)) for name, row in cells]
+    return ["", *align([("convolutions with channels last", *dtypes), *rows])] if dtypes else []
 
 
 def _paths(accelerator: Accelerator) -> str:

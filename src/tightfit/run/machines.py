@@ -1,33 +1,27 @@
 """This computer, with its rates measured once and kept on disk. What is free is asked anew each time.
 
-The key is everything that rates depend on: the devices, the processor and the threads that may use it, torch, and the
-code that measures. A file that cannot be read is no answer; one that cannot be written is no harm.
+A file that cannot be read is no answer; one that cannot be written is no harm.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterator
-from importlib.metadata import version
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightfit.devices.choice import find_machine
 from tightfit.errors import InputError
-from tightfit.files import cache_folder, replacing
+from tightfit.files import replacing
+from tightfit.measure.kept import kept_file, machine_key, read_kept
 from tightfit.measure.rates import Told, measure_rates
 from tightfit.records import Accelerator, Machine
 
 __all__ = ["measured_machine", "showing_steps"]
 
-_RATES = ("arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead")
+_RATES = ("arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "channels_last_gains")
 
 
 def measured_machine(*, again: bool = False, told: Told = lambda name, done, total: None) -> Machine:
@@ -35,8 +29,8 @@ def measured_machine(*, again: bool = False, told: Told = lambda name, done, tot
 
     Rates are measured where none are kept, or `again`, which takes up to 20 s and is `told` step by step.
     """
-    machine, file = find_machine(), cache_folder() / "machine.json"
-    key, kept = _key(machine), _read(file)
+    machine, file = find_machine(), kept_file()
+    key, kept = machine_key(machine), read_kept()
     rated = None if again else _rated(kept.get(key), machine)
     if rated is not None:
         return rated
@@ -72,22 +66,3 @@ def _rated(fields: object, machine: Machine) -> Machine | None:
 
 def _with_rates(now: Accelerator, then: Accelerator) -> Accelerator:
     return now.model_copy(update={field: getattr(then, field) for field in _RATES})
-
-
-def _read(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        kept = json.loads(file.read_text())
-        if isinstance(kept, dict):
-            return kept
-    return {}
-
-
-def _key(machine: Machine) -> str:
-    cards = [
-        (card.name, card.title, card.compute_capability, round(card.bytes / 2**30))  # RAM differs a little by boot
-        for card in machine.accelerators
-    ]
-    depends = (cards, machine.cpu, machine.cores, torch.get_num_threads(), version("torch"))
-    digest = hashlib.sha256(json.dumps(depends).encode())
-    digest.update(Path(str(files("tightfit") / "measure" / "rates.py")).read_bytes())
-    return digest.hexdigest()

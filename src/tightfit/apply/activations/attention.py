@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tightfit.apply.activations.attention_functions import Settings, attend_by_torch, attending
 from tightfit.apply.activations.attention_packages import PACKAGES, attend_by_package
 from tightfit.apply.activations.chunked_attention import chunked_attention
+from tightfit.catalog.attention import AttentionCall
 from tightfit.devices.seam import Device
-from tightfit.plan.attention import AttentionCall, block_bytes, check_wanted, choose
+from tightfit.plan.attention import block_bytes, check_wanted, choose
 
 __all__ = ["AttentionSeam"]
 

@@ -1,0 +1,224 @@
+"""What each implementation of attention takes: the rules of those who wrote it, as facts.
+
+torch's own kernels (aten/src/ATen/native/transformers: attention.cpp, sdp_utils_cpp.h, cuda/sdp_utils.cpp, torch 2.11
+to 2.13):
+
+- flash takes half precision without a mask on compute capability 8.0 and above, heads of up to 256, grouped or not;
+- memory-efficient takes masks, float32 and heads of any size that is a multiple of 8 (float32: 4);
+- cuDNN takes half precision and heads of up to 128, and comes first on 9.0, 10.0 and 10.3;
+- math is left: the path of plain products, with a matrix of scores for each head.
+
+The CPU has one kernel, which torch calls flash too, and math. xFormers' rules are those of its CUTLASS kernel
+(ops/fmha/cutlass.py), SageAttention's those of `sageattn` (core.py, version 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+__all__ = ["TITLES", "TORCH_ORDER", "AttentionCall", "Kernel", "Taken", "kernel_order", "refusal", "torch_kernel"]
+
+Mask = Literal["none", "bool", "additive"]
+Kernel = Literal["flash", "efficient", "cudnn", "math"]
+TORCH_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")  # in which it asks, unless it is told another
+
+TITLES: Mapping[str, str] = {
+    "flash": "torch's flash attention",
+    "efficient": "torch's memory-efficient attention",
+    "cudnn": "cuDNN's attention",
+    "math": "torch's path of plain products",
+    "xformers": "xFormers' attention",
+    "sage": "SageAttention",
+    "chunked": "chunked attention",
+}
+HALVES = ("float16", "bfloat16")
+CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which torch asks cuDNN before the others
+SAGE_CARDS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
+
+
+class AttentionCall(NamedTuple):
+    """What `scaled_dot_product_attention` is called with, without the numbers."""
+
+    device: str  # "cpu", "cuda"; of others nothing is known here
+    capability: tuple[int, int] | None  # of a CUDA card, e.g. (8, 9)
+    dtype: str  # "float32"
+    items: int  # of the batch
+    heads: int
+    key_heads: int
+    value_heads: int
+    queries: int
+    keys: int
+    width: int  # of the heads of queries and keys
+    value_width: int
+    dimensions: int = 4
+    mask: Mask = "none"
+    mask_dimensions: int = 0
+    mask_learns: bool = False  # whether the mask wants gradients
+    mask_in_rows: bool = True  # whether its last dimension lies in a row in memory
+    in_rows: bool = True  # whether the last dimensions of queries, keys and values do
+    items_match: bool = True  # whether queries, keys and values have as many
+    widths_match: bool = True  # whether the heads of keys are as wide as those of queries
+    causal: bool = False
+    grouped: bool = False  # whether a head of the keys may serve several of the queries
+    dropout: float = 0.0
+
+    @property
+    def score_bytes(self) -> int:
+        """Of the whole matrix of scores; they are float32 where the inputs are halves."""
+        return self.items * self.heads * self.queries * self.keys * (8 if self.dtype == "float64" else 4)
+
+
+class Taken(NamedTuple):
+    """The kernel of torch's that takes a call, and what the one asked last before it does not take of it, in words."""
+
+    kernel: Kernel
+    refused: str | None
+
+
+def torch_kernel(call: AttentionCall) -> Taken:
+    """Which of its kernels torch chooses for `call`; without a fused one, "math"."""
+    order = kernel_order(call)
+    place = next(place for place, kernel in enumerate(order) if refusal(kernel, call) is None)  # "math" takes all
+    return Taken(order[place], refusal(order[place - 1], call) if place else None)
+
+
+def kernel_order(call: AttentionCall, asked: tuple[Kernel, ...] = TORCH_ORDER) -> tuple[Kernel, ...]:
+    """The kernels that the device of `call` has, in the order in which torch asks them; `asked`: as it was told to."""
+    if call.device == "cpu":
+        return tuple(kernel for kernel in asked if kernel in ("flash", "math"))
+    first: tuple[Kernel, ...] = ("cudnn",) if asked == TORCH_ORDER and call.capability in CUDNN_FIRST else ()
+    return (*first, *asked)
+
+
+def refusal(name: str, call: AttentionCall) -> str | None:
+    """What of `call` the implementation called `name` does not take, in words; None where it takes it."""
+    return _REFUSALS[name](call)
+
+
+def _refuse_flash(call: AttentionCall) -> str | None:
+    if call.device == "cpu":  # torch calls the CPU's only fused kernel so, too
+        return (
+            _dropout(call)
+            or _mask_dimensions(call)
+            or ("a mask that wants gradients" if call.mask_learns else None)
+            or _unequal_widths(call)
+            or _shape(call, grouped=call.grouped)
+        )
+    return (
+        _card(call, (8, 0), HALVES)
+        or ("a mask" if call.mask != "none" else None)
+        or _unequal_widths(call)
+        or (f"heads of {call.width}, more than 256" if call.width > 256 else None)
+        or _uneven_causality(call)
+        or _shape(call, grouped=call.grouped)
+    )
+
+
+def _refuse_efficient(call: AttentionCall) -> str | None:
+    major = (call.capability or (0, 0))[0]
+    step = {"float32": 4}.get(call.dtype, 8) if major >= 8 else 8 if call.dtype in HALVES and major == 7 else 1
+    return (
+        _card(call, (5, 0), ("float32", "float16", *(["bfloat16"] if major >= 8 else [])))
+        or _odd_widths(call, step)
+        or _shape(call, grouped=False)
+    )
+
+
+def _refuse_cudnn(call: AttentionCall) -> str | None:
+    widest = max(call.width, call.value_width)
+    return (
+        _card(call, (8, 0), HALVES)
+        or _mask_dimensions(call)
+        or _odd_widths(call, 8)
+        or (f"heads of {widest}, more than 128" if widest > 128 else None)
+        or ("a single key" if call.keys == 1 else None)
+        or _shape(call, grouped=call.grouped)
+    )
+
+
+def _refuse_xformers(call: AttentionCall) -> str | None:
+    halves = HALVES if (call.capability or (0, 0)) >= (8, 0) else HALVES[:1]
+    return (
+        _card(call, (6, 0), ("float32", *halves))
+        or _dropout(call)
+        or _mask_dimensions(call)
+        or ("a mask beside causality" if call.causal and call.mask != "none" else None)
+        or _odd_widths(call, 8 if call.dtype in HALVES else 4)
+        or _shape(call._replace(mask_in_rows=True), grouped=False)  # it is given a copy of masks that lie otherwise
+    )
+
+
+def _refuse_sage(call: AttentionCall) -> str | None:
+    return (
+        _card(call, (8, 0), HALVES)
+        or (f"compute capability {_version(call)}" if call.capability not in SAGE_CARDS else None)
+        or _dropout(call)
+        or ("a mask" if call.mask != "none" else None)
+        or _unequal_widths(call)
+        or (f"heads of {call.width}, more than 128" if call.width > 128 else None)
+        or _uneven_causality(call)
+        or _shape(call, grouped=call.grouped)
+    )
+
+
+def _card(call: AttentionCall, least: tuple[int, int], dtypes: tuple[str, ...]) -> str | None:
+    if call.device != "cuda":
+        return f"tensors on the {call.device.upper()}"
+    if (call.capability or (0, 0)) < least:
+        return f"compute capability {_version(call)}, less than {least[0]}.{least[1]}"
+    return call.dtype if call.dtype not in dtypes else None
+
+
+def _version(call: AttentionCall) -> str:
+    return ".".join(map(str, call.capability or ("unknown",)))
+
+
+def _dropout(call: AttentionCall) -> str | None:
+    return f"dropout of {call.dropout}" if call.dropout > 0 else None
+
+
+def _mask_dimensions(call: AttentionCall) -> str | None:
+    known = call.mask == "none" or call.mask_dimensions in (2, 4)
+    return None if known else f"a mask of {call.mask_dimensions} dimensions"
+
+
+def _unequal_widths(call: AttentionCall) -> str | None:
+    return f"heads of {call.width} with values of {call.value_width}" if call.width != call.value_width else None
+
+
+def _odd_widths(call: AttentionCall, step: int) -> str | None:
+    odd = [width for width in (call.width, call.value_width) if width == 0 or width % step]
+    return f"heads of {odd[0]}, no multiple of {step}" if odd else None
+
+
+def _uneven_causality(call: AttentionCall) -> str | None:
+    uneven = call.causal and call.queries != call.keys
+    return f"causality of {call.queries} queries and {call.keys} keys" if uneven else None
+
+
+def _shape(call: AttentionCall, *, grouped: bool) -> str | None:
+    """What no fused kernel takes; where heads are not `grouped`, there must be as many everywhere."""
+    others = (call.key_heads, call.value_heads)
+    fits = others == (call.heads, call.heads) or (grouped and all(call.heads % (other or 1) == 0 for other in others))
+    spread = not call.in_rows or (call.device == "cuda" and not call.mask_in_rows)
+    faults = (
+        (call.dimensions != 4, f"{call.dimensions} dimensions"),
+        (not call.items_match, "batches of different sizes"),
+        (not call.widths_match, "heads of queries and keys of different widths"),
+        (spread, "rows that are spread out in memory"),
+        (min(call.queries, call.keys) == 0, "empty sequences"),
+        (not fits, f"{call.heads} heads of queries for {others[0]} of keys and {others[1]} of values"),
+    )
+    return next((said for found, said in faults if found), None)
+
+
+_REFUSALS: Mapping[str, Callable[[AttentionCall], str | None]] = {
+    "flash": _refuse_flash,
+    "efficient": _refuse_efficient,
+    "cudnn": _refuse_cudnn,
+    "math": lambda call: None,
+    "xformers": _refuse_xformers,
+    "sage": _refuse_sage,
+    "chunked": _dropout,
+}
