@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from devices.late import LateCard
 from inspection import assert_same, imprint
 from tightfit import fit
 from tightfit.apply.activations.waiting import move_waiting
-from tightfit.devices.seam import LoopbackDevice
+from tightfit.devices.seam import Device, LoopbackDevice
 from tightfit.measure.modules import find_units
 from tightfit.measure.recorder import Recorder
 from tightfit.pretend.backend import use_cards
@@ -70,7 +71,7 @@ def kandinsky() -> tuple[nn.Module, Inputs]:
         groups=2,
         attention_head_dim=4,
         layers_per_block=2,
-        block_out_channels=(32, 64),
+        block_out_channels=(32, 64, 64),  # what comes next and what goes are there while one block works
         cross_attention_dim=4,
         encoder_hid_dim=32,
     )
@@ -137,8 +138,8 @@ def made(name: str) -> tuple[nn.Module, Inputs]:
 
 
 @contextmanager
-def waiting(network: nn.Module) -> Iterator[Recorder]:
-    recorder = Recorder(LoopbackDevice())
+def waiting(network: nn.Module, device: Device | None = None) -> Iterator[Recorder]:
+    recorder = Recorder(device or LoopbackDevice())
     with ExitStack() as undo:
         move_waiting(network, recorder.device, recorder, undo)
         yield recorder
@@ -185,6 +186,18 @@ def test_what_waits_is_in_host_memory_meanwhile(name: str) -> None:
     assert all(now <= then for now, then in zip(away, all_there, strict=True))
     assert min(now / then for now, then in zip(away, all_there, strict=True)) < 0.8
     assert_same(before, imprint(network))
+
+
+@pytest.mark.parametrize("name", ["conditional", "cascade", "hunyuan"])
+@torch.no_grad()
+def test_copies_may_come_at_the_last_moment(name: str) -> None:
+    network, inputs = made(name)
+    untouched, _ = measured(network, inputs, Recorder(LoopbackDevice()))
+    with waiting(network, LateCard()) as recorder:
+        for _ in range(3):
+            output, phase = measured(network, inputs, recorder)
+            assert torch.equal(output, untouched)
+            assert phase.bytes_out >= phase.bytes_in > 0
 
 
 @torch.no_grad()
@@ -278,6 +291,57 @@ def test_an_error_leaves_nothing_behind() -> None:
         assert all(ghost() is None for ghost in ghosts)
         assert torch.equal(measured(network, inputs, recorder)[0], untouched)
     assert_same(before, imprint(network))
+
+
+@torch.no_grad()
+def test_ctrl_c_leaves_the_next_pass_as_it_should_be() -> None:
+    network, inputs = made("conditional")
+    untouched, _ = measured(network, inputs, Recorder(LoopbackDevice()))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with waiting(network, LateCard()) as recorder:
+        measured(network, inputs, recorder)
+        for block in (network.down_blocks[1], network.up_blocks[1]):
+            handle = block.register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                measured(network, inputs, recorder)
+            handle.remove()
+            output, phase = measured(network, inputs, recorder)
+            assert torch.equal(output, untouched)
+            assert phase.bytes_out == phase.bytes_in > 0
+
+
+LINK = 8e9  # bytes a second
+
+
+@pytest.fixture
+def slow_link() -> Iterator[Card]:
+    """A card whose link is as slow as its arithmetic."""
+    rates: dict[str, Any] = {"arithmetic_rates": {"float32": 1e12}, "memory_rate": 1e11, "link_rate": LINK}
+    like = Accelerator(name="a card", kind="pretend", bytes=2**40, compute_capability="8.9", **rates)
+    card = Card(0, like, Host(), "shapes")
+    use_cards([card])
+    yield card
+    use_cards(())
+
+
+@torch.no_grad()
+def test_from_the_second_pass_on_copies_pass_beside_the_arithmetic(slow_link: Card) -> None:
+    network, inputs = made("unconditional")
+    sample, seconds = inputs["sample"].repeat(1, 1, 4, 4).to("pretend:0"), {}
+    for moved in (False, True):
+        fitted = fit(network, plan={"offload_activations": moved}, device="pretend:0")
+        for number in range(3):
+            network(sample, 3)
+            trace = fitted.report().trace
+            seconds[moved, number] = trace.seconds
+        fitted.undo()
+    crossing = (trace.phases[0].bytes_in + trace.phases[0].bytes_out) / LINK
+    added = [seconds[True, number] - seconds[False, number] for number in range(3)]
+    assert added[0] < 0.7 * crossing  # what goes need not be known
+    assert max(added[1:]) < 0.3 * crossing < 0.1 * seconds[False, 2]
 
 
 @torch.no_grad()

@@ -105,6 +105,28 @@ def test_pauses_and_nested_lists(counter: Counter) -> None:
     assert whole.shape == (1024, 512)
 
 
+def test_shapes_have_no_bytes(counter: Counter) -> None:
+    with TensorMeter(counter.change) as meter:
+        shapes = [torch.empty(512, 512, device="meta")]
+        shapes += [shapes[0] + 1, shapes[0].to(torch.float16), torch.ones(512, 512).to("meta")]
+        meter.settle()
+        assert counter.now == 0
+        assert len(shapes) == 4
+    assert counter.most == MIB  # ones, for a moment
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_may_be_a_copy_counts_if_it_is_one(inference: bool, counter: Counter) -> None:
+    weight = torch.ones(512, 512)
+    with torch.inference_mode(inference), TensorMeter(counter.change):
+        same = [weight.contiguous(), weight.reshape(-1), weight.to(torch.float32), weight.movedim(0, 1)]
+        assert counter.now == 0
+        copies = [weight.t().contiguous(), weight.t().reshape(-1), weight.to(torch.float64)]
+        assert counter.now == 4 * MIB
+        assert len(same) == 4
+        assert len(copies) == 3
+
+
 def test_phases_peaks_and_weights() -> None:
     recorder = Recorder(LoopbackDevice())
     recorder.weights_changed(100)

@@ -134,17 +134,21 @@ class _CudaLane(Lane):
             target.copy_(source, non_blocking=True)
             return _CudaArrival(self._device, self._stream.record_event())
 
+    def follow(self, arrival: Arrival) -> None:
+        assert isinstance(arrival, _CudaArrival)
+        self._stream.wait_event(arrival.event)
+
     def mark(self) -> Any:
         return torch.cuda.current_stream(self._device).record_event()
 
 
 class _CudaArrival(Arrival):
     def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
-        self._device, self._event = device, event
+        self._device, self.event = device, event
 
     def settle(self) -> float:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
         return 0.0
 
     def land(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()

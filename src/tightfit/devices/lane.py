@@ -1,4 +1,4 @@
-"""A queue of copies from host memory to a device, beside the device's arithmetic.
+"""A queue of copies between host memory and a device, beside the device's arithmetic.
 
 The host gives copies to the lane and goes on; what it gives to the device after `Arrival.settle()` begins when the
 copy is complete. Marks are points in the device's arithmetic, for which a copy waits before it writes.
@@ -35,10 +35,15 @@ class Lane(ABC):
 
     @abstractmethod
     def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
-        """Copies `source` (uint8, host memory, or a shape) to `target` (uint8, as long, on the device).
+        """Copies `source` to `target`, both uint8 and as long; one is on the device, one in host memory, or a shape.
 
-        It begins when the device has done what it was given before `after` was marked.
+        It begins when the device has done what it was given before `after` was marked. Both are there, and what is on
+        the device is used for nothing else, until the arrival was settled.
         """
+
+    def follow(self, arrival: Arrival) -> None:
+        """What is sent from now on begins after `arrival`, which may be on its way on another lane."""
+        arrival.land()
 
     def mark(self) -> Any:
         """The point after all that the device's arithmetic was given so far."""

@@ -65,6 +65,11 @@ class PretendDevice(Device):
             store_of(whole).values = None  # it will hold weights, and they are only shapes
         return whole
 
+    def host_room(self, size: int) -> torch.Tensor:
+        if self.card.values == "shapes":
+            return torch.empty(size, dtype=torch.uint8, device="meta")
+        return super().host_room(size)
+
     def pinnable(self) -> int:
         return 2**60
 
@@ -109,6 +114,7 @@ class _PretendLane(Lane):
 
     def __init__(self, card: Card) -> None:
         self._card = card
+        self._place = torch.device("pretend", card.index)
         self._stream = card.new_stream()
 
     def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
@@ -118,9 +124,15 @@ class _PretendLane(Lane):
                 card.timeline.wait(self._stream, after)
             if source.is_meta:
                 card.copy_in(source.nbytes, pinned=True, wait=False)
+            elif target.is_meta:
+                card.copy_out(source.nbytes, pinned=True, wait=False)
             else:
-                target.copy_(source, non_blocking=is_pinned(source))
+                target.copy_(source, non_blocking=is_pinned(target if source.device == self._place else source))
             return _PretendArrival(card, card.record())
+
+    def follow(self, arrival: Arrival) -> None:
+        assert isinstance(arrival, _PretendArrival)
+        self._card.timeline.wait(self._stream, arrival.point)
 
     def mark(self) -> Point:
         return self._card.record()
@@ -128,8 +140,11 @@ class _PretendLane(Lane):
 
 class _PretendArrival(Arrival):
     def __init__(self, card: Card, point: Point) -> None:
-        self._card, self._point = card, point
+        self._card, self.point = card, point
 
     def settle(self) -> float:
-        self._card.timeline.wait(self._card.stream, self._point)
+        self._card.timeline.wait(self._card.stream, self.point)
         return 0.0
+
+    def land(self) -> None:
+        self.point.wait()

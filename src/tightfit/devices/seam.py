@@ -57,7 +57,7 @@ class Device(ABC):
         return None
 
     def lane(self) -> Lane:
-        """A new queue of copies to the device."""
+        """A new queue of copies to the device, or from it."""
         return HostLane()
 
     def room(self, size: int) -> torch.Tensor:
@@ -68,6 +68,10 @@ class Device(ABC):
         if self.torch_device.type == "cpu":
             return arena(size)
         return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+
+    def host_room(self, size: int) -> torch.Tensor:
+        """`size` bytes of host memory for what is on the device, as uint8 of shape (size,); or only as a shape."""
+        return arena(size)
 
     def pinnable(self) -> int:
         """Bytes of host memory that could be page-locked for copies to this device."""

@@ -25,9 +25,9 @@ class _Life(weakref.ref[torch.UntypedStorage]):
 class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, tells `changed` the bytes of every storage that operations make and of every one that died.
 
-    Storages are counted once, whatever views there are; storages that existed before do not count, nor does
-    what is made while `paused`. Memory that a kernel takes and returns within one operation is not seen.
-    Deaths are told with the next operation or `settle()`.
+    Storages are counted once, whatever views there are; storages that existed before do not count, nor do those on
+    "meta" (they have no memory), nor what is made while `paused`. Memory that a kernel takes and returns within one
+    operation is not seen. Deaths are told with the next operation or `settle()`.
     """
 
     def __init__(self, changed: Callable[[int], None]) -> None:
@@ -88,17 +88,22 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _aliases(func: torch._ops.OpOverload) -> bool:
-    """Whether `func` is a view or writes in place, by its schema: then it makes no storage."""
-    return all(value.alias_info is not None for value in func._schema.returns)
+    """Whether `func` is a view or writes in place, by its schema: then it makes no storage.
+
+    What is put together from others (`contiguous`, `reshape`, `to`) says so too, and may copy all the same. Such are
+    seen whole in inference mode; outside of it, what they are put together from.
+    """
+    together = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    return not together and all(value.alias_info is not None for value in func._schema.returns)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """The strided tensors in what an operation returned: a tensor, or tuples and lists of them and other things."""
+    """The tensors with memory in what an operation returned: a tensor, or tuples and lists of them and other things."""
     if type(value) in _PLAIN:
-        if value.layout is torch.strided:  # type: ignore[attr-defined]
+        if value.layout is torch.strided and not value.is_meta:  # type: ignore[attr-defined]
             yield value  # type: ignore[misc]
     elif isinstance(value, tuple | list):
         for item in value:

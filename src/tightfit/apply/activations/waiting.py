@@ -2,8 +2,8 @@
 
 A U-Net's down blocks leave their maps to its up blocks, and other networks do the like in ways of their own. So
 nobody asks for names here: whatever a part returns is handed on as a tensor that stands for it. When the next part
-begins, what does not go into it and is still there is waiting, and moves to host memory; it comes back when a part is
-given it, or any operation takes it.
+begins, what does not go into it and is still there is waiting, and moves to host memory while that part works; it
+comes back when a part is given it, or any operation takes it, and from the second pass on begins to come before that.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.apply.gates import wrap
+from tightfit.devices.depot import Depot, Tape, bytes_of, is_dense
+from tightfit.devices.lane import Arrival
 from tightfit.devices.seam import Device
 from tightfit.measure.modules import find_units
 from tightfit.measure.recorder import Recorder
@@ -40,6 +42,7 @@ def move_waiting(module: Any, device: Device, recorder: Recorder, undo: ExitStac
     if module._compiled_call_impl is not None:
         return
     hall = _Hall(device, recorder)
+    undo.callback(hall.depot.close)
     undo.callback(module.register_forward_pre_hook(hall.open, prepend=True, with_kwargs=True).remove)
     undo.callback(module.register_forward_hook(hall.close, always_call=True).remove)
     blocks = set(map(id, find_units(module).values()))
@@ -78,12 +81,14 @@ def _watch(part: nn.Module, enter: Callable[..., tuple[Any, Any]], leave: Callab
 class _Hall:
     """Where one network's activations are between its parts.
 
-    They are numbered in the order in which they come, the same in each pass: a journey after which nobody wanted
-    what had gone is not made again.
+    They are numbered in the order in which they are made, the same in each pass: a journey after which nobody wanted
+    what had gone is not made again, and what came back after something else will do so again.
     """
 
     def __init__(self, device: Device, recorder: Recorder) -> None:
         self.device, self.recorder = device, recorder
+        self.depot = Depot(device)
+        self._leaving: list[Tape] = []  # where guests are going while a part works
         self._guests: weakref.WeakSet[_Guest] = weakref.WeakSet()
         self._is_open = False  # whether the network works
         self._begun = False  # whether a block has
@@ -91,19 +96,31 @@ class _Hall:
         self._count = 0  # of guests in this pass
         self._vain: set[Journey] = set()
         self.went: set[Journey] = set()
-        self.came: set[Journey] = set()
+        self.came: dict[Journey, int] = {}  # and in which turn: what is given together comes in one
+        self.turn = 0
+        self._turns: dict[Journey, int] = {}  # in the pass before
 
     def open(self, _network: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._is_open:  # the pass before was interrupted
+            self._rest(self.depot.abandon)
         self._is_open, self._begun, self._count = True, False, 0
         self._strangers = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         self.went.clear()
         self.came.clear()
+        self.turn = 0
 
     def close(self, _network: nn.Module, _args: Any, output: Any) -> Any:
         """The network's own output is an ordinary one."""
+        self._vain |= self.went - self.came.keys()
+        present = self.present(output)
+        self._turns = dict(self.came)
+        self._rest(self.depot.settle)
+        return present
+
+    def _rest(self, end: Callable[[], None]) -> None:
+        self._leaving.clear()
+        end()
         self._is_open = False
-        self._vain |= self.went - self.came
-        return tree_map_only(_StandIn, lambda stand_in: stand_in.guest.present(), output)
 
     def enter(self, args: Any, kwargs: Any, *, is_block: bool, is_small: bool) -> tuple[Any, Any]:
         """A part begins: what it is given is there, and what it is not given goes to host memory.
@@ -112,10 +129,25 @@ class _Hall:
         """
         self._begun |= is_block
         given = {id(leaf.guest) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _StandIn)}
-        for guest in list(self._guests) if self._begun and not is_small else ():
-            if id(guest) not in given and guest.journey not in self._vain:
-                guest.go()
-        present: tuple[Any, Any] = tree_map_only(_StandIn, lambda stand_in: stand_in.guest.present(), (args, kwargs))
+        if self._begun and not is_small:
+            while self._leaving:
+                self._leaving.pop().sent()
+            for guest in list(self._guests):
+                if id(guest) not in given and guest.journey not in self._vain and (tape := guest.go()):
+                    self._leaving.append(tape)
+        present: tuple[Any, Any] = self.present((args, kwargs))
+        return present
+
+    def present(self, values: Any) -> Any:
+        """`values` with guests in place of what stands for them; then those that came next the last time set out."""
+        came = len(self.came)
+        present = tree_map_only(_StandIn, lambda stand_in: stand_in.guest.present(), values)
+        if len(self.came) > came:
+            self.turn += 1
+            following = self._turns.get(next(reversed(self.came)), -2) + 1
+            for guest in list(self._guests):
+                if self._turns.get(guest.journey) == following:
+                    guest.set_out()
         return present
 
     def leave(self, output: Any) -> Any:
@@ -144,25 +176,43 @@ class _Guest:
     def __init__(self, tensor: torch.Tensor, number: int, hall: _Hall) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.hall, self.journey = hall, (number, 1)
-        self._away: torch.Tensor | None = None
+        self._tape: Tape | None = None  # where it is, if it is not here
+        self._coming: tuple[torch.Tensor, Arrival] | None = None
+        self._form, self._dtype = (tensor.shape, tensor.stride()), tensor.dtype
 
-    def go(self) -> None:
-        """To host memory, unless it is there, or its memory on the device is not its own."""
+    def go(self) -> Tape | None:
+        """To host memory, unless it is there, or its memory on the device is not its own; where it is going."""
         if self.tensor is None or _is_shared(self.tensor):
-            return
+            return None
+        dense = self.tensor if is_dense(self.tensor) else self.tensor.contiguous()
+        self._form = dense.shape, dense.stride()
         with self.hall.recorder.uncounted():
-            self._away = self.hall.device.store(self.tensor)
-        self.hall.recorder.moved(bytes_out=self.tensor.nbytes)
+            self._tape = self.hall.depot.tape(dense.nbytes)
+            self._tape.write(bytes_of(dense))
+        self.hall.recorder.moved(bytes_out=dense.nbytes)
         self.hall.went.add(self.journey)
         self.tensor = None
+        return self._tape
+
+    def set_out(self) -> None:
+        """It begins to come back, unless it is here or has begun."""
+        if self.tensor is not None or self._coming is not None:
+            return
+        assert self._tape is not None  # it is there if it is not here
+        tensor = torch.empty_strided(*self._form, dtype=self._dtype, device=self.hall.depot.place)
+        self.hall.recorder.moved(bytes_in=tensor.nbytes)
+        with self.hall.recorder.uncounted():
+            self._coming = tensor, self._tape.read(0, bytes_of(tensor))
 
     def present(self) -> torch.Tensor:
         """The activation itself, on the device."""
         if self.tensor is None:
-            assert self._away is not None  # it is there if it is not here
-            self.tensor, self._away = self.hall.device.bring(self._away), None
-            self.hall.recorder.moved(bytes_in=self.tensor.nbytes)
-            self.hall.came.add(self.journey)
+            self.set_out()
+            assert self._coming is not None
+            tensor, arrival = self._coming
+            arrival.settle()
+            self.tensor, self._coming, self._tape = tensor, None, None
+            self.hall.came[self.journey] = self.hall.turn
             self.journey = self.journey[0], self.journey[1] + 1
         return self.tensor
 
@@ -197,5 +247,5 @@ class _StandIn(torch.Tensor):
         if func in _ALIASES:
             return cls(args[0].guest)
         hall = next(leaf.guest.hall for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _StandIn))
-        args, kwargs = tree_map_only(_StandIn, lambda stand_in: stand_in.guest.present(), (args, kwargs or {}))
+        args, kwargs = hall.present((args, kwargs or {}))
         return hall.leave(func(*args, **kwargs))

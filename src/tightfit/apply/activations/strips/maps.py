@@ -6,8 +6,10 @@ from typing import Protocol
 
 import torch
 
+from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Span
-from tightfit.devices.seam import Device
+from tightfit.devices.depot import Depot, bytes_of
+from tightfit.devices.lane import Arrival
 from tightfit.measure.recorder import Recorder
 
 __all__ = ["DeviceMap", "GivenMap", "HostMap", "Map"]
@@ -21,6 +23,12 @@ class Map(Protocol):
 
     def take(self, span: Span) -> torch.Tensor:
         """These rows, on the device."""
+
+    def expect(self, span: Span) -> None:
+        """These rows, which are the next to be taken, begin to come if they are there."""
+
+    def sent(self) -> None:
+        """All that was put is there, for whatever the device is given from now on."""
 
     def forget(self, before: int) -> None:
         """Rows `before` this one are not needed any more."""
@@ -37,6 +45,12 @@ class GivenMap:
 
     def take(self, span: Span) -> torch.Tensor:
         return self.whole.narrow(self._axis, span.lo, span.hi - span.lo)
+
+    def expect(self, span: Span) -> None:
+        return None
+
+    def sent(self) -> None:
+        return None
 
     def forget(self, before: int) -> None:
         return None
@@ -62,31 +76,62 @@ class DeviceMap:
         for has, strip in self._strips:
             lo, hi = max(span.lo, has.lo), min(span.hi, has.hi)
             if lo < hi:
-                parts.append(self._fetch(strip.narrow(self._axis, lo - has.lo, hi - lo)))
+                parts.append(strip.narrow(self._axis, lo - has.lo, hi - lo))
         return parts[0] if len(parts) == 1 else torch.cat(parts, self._axis)
 
-    def _fetch(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows
+    def expect(self, span: Span) -> None:
+        return None
+
+    def sent(self) -> None:
+        return None
 
     def forget(self, before: int) -> None:
         while self._strips and self._strips[0][0].hi <= before:
             del self._strips[0]
 
 
-class HostMap(DeviceMap):
-    """Strips in host memory; who counts is told what crosses."""
+class HostMap:
+    """Rows in host memory; who counts is told what crosses.
 
-    def __init__(self, axis: int, device: Device, recorder: Recorder) -> None:
-        super().__init__(axis)
-        self._device, self._recorder = device, recorder
+    There they lie one after another, so that any of them are one piece. With `ahead`, those that were put last are
+    still on their way while the device goes on, and those that are expected are on theirs: both are kept for that.
+    """
 
-    def _own(self, rows: torch.Tensor) -> torch.Tensor:
-        self._recorder.moved(bytes_out=rows.nbytes)
+    def __init__(self, node: Node, depot: Depot, recorder: Recorder, *, ahead: bool) -> None:
+        self._node, self._axis = node, node.axis or 0
+        self._depot, self._recorder, self._ahead = depot, recorder, ahead
+        self._tape = depot.tape(node.bytes)
+        self._coming: tuple[Span, torch.Tensor, Arrival] | None = None
+
+    def put(self, rows: torch.Tensor, span: Span) -> None:
+        lying = rows.movedim(self._axis, 0).contiguous()
+        self._recorder.moved(bytes_out=lying.nbytes)
         with self._recorder.uncounted():
-            return self._device.store(rows.contiguous())
+            self._tape.write(bytes_of(lying))
+        if not self._ahead:
+            self._tape.sent()
 
-    def _fetch(self, rows: torch.Tensor) -> torch.Tensor:
+    def sent(self) -> None:
+        self._tape.sent()
+
+    def expect(self, span: Span) -> None:
+        if self._ahead and self._coming is None and span.hi * self._node.row_bytes <= self._tape.written:
+            self._coming = self._fetch(span)
+
+    def take(self, span: Span) -> torch.Tensor:
+        found, rows, arrival = self._coming or self._fetch(span)
+        self._coming = None
+        arrival.settle()
+        assert found == span  # nothing else was expected
+        return rows.movedim(0, self._axis).contiguous()
+
+    def _fetch(self, span: Span) -> tuple[Span, torch.Tensor, Arrival]:
+        node, axis = self._node, self._axis
+        shape = (span.hi - span.lo, *node.shape[:axis], *node.shape[axis + 1 :])
+        rows = torch.empty(shape, dtype=node.dtype, device=self._depot.place)
         self._recorder.moved(bytes_in=rows.nbytes)
         with self._recorder.uncounted():
-            rows = rows.contiguous()
-        return self._device.bring(rows)
+            return span, rows, self._tape.read(span.lo * node.row_bytes, bytes_of(rows))
+
+    def forget(self, before: int) -> None:
+        self._tape.forget(before * self._node.row_bytes)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tightfit.apply.activations.strips.rows import Span
 from tightfit.apply.activations.strips.schedule import Step
 from tightfit.apply.activations.strips.stages import Graph, Stage
 
-__all__ = ["Kept", "Peak", "peak_of"]
+__all__ = ["Kept", "Peak", "peak_of", "taken"]
 
 
 class Peak(NamedTuple):
@@ -25,25 +27,46 @@ class Peak(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What stages keep for each other: bytes, and which strips the maps on the device lie in (None: not known)."""
+    """What stages keep for each other: bytes, and which strips the maps on the device lie in (None: not known).
+
+    Beside those bytes, how many of each node are still on their way to host memory, or already on their way back.
+    """
 
     bytes: Peak
     strips: Mapping[int, Sequence[Span]] | None
+    leaving: Mapping[int, int] = MappingProxyType({})
+    coming: Mapping[int, int] = MappingProxyType({})
+
+
+def taken(stage: Stage, strip: Sequence[Step]) -> dict[int, Span]:
+    """Which rows a strip takes of what was kept, by node."""
+    return {step.node: step.span for step in strip if step.node in stage.reads and step.span.hi > step.span.lo}
 
 
 def peak_of(
-    graph: Graph, stage: Stage, strips: Sequence[Sequence[Step]], in_host: frozenset[int], start: Kept
+    graph: Graph,
+    stage: Stage,
+    strips: Sequence[Sequence[Step]],
+    in_host: frozenset[int],
+    start: Kept,
+    following: Mapping[int, Span] | None = None,
+    *,
+    ahead: bool = False,
 ) -> tuple[Peak, Kept]:
     """The peak while `stage` runs in `strips`, where `start` is kept already, and what is kept after it.
 
-    What is `in_host` is kept in host memory.
+    What is `in_host` is kept in host memory; with `ahead`, what was put there last is still under way, and so is what
+    the next strip takes from there. The first strip of the next stage takes the rows `following`.
     Where it is not known in which strips maps lie, their rows count as if each went by itself. What kernels hold for
     themselves while they run comes on top.
     """
-    count = _Count(graph, stage, in_host, start)
-    for strip in strips:
+    count = _Count(graph, stage, in_host, start, ahead)
+    rows = [*(taken(stage, strip) for strip in strips), following or {}]
+    for strip, (now, then) in zip(strips, pairwise(rows), strict=True):
+        count.expect(now, then)
         for step in strip:
-            count.do(step)
+            count.do(step, then)
+        count.sent()
     return Peak(count.most, count.most_host), count.end()
 
 
@@ -58,11 +81,14 @@ class _Memory:
 class _Count:
     """What the runner holds, step by step."""
 
-    def __init__(self, graph: Graph, stage: Stage, in_host: frozenset[int], start: Kept) -> None:
-        self._graph, self._stage, self._in_host = graph, stage, in_host
+    def __init__(self, graph: Graph, stage: Stage, in_host: frozenset[int], start: Kept, ahead: bool) -> None:
+        self._graph, self._stage, self._in_host, self._ahead = graph, stage, in_host, ahead
         self._nodes = graph.program.nodes
+        self._leaving, self._coming = dict(start.leaving), dict(start.coming)
+        self._there = {index: self._nodes[index].rows for index in in_host - set(stage.stores)}  # rows in host memory
         self._live, self._host = start.bytes
-        self.most, self.most_host = start.bytes
+        self._live += sum(self._leaving.values()) + sum(self._coming.values())
+        self.most, self.most_host = self._live, self._host
         self._strips: dict[int, list[tuple[Span, _Memory]]] | None = None  # of maps on the device
         if start.strips is not None:
             self._strips = {index: [self._strip(index, span) for span in start.strips[index]] for index in start.strips}
@@ -84,32 +110,67 @@ class _Count:
         self._add(size)
         self._live -= size
 
-    def do(self, step: Step) -> None:
+    def expect(self, now: Mapping[int, Span], then: Mapping[int, Span]) -> None:
+        """A strip begins that takes the rows `now`; what only the one after it takes, of `then`, may come already."""
+        for index, span in now.items():
+            self._come(index, span)
+        for index in then.keys() - now.keys():
+            self._come(index, then[index])
+
+    def _come(self, index: int, span: Span) -> None:
+        if self._ahead and index not in self._coming and span.hi <= self._there.get(index, 0):
+            self._coming[index] = (span.hi - span.lo) * self._nodes[index].row_bytes
+            self._add(self._coming[index])
+
+    def sent(self) -> None:
+        """What earlier stages sent has left the device."""
+        for index in self._leaving.keys() - set(self._stage.stores):
+            self._live -= self._leaving.pop(index)
+
+    def do(self, step: Step, then: Mapping[int, Span]) -> None:
         index, span = step.node, step.span
         made = (span.hi - span.lo) * self._nodes[index].row_bytes
         if made:
             held = (span.lo - step.held) * self._nodes[index].row_bytes if index in self._windows else 0
-            self._make(index, span, made, held)
-            if index in self._stage.measured:  # in float32
-                self._hold_for_a_moment(made // self._nodes[index].dtype.itemsize * 4)
+            rows = self._make(index, span, made, held)
+            if index in self._stage.measured:  # side by side, and in float32
+                apart = made if self._is_cut_out(index, span) else 0
+                self._hold_for_a_moment(made // self._nodes[index].dtype.itemsize * 4 + apart)
             self._windows[index] = Span(step.held if held else span.lo, span.hi)
-            self._keep(index, span, made)
+            if index in self._stage.reads and not self._graph.needed_whole(index):
+                self._take(index, span, made, then)
+            if index not in self._stage.stores:
+                self._leave(rows)
         for other, first in step.trims:
             self._trim(other, first)
+        if made and index in self._stage.stores:
+            if index not in self._whole:
+                self._put(index, span, made)
+            self._leave(rows)
 
-    def _make(self, index: int, span: Span, made: int, held: int) -> None:
-        """`made` bytes are made, and joined to those that are `held`."""
+    def _make(self, index: int, span: Span, made: int, held: int) -> _Memory:
+        """`made` bytes are made, and joined to those that are `held`; returns the memory of what is made."""
         shared = self._looked_at(index, span)
-        if shared is not None and not held:
-            shared.users += 1
-            self._memory[index] = shared
-            return
-        self._add(made)
+        rows = shared or _Memory(made, 0)
+        if shared is None:
+            self._add(made)
+        rows.users += 1
         if held:
             self._add(held + made)
-            self._live -= made
             self._leave(self._memory.pop(index))
-        self._memory[index] = _Memory(made + held)
+            self._memory[index] = _Memory(made + held)
+        else:
+            rows.users += 1
+            self._memory[index] = rows
+        return rows
+
+    def _is_cut_out(self, index: int, span: Span) -> bool:
+        """Whether the rows lie among others: a convolution at a border makes a few more than are wanted."""
+        rule = self._graph.rules[index]
+        if rule is None or index in self._stage.reads or not self._graph.heavy(index):
+            return False
+        rows = zip(self._nodes[index].sources, rule.needs, strict=True)
+        return any(needs and needs(span).within(self._nodes[source].rows) != needs(span) for source, needs in rows)
 
     def _looked_at(self, index: int, span: Span) -> _Memory | None:
         """The memory in which the output lies, where it is not its own."""
@@ -118,32 +179,45 @@ class _Count:
         if index in self._stage.reads:
             kept = (self._strips or {}).get(index, [])
             return next((memory for has, memory in kept if has.lo <= span.lo and span.hi <= has.hi), None)
-        return self._memory.get(self._nodes[index].sources[0]) if self._graph.is_view(index) else None
+        node = self._nodes[index]
+        return self._memory.get(node.sources[0]) if node.is_view else None
 
     def _leave(self, memory: _Memory) -> None:
         memory.users -= 1
         if not memory.users:
             self._live -= memory.bytes
 
-    def _keep(self, index: int, span: Span, made: int) -> None:
-        host = index in self._in_host
-        if index in self._stage.reads and host:  # it comes in the strips in which it went, which are joined then
-            self._hold_for_a_moment(made)
-        if index in self._stage.stores and index not in self._whole:
-            if host:
-                self._host += made
-                self.most_host = max(self.most_host, self._host)
-            else:
-                self._add(made)
-                if self._strips is not None:
-                    self._strips.setdefault(index, []).append(self._strip(index, span))
-        if index in self._stage.reads and index in self._going and not self._graph.needed_whole(index):
-            if host:
-                self._host -= made
-            elif self._strips is None:
-                self._live -= made
-            else:
-                self._forget(self._strips.get(index, []), span.hi)
+    def _take(self, index: int, span: Span, made: int, then: Mapping[int, Span]) -> None:
+        """Rows that were kept are there; they are forgotten where nobody takes them any more."""
+        if index in self._in_host:
+            self._hold_for_a_moment(0 if index in self._coming else made)  # as they lay there
+            self._live -= self._coming.pop(index, 0)
+            if index in then:
+                self._come(index, then[index])
+        if index not in self._going:
+            return
+        if index in self._in_host:
+            self._host -= made
+        elif self._strips is None:
+            self._live -= made
+        else:
+            self._forget(self._strips.get(index, []), span.hi)
+
+    def _put(self, index: int, span: Span, made: int) -> None:
+        """Rows are kept: in host memory, as they lie there."""
+        if index not in self._in_host:
+            self._add(made)
+            if self._strips is not None:
+                self._strips.setdefault(index, []).append(self._strip(index, span))
+            return
+        self._live -= self._leaving.pop(index, 0)
+        self._hold_for_a_moment(made)
+        self._host += made
+        self.most_host = max(self.most_host, self._host)
+        self._there[index] = span.hi
+        if self._ahead:
+            self._leaving[index] = made
+            self._live += made
 
     def _forget(self, strips: list[tuple[Span, _Memory]], before: int) -> None:
         while strips and strips[0][0].hi <= before:
@@ -176,4 +250,5 @@ class _Count:
             else:
                 self._live -= 0 if taken else self._nodes[index].bytes
         strips = None if self._strips is None else {i: [span for span, _ in kept] for i, kept in self._strips.items()}
-        return Kept(Peak(self._live, self._host), strips)
+        self._live -= sum(self._leaving.values()) + sum(self._coming.values())
+        return Kept(Peak(self._live, self._host), strips, self._leaving, self._coming)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
 
 from tightfit.apply.activations.strips.maps import DeviceMap, GivenMap, HostMap, Map
+from tightfit.apply.activations.strips.peaks import taken
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Needs, Piece, Span, caller, crop
 from tightfit.apply.activations.strips.schedule import Step
@@ -15,20 +16,28 @@ from tightfit.apply.activations.strips.stages import Graph, Stage
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.weights import LiveWeights
 from tightfit.apply.gates import at_work
-from tightfit.devices.seam import Device
+from tightfit.devices.depot import Depot
 from tightfit.measure.recorder import Recorder
 
 __all__ = ["Runner"]
 
 
 class Runner:
-    """One run of a program."""
+    """One run of a program; maps that are `in_host` wait in the `depot`, and come and go `ahead` of need or at it."""
 
     def __init__(
-        self, graph: Graph, in_host: frozenset[int], device: Device, weights: LiveWeights, recorder: Recorder
+        self,
+        graph: Graph,
+        in_host: frozenset[int],
+        depot: Depot | None,
+        weights: LiveWeights,
+        recorder: Recorder,
+        *,
+        ahead: bool = False,
     ) -> None:
         self._graph, self._nodes = graph, graph.program.nodes
-        self._in_host, self._device, self._weights, self._recorder = in_host, device, weights, recorder
+        self._in_host, self._depot, self._ahead = in_host, depot, ahead
+        self._weights, self._recorder = weights, recorder
         self._maps: dict[int, Map] = {}
         self._values: dict[int, torch.Tensor] = {}  # of what was done whole
         self._known: dict[int, torch.Tensor] = {}  # statistics, of whose rows they are
@@ -48,13 +57,33 @@ class Runner:
             self._values[index] = tensor
             if self._nodes[index].axis is not None:
                 self._maps[index] = GivenMap(tensor, self._nodes[index].axis or 0)
-        for stage, strips in stages:
-            self._begin(stage)
-            for strip in strips:
-                for step in strip:
-                    self._do(stage, step)
-            self._end(stage)
+        upcoming = [taken(stage, strip) for stage, strips in stages for strip in strips][1:]
+        following = iter([*upcoming, {}])
+        try:
+            for stage, strips in stages:
+                self._begin(stage)
+                for strip in strips:
+                    self._work(stage, strip, next(following))
+                    for index in self._maps.keys() - set(stage.stores):  # the last rows that earlier stages put
+                        self._maps[index].sent()
+                self._end(stage)
+        except BaseException:
+            if self._depot is not None:
+                self._depot.abandon()
+            raise
+        if self._depot is not None:
+            self._depot.settle()
         return [self._outputs[index] if index in self._outputs else self._values[index] for index in program.outputs]
+
+    def _work(self, stage: Stage, strip: Sequence[Step], following: Mapping[int, Span]) -> None:
+        """One strip; from what is kept, the one after it takes the rows `following`."""
+        now = taken(stage, strip)
+        for index, span in now.items():
+            self._maps[index].expect(span)
+        for index in (following.keys() - now.keys()) & self._maps.keys():
+            self._maps[index].expect(following[index])
+        for step in strip:
+            self._do(stage, step, following)
 
     def _begin(self, stage: Stage) -> None:
         for index in stage.whole:
@@ -90,7 +119,9 @@ class Runner:
         axis = node.axis or 0
         if self._graph.needed_whole(index):
             return GivenMap(torch.empty(node.shape, dtype=node.dtype, device=self._like.device), axis)
-        return HostMap(axis, self._device, self._recorder) if index in self._in_host else DeviceMap(axis)
+        if index in self._in_host and self._depot is not None:
+            return HostMap(node, self._depot, self._recorder, ahead=self._ahead)
+        return DeviceMap(axis)
 
     def _end(self, stage: Stage) -> None:
         for index, statistics in self._measuring.items():
@@ -110,23 +141,33 @@ class Runner:
             return kept.whole
         return self._values[index]
 
-    def _do(self, stage: Stage, step: Step) -> None:
-        index, span = step.node, step.span
-        if span.hi > span.lo:
-            kept = index in stage.reads
-            rows = self._maps[index].take(span) if kept else self._make(index, span)
-            if index in self._measuring:
-                self._measuring[index].take(rows)
-            if index in stage.stores:
-                self._maps[index].put(rows, span)
-            if index in self._outputs:
-                axis = self._nodes[index].axis or 0
-                self._outputs[index].narrow(axis, span.lo, span.hi - span.lo).copy_(rows)
-            self._hold(step, rows)
-            if kept and index in stage.drops:
-                self._maps[index].forget(span.hi)
+    def _do(self, stage: Stage, step: Step, following: Mapping[int, Span]) -> None:
+        rows = self._rows(stage, step, following) if step.span.hi > step.span.lo else None
+        if step.node not in stage.stores:
+            rows = None
         for other, first in step.trims:
             self._trim(other, first)
+        if rows is not None:  # last: what they were made of has gone
+            self._maps[step.node].put(rows, step.span)
+
+    def _rows(self, stage: Stage, step: Step, following: Mapping[int, Span]) -> torch.Tensor:
+        """The rows of a step, made or taken, for whoever wants them in this stage."""
+        index, span = step.node, step.span
+        if index not in stage.reads:
+            rows = self._make(index, span)
+        else:
+            rows = self._maps[index].take(span)
+            if index in following:
+                self._maps[index].expect(following[index])
+        if index in self._measuring:
+            self._measuring[index].take(rows)
+        if index in self._outputs:
+            axis = self._nodes[index].axis or 0
+            self._outputs[index].narrow(axis, span.lo, span.hi - span.lo).copy_(rows)
+        self._hold(step, rows)
+        if index in stage.reads and index in stage.drops:
+            self._maps[index].forget(span.hi)
+        return rows
 
     def _make(self, index: int, span: Span) -> torch.Tensor:
         if not self._watched[index]:

@@ -1,0 +1,147 @@
+"""Maps of an autoencoder in host memory: they come and go beside the arithmetic, with the same bits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from apply.test_strips import prepared, program_of
+from devices.late import LateCard
+from pretend.conftest import ACCELERATOR
+from tightfit.apply.activations.strips.course import find_course
+from tightfit.apply.activations.strips.maps import HostMap
+from tightfit.apply.activations.strips.peaks import Kept, Peak, peak_of, taken
+from tightfit.apply.activations.strips.program import Node
+from tightfit.apply.activations.strips.rows import Span
+from tightfit.apply.activations.strips.runner import Runner
+from tightfit.apply.activations.strips.weights import LiveWeights
+from tightfit.devices.depot import Depot
+from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.seam import Device, LoopbackDevice
+from tightfit.measure.recorder import Recorder
+from tightfit.pretend.backend import use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
+from tightfit.records import PhaseTrace
+
+ROWS = 8
+WORKING = 20_000  # bytes: a dozen strips in the longest stage
+
+
+class Decoding:
+    """A tiny decoder's program in strips, its maps in the host memory of `device`."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.recorder, self.depot = device, Recorder(device), Depot(device)
+        program = program_of(ROWS)
+        self.course = find_course(program, WORKING, "host")
+        case, model = prepared("AutoencoderKL without attention")
+        self._weights = LiveWeights(model.to(device.torch_device), program)
+        self._latents = case.latents(ROWS, 1).to(device.torch_device)
+
+    def __call__(self, *, ahead: bool) -> tuple[torch.Tensor, PhaseTrace]:
+        course = self.course
+        runner = Runner(course.graph, course.in_host, self.depot, self._weights, self.recorder, ahead=ahead)
+        with torch.inference_mode(), self.recorder.call():
+            self.recorder.enter("decode")
+            (picture,) = runner.run([self._latents], course.stages)
+            return picture, self.recorder.trace().phases[0]
+
+
+@functools.cache
+def usual() -> tuple[torch.Tensor, PhaseTrace]:
+    return Decoding(LoopbackDevice())(ahead=False)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_copies_at_the_last_moment_change_nothing(ahead: bool) -> None:
+    picture, phase = Decoding(LateCard())(ahead=ahead)
+    wanted, known = usual()
+    assert torch.equal(picture, wanted)
+    assert (phase.bytes_in, phase.bytes_out) == (known.bytes_in, known.bytes_out)
+    assert phase.bytes_in > phase.bytes_out > 0
+
+
+def test_what_is_under_way_is_counted() -> None:
+    decoding = Decoding(LoopbackDevice())
+    course, small = decoding.course, 4096  # what has no rows: statistics of a few groups
+    firsts = [taken(stage, strips[0]) for stage, strips in course.stages]
+    for ahead in (False, True):
+        kept, most = Kept(Peak(0, 0), {}), Peak(0, 0)
+        for (stage, strips), following in zip(course.stages, [*firsts[1:], {}], strict=True):
+            peak, kept = peak_of(course.graph, stage, strips, course.in_host, kept, following, ahead=ahead)
+            most = most.higher(peak)
+        _, phase = decoding(ahead=ahead)
+        assert 0.95 * most.device <= phase.peak_bytes <= most.device + small
+        assert not kept.coming
+
+
+@pytest.mark.parametrize("after", [3, 40, 200])
+def test_an_interruption_leaves_nothing_behind(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding, made = Decoding(LateCard()), Runner._made
+    left = after
+
+    def interrupted(self: Runner, index: int, span: Span) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return made(self, index, span)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "_made", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decoding(ahead=True)
+    assert decoding.depot.idle
+    assert torch.equal(decoding(ahead=True)[0], usual()[0])
+    assert decoding.depot.idle
+
+
+def maps(depot: Depot, *, ahead: bool, axis: int = 2) -> tuple[HostMap, torch.Tensor]:
+    shape = [2, 3, 5]
+    shape.insert(axis, 12)
+    node = Node(op="x", args=(), kwargs={}, shape=tuple(shape), dtype=torch.float16, axis=axis)
+    return HostMap(node, depot, Recorder(LoopbackDevice()), ahead=ahead), torch.randn(shape).half()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_any_rows_can_be_taken(axis: int, ahead: bool) -> None:
+    kept, whole = maps(Depot(LateCard()), ahead=ahead, axis=axis)
+    rows = lambda lo, hi: whole.narrow(axis, lo, hi - lo)  # noqa: E731
+    for lo, hi in ((0, 5), (5, 6), (6, 12)):
+        kept.put(rows(lo, hi), Span(lo, hi))
+        kept.expect(Span(2, 7))  # not before they are there
+    assert torch.equal(kept.take(Span(2, 7)), rows(2, 7))
+    kept.forget(7)
+    for lo, hi in ((7, 8), (8, 12)):
+        kept.expect(Span(lo, hi))
+        found = kept.take(Span(lo, hi))
+        assert torch.equal(found, rows(lo, hi))
+        assert found.is_contiguous()
+
+
+LINK = 1e8  # bytes a second
+
+
+@pytest.fixture
+def slow_link() -> Iterator[PretendDevice]:
+    """A card whose link takes as long each way as its arithmetic, or longer."""
+    rates: dict[str, Any] = {"link_rate": LINK, "launch_overhead": 0.0, "arithmetic_rates": {"float32": 1e10}}
+    use_cards([Card(0, ACCELERATOR.model_copy(update=rates), Host(), "shapes")])
+    yield PretendDevice()
+    use_cards(())
+
+
+def test_copies_take_their_time_beside_the_arithmetic(slow_link: PretendDevice) -> None:
+    decoding = Decoding(slow_link)
+    (_, at_need), (_, ahead) = decoding(ahead=False), decoding(ahead=True)
+    coming, going = ahead.bytes_in / LINK, ahead.bytes_out / LINK
+    arithmetic = at_need.seconds - coming - going
+    assert 0.3 * coming < arithmetic < coming
+    assert ahead.seconds < 1.3 * coming  # what nothing can be faster than
+    assert decoding.depot.idle
