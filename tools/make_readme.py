@@ -162,6 +162,37 @@ def weights(kind: str) -> str:
     return table(("", "memory", "a pass", "of the bound", "against tightfit", "same bits"), rows)
 
 
+def strips() -> str:
+    rows = []
+    for row in read("strips-pretend")["rows"]:
+        whole, mine = row["whole"], row["in_strips"]
+        taken = (mine["failed"],) if "failed" in mine else (format_bytes(mine["peak"]), f"{row['time_ratio']:.2f} ×")
+        memory, maps = format_bytes(row["memory"]), row["maps"]
+        rows.append((row["model"], row["picture"], row["dtype"], format_bytes(whole["peak"]), memory, maps, *taken))
+    head = ("decoder", "picture", "dtype", "peak whole", "card", "maps", "peak in strips", "time to whole")
+    return table(head, rows)
+
+
+def autoencoders(kind: str) -> str:
+    rows = []
+    for row in read(f"activations-{kind}")["autoencoders"]:
+        case = f"{row['name']}, {row['batch']} × {row['size']}"
+        if "failed" in row:
+            rows.append((case, row["contender"], row["failed"][:60], "–", "–", "–"))
+            continue
+        error = "–" if row["error"] is None else f"{row['error']:.0e}"
+        ram = format_bytes(row["host_bytes"]) if row["host_bytes"] else "–"
+        peak = f"{format_bytes(row['peak_bytes'])} ({row['peak_ratio']:.1%})"
+        rows.append((case, row["contender"], peak, ram, f"{row['time_ratio']:.2f} ×", error))
+    return table(("decoded", "how", "peak above weights", "in RAM", "time to whole", "error"), rows)
+
+
+def ladder(kind: str) -> str:
+    facts = read(f"activations-{kind}")["ladder"]
+    rows = [(row["rung"], format_seconds(row["seconds"]), f"{row['faster']:.2f} ×") for row in facts["rows"]]
+    return table((f"{facts['model']}, {facts['side']}², {facts['steps']} steps", "a picture", "faster"), rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "score": score,
     "levels": levels,
@@ -169,9 +200,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fp8": fp8,
     "published": published,
     "streaming": streaming,
+    "strips": strips,
     "weights_cpu": functools.partial(weights, "cpu"),
 }
-BLOCKS |= {f"predict_{kind}": functools.partial(predict, kind) for kind in ("cpu", "cuda")}
+for kind in ("cpu", "cuda"):
+    BLOCKS[f"autoencoders_{kind}"] = functools.partial(autoencoders, kind)
+    BLOCKS[f"ladder_{kind}"] = functools.partial(ladder, kind)
+    BLOCKS[f"predict_{kind}"] = functools.partial(predict, kind)
 
 
 def fill(page: str) -> str:

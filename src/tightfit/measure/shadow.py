@@ -59,6 +59,7 @@ def mark_of(pipe: Any) -> str:
 
 _LIBRARIES = {"PIL", "builtins", "collections", "diffusers", "numpy", "tokenizers", "torch", "transformers"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+_NOTES = {"_name_or_path", "_use_default_values"}  # in configurations: whence it comes, and a list in any order
 _OWN = {"_forward_hooks", "_forward_pre_hooks", "forward"}  # of a module: empty, or not there, where nobody meddled
 
 
@@ -80,7 +81,8 @@ def _facts(path: str, value: Any, seen: set[int]) -> Iterator[str | None]:
         if isinstance(value, nn.Module) and any(vars(value).get(name) for name in _OWN):
             yield None
         for name, item in _items(value):
-            yield from _facts(f"{path}.{name}", item, seen)
+            if name not in _NOTES:
+                yield from _facts(f"{path}.{name}", item, seen)
 
 
 def _home(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -21,12 +22,17 @@ __all__ = ["cut_up", "pixels_per_latent"]
 Method = Callable[..., Any]
 
 
-def cut_up(original: type[nn.Module], plan: VaePlan, device: Device, recorder: Recorder) -> dict[str, Method]:
-    """The methods "encode" and "decode" of the class `original`, following `plan`.
+def cut_up(
+    original: type[nn.Module], plan: VaePlan, device: Device, recorder: Recorder, undo: ExitStack
+) -> dict[str, Method]:
+    """The methods "encode" and "decode" of the class `original`, following `plan`; `undo` gives up what they hold.
 
     In strips where that is asked for and possible; otherwise in tiles, where those are allowed; otherwise whole.
     """
-    strips = Strips(original, plan.strips, plan.maps, device, recorder) if plan.strips is not None else None
+    strips = None
+    if plan.strips is not None:
+        strips = Strips(original, plan.strips, plan.maps, device, recorder)
+        undo.callback(strips.close)
     return {method: _cut(getattr(original, method), method, plan, strips, recorder) for method in ("encode", "decode")}
 
 

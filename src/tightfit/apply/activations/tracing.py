@@ -8,7 +8,6 @@ the numbers are those of the network's own code. What was exported on one device
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
-from tightfit.apply.activations.exporting import HERE, NotExported, export
+from tightfit.apply.activations.exporting import HERE, NotExported, export, without_weights
 from tightfit.apply.activations.traced.call import by_name, split
 from tightfit.apply.activations.traced.file import Form, Manifest, Traced
 from tightfit.apply.activations.traced.graph import graph_of
@@ -86,10 +85,11 @@ def first_call(module: nn.Module, work: Callable[[], object]) -> tuple[tuple[Any
 def trace_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Traced:
     """Exports `module` for calls with arguments like these; of tensors, shapes and dtypes count."""
     check_plain(module)
+    _check_weights(module)
     kind = type(module).__name__
     arguments = by_name(inspect.signature(module.forward), args, kwargs)
     tensors, settings = split(arguments)
-    program = _exported(kind, _without_weights(module), arguments)
+    program = _exported(kind, without_weights(module), arguments)
     manifest = Manifest(
         **marks_of(module),
         inputs={name: Form.of(tensor) for name, tensor in tensors.items()},
@@ -115,17 +115,13 @@ def _exported(kind: str, module: nn.Module, arguments: dict[str, Any]) -> Export
         raise ModelError(f"{kind} cannot be exported: {error}", name=kind) from error
 
 
-def _without_weights(module: nn.Module) -> nn.Module:
-    """A copy of `module` with shapes for weights."""
-    known: dict[int, Any] = {}
+def _check_weights(module: nn.Module) -> None:
+    """ModelError where a weight is more than numbers, which other operations would be exported for."""
     for tensor in weight_tensors(module):
         plain = tensor.detach()
         if type(plain) is not torch.Tensor:
             kind = type(plain).__name__
             raise ModelError(f"{type(module).__name__} has weights of type {kind}, which cannot be exported", kind=kind)
-        shape = torch.empty_like(plain, device=HERE)
-        known[id(tensor)] = nn.Parameter(shape, requires_grad=False) if isinstance(tensor, nn.Parameter) else shape
-    return copy.deepcopy(module, known)
 
 
 def _returns(kind: str, spec: TreeSpec) -> str:

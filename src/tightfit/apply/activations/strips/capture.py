@@ -6,7 +6,7 @@ differs is an operation's axis of rows.
 
 from __future__ import annotations
 
-import copy
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,11 +18,11 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tightfit.apply.activations.exporting import HERE, NotExported, export
+from tightfit.apply.activations.exporting import NotExported, export
 from tightfit.apply.activations.strips.program import Node, Program, Ref, replace_refs
-from tightfit.apply.activations.strips.workarounds import work_around
+from tightfit.apply.activations.strips.steady import Unsteady, continued, operations_in, operations_of, short_lengths
 
-__all__ = ["NotTakenApart", "capture", "without_weights"]
+__all__ = ["NotTakenApart", "capture"]
 
 # what changes nothing here: dropout is off, and nothing is written into what these copy
 _SAME = {
@@ -41,29 +41,44 @@ def capture(module: nn.Module, call: Callable[..., Sequence[torch.Tensor]], inpu
     """The Program of `call(module, *inputs)`, where `module` is `without_weights` and `inputs` are shapes on "meta".
 
     Rows are those of the first input's last dimension but one; of the others, of the same dimension where its size
-    is a multiple. Raises NotTakenApart.
+    is a multiple. Of a long clip only short ones are exported, where the method repeats itself. Raises NotTakenApart.
     """
+    work = _Entry(module, call)
+    return _simplified(_long_clip(work, inputs) or _at_two_heights(work, inputs))
+
+
+def _at_two_heights(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program:
     rows = inputs[0].shape[-2]
-    one = _nodes(_export(module, call, inputs))
-    other = _nodes(_export(module, call, [_twice_as_tall(x, rows) for x in inputs]))
-    return _simplified(replace(one, nodes=_with_axes(one.nodes, other.nodes)))
+    one = _nodes(_export(work, inputs))
+    other = _nodes(_export(work, [_twice_as_tall(x, rows) for x in inputs]))
+    return replace(one, nodes=_with_axes(one.nodes, other.nodes))
 
 
-def without_weights(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """A copy of `module`, of the class `kind`, with shapes in place of its tensors and without anybody's hooks."""
-    known: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        shape = torch.empty(tensor.shape, dtype=tensor.dtype, device=HERE)
-        known[id(tensor)] = nn.Parameter(shape, requires_grad=False) if isinstance(tensor, nn.Parameter) else shape
-    for part in module.modules():
-        for hooks in (part._forward_hooks, part._forward_pre_hooks):
-            known[id(hooks)] = type(hooks)()
-        known[id(part._compiled_call_impl)] = None
-    double = copy.copy(module)  # the class first: how to copy may be the disguise's affair
-    object.__setattr__(double, "__class__", kind)
-    double = copy.deepcopy(double, known)
-    work_around(double)
-    return double
+def _long_clip(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program | None:
+    """The program of a clip by those of shorter ones; None where it is no clip, or does not repeat itself."""
+    first, *others = inputs
+    if first.ndim != 5:
+        return None
+
+    def clip(frames: int) -> list[torch.Tensor]:
+        batch, channels, _, *size = first.shape
+        return [torch.empty(batch, channels, frames, *size, dtype=first.dtype, device=first.device), *others]
+
+    @functools.cache
+    def count(frames: int) -> int:
+        return len(operations_of(lambda: work(*clip(frames))))
+
+    frames = first.shape[2]
+    try:
+        lengths = short_lengths(frames, count)
+        if lengths is None:
+            return None
+        short, longer = lengths
+        times = (frames - short) // (longer - short)
+        program = continued(_at_two_heights(work, clip(short)), _nodes(_export(work, clip(longer))), times)
+        return program if operations_in(program) == operations_of(lambda: work(*inputs)) else None
+    except (NotExported, Unsteady):
+        return None
 
 
 class _Entry(nn.Module):
@@ -77,9 +92,9 @@ class _Entry(nn.Module):
         return tuple(self.call(self.module, *inputs))
 
 
-def _export(module: nn.Module, call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> ExportedProgram:
+def _export(work: _Entry, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
     try:
-        return export(_Entry(module, call), inputs, {}, functional=True)
+        return export(work, inputs, {}, functional=True)
     except NotExported as error:
         raise NotTakenApart(f"torch.export: {error}") from error
 
@@ -193,7 +208,23 @@ def _does_nothing(node: Node, nodes: Sequence[Node]) -> bool:
         return False
     if node.op in _NEUTRAL and len(node.args) == 2 and not node.kwargs:
         return isinstance(node.args[1], int | float) and node.args[1] == _NEUTRAL[node.op]
-    return node.op in _SAME
+    if node.op.startswith(("aten.to.", "aten._to_copy.")):
+        return True
+    copies = node.op in ("aten.clone.default", "aten.contiguous.default")
+    return node.op in _SAME and not (copies and _is_spread(source, nodes))
+
+
+def _is_spread(node: Node, nodes: Sequence[Node]) -> bool:
+    """Whether the node's numbers are spread over the memory of something else.
+
+    Kernels may want them together, and as long as they are not, all of that memory is kept.
+    """
+    while node.is_view:
+        source = nodes[node.sources[0]]
+        if node.word in ("permute", "transpose", "t", "movedim") or source.bytes > node.bytes:
+            return True
+        node = source
+    return False
 
 
 def _explicit(node: Node) -> Node:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,42 +12,50 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tightfit.apply.activations.exporting import HERE
+from tightfit.apply.activations.exporting import HERE, NotExported, play, without_weights
 from tightfit.apply.activations.outputs import take_apart
-from tightfit.apply.activations.strips.capture import NotTakenApart, capture, without_weights
-from tightfit.apply.activations.strips.course import Course, find_course
+from tightfit.apply.activations.strips.archive import find_program, mark_of_call
+from tightfit.apply.activations.strips.capture import NotTakenApart, capture
+from tightfit.apply.activations.strips.noise import rewinder
 from tightfit.apply.activations.strips.runner import Runner
+from tightfit.apply.activations.strips.ways import Way
 from tightfit.apply.activations.strips.weights import LiveWeights
+from tightfit.apply.activations.strips.workarounds import work_around
 from tightfit.decisions import Maps
+from tightfit.devices.depot import Depot
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
 __all__ = ["NotAlone", "Strips"]
+
+Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 
 
 class NotAlone(Exception):
     """An item of several was given to a method that has to be given all of them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Prepared:
     """How calls with inputs of certain shapes are run, and their results put together."""
 
-    course: Course
+    planned: Way
+    way: Way  # less, once memory has run out
     weights: LiveWeights
-    rebuild: Callable[[Sequence[torch.Tensor]], Any]
+    rebuild: Rebuild
 
 
 class Strips:
     """Runs methods of one autoencoder in strips: at most `working` bytes for them, beside the maps that are kept.
 
     `kind` is the class that the module had before anybody fitted it. What cannot be taken apart is left to
-    `otherwise`, and the recorder is told why.
+    `otherwise`, and the recorder is told why. Where the device runs out of memory, the call is done again with less.
     """
 
     def __init__(self, kind: type[nn.Module], working: int, maps: Maps, device: Device, recorder: Recorder) -> None:
         self._kind, self._working, self._maps = kind, working, maps
         self._device, self._recorder = device, recorder
+        self._depot: Depot | None = None  # as soon as maps wait in host memory
         self._known: dict[Any, _Prepared | str] = {}  # or why not, by kind of call
 
     def bound(
@@ -60,21 +70,51 @@ class Strips:
         def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             learning = torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type)
             prepared = None if learning else self._prepare(module, method, first, args, kwargs)
-            if not alone and (not isinstance(prepared, _Prepared) or prepared.course.graph.program.draws_noise):
+            if not alone and (not isinstance(prepared, _Prepared) or prepared.planned.program.draws_noise):
                 raise NotAlone
             if isinstance(prepared, _Prepared):
-                return self._run(prepared, first, args, kwargs)
+                inputs = [first, *_tensors(tree_flatten((args, kwargs))[0])]
+                outputs = self._run(prepared, inputs)
+                if prepared.way is not prepared.planned:
+                    less = prepared.way.described(prepared.planned)
+                    self._recorder.note(f"{method}: {less}, because the device ran out of memory")
+                return prepared.rebuild(outputs)
             if prepared is not None:
                 self._recorder.note(f"{method} runs whole: {prepared}")
             return otherwise(first, *args, **kwargs)
 
         return run
 
-    def _run(self, prepared: _Prepared, first: torch.Tensor, args: Any, kwargs: Any) -> Any:
-        inputs = [first, *(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor))]
-        course = prepared.course
-        runner = Runner(course.graph, course.in_host, self._device, prepared.weights, self._recorder)
-        return prepared.rebuild(runner.run(inputs, course.stages))
+    def close(self) -> None:
+        """Gives up the host memory that its maps waited in."""
+        if self._depot is not None:
+            self._depot.close()
+
+    def _run(self, prepared: _Prepared, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs; where memory runs out, in a narrower way, which is remembered if it comes to its end."""
+        way, rewind = prepared.way, rewinder(prepared.planned.program, self._device)
+        handled = sys.exception()  # by who calls
+        while True:
+            try:
+                outputs = self._run_once(way, prepared.weights, inputs)
+            except torch.OutOfMemoryError as error:
+                failure = _let_go(error, handled)
+            else:
+                prepared.way = way
+                return outputs
+            less = None if rewind is None else way.narrower(prepared.planned, separate=self._device.separate)
+            if rewind is None or less is None:
+                raise failure
+            rewind()
+            self._device.release_cache()
+            way = less
+
+    def _run_once(self, way: Way, weights: LiveWeights, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        course = way.course
+        if self._depot is None and way.maps == "host" and self._device.separate:
+            self._depot = Depot(self._device)
+        runner = Runner(course.graph, course.in_host, self._depot, weights, self._recorder, ahead=course.ahead)
+        return runner.run(inputs, course.stages)
 
     def _prepare(self, module: nn.Module, method: str, first: torch.Tensor, args: Any, kwargs: Any) -> _Prepared | str:
         leaves, form = tree_flatten((args, kwargs))
@@ -91,8 +131,7 @@ class Strips:
     def _take_apart(
         self, module: nn.Module, method: str, first: torch.Tensor, leaves: list[Any], form: Any
     ) -> _Prepared:
-        double = without_weights(module, self._kind)
-        rebuild: list[Callable[[Sequence[torch.Tensor]], Any]] = []
+        rebuild: list[Rebuild] = []
 
         def call(double: Any, first: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
             left = iter(others)
@@ -101,7 +140,31 @@ class Strips:
             rebuild[:] = [together]
             return tensors
 
-        given = [first, *(x for x in leaves if isinstance(x, torch.Tensor))]
-        program = capture(double, call, [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in given])
-        course = find_course(program, self._working, self._maps)
-        return _Prepared(course, LiveWeights(module, program), rebuild[0])
+        with torch.inference_mode(False):
+            given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in (first, *_tensors(leaves))]
+            double = without_weights(module, self._kind)
+        mark = mark_of_call(double, method, form, (first, *leaves))
+        work_around(double)
+        program = find_program(mark, double, given, lambda: capture(double, call, given))
+        if not rebuild:  # it was not exported here, and what the method returns is not known yet
+            with contextlib.suppress(NotExported):
+                play(lambda: call(double, *given))
+        if not rebuild:
+            program = capture(double, call, given)
+        planned = Way(program, self._working, self._maps)
+        return _Prepared(planned, planned, LiveWeights(module, program), rebuild[0])
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _let_go(error: BaseException, handled: BaseException | None) -> BaseException:
+    """`error` without the frames in which it arose, and what it arose from since something else was `handled`.
+
+    They hold what was computed so far.
+    """
+    link: BaseException | None = error
+    while link is not None and link is not handled:
+        link.__traceback__, link = None, link.__context__
+    return error

@@ -16,6 +16,10 @@ import torch.nn.functional as F
 
 __all__ = ["Node", "Program", "Ref", "refs_in", "replace_refs"]
 
+_VIEWS = {
+    "slice", "select", "permute", "transpose", "t", "movedim", "unsqueeze", "squeeze", "expand", "unflatten",
+}  # fmt: skip
+
 
 class Ref(NamedTuple):
     """Stands for the output of a node."""
@@ -61,6 +65,21 @@ class Node:
     @cached_property
     def row_bytes(self) -> int:
         return self.bytes // max(self.rows, 1)
+
+    @cached_property
+    def word(self) -> str:
+        """Its operator without the library and the overload: "slice" of "aten.slice.Tensor"."""
+        return self.op.removeprefix("aten.").partition(".")[0]
+
+    @property
+    def is_view(self) -> bool:
+        """Whether its output lies in the memory of its first argument."""
+        return self.word in _VIEWS
+
+    @property
+    def makes(self) -> bool:
+        """Whether it makes a tensor of none, and has to be told where."""
+        return not self.sources and any(argument.name == "device" for argument in self.overload._schema.arguments)
 
     @property
     def overload(self) -> Any:

@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from tightfit.apply.activations.strips.rows import Span
 from tightfit.apply.activations.strips.stages import Graph, Stage
 
 __all__ = ["Step", "make_schedule"]
+
+TRIAL = 3  # strips that tell what is held from one to the next
+SHARE = 0.5  # of a strip's rows that are made again rather than held
 
 
 class Step(NamedTuple):
@@ -33,15 +37,27 @@ def make_schedule(graph: Graph, stage: Stage, count: int, first: int | None = No
 
     The first rows of what is wanted need more rows of what it is made of than later ones: so there are fewer of them.
     """
-    lead = _Walk(graph, stage, count, 1).lead() if count > 1 else 0.0
-    return _Walk(graph, stage, count, min(first or count, count), lead).strips()
+    if count == 1:
+        return _Walk(graph, stage, count, count).strips()
+    trial = _Walk(graph, stage, count, min(count, TRIAL))
+    return _Walk(graph, stage, count, min(first or count, count), trial.lead(), trial.derived()).strips()
 
 
 class _Walk:
     """Which rows every node makes in each strip, from what is wanted back to what is there."""
 
-    def __init__(self, graph: Graph, stage: Stage, count: int, first: int, lead: float = 0.0) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        stage: Stage,
+        count: int,
+        first: int,
+        lead: float = 0.0,
+        derived: AbstractSet[int] = frozenset(),
+    ) -> None:
+        """The `first` of `count` strips; `derived` are not held, as what they are made of is."""
         self._graph, self._stage, self._count, self._first, self._lead = graph, stage, count, first, lead
+        self._derived = derived
         self._nodes = graph.program.nodes
         self._targets = {*stage.stores, *stage.measured, *stage.outputs} & {*stage.strips, *stage.reads}
         self._order = self._ordered()
@@ -55,6 +71,27 @@ class _Walk:
         """By what share of all rows some nodes are ahead of what is wanted, after the first strip."""
         ahead = (spans[0].hi / max(self._nodes[index].rows, 1) for index, spans in self._spans.items())
         return max(ahead, default=0.0) - 1 / self._count
+
+    def derived(self) -> set[int]:
+        """What need not be held from strip to strip, because all that it takes is held and little work makes it again.
+
+        Where a norm's input waits for a shortcut's sum, the norm's output need not be held beside it, for instance.
+        """
+        there: set[int] = set()
+        found: set[int] = set()
+        for index in self._order:
+            (lo, hi), needed = self._spans[index][-2], self._needed[index][-2]
+            held, sources = hi - needed, list(self._sources(index))
+            light = not self._is_kept(index) and not self._graph.heavy(index) and held <= SHARE * (hi - lo)
+            if light and sources and there.issuperset(sources):
+                there.add(index)
+                found.add(index)
+            elif held:
+                there.add(index)
+        return found
+
+    def _is_kept(self, index: int) -> bool:
+        return index in self._targets or index in self._stage.reads
 
     def _wanted(self, rows: int, strip: int) -> int:
         """How many rows of what is wanted there are after a strip."""
@@ -93,7 +130,8 @@ class _Walk:
 
     def _find_rows(self, index: int) -> None:
         asked = [self._asked(index, strip) for strip in range(self._first)]
-        if index in self._targets or index in self._stage.reads or not self._graph.done_again(index):
+        again = index in self._derived or self._graph.only_moves(index)
+        if self._is_kept(index) or not again:
             self._spans[index], self._needed[index] = self._once(index, asked)
         else:
             self._spans[index] = [span or Span(0, 0) for span in asked]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import networkx
+from networkx.algorithms.flow import boykov_kolmogorov
 
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.rows import Rule
@@ -28,10 +29,8 @@ _MOVING = {
     "slice", "select", "cat", "concat", "concatenate", "stack", "pad", "constant_pad_nd", "permute", "transpose", "t",
     "movedim", "unsqueeze", "squeeze", "view", "reshape", "flatten", "unflatten", "_unsafe_view", "expand", "repeat",
     "repeat_interleave", "pixel_shuffle", "pixel_unshuffle", "upsample_nearest2d", "upsample_nearest3d",
-    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "copy", "slice_scatter", "select_scatter",
-}  # fmt: skip
-_VIEWS = {
-    "slice", "select", "permute", "transpose", "t", "movedim", "unsqueeze", "squeeze", "expand", "unflatten",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "clone", "contiguous", "to", "_to_copy", "copy",
+    "slice_scatter", "select_scatter",
 }  # fmt: skip
 NEVER = 1 << 62  # bytes: the price of what must not be done
 
@@ -52,13 +51,9 @@ class Stage:
 class Graph:
     """A program with its rules, and the stage at which each node can be done first."""
 
-    def __init__(self, program: Program, *, in_order: bool = False, sparing: bool = False) -> None:
-        """With `in_order` nothing is done before what the program does before it.
-
-        With `sparing` only what takes much arithmetic is held from strip to strip, and all else is done again for the
-        rows that two strips share.
-        """
-        self.program, self._sparing = program, sparing
+    def __init__(self, program: Program, *, in_order: bool = False) -> None:
+        """With `in_order` nothing is done before what the program does before it."""
+        self.program = program
         self.rules: list[Rule | None] = [rule_for(program, index) for index in range(len(program.nodes))]
         self.level = [0] * len(program.nodes)
         latest = 0
@@ -96,18 +91,11 @@ class Graph:
         )
 
     def heavy(self, index: int) -> bool:
-        name = self.program.nodes[index].op.removeprefix("aten.").partition(".")[0]
-        return name.startswith(_HEAVY)
+        return self.program.nodes[index].word.startswith(_HEAVY)
 
-    def done_again(self, index: int) -> bool:
-        """Whether the rows that two strips share are made for each of them, and not held."""
-        if self._sparing:
-            return not self.heavy(index)
-        return self.program.nodes[index].op.removeprefix("aten.").partition(".")[0] in _MOVING
-
-    def is_view(self, index: int) -> bool:
-        """Whether the node's output lies in the memory of its argument."""
-        return self.program.nodes[index].op.removeprefix("aten.").partition(".")[0] in _VIEWS
+    def only_moves(self, index: int) -> bool:
+        """Whether the node only moves numbers: the rows that two strips share are made for each of them."""
+        return self.program.nodes[index].word in _MOVING
 
     def operations(self, index: int) -> int:
         """About how many additions and multiplications a heavy node takes."""
@@ -240,7 +228,7 @@ class _Planner:
                     left.append(source)
                     if not graph.taken_by_rows(index, place):
                         flow.add_edge("there", (source, 0), capacity=NEVER)
-        _, (near, _) = networkx.minimum_cut(flow, "there", "later")
+        _, (near, _) = networkx.minimum_cut(flow, "there", "later", flow_func=boykov_kolmogorov)
         return {index for index in seen if (index, 0) in near and (index, 1) not in near and nodes[index].op != "input"}
 
     def _asked_for(self, level: int) -> Iterator[int]:

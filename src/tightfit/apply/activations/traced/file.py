@@ -6,18 +6,16 @@ The file is a zip archive of `manifest.json`, `graph.json` and `constants.safete
 from __future__ import annotations
 
 import json
-import tempfile
 import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from tightfit.apply.activations.bundle import DAMAGED, part_of, write_bundle
 from tightfit.apply.activations.traced.graph import Graph
 from tightfit.errors import InputError, ModelError
 from tightfit.record import Record
@@ -25,7 +23,6 @@ from tightfit.record import Record
 __all__ = ["FORMAT", "Form", "Manifest", "Traced", "read_traced", "write_traced"]
 
 FORMAT = 1
-LARGEST_PART = 2**30  # bytes; the graph of a large denoiser has a few MB
 _MANIFEST, _GRAPH, _CONSTANTS = "manifest.json", "graph.json", "constants.safetensors"
 
 
@@ -87,12 +84,7 @@ def write_traced(traced: Traced, path: Path) -> None:
         _CONSTANTS: save(traced.constants),
     }
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tightfit-") as beside:
-            partial = Path(beside) / "whole"
-            with zipfile.ZipFile(partial, "w") as archive:
-                for name, content in parts.items():  # without the time: the same bytes whenever it is written
-                    archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
-            partial.replace(path)
+        write_bundle(path, parts)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}", path=str(path)) from None
 
@@ -101,26 +93,19 @@ def read_traced(path: Path) -> Traced:
     """What the file at `path` holds; ModelError where that is no exported network of this format."""
     try:
         with zipfile.ZipFile(path) as archive:
-            manifest = json.loads(_part(archive, _MANIFEST))
+            manifest = json.loads(part_of(archive, _MANIFEST))
             _check_format(path, manifest)
-            graph = json.loads(_part(archive, _GRAPH))
-            constants = load(_part(archive, _CONSTANTS))
+            graph = json.loads(part_of(archive, _GRAPH))
+            constants = load(part_of(archive, _CONSTANTS))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}", path=str(path)) from None
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, RuntimeError, SafetensorError) as error:
+    except DAMAGED as error:
         said = " ".join(str(error).split())
         raise ModelError(f"{path} is no exported denoiser, or not all of one: {said}", path=str(path)) from None
     try:
         return Traced(Manifest.from_mapping(manifest), Graph.from_mapping(graph), constants)
     except ModelError as error:
         raise ModelError(f"{path} is no exported denoiser: {error}", **error.facts | {"path": str(path)}) from None
-
-
-def _part(archive: zipfile.ZipFile, name: str) -> bytes:
-    size = archive.getinfo(name).file_size
-    if size > LARGEST_PART:
-        raise ValueError(f"{name} would have {size} bytes")
-    return archive.read(name)
 
 
 def _check_format(path: Path, manifest: object) -> None:

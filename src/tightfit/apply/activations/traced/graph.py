@@ -1,17 +1,13 @@
 """A network as a value: operations of ATen in their order, without weights and without Python code.
 
 Values are numbered: first the tensors that are given, then weights, then constants, then what each operation makes.
-An operation's arguments are plain JSON; what JSON has no word for is a mapping of one key: `{"value": 3}`,
-`{"dtype": "float16"}`, `{"device": "here"}` (where the network works), `{"number": "-inf"}`.
-Whatever a file says, nothing but operations of ATen on tensors can come of it: torch's own reader of exported
-programs looks any function of torch up by its name, `torch.os.system` too, and evaluates expressions.
+Operations and their arguments are in the words of `operations.py`.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,19 +15,13 @@ from pydantic import Field
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from tightfit.apply.activations.exporting import HERE
+from tightfit.apply.activations.operations import find_operation, read_argument, written_argument
 from tightfit.errors import InputError, ModelError
 from tightfit.record import Record
 
-__all__ = ["Graph", "Operation", "Step", "filled", "graph_of", "read_argument", "steps_of"]
+__all__ = ["Graph", "Operation", "Step", "filled", "graph_of", "ready", "steps_of"]
 
 _DROPPED = torch.ops.aten._assert_tensor_metadata.default  # what it asks is known of inputs and weights beforehand
-_TOUCHES_FILES = {"aten.from_file.default", "aten.from_file.out"}
-_NAMED: Mapping[str, type] = {
-    "dtype": torch.dtype,
-    "layout": torch.layout,
-    "memory_format": torch.memory_format,
-}
 
 
 class Operation(Record):
@@ -119,21 +109,7 @@ def _inside(node: torch.fx.Node) -> str:
 
 def _written(value: Any, numbers: dict[torch.fx.Node, int]) -> Any:
     """`value`, an argument of an operation, as JSON."""
-    match value:
-        case torch.fx.Node():
-            return {"value": numbers[value]}
-        case list() | tuple():
-            return [_written(item, numbers) for item in value]
-        case float() if not math.isfinite(value):
-            return {"number": str(value)}
-        case None | bool() | int() | float() | str():
-            return value
-        case torch.device(type="meta" | "cpu"):
-            return {"device": "here" if value.type == HERE else "cpu"}
-    for word, kind in _NAMED.items():
-        if isinstance(value, kind):
-            return {word: str(value).removeprefix("torch.")}
-    raise ModelError(f"the network uses {value!r:.60} ({type(value).__name__}), which cannot be exported")
+    return written_argument(value, lambda item: numbers[item] if isinstance(item, torch.fx.Node) else None)
 
 
 # Graph → what can be called
@@ -159,6 +135,11 @@ class Step(NamedTuple):
     def work(self, value: Callable[[int], Any], device: torch.device) -> Any:
         """The result, with `value` giving what has a number."""
         return self.call(*filled(self.args, value, device), **filled(self.kwargs, value, device))
+
+
+def ready(argument: Any) -> Any:
+    """The `argument` of an operation that can be `filled`, read from JSON."""
+    return read_argument(argument, _Value, _Here())
 
 
 def filled(argument: Any, value: Callable[[int], Any], device: torch.device) -> Any:
@@ -189,8 +170,8 @@ def steps_of(graph: Graph) -> list[Step]:
     return [
         Step(
             _called(op.op),
-            read_argument(op.args),
-            {key: read_argument(value) for key, value in op.kwargs.items()},
+            ready(op.args),
+            {key: ready(value) for key, value in op.kwargs.items()},
             op.inside,
             tuple(over.get(place, ())),
         )
@@ -207,35 +188,4 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def _called(name: str) -> Callable[..., Any]:
-    if name == "getitem":
-        return operator.getitem
-    space, _, rest = name.partition(".")
-    word, _, overload = rest.partition(".")
-    found = getattr(getattr(torch.ops.aten, word, None), overload, None) if space == "aten" else None
-    if not isinstance(found, torch._ops.OpOverload) or name in _TOUCHES_FILES:
-        raise ModelError(f"the graph uses {name!r:.60}, which is no operation on tensors that torch has", name=name)
-    return found
-
-
-def read_argument(value: Any) -> Any:
-    """The argument that `value`, JSON, stands for."""
-    if isinstance(value, list):
-        return [read_argument(item) for item in value]
-    return _named(value) if isinstance(value, dict) else value
-
-
-def _named(value: dict[str, Any]) -> Any:
-    match value:
-        case {"value": int(number)}:
-            return _Value(number)
-        case {"number": "inf" | "-inf" | "nan" as number}:
-            return float(number)
-        case {"device": "here"}:
-            return _Here()
-        case {"device": "cpu"}:
-            return torch.device("cpu")
-    word, name = next(iter(value.items()), ("", ""))
-    found = getattr(torch, str(name), None)
-    if word in _NAMED and isinstance(found, _NAMED[word]):
-        return found
-    raise ModelError(f"the graph has an argument {value!r:.60}, which stands for nothing known")
+    return operator.getitem if name == "getitem" else find_operation(name)

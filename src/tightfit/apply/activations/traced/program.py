@@ -16,7 +16,7 @@ from torch import nn
 from tightfit.apply import gates
 from tightfit.apply.activations.traced.call import by_name, check_call
 from tightfit.apply.activations.traced.file import Traced
-from tightfit.apply.activations.traced.graph import filled, read_argument, steps_of
+from tightfit.apply.activations.traced.graph import filled, ready, steps_of
 from tightfit.apply.activations.traced.marks import check_marks, check_plain
 from tightfit.errors import ModelError, RunError
 
@@ -48,7 +48,7 @@ class Program:
             if absent := set(wanted) - there:
                 raise ModelError(f"the exported denoiser uses an unknown {what}, {min(absent)}", name=min(absent))
         self._steps = steps_of(graph)
-        self._outputs = read_argument(graph.outputs)
+        self._outputs = ready(graph.outputs)
         self._constants = [traced.constants[name] for name in graph.constants]
         self._weights = range(len(graph.inputs), len(graph.inputs) + len(graph.weights))
 

@@ -1,0 +1,135 @@
+"""Programs in a folder of files: what was exported once need not be exported in another process.
+
+A file is named after a digest of all that its program depends on. It holds words and small tensors, nothing that could
+run; one that cannot be read, whatever it is, is no answer, and one that cannot be written is no harm. What cannot be
+taken apart is remembered too, with the reason. Files that were not used for the longest time make room for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from tightfit.apply.activations.bundle import part_of, write_bundle
+from tightfit.apply.activations.strips.capture import NotTakenApart
+from tightfit.apply.activations.strips.program import Program
+from tightfit.apply.activations.strips.written import check_program, read_program, written_program
+from tightfit.errors import ModelError
+from tightfit.files import cache_folder, code_mark
+from tightfit.measure.shadow import mark_of
+
+__all__ = ["find_program", "mark_of_call"]
+
+MOST_BYTES = 2**26  # of all files together; a picture's program has some ten thousand
+_PROGRAM, _CONSTANTS = "program.json", "constants.safetensors"
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequence[Any]) -> str:
+    """A digest of all that the Program of a call depends on; "" where that cannot be told.
+
+    `double` is the network without weights, `arguments` are those of `method` in the nest that `form` describes. Of
+    tensors among them shapes and dtypes count, of tables that are part of the network their values.
+    """
+    network = mark_of(double)
+    if not network or not all(isinstance(value, torch.Tensor) or type(value) in _PLAIN for value in arguments):
+        return ""
+    given = [(tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else repr(x) for x in arguments]
+    facts = (network, method, str(form), given, str(torch.get_default_dtype()), code_mark())
+    digest = hashlib.sha256(repr(facts).encode())
+    for part in double.modules():
+        for value in tree_leaves(vars(part)):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def find_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], make: Callable[[], Program]) -> Program:
+    """The Program of `double` for `inputs` that is kept under `mark`; else what `make` gives, which is then kept.
+
+    Without a mark nothing is. Raises NotTakenApart as `make` does, or did when it was asked.
+    """
+    folder = _folder()
+    if not mark or folder is None:
+        return make()
+    file = folder / f"{mark}.zip"
+    kept = _read(file, mark, double, inputs)
+    if isinstance(kept, Program):
+        return kept
+    if kept is not None:
+        raise NotTakenApart(kept)
+    try:
+        program = make()
+    except NotTakenApart as reason:
+        if not _is_passing(reason):
+            _write(file, {"mark": mark, "reason": str(reason)}, {})
+        raise
+    with contextlib.suppress(ModelError):  # it does what no file can say
+        _write(file, {"mark": mark, **written_program(program)}, program.constants)
+    return program
+
+
+def _folder() -> Path | None:
+    """None for who has no home."""
+    with contextlib.suppress(RuntimeError):
+        return cache_folder() / "programs"
+    return None
+
+
+def _is_passing(reason: NotTakenApart) -> bool:
+    """Whether it may be none the next time."""
+    cause = reason.__cause__ and reason.__cause__.__cause__
+    return isinstance(cause, MemoryError | OSError | RecursionError)
+
+
+def _read(file: Path, mark: str, double: nn.Module, inputs: Sequence[torch.Tensor]) -> Program | str | None:
+    """What `file` holds: a Program, or why there is none; None where it does not say."""
+    with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # whatever is wrong with it
+        written = json.loads(part_of(bundle, _PROGRAM))
+        if written["mark"] != mark:
+            return None
+        with contextlib.suppress(OSError):
+            file.touch()  # it is in use
+        if "reason" in written:
+            return str(written["reason"])
+        program = read_program(written, load(part_of(bundle, _CONSTANTS)))
+        check_program(program, _weights(double), inputs)
+        return program
+    return None
+
+
+def _weights(double: nn.Module) -> dict[str, torch.Tensor]:
+    """By all their names."""
+    parameters = double.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(double.named_buffers(remove_duplicate=False))}
+
+
+def _write(file: Path, written: dict[str, Any], constants: dict[str, torch.Tensor]) -> None:
+    if any(type(table) is not torch.Tensor or table.is_meta for table in constants.values()):
+        return
+    tables = {name: table.clone(memory_format=torch.contiguous_format) for name, table in constants.items()}
+    with contextlib.suppress(OSError, SafetensorError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_bundle(file, {_PROGRAM: json.dumps(written), _CONSTANTS: save(tables)})
+        _make_room(file.parent)
+
+
+def _make_room(folder: Path) -> None:
+    """Removes the files that were used longest ago, until the others take no more than they may."""
+    used = sorted(((file.stat().st_mtime, file) for file in folder.iterdir()), reverse=True)
+    left = MOST_BYTES
+    for _, file in used:
+        left -= file.stat().st_size
+        if left < 0:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,60 @@
+"""Ways to run one program, each with less on the device than the one before it: for when memory runs out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tightfit.apply.activations.strips.course import Course, find_course
+from tightfit.apply.activations.strips.program import Program
+from tightfit.decisions import Maps
+from tightfit.units import format_bytes
+
+__all__ = ["Way"]
+
+LESS = 0.98  # of the bytes on the device: another try has to take less than that
+
+
+@dataclass(frozen=True)
+class Way:
+    """Strips within `working` bytes, and where maps wait between them."""
+
+    program: Program
+    working: int
+    maps: Maps
+
+    @cached_property
+    def course(self) -> Course:
+        return find_course(self.program, self.working, self.maps)
+
+    def described(self, planned: Way) -> str:
+        """How it differs from what was `planned`."""
+        said = [] if self.maps == planned.maps else ["maps in host memory"]
+        if self.working != planned.working:
+            said.append(f"strips within {format_bytes(self.working)} instead of {format_bytes(planned.working)}")
+        return ", ".join(said)
+
+    def narrower(self, planned: Way, *, separate: bool) -> Way | None:
+        """The next way that takes less of the device; None where there is none.
+
+        Strips are halved as long as that helps. Then maps go to host memory, where that is `separate`, and strips have
+        as many of the bytes that were `planned` as still take less.
+        """
+        half = max(min(self.working, self.course.peak.device) // 2, 1)
+        found = self._below(half, self.maps)
+        if found is None and separate and self.maps != "host":
+            found = self._below(planned.working, "host")
+        return found
+
+    def _below(self, working: int, maps: Maps) -> Way | None:
+        """The way with `working` bytes for strips, halved until it takes less than this one; None if it never does."""
+        way, smallest = Way(self.program, working, maps), Way(self.program, 1, maps)
+        while not self._takes_more_than(way):
+            if not self._takes_more_than(smallest):
+                return None
+            working = max(working // 2, 1)
+            way = Way(self.program, working, maps)
+        return way
+
+    def _takes_more_than(self, other: Way) -> bool:
+        return other.course.peak.device < LESS * self.course.peak.device

@@ -1,0 +1,330 @@
+"""Exported autoencoders in files: the same numbers in another process without an export; what differs is made anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderTiny
+from torch import nn
+
+from tightfit import fit
+from tightfit.apply.activations.exporting import NotExported, without_weights
+from tightfit.apply.activations.strips import archive, method
+from tightfit.apply.activations.strips.archive import find_program, mark_of_call
+from tightfit.apply.activations.strips.capture import NotTakenApart
+from tightfit.apply.activations.strips.program import Node, Program, Ref
+from tightfit.apply.activations.strips.written import read_program, written_program
+
+X = torch.randn(1, 4, 6, 5, generator=torch.Generator().manual_seed(1))
+
+
+def make(**changes: Any) -> AutoencoderTiny:
+    torch.manual_seed(0)
+    blocks: dict[str, Any] = {f"num_{part}_blocks": (1, 1) for part in ("encoder", "decoder")}
+    widths: dict[str, Any] = {f"{part}_block_out_channels": (8, 8) for part in ("encoder", "decoder")}
+    return AutoencoderTiny(**blocks | widths | changes).eval()
+
+
+def decode(module: Any, x: torch.Tensor = X, changes: Any = None, device: str = "cpu", **settings: Any) -> Any:
+    """What `module` gives in strips, and what was noted."""
+    plan = {"components": {"model": changes or {}}, "vae": {"strips": 10_000}}
+    fitted = fit(module, plan=plan, device=device, count_activations=False)
+    try:
+        with torch.no_grad():
+            result = module.decode(x, **settings)
+        return result, [note for note in fitted.report().trace.notes if "counted" not in note]
+    finally:
+        fitted.undo()
+
+
+class Anew(BaseException):
+    """A program is about to be exported."""
+
+
+def refuse(*_: object) -> Program:
+    raise Anew
+
+
+@pytest.fixture(scope="module")
+def archived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Program, torch.Tensor]:
+    """A folder in which the program of `make()` is kept, the program, and what it decodes."""
+    folder, made = tmp_path_factory.mktemp("archived"), []
+    capture = method.capture
+
+    def told(*args: Any) -> Program:
+        made.append(capture(*args))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setattr(method, "capture", told)
+        result, notes = decode(make())
+    assert notes == []
+    return folder, made[0], result.sample
+
+
+@pytest.fixture
+def programs(archived: tuple[Path, Program, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of programs, as it was; exporting raises Anew."""
+    shutil.copytree(archived[0], tmp_path, dirs_exist_ok=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(method, "capture", refuse)
+    return tmp_path / "tightfit" / "programs"
+
+
+ELSEWHERE = """
+import sys, torch
+torch.export.export = None  # nothing is exported
+from test_stored_programs import decode, make
+result, notes = decode(make())
+assert notes == [], notes
+sys.stdout.buffer.write(result.sample.numpy().tobytes())
+"""
+
+
+def test_another_process_decodes_without_an_export(archived: tuple[Path, Program, torch.Tensor]) -> None:
+    folder, _, wanted = archived
+    places = os.pathsep.join(sys.path)
+    surroundings = os.environ | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": places}
+    found = subprocess.run([sys.executable, "-c", ELSEWHERE], check=False, capture_output=True, env=surroundings)
+    assert found.returncode == 0, found.stderr.decode()
+    assert found.stdout == wanted.numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "device"),
+    [
+        ({}, "cpu"),
+        ({"placement": "per-unit"}, "loopback"),
+        ({"placement": "per-phase"}, "loopback"),
+        ({"channels_last": True}, "cpu"),
+        ({"storage": "float8_e4m3fn"}, "cpu"),
+    ],
+)
+def test_one_program_serves_wherever_weights_are(
+    programs: Path, archived: tuple[Path, Program, torch.Tensor], changes: dict[str, Any], device: str
+) -> None:
+    result, notes = decode(make(), changes=changes, device=device)
+    assert notes == []
+    assert type(result).__name__ == "DecoderOutput"
+    if not {"storage", "channels_last"} & set(changes):
+        assert torch.equal(result.sample, archived[2])
+
+
+def test_hooks_of_whoever_waits_for_a_layer_leave_no_mark(programs: Path) -> None:
+    module = make()
+    for part in module.modules():
+        part.register_forward_hook(lambda *_: None, always_call=True, with_kwargs=True).remove()
+    fit(module, plan={"components": {"model": {"placement": "per-unit"}}}, device="loopback").undo()
+    assert decode(module)[1] == []
+
+
+class Own(AutoencoderTiny):
+    pass
+
+
+def _with(name: str, value: Any) -> Callable[[], nn.Module]:
+    def change() -> nn.Module:
+        module = make()
+        setattr(module, name, value)
+        return module
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        (make, {"x": X[:, :, :4]}),
+        (make, {"x": X[:, :, :, :4]}),
+        (make, {"x": torch.cat([X, X]), "generator": None}),
+        (lambda: make().double(), {"x": X.double()}),
+        (make, {"return_dict": False}),
+        (lambda: make(act_fn="silu"), {}),
+        (lambda: make(decoder_block_out_channels=(16, 8)), {}),
+        (_with("table", torch.ones(1)), {}),
+        (_with("config_of_ours", 3), {}),
+    ],
+)
+def test_what_differs_is_made_anew(programs: Path, module: Callable[[], nn.Module], call: dict[str, Any]) -> None:
+    with pytest.raises(Anew):
+        decode(module(), **call)
+
+
+def test_other_code_makes_it_anew(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "code_mark", lambda: "another")
+    with pytest.raises(Anew):
+        decode(make())
+
+
+def mark(module: nn.Module, *arguments: Any) -> str:
+    return mark_of_call(without_weights(module), "decode", "form", (X, *arguments))
+
+
+def test_marks() -> None:
+    usual = mark(make())
+    assert len(usual) == 64
+    assert usual == mark(make())
+    tables = [mark(_with("table", torch.full((3,), value))()) for value in (1.0, 1.0, 2.0)]
+    assert tables[0] == tables[1]
+    assert len({usual, *tables, mark(make(), 1), mark(make(), True), mark(make(), None), mark(make(), "x")}) == 7
+    assert mark(Own().eval()) == ""  # whose code may change unseen
+    assert mark(_with("act", lambda x: x)()) == ""
+    assert mark(make(), torch.Generator()) == ""
+
+
+# what cannot be used
+
+
+def _json(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """A file that is whole and says something else."""
+
+    def spoil(file: Path) -> None:
+        with zipfile.ZipFile(file) as bundle:
+            parts = {name: bundle.read(name) for name in bundle.namelist()}
+        said = json.loads(parts["program.json"])
+        change(said)
+        with zipfile.ZipFile(file, "w") as bundle:
+            for name, content in (parts | {"program.json": json.dumps(said).encode()}).items():
+                bundle.writestr(name, content)
+
+    return spoil
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 4
+    file.write_bytes(content)
+
+
+def _replace_by_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "cut short": lambda file: file.write_bytes(file.read_bytes()[:-200]),
+    "empty": lambda file: file.write_bytes(b""),
+    "something else": lambda file: file.write_text("a shopping list"),
+    "a bit flipped": _flip,
+    "a folder": _replace_by_folder,
+    "of another mark": _json(lambda said: said.update(mark="0" * 64)),
+    "without nodes": _json(lambda said: said.update(nodes=[])),
+    "nodes that are none": _json(lambda said: said.update(nodes=3)),
+    "nothing": _json(lambda said: said.clear()),
+    "another operation": _json(lambda said: said["nodes"][-1].__setitem__(0, "torch.os.system")),
+    "an operation on files": _json(lambda said: said["nodes"][-1].__setitem__(0, "aten.from_file.default")),
+    "an unknown dtype": _json(lambda said: said["nodes"][-1].__setitem__(4, {"dtype": "load"})),
+    "from ahead": _json(lambda said: said["nodes"][-1].__setitem__(1, [{"value": 10**6}])),
+    "another weight": _json(lambda said: said["nodes"][0].__setitem__(7, "nothing")),
+    "a weight of another shape": _json(lambda said: said["nodes"][0].__setitem__(3, [1])),
+    "no such output": _json(lambda said: said.update(outputs=[10**6])),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_what_is_no_program_is_made_anew(
+    programs: Path, archived: tuple[Path, Program, torch.Tensor], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, program, wanted = archived
+    (file,) = programs.iterdir()
+    SPOILT[how](file)
+    with pytest.raises(Anew):
+        decode(make())
+    monkeypatch.setattr(method, "capture", lambda *_: program)
+    assert torch.equal(decode(make())[0].sample, wanted)
+    monkeypatch.setattr(method, "capture", refuse)
+    if file.is_file():  # which is whole again
+        assert torch.equal(decode(make())[0].sample, wanted)
+    assert [*programs.iterdir()] == [file]
+
+
+def test_where_nothing_can_be_written_it_works_all_the_same(
+    archived: tuple[Path, Program, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, program, wanted = archived
+    file = tmp_path / "no folder"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    monkeypatch.setattr(method, "capture", lambda *_: program)
+    result, notes = decode(make())
+    assert torch.equal(result.sample, wanted)
+    assert notes == []
+
+
+def test_the_reason_why_there_is_none_is_kept_too(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Program:
+        raise NotTakenApart("it looks at values")
+
+    module, x = make(), X[:, :, :4]
+    with torch.no_grad():
+        wanted = module.decode(x).sample
+    for capture in (fail, refuse):
+        monkeypatch.setattr(method, "capture", capture)
+        result, notes = decode(module, x)
+        assert notes == ["decode runs whole: it looks at values"]
+        assert torch.equal(result.sample, wanted)
+
+
+def test_a_reason_that_may_pass_is_not_kept(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Program:
+        exhausted = NotExported("no memory")
+        exhausted.__cause__ = MemoryError()
+        raise NotTakenApart("no memory") from exhausted
+
+    monkeypatch.setattr(method, "capture", fail)
+    assert decode(make(), X[:, :, :4])[1] == ["decode runs whole: no memory"]
+    monkeypatch.setattr(method, "capture", refuse)
+    with pytest.raises(Anew):
+        decode(make(), X[:, :, :4])
+
+
+# files
+
+
+def test_those_not_used_for_long_make_room(
+    programs: Path, archived: tuple[Path, Program, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, double = archived[1], without_weights(make())
+    (first,) = programs.iterdir()
+    monkeypatch.setattr(archive, "MOST_BYTES", int(3.5 * first.stat().st_size))
+    for age, name in enumerate("edcb"):
+        find_program(name, double, [X], lambda: program)
+        os.utime(programs / f"{name}.zip", (age + 1, age + 1))
+    os.utime(first, (0, 0))
+    find_program("c", double, [X], refuse)  # is used
+    find_program("a", double, [X], lambda: program)
+    assert sorted(file.stem for file in programs.iterdir()) == ["a", "b", "c"]
+
+
+def test_nothing_but_operations_of_aten_is_kept(programs: Path, archived: tuple[Path, Program, torch.Tensor]) -> None:
+    known, double = archived[1], without_weights(make())
+    others = [
+        replace(known, nodes=(*known.nodes, Node("prims.sin.default", (Ref(0),), {}, (1,), torch.float32))),
+        replace(known, nodes=(*known.nodes, Node("aten.sin.default", (print,), {}, (1,), torch.float32))),
+        replace(known, constants={"table": torch.empty(3, device="meta")}),
+    ]
+    for place, program in enumerate(others):
+        assert find_program(f"{place}", double, [X], lambda program=program: program) is program
+    assert len([*programs.iterdir()]) == 1
+
+
+def test_a_program_in_words_is_the_same_program(archived: tuple[Path, Program, torch.Tensor]) -> None:
+    args = (Ref(0), [Ref(1), None, True, 2, -0.5, float("-inf"), "mean"], torch.float16, torch.device("meta"))
+    kwargs = {"memory_format": torch.channels_last, "layout": torch.strided, "nested": [[Ref(0)], []]}
+    known = archived[1]
+    odd = Node("aten.max.dim", args, kwargs, (0, 3), torch.bfloat16, 1, varying=True, name="odd", output=1)
+    program = replace(known, nodes=(*known.nodes, odd))
+    words = json.loads(json.dumps(written_program(program)))
+    assert read_program(words, program.constants) == program
