@@ -22,14 +22,15 @@ class TinyAutoencoder:
     """An autoencoder factory, and what to decode and encode.
 
     `latents(rows, batch)` are `rows` positions high and COLUMNS wide, `pixels(rows, batch)` is the picture or clip of
-    that size, and `decode_kwargs(batch)` goes with the latents into `decode`. `rows` may be any multiple of `granule`
-    from `least_rows` on, or `only_rows` where that is given: then the latents are square.
+    that size (`columns` and `seed` may follow), and `decode_kwargs(batch)` goes with the latents into `decode`. `rows`
+    may be any multiple of `granule` from `least_rows` on, or `only_rows` where that is given: then the latents are
+    square.
     """
 
     name: str
     make: Callable[[], nn.Module]
-    latents: Callable[[int, int], torch.Tensor]
-    pixels: Callable[[int, int], torch.Tensor]
+    latents: Callable[..., torch.Tensor]
+    pixels: Callable[..., torch.Tensor]
     decode_kwargs: Callable[[int], Settings]
     granule: int = 1
     least_rows: int = 1
@@ -41,8 +42,12 @@ class TinyAutoencoder:
 
 def decode(model: nn.Module, case: TinyAutoencoder, latents: torch.Tensor, batch: int) -> torch.Tensor:
     """The picture or clip that `case.latents(…, batch)` stand for."""
+    settings = {
+        key: value.to(latents.dtype) if isinstance(value, torch.Tensor) else value
+        for key, value in case.decode_kwargs(batch).items()
+    }
     with torch.inference_mode():
-        decoded = cast(Any, model).decode(latents, **case.decode_kwargs(batch))
+        decoded = cast(Any, model).decode(latents, **settings)
     return cast(torch.Tensor, getattr(decoded, "sample", decoded))
 
 
@@ -72,8 +77,8 @@ def _vary(model: nn.Module) -> None:
                 parameter.mul_(3**0.5)
 
 
-def _noise(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+def _noise(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _tiny(
@@ -106,14 +111,15 @@ def _tiny(
 
     latent_frames, pixel_frames = ((frames[0],), (frames[1],)) if frames else ((), ())
 
-    def columns(rows: int) -> int:
-        return rows if rest.get("only_rows") else COLUMNS
+    def size(rows: int, columns: int) -> tuple[int, int]:
+        return rows, rows if rest.get("only_rows") else columns
 
-    def latents(rows: int, batch: int) -> torch.Tensor:
-        return _noise(batch * stacked, channels, *latent_frames, rows, columns(rows))
+    def latents(rows: int, batch: int, columns: int = COLUMNS, seed: int = 1) -> torch.Tensor:
+        return _noise(seed, batch * stacked, channels, *latent_frames, *size(rows, columns))
 
-    def pixels(rows: int, batch: int) -> torch.Tensor:
-        return _noise(batch * stacked, pixel_channels, *pixel_frames, rows * ratio, columns(rows) * ratio).clamp(-1, 1)
+    def pixels(rows: int, batch: int, columns: int = COLUMNS, seed: int = 1) -> torch.Tensor:
+        height, width = (side * ratio for side in size(rows, columns))
+        return _noise(seed, batch * stacked, pixel_channels, *pixel_frames, height, width).clamp(-1, 1)
 
     return TinyAutoencoder(name, make, latents, pixels, decode_kwargs, **rest)
 

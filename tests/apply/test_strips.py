@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import nn
 
 from inspection import assert_same, imprint
 from tightfit import Plan, PlanError, fit
-from tightfit.apply.activations.strips.capture import NotTakenApart, capture, without_weights
+from tightfit.apply.activations.exporting import without_weights
+from tightfit.apply.activations.strips import capture as capturing
+from tightfit.apply.activations.strips.capture import NotTakenApart, capture
 from tightfit.apply.activations.strips.course import find_course
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.statistics import Statistics, normalise
@@ -22,18 +25,6 @@ from tiny_autoencoders import CASES, TinyAutoencoder, decode, encode
 
 ROUNDING = 1e-5  # of the largest value, float32
 SMALLEST, ONE_STRIP = 1, 10**12  # bytes for strips
-
-# one with group norms and attention, and one in which nothing needs all rows
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-
-SOME = ("AutoencoderKL", "AutoencoderTiny")
-# which methods run whole, and why
-WHOLE = {
-    "AutoencoderKLAllegro": ("decode", "encode"),  # works in tiles of its own, more of them where it is higher
-    "AutoencoderRAE": ("decode", "encode"),  # takes one size only
-    "ConsistencyDecoderVAE": ("decode",),  # looks at values
-}
-REST = [case.name for case in CASES if case.encodes and not case.large and case.name not in SOME]
 
 
 @functools.lru_cache(maxsize=1)
@@ -59,7 +50,8 @@ def assert_near(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) 
         assert float((found[method] - want).abs().max()) <= ROUNDING * float(want.abs().max()), method
 
 
-@pytest.mark.parametrize("name", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+# one with group norms and attention, and one in which nothing needs all rows; test_every_autoencoder.py has them all
+@pytest.mark.parametrize("name", ["AutoencoderKL", "AutoencoderTiny"])
 def test_strips_give_the_same_numbers(name: str) -> None:
     case, model = prepared(name)
     methods = ways(case, model, 7, 3)
@@ -71,7 +63,7 @@ def test_strips_give_the_same_numbers(name: str) -> None:
             assert torch.equal(found, work())
             trace = fitted.report().trace
             assert_near({method: found}, {method: whole[method]})
-            assert [note[:18] for note in trace.notes] == [f"{method} runs whole:"] * (method in WHOLE.get(name, ()))
+            assert trace.notes == ()
             assert trace.lossy == ()
         fitted.undo()
         assert_same(before, imprint(model))
@@ -198,8 +190,26 @@ def test_a_peak_does_not_grow_with_height_but_by_what_is_kept() -> None:
     assert in_host_memory[2] > 3.5 * in_host_memory[0]
 
 
+def test_attention_is_no_noise() -> None:
+    case, model = prepared("AutoencoderKL")
+    call = lambda double, x: [double.decode(x, return_dict=False)[0]]  # noqa: E731
+    program = capture(without_weights(model), call, [case.latents(6, 1).to("meta")])
+    assert any("attention" in node.op for node in program.nodes)
+    assert not program.draws_noise
+
+
+def test_what_would_take_too_long_to_export_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capturing, "MOST_OPERATIONS", 2)
+    fitted = fit(model := Blocks(lambda _, x: x * 2 + 3), plan={"vae": {"strips": SMALLEST}}, device="cpu")
+    with torch.no_grad():
+        model.decode(torch.ones(1, 4, 8, 8))
+    why = "decode runs whole: it does 3 operations, and to export more than 2 takes too long"
+    assert fitted.report().trace.notes == (why,)
+    fitted.undo()
+
+
 def test_more_memory_means_fewer_strips() -> None:
-    courses = [find_course(program_of(16), size, "host") for size in (1, 10**5, 10**6, 10**9)]
+    courses = [find_course(program_of(16), size, "device") for size in (1, 10**5, 10**6, 10**9)]
     counts = [course.most_strips for course in courses]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > 10
@@ -236,11 +246,12 @@ def test_what_cannot_be_taken_apart_runs_whole_and_says_so() -> None:
     fitted.undo()
 
 
-def test_where_tiles_are_allowed_they_stand_in() -> None:
+def test_where_tiles_are_allowed_they_stand_in(tmp_path: Path) -> None:
     case, model = prepared("AutoencoderKL without attention")
     broken = lambda *_: (_ for _ in ()).throw(NotTakenApart("today"))  # noqa: E731
     fitted = fit(model, plan={"vae": {"strips": 1, "tile": 16}}, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where the reason is kept
         patch.setattr("tightfit.apply.activations.strips.method.capture", broken)
         decode(model, case, case.latents(8, 1), 1)
     trace = fitted.report().trace

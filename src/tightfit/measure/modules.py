@@ -127,11 +127,13 @@ def head_widths(module: nn.Module) -> tuple[int, ...]:
 
 def find_role(name: str, module: nn.Module) -> Role:
     """What a component is for, from what it can do."""
-    if callable(getattr(module, "encode", None)) and callable(getattr(module, "decode", None)):
+    encodes, decodes = (callable(getattr(module, method, None)) for method in ("encode", "decode"))
+    from_transformers = type(module).__module__.partition(".")[0] == "transformers"
+    if decodes and (encodes or not from_transformers):
         return "autoencoder"
     if "safety" in name or "vocoder" in name:
         return "other"
-    if type(module).__module__.partition(".")[0] == "transformers":
+    if from_transformers:
         return "encoder"
     return "denoiser"
 

@@ -33,7 +33,8 @@ def cut_up(
     if plan.strips is not None:
         strips = Strips(original, plan.strips, plan.maps, device, recorder)
         undo.callback(strips.close)
-    return {method: _cut(getattr(original, method), method, plan, strips, recorder) for method in ("encode", "decode")}
+    methods = [method for method in ("encode", "decode") if hasattr(original, method)]  # some only decode
+    return {method: _cut(getattr(original, method), method, plan, strips, recorder) for method in methods}
 
 
 def _cut(plain: Method, method: str, plan: VaePlan, strips: Strips | None, recorder: Recorder) -> Method:

@@ -6,6 +6,7 @@ differs is an operation's axis of rows.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ _SAME = {
     "aten.lift_fresh_copy.default", "aten.dropout.default", "aten.feature_dropout.default",
 }  # fmt: skip
 _NEUTRAL = {"aten.mul.Tensor": 1, "aten.div.Tensor": 1, "aten.add.Tensor": 0, "aten.sub.Tensor": 0}
+MOST_OPERATIONS = 20_000  # a few milliseconds each, to export
 _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._check")
 
 
@@ -44,7 +46,19 @@ def capture(module: nn.Module, call: Callable[..., Sequence[torch.Tensor]], inpu
     is a multiple. Of a long clip only short ones are exported, where the method repeats itself. Raises NotTakenApart.
     """
     work = _Entry(module, call)
-    return _simplified(_long_clip(work, inputs) or _at_two_heights(work, inputs))
+    program = _long_clip(work, inputs)
+    if program is None:
+        _check_length(work, inputs)
+        program = _at_two_heights(work, inputs)
+    return _simplified(program)
+
+
+def _check_length(work: _Entry, inputs: Sequence[torch.Tensor]) -> None:
+    """NotTakenApart for what would take minutes to export: what goes through many tiles of its own, for instance."""
+    with contextlib.suppress(NotExported):  # exporting says why
+        count = len(operations_of(lambda: work(*inputs)))
+        if count > MOST_OPERATIONS:
+            raise NotTakenApart(f"it does {count} operations, and to export more than {MOST_OPERATIONS} takes too long")
 
 
 def _at_two_heights(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program:

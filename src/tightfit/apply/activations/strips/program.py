@@ -77,6 +77,13 @@ class Node:
         return self.word in _VIEWS
 
     @property
+    def draws_noise(self) -> bool:
+        """Whether it draws random numbers; attention would for its dropout, which is off."""
+        if not self.op.startswith("aten.") or "attention" in self.op:
+            return False
+        return torch.Tag.nondeterministic_seeded in self.overload.tags
+
+    @property
     def makes(self) -> bool:
         """Whether it makes a tensor of none, and has to be told where."""
         return not self.sources and any(argument.name == "device" for argument in self.overload._schema.arguments)
@@ -109,8 +116,7 @@ class Program:
     @cached_property
     def draws_noise(self) -> bool:
         """Whether it draws random numbers."""
-        computed = (node for node in self.nodes if node.op.startswith("aten."))
-        return any(torch.Tag.nondeterministic_seeded in node.overload.tags for node in computed)
+        return any(node.draws_noise for node in self.nodes)
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
