@@ -97,7 +97,7 @@ class Runner:
 
     def _make_whole(self, index: int) -> torch.Tensor:
         node = self._nodes[index]
-        changed = {} if node.sources or not _makes(node) else {"device": self._like.device}
+        changed = {"device": self._like.device} if node.makes else {}
         with self._at_work(index):
             return caller(node, **changed)([Piece(self._all(source), Span(0, 0)) for source in node.sources])
 
@@ -216,8 +216,3 @@ class Runner:
             del self._windows[index]
         elif first > lo:
             self._windows[index] = first, window.narrow(axis, first - lo, hi - first).clone()
-
-
-def _makes(node: Node) -> bool:
-    """Whether a node without arguments makes a tensor, and has to be told where."""
-    return any(argument.name == "device" for argument in node.overload._schema.arguments)
