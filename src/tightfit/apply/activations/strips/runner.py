@@ -9,7 +9,6 @@ import torch
 
 from tightfit.apply.activations.strips.maps import DeviceMap, GivenMap, HostMap, Map
 from tightfit.apply.activations.strips.peaks import taken
-from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Needs, Piece, Span, caller, crop
 from tightfit.apply.activations.strips.schedule import Step
 from tightfit.apply.activations.strips.stages import Graph, Stage
