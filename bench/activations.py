@@ -18,7 +18,6 @@ import copy
 import json
 import re
 import statistics
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import truediv
@@ -131,18 +130,16 @@ def plain(model: Any, latents: torch.Tensor, change: Callable[[Any], None] = lam
 
 
 def ours(model: Any, latents: torch.Tensor, **vae: Any) -> Rival:
-    """tightfit by a plan of these fields; what its device stores in host memory is counted as long as it lives."""
+    """tightfit by a plan of these fields; the host memory that its device takes for maps is counted."""
     own, kept = copy.deepcopy(model), Peak()
     device = choose_device(None if choose_device().separate else "loopback")
-    store = device.store
+    host_room = device.host_room
 
-    def counted(tensor: torch.Tensor) -> torch.Tensor:
-        stored = store(tensor)
-        kept.change(stored.nbytes)
-        weakref.finalize(stored.untyped_storage(), kept.change, -stored.nbytes)
-        return stored
+    def counted(size: int) -> torch.Tensor:
+        kept.change(size)
+        return host_room(size)
 
-    device.store = counted  # type: ignore[method-assign]
+    device.host_room = counted  # type: ignore[method-assign]
     fitted = fit(own, plan={"vae": vae}, device=device)
     return Rival(lambda: own.decode(latents), fitted, kept)
 

@@ -174,17 +174,26 @@ def strips() -> str:
 
 
 def autoencoders(kind: str) -> str:
-    rows = []
+    """One line for each decoder: whole, then what the others take of that, their time and their error."""
+    decoders: dict[tuple[str, str], dict[str, Any]] = {}
     for row in read(f"activations-{kind}")["autoencoders"]:
-        case = f"{row['name']}, {row['batch']} × {row['size']}"
-        if "failed" in row:
-            rows.append((case, row["contender"], row["failed"][:60], "–", "–", "–"))
-            continue
-        error = "–" if row["error"] is None else f"{row['error']:.0e}"
-        ram = format_bytes(row["host_bytes"]) if row["host_bytes"] else "–"
-        peak = f"{format_bytes(row['peak_bytes'])} ({row['peak_ratio']:.1%})"
-        rows.append((case, row["contender"], peak, ram, f"{row['time_ratio']:.2f} ×", error))
-    return table(("decoded", "how", "peak above weights", "in RAM", "time to whole", "error"), rows)
+        if row["batch"] == 1:
+            decoders.setdefault((row["name"], row["size"]), {})[row["contender"]] = row
+    others = ("diffusers tiling", "tightfit strips, maps device", "tightfit strips, maps host")
+    rows = [
+        (f"{name}, {size}", format_bytes(by["whole"]["peak_bytes"]), *(_against_whole(by[other]) for other in others))
+        for (name, size), by in decoders.items()
+    ]
+    return table(("latents", "whole", "diffusers' tiles", "strips", "strips, maps in RAM"), rows)
+
+
+def _against_whole(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"fails: {row['failed'][:40]}…"
+    if any(" runs whole: " in note for note in row.get("notes", ())):
+        return "runs whole"
+    ram = f" + {format_bytes(row['host_bytes'])} RAM" if row["host_bytes"] else ""
+    return f"{row['peak_ratio']:.1%}{ram}, {row['time_ratio']:.2f} ×, {row['error']:.0e}"
 
 
 def ladder(kind: str) -> str:
@@ -215,6 +224,8 @@ def fill(page: str) -> str:
             measured = BLOCKS[match[1]]()
         except FileNotFoundError as missing:
             measured = f"(not measured yet: {Path(missing.filename).name} is missing)"
+        except KeyError as missing:
+            measured = f"(not measured yet: {missing.args[0]})"
         return f"<!-- generated: {match[1]} -->\n{measured}\n<!-- end -->"
 
     return re.sub(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", block, page, flags=re.DOTALL)

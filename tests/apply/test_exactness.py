@@ -20,7 +20,15 @@ from tiny_pipelines import CASES, TinyCase, run
 ROUNDING = 1e-5  # relative, float32
 TECHNIQUES = ("slicing", "one-tile", "per-phase", "per-unit", "waiting", "channels-last", "fp8")
 ROUNDED = {"slicing", "channels-last"}
-PAIRS = [*((name,) for name in TECHNIQUES), *itertools.combinations(TECHNIQUES, 2)]
+NAMES = [case.name for case in CASES]
+GROUPS = [*((name,) for name in TECHNIQUES), *itertools.combinations(TECHNIQUES, 2)]
+# each pair is tried on a fourth of the pipelines, and in the slow tests on the others
+TRIED = [
+    pytest.param(name, group, id=f"{name}-{'+'.join(group)}", marks=() if soon else pytest.mark.slow)
+    for place, name in enumerate(NAMES)
+    for number, group in enumerate(GROUPS)
+    for soon in [len(group) == 1 or (place + number) % 4 == 0]
+]
 
 
 @functools.lru_cache(maxsize=1)
@@ -62,7 +70,7 @@ def plan_of(pipe: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("device", ["cpu", "loopback"])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", [case.name for case in CASES])
+@pytest.mark.parametrize("name", NAMES)
 def test_level_gives_the_same_pictures_and_leaves_no_trace(name: str, level: int, device: str) -> None:
     case, pipe, untouched = prepared(name)
     before = imprint(pipe)
@@ -79,8 +87,7 @@ def test_level_gives_the_same_pictures_and_leaves_no_trace(name: str, level: int
     assert_same(before, imprint(pipe))
 
 
-@pytest.mark.parametrize("techniques", PAIRS, ids="+".join)
-@pytest.mark.parametrize("name", [case.name for case in CASES])
+@pytest.mark.parametrize(("name", "techniques"), TRIED)
 def test_techniques_alone_and_in_pairs(name: str, techniques: tuple[str, ...]) -> None:
     case, pipe, untouched = prepared(name)
     before = imprint(pipe)
@@ -116,7 +123,7 @@ def fp8_output(name: str) -> torch.Tensor:
     return output
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES])
+@pytest.mark.parametrize("name", NAMES)
 def test_real_tiles_are_named_as_lossy(name: str) -> None:
     case, pipe, untouched = prepared(name)
     fitted = fit(pipe, plan={"vae": {"tile": 32}}, device="cpu")
