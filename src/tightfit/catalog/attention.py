@@ -14,8 +14,9 @@ The CPU has one kernel, which torch calls flash too, and math. xFormers' rules a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 __all__ = ["TITLES", "TORCH_ORDER", "AttentionCall", "Kernel", "Taken", "kernel_order", "refusal", "torch_kernel"]
 
@@ -62,6 +63,51 @@ class AttentionCall(NamedTuple):
     causal: bool = False
     grouped: bool = False  # whether a head of the keys may serve several of the queries
     dropout: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        *,
+        capability: tuple[int, int] | None = None,
+        device: str | None = None,
+        causal: bool = False,
+        grouped: bool = False,
+        dropout: float = 0.0,
+    ) -> Self:
+        """The call with these tensors, by what they tell of themselves.
+
+        On a `device` without a compute capability, which is the CPU unless another is named, or on a CUDA card.
+        """
+        parts = (query, key, value)
+        heads, key_heads, value_heads = (part.shape[-3] if part.ndim > 2 else 1 for part in parts)
+        return cls(
+            device=device or ("cpu" if capability is None else "cuda"),
+            capability=capability,
+            dtype=str(query.dtype).removeprefix("torch."),
+            items=math.prod(query.shape[:-3]),
+            heads=heads,
+            key_heads=key_heads,
+            value_heads=value_heads,
+            queries=query.shape[-2],
+            keys=key.shape[-2],
+            width=query.shape[-1],
+            value_width=value.shape[-1],
+            dimensions=query.ndim,
+            mask="none" if mask is None else "bool" if str(mask.dtype) == "torch.bool" else "additive",
+            mask_dimensions=0 if mask is None else mask.ndim,
+            mask_learns=mask is not None and mask.requires_grad,
+            mask_in_rows=mask is None or mask.stride(-1) == 1,
+            in_rows=all(part.stride(-1) == 1 for part in parts),
+            items_match=all(part.ndim == query.ndim and part.shape[:-3] == query.shape[:-3] for part in parts),
+            widths_match=key.shape[-1] == query.shape[-1],
+            causal=causal,
+            grouped=grouped,
+            dropout=dropout,
+        )
 
     @property
     def score_bytes(self) -> int:

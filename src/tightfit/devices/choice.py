@@ -77,7 +77,6 @@ def _cores() -> int:
 
 def processor() -> str | None:
     """What this computer's processor is sold as; None where nobody says."""
-    """What the processor is sold as."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -118,37 +118,14 @@ def _describe(
     causal: bool,
     grouped: bool,
 ) -> AttentionCall:
-    parts = (query, key, value)
-    if len({part.dtype for part in parts}) > 1:
+    if len({part.dtype for part in (query, key, value)}) > 1:
         raise RuntimeError(
             "Expected query, key, and value to have the same dtype, but got "
             f"{query.dtype}, {key.dtype} and {value.dtype}"
         )
     capability = _capability(query)
-    heads, key_heads, value_heads = (part.shape[-3] if part.ndim > 2 else 1 for part in parts)
-    return AttentionCall(
-        device="cpu" if capability is None else "cuda",
-        capability=capability,
-        dtype=str(query.dtype).removeprefix("torch."),
-        items=query.shape[:-3].numel(),
-        heads=heads,
-        key_heads=key_heads,
-        value_heads=value_heads,
-        queries=query.shape[-2],
-        keys=key.shape[-2],
-        width=query.shape[-1],
-        value_width=value.shape[-1],
-        dimensions=query.ndim,
-        mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
-        mask_dimensions=0 if mask is None else mask.ndim,
-        mask_learns=mask is not None and mask.requires_grad,
-        mask_in_rows=mask is None or mask.stride(-1) == 1,
-        in_rows=all(part.stride(-1) == 1 for part in parts),
-        items_match=all(part.ndim == query.ndim and part.shape[:-3] == query.shape[:-3] for part in parts),
-        widths_match=key.shape[-1] == query.shape[-1],
-        causal=causal,
-        grouped=grouped,
-        dropout=dropout,
+    return AttentionCall.of(
+        query, key, value, mask, capability=capability, causal=causal, grouped=grouped, dropout=dropout
     )
 
 

@@ -105,27 +105,14 @@ class AttentionSeam:
     def _describe(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings
     ) -> AttentionCall:
-        parts, mask, on_cpu = (query, key, value), settings.mask, query.device.type == "cpu"
-        heads, key_heads, value_heads = (part.shape[-3] if part.ndim > 2 else 1 for part in parts)
-        return AttentionCall(
+        on_cpu = query.device.type == "cpu"
+        return AttentionCall.of(
+            query,
+            key,
+            value,
+            settings.mask,
             device="cpu" if on_cpu else self._kind,
             capability=None if on_cpu else self._capability,
-            dtype=str(query.dtype).removeprefix("torch."),
-            items=query.shape[:-3].numel(),
-            heads=heads,
-            key_heads=key_heads,
-            value_heads=value_heads,
-            queries=query.shape[-2],
-            keys=key.shape[-2],
-            width=query.shape[-1],
-            value_width=value.shape[-1],
-            dimensions=query.ndim,
-            mask="none" if mask is None else "bool" if mask.dtype == torch.bool else "additive",
-            mask_dimensions=0 if mask is None else mask.ndim,
-            mask_learns=mask is not None and mask.requires_grad,
-            mask_in_rows=mask is None or mask.stride(-1) == 1,
-            in_rows=all(part.stride(-1) == 1 for part in parts),
-            items_match=all(part.ndim == query.ndim and part.shape[:-3] == query.shape[:-3] for part in parts),
             causal=settings.causal,
             grouped=settings.grouped,
             dropout=settings.dropout,
