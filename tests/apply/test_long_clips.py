@@ -91,6 +91,21 @@ def test_what_changes_on_the_way_is_exported_whole(monkeypatch: pytest.MonkeyPat
         assert found == whole
 
 
+class Weighted(Walk):
+    """Looks each frame's weight up in a table that is made for the whole clip."""
+
+    def decode(self, x: torch.Tensor, return_dict: bool = True) -> tuple[torch.Tensor]:
+        table = torch.tensor([[frame / x.shape[2] for frame in range(x.shape[2])]])
+        return (super().decode(x)[0] * table.to(x.device)[:, None, :, None, None],)
+
+
+def test_tables_of_short_clips_are_not_those_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    exports = Exports(monkeypatch)
+    found, whole = both(Weighted(), decoding, torch.empty(1, 3, 30, 8, 8, device="meta"), monkeypatch)
+    assert exports.frames[-4:] == [30] * 4
+    assert found.nodes == whole.nodes
+
+
 def test_short_lengths_are_a_step_apart() -> None:
     assert short_lengths(21, lambda frames: 7 + 3 * frames) == (4, 5)
     assert short_lengths(81, lambda frames: 5 + 2 * ((frames - 1) // 4)) == (13, 17)

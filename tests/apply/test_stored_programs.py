@@ -18,13 +18,16 @@ import torch
 from diffusers import AutoencoderTiny
 from torch import nn
 
+from apply.test_strips import program_of
 from tightfit import fit
 from tightfit.apply.activations.exporting import NotExported, without_weights
 from tightfit.apply.activations.strips import archive, method
-from tightfit.apply.activations.strips.archive import find_program, mark_of_call
+from tightfit.apply.activations.strips.archive import kept_program, mark_of_call
 from tightfit.apply.activations.strips.capture import NotTakenApart
+from tightfit.apply.activations.strips.course import Course, find_course
 from tightfit.apply.activations.strips.program import Node, Program, Ref
-from tightfit.apply.activations.strips.written import read_program, written_program
+from tightfit.apply.activations.strips.written import read_course, read_program, written_course, written_program
+from tightfit.decisions import Maps
 
 X = torch.randn(1, 4, 6, 5, generator=torch.Generator().manual_seed(1))
 
@@ -36,9 +39,11 @@ def make(**changes: Any) -> AutoencoderTiny:
     return AutoencoderTiny(**blocks | widths | changes).eval()
 
 
-def decode(module: Any, x: torch.Tensor = X, changes: Any = None, device: str = "cpu", **settings: Any) -> Any:
+def decode(
+    module: Any, x: torch.Tensor = X, changes: Any = None, device: str = "cpu", strips: int = 10_000, **settings: Any
+) -> Any:
     """What `module` gives in strips, and what was noted."""
-    plan = {"components": {"model": changes or {}}, "vae": {"strips": 10_000}}
+    plan = {"components": {"model": changes or {}}, "vae": {"strips": strips}}
     fitted = fit(module, plan=plan, device=device, count_activations=False)
     try:
         with torch.no_grad():
@@ -187,16 +192,16 @@ def test_marks() -> None:
 # what cannot be used
 
 
-def _json(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """A file that is whole and says something else."""
+def _json(change: Callable[[dict[str, Any]], object], part: str = "program.json") -> Callable[[Path], None]:
+    """A file that is whole and says something else in one part."""
 
     def spoil(file: Path) -> None:
         with zipfile.ZipFile(file) as bundle:
             parts = {name: bundle.read(name) for name in bundle.namelist()}
-        said = json.loads(parts["program.json"])
+        said = json.loads(parts[part])
         change(said)
         with zipfile.ZipFile(file, "w") as bundle:
-            for name, content in (parts | {"program.json": json.dumps(said).encode()}).items():
+            for name, content in (parts | {part: json.dumps(said).encode()}).items():
                 bundle.writestr(name, content)
 
     return spoil
@@ -290,6 +295,51 @@ def test_a_reason_that_may_pass_is_not_kept(programs: Path, monkeypatch: pytest.
         decode(make(), X[:, :, :4])
 
 
+# courses
+
+
+def courses_of(module: nn.Module, strips: int = 10_000) -> list[Course]:
+    """Those that were found anew while `module` decoded."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(archive, "find_course", lambda *args: found.append(find_course(*args)) or found[-1])
+        decode(module, strips=strips)
+    return found
+
+
+def test_a_course_is_found_once_for_each_budget(programs: Path) -> None:
+    assert courses_of(make()) == []  # it was kept
+    assert len(courses_of(make(), 20_000)) == 1
+    assert courses_of(make(), 20_000) == []
+
+
+SPOILT_COURSES = {name: SPOILT[name] for name in ("cut short", "empty", "something else", "a bit flipped")} | {
+    "of another mark": _json(lambda said: said.update(mark="0" * 64), "course.json"),
+    "nothing": _json(lambda said: said.clear(), "course.json"),
+    "no such node": _json(lambda said: said["passes"][0][1].append(10**6), "course.json"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT_COURSES)
+def test_what_is_no_course_is_found_anew(
+    programs: Path, archived: tuple[Path, Program, torch.Tensor], how: str
+) -> None:
+    (file,) = (programs.parent / "courses").iterdir()
+    SPOILT_COURSES[how](file)
+    assert len(courses_of(make())) == 1
+    assert courses_of(make()) == []
+    assert torch.equal(decode(make())[0].sample, archived[2])
+
+
+@pytest.mark.parametrize("maps", ["device", "host", "again"])
+def test_a_course_in_words_is_the_same_course(maps: Maps) -> None:
+    program = program_of(8)
+    course = find_course(program, 20_000, maps)
+    read = read_course(json.loads(json.dumps(written_course(course))), program)
+    assert (read.passes, read.in_host, read.peak) == (course.passes, course.in_host, course.peak)
+    assert read.graph.level == course.graph.level
+
+
 # files
 
 
@@ -300,11 +350,11 @@ def test_those_not_used_for_long_make_room(
     (first,) = programs.iterdir()
     monkeypatch.setattr(archive, "MOST_BYTES", int(3.5 * first.stat().st_size))
     for age, name in enumerate("edcb"):
-        find_program(name, double, [X], lambda: program)
+        kept_program(name, double, [X], lambda: program)
         os.utime(programs / f"{name}.zip", (age + 1, age + 1))
     os.utime(first, (0, 0))
-    find_program("c", double, [X], refuse)  # is used
-    find_program("a", double, [X], lambda: program)
+    kept_program("c", double, [X], refuse)  # is used
+    kept_program("a", double, [X], lambda: program)
     assert sorted(file.stem for file in programs.iterdir()) == ["a", "b", "c"]
 
 
@@ -316,7 +366,7 @@ def test_nothing_but_operations_of_aten_is_kept(programs: Path, archived: tuple[
         replace(known, constants={"table": torch.empty(3, device="meta")}),
     ]
     for place, program in enumerate(others):
-        assert find_program(f"{place}", double, [X], lambda program=program: program) is program
+        assert kept_program(f"{place}", double, [X], lambda program=program: program) is program
     assert len([*programs.iterdir()]) == 1
 
 

@@ -20,6 +20,7 @@ from tightfit.apply.activations.strips.capture import NotTakenApart, capture
 from tightfit.apply.activations.strips.course import find_course
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.statistics import Statistics, normalise
+from tightfit.apply.activations.strips.workarounds import avg_pool3d
 from tightfit.decisions import Maps
 from tiny_autoencoders import CASES, TinyAutoencoder, decode, encode
 
@@ -119,7 +120,20 @@ class Blocks(nn.Module):
 
 UP = torch.randn(8, 8, 4, 3)
 WIDE = torch.randn(8, 8, 7, 3)
+
+
+def filled(self: Any, x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(*x.shape[:2], 2 * x.shape[2], x.shape[3], device=x.device)
+    made[:, :, ::2] = x
+    made[:, :, 1::2] = x.new_full(x.shape, 3.0)
+    return self.norm(
+        made + torch.ones_like(made) + x.new_zeros(made.shape) + torch.full(made.shape, 2.0, device=x.device)
+    )  # type: ignore[no-any-return]
+
+
 KINDS = {
+    "made of nothing": filled,
+    "measured beside work that is done whole": lambda self, x: self.norm(x) + x.flip(2).cumsum(2),
     "reflected border": lambda self, x: F.conv2d(F.pad(x, (1, 1, 2, 3), mode="reflect"), WIDE),
     "replicated border": lambda self, x: F.conv2d(F.pad(x, (1, 1, 3, 3), mode="replicate"), WIDE),
     "constant border": lambda self, x: F.conv2d(F.pad(x, (0, 0, 5, 9), value=3.0), WIDE),
@@ -188,6 +202,18 @@ def test_a_peak_does_not_grow_with_height_but_by_what_is_kept() -> None:
         in_host_memory.append(course.peak.host)
     assert max(beside_output) <= 1.05 * min(beside_output)
     assert in_host_memory[2] > 3.5 * in_host_memory[0]
+
+
+@pytest.mark.parametrize("vae", [{"strips": SMALLEST}, {"slicing": True}], ids=["strips", "slicing"])
+def test_what_gives_one_number_for_a_batch_is_given_all_of_it(vae: dict[str, Any]) -> None:
+    model = Blocks(lambda self, x: (self.norm(x), x.square().mean()))
+    x = torch.randn(3, 4, 12, 5)
+    with torch.no_grad():
+        whole, loss = model.decode(x)
+        fitted = fit(model, plan={"vae": vae}, device="cpu")
+        found, found_loss = model.decode(x)
+    fitted.undo()
+    assert_near({"decode": found, "loss": found_loss}, {"decode": whole, "loss": loss})
 
 
 def test_attention_is_no_noise() -> None:
@@ -275,7 +301,36 @@ def test_maps_need_strips() -> None:
 
 
 def test_a_method_that_does_something_else_at_another_height_is_not_taken_apart() -> None:
-    model = Blocks(lambda self, x: x + 1 if x.shape[2] > 20 else x)
+    model = Blocks(lambda self, x: x + 1 if x.shape[2] > 12 else x)
     double = without_weights(model, Blocks)
     with pytest.raises(NotTakenApart, match="things at one height and"):
         capture(double, lambda double, x: [double.decode(x)], [torch.empty(1, 4, 12, 5, device="meta")])
+
+
+def test_work_that_is_cut_into_more_parts_at_another_height_is_taken_apart() -> None:
+    parts = lambda x: 1 + (x.shape[2] > 20)  # noqa: E731
+    model = Blocks(lambda self, x: torch.cat([part * 2 for part in x.chunk(parts(x), 1)], 1))
+    double = without_weights(model, Blocks)
+    program = capture(double, lambda double, x: [double.decode(x)], [torch.empty(1, 4, 12, 5, device="meta")])
+    assert [node.word for node in program.nodes if node.axis == 2] == ["input", "conv2d", "slice", "mul", "cat"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_halves_are_averaged_in_float32_where_there_is_no_kernel(dtype: torch.dtype) -> None:
+    x = torch.randn(1, 2, 4, 6, 5).to(dtype)
+    assert torch.equal(avg_pool3d(x, [2, 2, 1]), F.avg_pool3d(x.float(), (2, 2, 1)).to(dtype))
+
+
+def test_what_is_done_whole_goes_when_it_is_used_up() -> None:
+    flipped = lambda self, x: x.flip(2).cumsum(2).flip(2) * 2  # noqa: E731
+    double, given = without_weights(model := Blocks(flipped)), torch.empty(1, 4, 12, 5, device="meta")
+    program = capture(double, lambda double, x: [double.decode(x)], [given])
+    course = find_course(program, SMALLEST, "device")
+    one = next(node.bytes for node in program.nodes if node.word == "cumsum")
+    assert course.peak.device < 3.1 * one
+    fitted = fit(model, plan={"vae": {"strips": SMALLEST}}, device="cpu")
+    with torch.no_grad():
+        model.decode(torch.randn(1, 4, 12, 5))
+    (phase,) = fitted.report().trace.phases
+    fitted.undo()
+    assert phase.peak_bytes - phase.peak_weights - 4 * 4 * 12 * 5 <= course.peak.device

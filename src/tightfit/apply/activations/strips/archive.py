@@ -1,6 +1,6 @@
-"""Programs in a folder of files: what was exported once need not be exported in another process.
+"""Programs and their courses in a folder of files: what was found once need not be found in another process.
 
-A file is named after a digest of all that its program depends on. It holds words and small tensors, nothing that could
+A program's file is named after a digest of all that it depends on. It holds words and small tensors, nothing that could
 run; one that cannot be read, whatever it is, is no answer, and one that cannot be written is no harm. What cannot be
 taken apart is remembered too, with the reason. Files that were not used for the longest time make room for others.
 """
@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,24 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.activations.bundle import part_of, write_bundle
 from tightfit.apply.activations.strips.capture import NotTakenApart
+from tightfit.apply.activations.strips.course import Course, find_course
 from tightfit.apply.activations.strips.program import Program
-from tightfit.apply.activations.strips.written import check_program, read_program, written_program
+from tightfit.apply.activations.strips.written import (
+    check_program,
+    read_course,
+    read_program,
+    written_course,
+    written_program,
+)
+from tightfit.decisions import Maps
 from tightfit.errors import ModelError
 from tightfit.files import cache_folder, code_mark
 from tightfit.measure.shadow import mark_of
 
-__all__ = ["find_program", "mark_of_call"]
+__all__ = ["kept_course", "kept_program", "mark_of_call"]
 
-MOST_BYTES = 2**26  # of all files together; a picture's program has some ten thousand
-_PROGRAM, _CONSTANTS = "program.json", "constants.safetensors"
+MOST_BYTES = 2**26  # of all files in a folder; a picture's program has some ten thousand
+_PROGRAM, _CONSTANTS, _COURSE = "program.json", "constants.safetensors", "course.json"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -55,12 +63,12 @@ def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequen
     return digest.hexdigest()
 
 
-def find_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], make: Callable[[], Program]) -> Program:
+def kept_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], make: Callable[[], Program]) -> Program:
     """The Program of `double` for `inputs` that is kept under `mark`; else what `make` gives, which is then kept.
 
     Without a mark nothing is. Raises NotTakenApart as `make` does, or did when it was asked.
     """
-    folder = _folder()
+    folder = _folder("programs")
     if not mark or folder is None:
         return make()
     file = folder / f"{mark}.zip"
@@ -80,10 +88,24 @@ def find_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], m
     return program
 
 
-def _folder() -> Path | None:
+def kept_course(mark: str, program: Program, working: int, maps: Maps) -> Course:
+    """The course of `program`, which is kept under `mark`; as soon as it is found, it is kept too."""
+    folder = _folder("courses")
+    if not mark or folder is None:
+        return find_course(program, working, maps)
+    mark = f"{mark}-{working}-{maps}"
+    file = folder / f"{mark}.zip"
+    with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # whatever is wrong with it
+        return read_course(_words(file, bundle, _COURSE, mark), program)
+    course = find_course(program, working, maps)
+    _write_parts(file, {_COURSE: json.dumps({"mark": mark, **written_course(course)})})
+    return course
+
+
+def _folder(name: str) -> Path | None:
     """None for who has no home."""
     with contextlib.suppress(RuntimeError):
-        return cache_folder() / "programs"
+        return cache_folder() / name
     return None
 
 
@@ -96,17 +118,23 @@ def _is_passing(reason: NotTakenApart) -> bool:
 def _read(file: Path, mark: str, double: nn.Module, inputs: Sequence[torch.Tensor]) -> Program | str | None:
     """What `file` holds: a Program, or why there is none; None where it does not say."""
     with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # whatever is wrong with it
-        written = json.loads(part_of(bundle, _PROGRAM))
-        if written["mark"] != mark:
-            return None
-        with contextlib.suppress(OSError):
-            file.touch()  # it is in use
+        written = _words(file, bundle, _PROGRAM, mark)
         if "reason" in written:
             return str(written["reason"])
         program = read_program(written, load(part_of(bundle, _CONSTANTS)))
         check_program(program, _weights(double), inputs)
         return program
     return None
+
+
+def _words(file: Path, bundle: zipfile.ZipFile, part: str, mark: str) -> dict[str, Any]:
+    """What is said in a part of the `bundle` in `file`, which is in use from now on; ValueError under another mark."""
+    written: dict[str, Any] = json.loads(part_of(bundle, part))
+    if written["mark"] != mark:
+        raise ValueError(written["mark"])
+    with contextlib.suppress(OSError):
+        file.touch()
+    return written
 
 
 def _weights(double: nn.Module) -> dict[str, torch.Tensor]:
@@ -119,9 +147,14 @@ def _write(file: Path, written: dict[str, Any], constants: dict[str, torch.Tenso
     if any(type(table) is not torch.Tensor or table.is_meta for table in constants.values()):
         return
     tables = {name: table.clone(memory_format=torch.contiguous_format) for name, table in constants.items()}
-    with contextlib.suppress(OSError, SafetensorError):
+    with contextlib.suppress(SafetensorError):
+        _write_parts(file, {_PROGRAM: json.dumps(written), _CONSTANTS: save(tables)})
+
+
+def _write_parts(file: Path, parts: Mapping[str, str | bytes]) -> None:
+    with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_bundle(file, {_PROGRAM: json.dumps(written), _CONSTANTS: save(tables)})
+        write_bundle(file, parts)
         _make_room(file.parent)
 
 

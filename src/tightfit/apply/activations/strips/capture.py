@@ -1,13 +1,14 @@
 """A live module's method → the Program of one call of it, by torch.export, with the axis of rows of each operation.
 
-The method is exported twice, for two heights, without weights (shapes on the "meta" device). The dimension that
-differs is an operation's axis of rows.
+The method is exported for two heights, without weights (shapes on the "meta" device). The dimension that differs is
+an operation's axis of rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ _SAME = {
     "aten.lift_fresh_copy.default", "aten.dropout.default", "aten.feature_dropout.default",
 }  # fmt: skip
 _NEUTRAL = {"aten.mul.Tensor": 1, "aten.div.Tensor": 1, "aten.add.Tensor": 0, "aten.sub.Tensor": 0}
+MOST_GRANULE = 32  # pixels of which a height is often a multiple
 MOST_OPERATIONS = 20_000  # a few milliseconds each, to export
 _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._check")
 
@@ -62,10 +64,20 @@ def _check_length(work: _Entry, inputs: Sequence[torch.Tensor]) -> None:
 
 
 def _at_two_heights(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program:
+    """The program at the height of `inputs`; another that does the same things tells what rows are.
+
+    Twice the height first. Some cut their work into parts by the bytes that it takes: those want a height close by.
+    """
     rows = inputs[0].shape[-2]
     one = _nodes(_export(work, inputs))
-    other = _nodes(_export(work, [_twice_as_tall(x, rows) for x in inputs]))
-    return replace(one, nodes=_with_axes(one.nodes, other.nodes))
+
+    def compared(taller: int) -> Program:
+        other = _nodes(_export(work, [_taller(x, rows, taller) for x in inputs]))
+        return replace(one, nodes=_with_axes(one.nodes, other.nodes))
+
+    with contextlib.suppress(NotTakenApart):
+        return compared(2 * rows)
+    return compared(rows + math.gcd(rows, MOST_GRANULE))
 
 
 def _long_clip(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program | None:
@@ -79,18 +91,18 @@ def _long_clip(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program | None:
         return [torch.empty(batch, channels, frames, *size, dtype=first.dtype, device=first.device), *others]
 
     @functools.cache
-    def count(frames: int) -> int:
-        return len(operations_of(lambda: work(*clip(frames))))
+    def operations(frames: int) -> list[tuple[Any, ...]]:
+        return operations_of(lambda: work(*clip(frames)))
 
     frames = first.shape[2]
     try:
-        lengths = short_lengths(frames, count)
-        if lengths is None:
+        lengths = short_lengths(frames, lambda frames: len(operations(frames)))
+        if lengths is None or len(operations(lengths[1])) > MOST_OPERATIONS:
             return None
         short, longer = lengths
         times = (frames - short) // (longer - short)
         program = continued(_at_two_heights(work, clip(short)), _nodes(_export(work, clip(longer))), times)
-        return program if operations_in(program) == operations_of(lambda: work(*inputs)) else None
+        return program if operations_in(program) == operations(frames) else None
     except (NotExported, Unsteady):
         return None
 
@@ -175,11 +187,11 @@ def _operation(node: fx.Node, ours: Callable[[Any], Any]) -> Node:
     return Node(str(target), tuple(ours(args)), own, shape, dtype, output=output)
 
 
-def _twice_as_tall(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """`x` for twice as many rows of the first input, which has `rows`."""
+def _taller(x: torch.Tensor, rows: int, taller: int) -> torch.Tensor:
+    """`x` for a first input that has `taller` rows instead of `rows`."""
     if x.ndim < 4 or x.shape[-2] % rows:
         return x
-    return torch.empty(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1], dtype=x.dtype, device=x.device)
+    return torch.empty(*x.shape[:-2], x.shape[-2] // rows * taller, x.shape[-1], dtype=x.dtype, device=x.device)
 
 
 def _with_axes(nodes: Sequence[Node], others: Sequence[Node]) -> tuple[Node, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tightfit.apply.activations.strips.peaks import Kept, Peak, peak_of, taken
 from tightfit.apply.activations.strips.program import Program
@@ -12,12 +13,20 @@ from tightfit.apply.activations.strips.schedule import Step, make_schedule
 from tightfit.apply.activations.strips.stages import Graph, Stage, find_stages
 from tightfit.decisions import Maps
 
-__all__ = ["Course", "find_course"]
+__all__ = ["Course", "Pass", "find_course", "passes_of", "peak_of_passes"]
 
 FIRST = 5  # strips that tell what the others will take
 PRICES = (math.inf, *(10 ** (-step / 4) for step in range(4, 25)), 0.0)  # bytes kept, for an operation not done again
 FEWEST = 4  # strips in which a stage's copies and its arithmetic overlap
 WORTH = 0.98  # of the peak: more strips have to come below it, or they are not worth their overhead
+
+
+class Pass(NamedTuple):
+    """A stage in strips; `ahead`, what it stores is sent and what comes next is fetched while others are computed."""
+
+    stage: Stage
+    strips: Sequence[Sequence[Step]]
+    ahead: bool
 
 
 @dataclass(frozen=True)
@@ -26,13 +35,12 @@ class Course:
 
     graph: Graph
     in_host: frozenset[int]  # what is kept in host memory
-    ahead: bool  # whether copies there and back are under way while others are computed
-    stages: tuple[tuple[Stage, Sequence[Sequence[Step]]], ...]
+    passes: tuple[Pass, ...]
     peak: Peak  # bytes beside weights and inputs, and what kernels hold for themselves
 
     @property
     def most_strips(self) -> int:
-        return max(len(strips) for _, strips in self.stages)
+        return max(len(strips) for _, strips, _ in self.passes)
 
 
 def find_course(program: Program, working: int, maps: Maps) -> Course:
@@ -40,62 +48,74 @@ def find_course(program: Program, working: int, maps: Maps) -> Course:
 
     Where even the smallest strips take more, they are as small as helps. What is kept waits on the device, or in host
     memory; "again" keeps at most `working` bytes, where that can be, and computes the rest again. Stages can be formed
-    as early as can be, or as the program does things: the less is done twice, then the lower the peak, the better.
+    as early as can be, or as the program does things, whichever costs less.
     """
     graphs = [Graph(program), Graph(program, in_order=True)]
     if graphs[0].level == graphs[1].level:
         del graphs[1]
-    if maps == "host":
-        draft = min((_draft(graph, working, maps, ahead=True) for graph in graphs), key=_Draft.cost)
-        if draft.fits:
-            return draft.course()
-    return min((_draft(graph, working, maps) for graph in graphs), key=_Draft.cost).course()
+    drafts = [_draft(graph, working, maps) for graph in graphs]
+    return min(drafts, key=lambda draft: draft.cost(working)).course()
+
+
+def passes_of(graph: Graph, planned: Iterable[tuple[Stage, int, bool]]) -> tuple[Pass, ...]:
+    """Stages, each in so many strips."""
+    return tuple(Pass(stage, make_schedule(graph, stage, count), ahead) for stage, count, ahead in planned)
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """Stages and in how many strips each is done, with the likely peak."""
+    """Stages, in how many strips and whether ahead each is done, with the likely peak."""
 
     graph: Graph
     in_host: frozenset[int]
-    ahead: bool
-    stages: list[tuple[Stage, int]]
+    stages: list[tuple[Stage, int, bool]]
     peak: Peak
-    fits: bool  # whether all strips take no more than they may
 
-    def cost(self) -> tuple[int, int, Peak]:
-        """How many operations of arithmetic it takes, about, the bytes that it waits for, and the peak."""
-        done = (index for stage, _ in self.stages for index in stage.strips)
+    def cost(self, working: int) -> tuple[int, int, int, Peak]:
+        """The less the better, the first of these first.
+
+        How many operations of arithmetic it takes, about; by how many tenths its peak is above `working` bytes; the
+        bytes that it waits for; and the peak.
+        """
+        done = (index for stage, *_ in self.stages for index in stage.strips)
         operations = sum(self.graph.operations(index) for index in done if self.graph.heavy(index))
-        return operations, sum(self._moved(stage) for stage, _ in self.stages) if self.ahead else 0, self.peak
+        beyond = math.ceil(math.log(max(self.peak.device / working, 1), 1.1))
+        return operations, beyond, sum(self._waited_for(stage, ahead) for stage, _, ahead in self.stages), self.peak
 
-    def _moved(self, stage: Stage) -> int:
-        """Bytes to host memory or from there while `stage` is done: the more, as both ways are used at once."""
+    def _waited_for(self, stage: Stage, ahead: bool) -> int:
+        """Bytes to host memory and from there while `stage` is done: both at once where they go `ahead`."""
         nodes = self.graph.program.nodes
-        return max(sum(nodes[i].bytes for i in self.in_host.intersection(way)) for way in (stage.reads, stage.stores))
+        ways = [sum(nodes[i].bytes for i in self.in_host.intersection(way)) for way in (stage.reads, stage.stores)]
+        return max(ways) if ahead else sum(ways)
 
     def course(self) -> Course:
-        kept, most = Kept(Peak(0, 0), {}), Peak(0, 0)
-        stages = [(stage, make_schedule(self.graph, stage, count)) for stage, count in self.stages]
-        firsts = [taken(stage, strips[0]) for stage, strips in stages]
-        for (stage, strips), following in zip(stages, [*firsts[1:], {}], strict=True):
-            peak, kept = peak_of(self.graph, stage, strips, self.in_host, kept, following, ahead=self.ahead)
-            most = most.higher(peak)
-        return Course(self.graph, self.in_host, self.ahead, tuple(stages), most)
+        passes = passes_of(self.graph, self.stages)
+        return Course(self.graph, self.in_host, passes, peak_of_passes(self.graph, self.in_host, passes))
 
 
-def _draft(graph: Graph, working: int, maps: Maps, *, ahead: bool = False) -> _Draft:
+def peak_of_passes(graph: Graph, in_host: frozenset[int], passes: Sequence[Pass]) -> Peak:
+    """The peak of a whole run."""
+    kept, most = Kept(Peak(0, 0), {}), Peak(0, 0)
+    following = [taken(stage, strips[0]) for stage, strips, _ in passes[1:]]
+    for (stage, strips, ahead), first in zip(passes, [*following, {}], strict=True):
+        peak, kept = peak_of(graph, stage, strips, in_host, kept, first, ahead=ahead)
+        most = most.higher(peak)
+    return most
+
+
+def _draft(graph: Graph, working: int, maps: Maps) -> _Draft:
     stages = _stages_within(graph, working) if maps == "again" else find_stages(graph)
     movable = {index for stage in stages for index in stage.stores if not graph.needed_whole(index)}
     in_host = frozenset(movable if maps == "host" else ())
-    chosen, kept, most, fits = [], Kept(Peak(0, 0), None), Peak(0, 0), True
+    chosen, kept, most = [], Kept(Peak(0, 0), None), Peak(0, 0)
     for stage in stages:
-        before = kept.bytes.device
-        count, peak, kept = _count(graph, stage, in_host, kept, working, ahead=ahead)
-        chosen.append((stage, count))
-        most = most.higher(peak)
-        fits &= peak.device <= max(before, kept.bytes.device) + working
-    return _Draft(graph, in_host, ahead, chosen, most, fits)
+        for ahead in (True, False) if in_host.intersection((*stage.reads, *stage.stores)) else (False,):
+            count, peak, after = _count(graph, stage, in_host, kept, working, ahead=ahead)
+            if peak.device <= max(kept.bytes.device, after.bytes.device) + working:
+                break
+        chosen.append((stage, count, ahead))
+        most, kept = most.higher(peak), after
+    return _Draft(graph, in_host, chosen, most)
 
 
 def _stages_within(graph: Graph, most: int) -> list[Stage]:
@@ -123,7 +143,7 @@ def _count(
     rows = max((graph.program.nodes[index].rows for index in (*stage.strips, *stage.reads)), default=1)
     found, after = peak_of(graph, stage, make_schedule(graph, stage, 1), in_host, kept, ahead=ahead)
     most, count = max(kept.bytes.device, after.bytes.device) + working, 1
-    if ahead and not in_host.isdisjoint((*stage.reads, *stage.stores)):
+    if ahead:
         count = min(rows, FEWEST)
         found = _likely_peak(graph, stage, count, in_host, kept, after, ahead=ahead)
     while found.device > most and count < rows:

@@ -93,13 +93,13 @@ class DeviceMap:
 class HostMap:
     """Rows in host memory; who counts is told what crosses.
 
-    There they lie one after another, so that any of them are one piece. With `ahead`, those that were put last are
-    still on their way while the device goes on, and those that are expected are on theirs: both are kept for that.
+    There they lie one after another, so that any of them are one piece. Those that were put last are still on their
+    way until they are waited for, and those that are expected are on theirs: the device keeps both for that.
     """
 
-    def __init__(self, node: Node, depot: Depot, recorder: Recorder, *, ahead: bool) -> None:
+    def __init__(self, node: Node, depot: Depot, recorder: Recorder) -> None:
         self._node, self._axis = node, node.axis or 0
-        self._depot, self._recorder, self._ahead = depot, recorder, ahead
+        self._depot, self._recorder = depot, recorder
         self._tape = depot.tape(node.bytes)
         self._coming: tuple[Span, torch.Tensor, Arrival] | None = None
 
@@ -108,14 +108,12 @@ class HostMap:
         self._recorder.moved(bytes_out=lying.nbytes)
         with self._recorder.uncounted():
             self._tape.write(bytes_of(lying))
-        if not self._ahead:
-            self._tape.sent()
 
     def sent(self) -> None:
         self._tape.sent()
 
     def expect(self, span: Span) -> None:
-        if self._ahead and self._coming is None and span.hi * self._node.row_bytes <= self._tape.written:
+        if self._coming is None and span.hi * self._node.row_bytes <= self._tape.written:
             self._coming = self._fetch(span)
 
     def take(self, span: Span) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tightfit.apply.activations.exporting import HERE, NotExported, play, without_weights
 from tightfit.apply.activations.outputs import take_apart
-from tightfit.apply.activations.strips.archive import find_program, mark_of_call
+from tightfit.apply.activations.strips.archive import kept_program, mark_of_call
 from tightfit.apply.activations.strips.capture import NotTakenApart, capture
 from tightfit.apply.activations.strips.noise import rewinder
 from tightfit.apply.activations.strips.runner import Runner
@@ -113,8 +113,8 @@ class Strips:
         course = way.course
         if self._depot is None and way.maps == "host" and self._device.separate:
             self._depot = Depot(self._device)
-        runner = Runner(course.graph, course.in_host, self._depot, weights, self._recorder, ahead=course.ahead)
-        return runner.run(inputs, course.stages)
+        runner = Runner(course.graph, course.in_host, self._depot, weights, self._recorder)
+        return runner.run(inputs, course.passes)
 
     def _prepare(self, module: nn.Module, method: str, first: torch.Tensor, args: Any, kwargs: Any) -> _Prepared | str:
         leaves, form = tree_flatten((args, kwargs))
@@ -145,13 +145,13 @@ class Strips:
             double = without_weights(module, self._kind)
         mark = mark_of_call(double, method, form, (first, *leaves))
         work_around(double)
-        program = find_program(mark, double, given, lambda: capture(double, call, given))
+        program = kept_program(mark, double, given, lambda: capture(double, call, given))
         if not rebuild:  # it was not exported here, and what the method returns is not known yet
             with contextlib.suppress(NotExported):
                 play(lambda: call(double, *given))
         if not rebuild:
             program = capture(double, call, given)
-        planned = Way(program, self._working, self._maps)
+        planned = Way(program, self._working, self._maps, mark)
         return _Prepared(planned, planned, LiveWeights(module, program), rebuild[0])
 
 

@@ -96,7 +96,11 @@ class _Count:
         self._memory: dict[int, _Memory] = {}  # and where
         self._going = set(stage.drops)
         self._whole = {index for index in stage.stores if graph.needed_whole(index)}
-        for index in (*stage.whole, *stage.outputs, *self._whole):
+        for index, used_up in zip(stage.whole, graph.used_up(stage), strict=True):
+            self._add(self._nodes[index].bytes)
+            self._live -= sum(self._nodes[other].bytes for other in used_up)
+            self._going -= set(used_up)
+        for index in (*stage.outputs, *self._whole):
             self._add(self._nodes[index].bytes)
 
     def _strip(self, index: int, span: Span) -> tuple[Span, _Memory]:

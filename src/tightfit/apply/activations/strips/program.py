@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from tightfit.apply.activations.strips.workarounds import avg_pool3d
+
 __all__ = ["Node", "Program", "Ref", "refs_in", "replace_refs"]
 
 _VIEWS = {
@@ -98,6 +100,8 @@ class Node:
         """What torch runs for it."""
         if self.op == "aten.scaled_dot_product_attention.default":
             return lambda *args, **kwargs: F.scaled_dot_product_attention(*args, **kwargs)  # noqa: PLW0108 - as it is at that moment
+        if self.op == "aten.avg_pool3d.default":
+            return avg_pool3d
         found = self.overload
         if self.output is None:
             return found  # type: ignore[no-any-return]

@@ -59,12 +59,14 @@ class Rule:
 
     `needs[i]` tells for rows of the output which rows of the i-th argument they are made of, in coordinates that may
     reach beyond its borders; None: all of it, or it has no rows. With `statistics` the first argument is taken row by
-    row once the statistics of all its rows are known. `make` gets the arguments and the rows that are wanted.
+    row once the statistics of all its rows are known. `make` gets the arguments and the rows that are wanted; what
+    `makes` a tensor of none gets one on the right device as the last argument.
     """
 
     needs: tuple[Needs | None, ...]
     make: Callable[[Sequence[Piece], Span], torch.Tensor]
     statistics: bool = False
+    makes: bool = False
 
 
 def same(span: Span) -> Span:

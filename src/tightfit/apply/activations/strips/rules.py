@@ -42,9 +42,13 @@ def rule_for(program: Program, index: int) -> Rule | None:
     """The rule of a node; None where it has to be done whole."""
     node = program.nodes[index]
     sources = [program.nodes[source] for source in node.sources]
-    if node.axis is None or not sources:
+    if node.axis is None:
         return None
     name = node.op.removeprefix("aten.").partition(".")[0]
+    if name in _FILLED:
+        return _filled(node, _FILLED[name](node))
+    if not sources:
+        return None
     find = _RULES.get(name) or (_pointwise if torch.Tag.pointwise in node.overload.tags else None)
     return find(node, sources) if find else None
 
@@ -223,6 +227,25 @@ def _group_norm(node: Node, sources: Sources) -> Rule | None:
     return Rule((same, *(None for _ in sources[1:])), make, statistics=True)
 
 
+def _filled(node: Node, value: Any) -> Rule:
+    """Rows with `value` everywhere, or with anything where that is None."""
+    axis, nothing = node.axis or 0, lambda span: Span(0, 0)
+
+    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+        size = [span.hi - span.lo if dim == axis else side for dim, side in enumerate(node.shape)]
+        made = torch.empty(size, dtype=node.dtype, device=pieces[-1].tensor.device)
+        return made if value is None else made.fill_(value)
+
+    return Rule(tuple(nothing for _ in node.sources), make, makes=True)
+
+
+_FILLED: dict[str, Callable[[Node], Any]] = {
+    **dict.fromkeys(("empty", "new_empty"), lambda node: None),
+    **dict.fromkeys(("zeros", "new_zeros"), lambda node: 0),
+    **dict.fromkeys(("ones", "new_ones"), lambda node: 1),
+    "full": lambda node: argument(node, 1, "fill_value"),
+    "new_full": lambda node: argument(node, 2, "fill_value"),
+}
 _ALONG_DIM_1 = beside(_at(1, "dim", 0))
 _NORMALISED = beside(_last(lambda node: len(node.args[1])))
 _MOVED = beside(nowhere)  # dimensions are moved, added or taken away: where rows went, the shapes tell

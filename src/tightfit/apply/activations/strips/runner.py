@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
 
+from tightfit.apply.activations.strips.course import Pass
 from tightfit.apply.activations.strips.maps import DeviceMap, GivenMap, HostMap, Map
 from tightfit.apply.activations.strips.peaks import taken
-from tightfit.apply.activations.strips.rows import Needs, Piece, Span, caller, crop
+from tightfit.apply.activations.strips.rows import Piece, Span, caller
 from tightfit.apply.activations.strips.schedule import Step
-from tightfit.apply.activations.strips.stages import Graph, Stage
+from tightfit.apply.activations.strips.stages import Argument, Graph, Stage
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.weights import LiveWeights
 from tightfit.apply.gates import at_work
@@ -20,9 +21,11 @@ from tightfit.measure.recorder import Recorder
 
 __all__ = ["Runner"]
 
+NOTHING = Span(0, 0)
+
 
 class Runner:
-    """One run of a program; maps that are `in_host` wait in the `depot`, and come and go `ahead` of need or at it."""
+    """One run of a program; maps that are `in_host` wait in the `depot`."""
 
     def __init__(
         self,
@@ -31,11 +34,9 @@ class Runner:
         depot: Depot | None,
         weights: LiveWeights,
         recorder: Recorder,
-        *,
-        ahead: bool = False,
     ) -> None:
         self._graph, self._nodes = graph, graph.program.nodes
-        self._in_host, self._depot, self._ahead = in_host, depot, ahead
+        self._in_host, self._depot = in_host, depot
         self._weights, self._recorder = weights, recorder
         self._maps: dict[int, Map] = {}
         self._values: dict[int, torch.Tensor] = {}  # of what was done whole
@@ -46,9 +47,7 @@ class Runner:
         nodes = self._nodes
         self._watched = [weights.watched(nodes[source] for source in node.sources) for node in nodes]
 
-    def run(
-        self, inputs: Sequence[torch.Tensor], stages: Sequence[tuple[Stage, Sequence[Sequence[Step]]]]
-    ) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[torch.Tensor], passes: Sequence[Pass]) -> list[torch.Tensor]:
         """What the program gives for `inputs`."""
         program = self._graph.program
         self._like = inputs[0]
@@ -56,13 +55,13 @@ class Runner:
             self._values[index] = tensor
             if self._nodes[index].axis is not None:
                 self._maps[index] = GivenMap(tensor, self._nodes[index].axis or 0)
-        upcoming = [taken(stage, strip) for stage, strips in stages for strip in strips][1:]
+        upcoming = [taken(stage, strip) for stage, strips, _ in passes for strip in strips][1:]
         following = iter([*upcoming, {}])
         try:
-            for stage, strips in stages:
+            for stage, strips, ahead in passes:
                 self._begin(stage)
                 for strip in strips:
-                    self._work(stage, strip, next(following))
+                    self._work(stage, strip, next(following), ahead=ahead)
                     for index in self._maps.keys() - set(stage.stores):  # the last rows that earlier stages put
                         self._maps[index].sent()
                 self._end(stage)
@@ -74,19 +73,23 @@ class Runner:
             self._depot.settle()
         return [self._outputs[index] if index in self._outputs else self._values[index] for index in program.outputs]
 
-    def _work(self, stage: Stage, strip: Sequence[Step], following: Mapping[int, Span]) -> None:
+    def _work(self, stage: Stage, strip: Sequence[Step], following: Mapping[int, Span], *, ahead: bool) -> None:
         """One strip; from what is kept, the one after it takes the rows `following`."""
-        now = taken(stage, strip)
-        for index, span in now.items():
-            self._maps[index].expect(span)
-        for index in (following.keys() - now.keys()) & self._maps.keys():
-            self._maps[index].expect(following[index])
+        if ahead:
+            now = taken(stage, strip)
+            for index, span in now.items():
+                self._maps[index].expect(span)
+            for index in (following.keys() - now.keys()) & self._maps.keys():
+                self._maps[index].expect(following[index])
         for step in strip:
-            self._do(stage, step, following)
+            self._do(stage, step, following if ahead else {})
+            if not ahead and step.node in stage.stores:
+                self._maps[step.node].sent()
 
     def _begin(self, stage: Stage) -> None:
-        for index in stage.whole:
+        for index, used_up in zip(stage.whole, self._graph.used_up(stage), strict=True):
             self._values[index] = self._make_whole(index)
+            self._drop(used_up)
         for index in stage.stores:
             self._maps[index] = self._new_map(index)
         for index in stage.outputs:
@@ -98,7 +101,7 @@ class Runner:
         node = self._nodes[index]
         changed = {"device": self._like.device} if node.makes else {}
         with self._at_work(index):
-            return caller(node, **changed)([Piece(self._all(source), Span(0, 0)) for source in node.sources])
+            return caller(node, **changed)([Piece(self._all(source), NOTHING) for source in node.sources])
 
     def _at_work(self, index: int) -> ExitStack:
         """Until it is left, the layers whose weights the node takes are at work."""
@@ -119,14 +122,17 @@ class Runner:
         if self._graph.needed_whole(index):
             return GivenMap(torch.empty(node.shape, dtype=node.dtype, device=self._like.device), axis)
         if index in self._in_host and self._depot is not None:
-            return HostMap(node, self._depot, self._recorder, ahead=self._ahead)
+            return HostMap(node, self._depot, self._recorder)
         return DeviceMap(axis)
 
     def _end(self, stage: Stage) -> None:
         for index, statistics in self._measuring.items():
             self._known[index] = statistics.known()
         self._windows.clear()
-        for index in stage.drops:
+        self._drop(stage.drops)
+
+    def _drop(self, indices: Iterable[int]) -> None:
+        for index in indices:
             self._maps.pop(index, None)
             self._values.pop(index, None)
 
@@ -177,25 +183,27 @@ class Runner:
     def _made(self, index: int, span: Span) -> torch.Tensor:
         rule, node = self._graph.rules[index], self._nodes[index]
         assert rule is not None
-        pieces = [self._piece(index, place, needs, span) for place, needs in enumerate(rule.needs)]
+        pieces = [self._piece(argument, span) for argument in self._graph.arguments[index]]
         if rule.statistics:
-            pieces.append(Piece(self._known[node.sources[0]], Span(0, 0)))
+            pieces.append(Piece(self._known[node.sources[0]], NOTHING))
+        if rule.makes:
+            pieces.append(Piece(self._like, NOTHING))
         return rule.make(pieces, span)
 
-    def _piece(self, index: int, place: int, needs: Needs | None, span: Span) -> Piece:
-        """What the node at `index` takes at `place` of its arguments to make the rows `span`."""
-        source = self._nodes[index].sources[place]
-        axis, rows = self._nodes[source].axis, self._nodes[source].rows
-        if needs is None or axis is None:
-            return Piece(self._all(source), Span(0, 0))
-        wanted = needs(span).within(rows)
-        if wanted.lo == wanted.hi:  # beyond the border
-            shape = [0 if dim == axis else size for dim, size in enumerate(self._nodes[source].shape)]
-            return Piece(self._like.new_empty(shape, dtype=self._nodes[source].dtype), wanted)
-        if not self._graph.taken_by_rows(index, place):  # done whole
-            return Piece(crop(self._all(source), axis, Span(0, rows), wanted), wanted)
-        first, window = self._windows[source]
-        return Piece(crop(window, axis, Span(first, first + window.shape[axis]), wanted), wanted)
+    def _piece(self, argument: Argument, span: Span) -> Piece:
+        """What is taken of an argument to make the rows `span`."""
+        source, axis, rows, needs, by_rows = argument
+        if needs is None:
+            return Piece(self._all(source), NOTHING)
+        lo, hi = wanted = needs(span).within(rows)
+        if lo == hi:  # beyond the border
+            node = self._nodes[source]
+            shape = [0 if dim == axis else size for dim, size in enumerate(node.shape)]
+            return Piece(self._like.new_empty(shape, dtype=node.dtype), wanted)
+        first, there = self._windows[source] if by_rows else (0, self._all(source))
+        if hi - lo < there.shape[axis]:
+            there = there.narrow(axis, lo - first, hi - lo)
+        return Piece(there, wanted)
 
     def _hold(self, step: Step, rows: torch.Tensor) -> None:
         held = self._windows.pop(step.node, None)

@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
 
 from tightfit.apply.activations.strips.program import Program
-from tightfit.apply.activations.strips.rows import Rule
+from tightfit.apply.activations.strips.rows import Needs, Rule
 from tightfit.apply.activations.strips.rules import rule_for
 
-__all__ = ["Graph", "Stage", "find_stages"]
+__all__ = ["Argument", "Graph", "Stage", "find_stages"]
 
 # operations whose arithmetic is worth remembering; what others do is about as much work as to fetch it
 _HEAVY = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
@@ -31,6 +32,7 @@ _MOVING = {
     "repeat_interleave", "pixel_shuffle", "pixel_unshuffle", "upsample_nearest2d", "upsample_nearest3d",
     "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "clone", "contiguous", "to", "_to_copy", "copy",
     "slice_scatter", "select_scatter",
+    "empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
 NEVER = 1 << 62  # bytes: the price of what must not be done
 
@@ -45,7 +47,17 @@ class Stage:
     stores: tuple[int, ...]  # kept from now on
     measured: tuple[int, ...]  # of which the statistics are taken
     outputs: tuple[int, ...]  # what the method gives back
-    drops: tuple[int, ...]  # kept until now, and needed no longer
+    drops: tuple[int, ...]  # kept until now, or done at once, and needed no longer
+
+
+class Argument(NamedTuple):
+    """What a node takes at one place of its arguments."""
+
+    source: int
+    axis: int
+    rows: int
+    needs: Needs | None  # None: all of it
+    by_rows: bool  # whether it is made by rows too
 
 
 class Graph:
@@ -53,7 +65,7 @@ class Graph:
 
     def __init__(self, program: Program, *, in_order: bool = False) -> None:
         """With `in_order` nothing is done before what the program does before it."""
-        self.program = program
+        self.program, self.in_order = program, in_order
         self.rules: list[Rule | None] = [rule_for(program, index) for index in range(len(program.nodes))]
         self.level = [0] * len(program.nodes)
         latest = 0
@@ -64,6 +76,18 @@ class Graph:
             self.level[index] = max(ready, default=0)
             if in_order:
                 latest = self.level[index] = max(latest, self.level[index])
+
+    @cached_property
+    def arguments(self) -> list[list[Argument]]:
+        """For each node, what it takes."""
+        places = (range(len(node.sources)) for node in self.program.nodes)
+        return [[self._argument(index, place) for place in some] for index, some in enumerate(places)]
+
+    def _argument(self, index: int, place: int) -> Argument:
+        number, rule = self.program.nodes[index].sources[place], self.rules[index]
+        source = self.program.nodes[number]
+        needs = None if rule is None or source.axis is None else rule.needs[place]
+        return Argument(number, source.axis or 0, source.rows, needs, self.taken_by_rows(index, place))
 
     def by_rows(self, index: int) -> bool:
         """Whether the node is done row by row."""
@@ -121,6 +145,17 @@ class Graph:
     def last(self) -> int:
         return max(self.level)
 
+    def used_up(self, stage: Stage) -> list[list[int]]:
+        """For each node that `stage` does whole, what nobody needs once that is done."""
+        if not stage.whole:
+            return []
+        nodes = self.program.nodes
+        by_strips = {source for index in stage.strips for source in nodes[index].sources}.union(stage.reads)
+        last: dict[int, int] = {}
+        for place, index in enumerate(stage.whole):
+            last |= dict.fromkeys(set(nodes[index].sources).intersection(stage.drops) - by_strips, place)
+        return [[index for index, at in last.items() if at == place] for place in range(len(stage.whole))]
+
 
 def find_stages(graph: Graph, price: float = math.inf) -> list[Stage]:
     """The stages of a program. `price` is what one operation that is done again costs, in bytes kept instead."""
@@ -159,7 +194,7 @@ class _Planner:
             if graph.taken_by_rows(i, p) and source in self._there
         }
         reads |= measured & self._there
-        gone = before - kept - set(program.inputs)
+        gone = before.union(whole) - kept - set(program.inputs)
         stores = kept - self._there
         self._there = kept | set(program.inputs)
         return Stage(whole, *(tuple(sorted(some)) for some in (strips, reads, stores, measured, outputs, gone)))

@@ -8,7 +8,7 @@ but one to the last. Whether the method really does that is seen by playing it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +53,7 @@ def continued(short: Program, longer: Program, times: int) -> Program:
     """
     size = len(longer.nodes) - len(short.nodes)
     same = _alike(short.nodes, longer.nodes)
-    if not 0 < size <= same:
+    if not 0 < size <= same or not _same_tables(short.constants, longer.constants):
         raise Unsteady
     before, step = longer.nodes[same - size : same], longer.nodes[same : same + size]
     on: Numbers = lambda one, other: one + times * (other - one)  # noqa: E731
@@ -66,6 +66,11 @@ def continued(short: Program, longer: Program, times: int) -> Program:
         steps += [_made(further, *three) for three in zip(begin[same - size :], before, step, strict=True)]
     outputs = tuple(map(on, short.outputs, longer.outputs))
     return Program((*begin, *steps, *rest), short.inputs, outputs, short.constants)
+
+
+def _same_tables(tables: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Whether tables that the code makes are the same in a longer clip: what they would be in others is not known."""
+    return tables.keys() == others.keys() and all(torch.equal(tables[name], others[name]) for name in tables)
 
 
 def _alike(nodes: Sequence[Node], others: Sequence[Node]) -> int:
@@ -107,10 +112,10 @@ def _combined(numbers: Numbers, first: Any, *others: Any) -> Any:
     return first
 
 
-def _grown(numbers: Numbers, short: Sequence[Any], longer: Sequence[Any], *_: Any) -> Any:
+def _grown(numbers: Numbers, short: Sequence[Any], longer: Sequence[Any], *others: Any) -> Any:
     """A list that has more items for each step, as the parts of which a clip is put together."""
     there, more = len(short), len(longer) - len(short)
-    if not 0 < more <= there or _:
+    if others or not 0 < more <= there:
         raise Unsteady
     items = [_combined(numbers, *pair) for pair in zip(short, longer, strict=False)]
     for number in range(1, numbers(0, 1) + 1):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tightfit.apply.activations.strips.course import Course, find_course
+from tightfit.apply.activations.strips.archive import kept_course
+from tightfit.apply.activations.strips.course import Course
 from tightfit.apply.activations.strips.program import Program
 from tightfit.decisions import Maps
 from tightfit.units import format_bytes
@@ -17,15 +18,16 @@ LESS = 0.98  # of the bytes on the device: another try has to take less than tha
 
 @dataclass(frozen=True)
 class Way:
-    """Strips within `working` bytes, and where maps wait between them."""
+    """Strips within `working` bytes, and where maps wait between them; files know the program by its `mark`, if any."""
 
     program: Program
     working: int
     maps: Maps
+    mark: str = ""
 
     @cached_property
     def course(self) -> Course:
-        return find_course(self.program, self.working, self.maps)
+        return kept_course(self.mark, self.program, self.working, self.maps)
 
     def described(self, planned: Way) -> str:
         """How it differs from what was `planned`."""
@@ -48,12 +50,12 @@ class Way:
 
     def _below(self, working: int, maps: Maps) -> Way | None:
         """The way with `working` bytes for strips, halved until it takes less than this one; None if it never does."""
-        way, smallest = Way(self.program, working, maps), Way(self.program, 1, maps)
+        way, smallest = replace(self, working=working, maps=maps), replace(self, working=1, maps=maps)
         while not self._takes_more_than(way):
             if not self._takes_more_than(smallest):
                 return None
             working = max(working // 2, 1)
-            way = Way(self.program, working, maps)
+            way = replace(way, working=working)
         return way
 
     def _takes_more_than(self, other: Way) -> bool:

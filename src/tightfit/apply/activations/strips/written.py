@@ -1,4 +1,4 @@
-"""A Program in words: as plain JSON, in which nothing but operations of ATen can be said, and back."""
+"""A Program and its Course in words: plain JSON, in which nothing but operations of ATen can be said, and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 
 from tightfit.apply.activations.exporting import HERE
 from tightfit.apply.activations.operations import find_operation, read_argument, written_argument
+from tightfit.apply.activations.strips.course import Course, passes_of
+from tightfit.apply.activations.strips.peaks import Peak
 from tightfit.apply.activations.strips.program import Node, Program, Ref
+from tightfit.apply.activations.strips.stages import Graph, Stage
 
-__all__ = ["check_program", "read_program", "written_program"]
+__all__ = ["check_program", "read_course", "read_program", "written_course", "written_program"]
 
 _LEAVES = ("input", "weight", "constant")
 
@@ -73,3 +76,21 @@ def check_program(program: Program, weights: Mapping[str, torch.Tensor], inputs:
             raise ValueError(f"node {place}, {node.name}, is {node.dtype} {node.shape}, and here {tuple(found.shape)}")
     if not all(0 <= index < len(program.nodes) for index in program.outputs):
         raise ValueError(f"outputs {program.outputs} of {len(program.nodes)} nodes")
+
+
+def written_course(course: Course) -> dict[str, Any]:
+    """What is long to find of `course`: its stages, and in how many strips each is done."""
+    passes = [[*map(list, vars(stage).values()), len(strips), ahead] for stage, strips, ahead in course.passes]
+    return {
+        "in_order": course.graph.in_order,
+        "in_host": sorted(course.in_host),
+        "passes": passes,
+        "peak": list(course.peak),
+    }
+
+
+def read_course(written: Mapping[str, Any], program: Program) -> Course:
+    """The course of `program` that is `written`. For what is none it raises whatever Python has to say to it."""
+    graph = Graph(program, in_order=written["in_order"])
+    planned = ((Stage(*map(tuple, indices)), count, ahead) for *indices, count, ahead in written["passes"])
+    return Course(graph, frozenset(written["in_host"]), passes_of(graph, planned), Peak(*written["peak"]))
