@@ -24,7 +24,6 @@ def test_strips_are_exact_and_the_page_says_what_was_found(case: TinyAutoencoder
         assert found.row in lines, f'run: python tests/strip_proof.py "{case.name}"'
 
 
-@pytest.mark.slow
 def test_the_page_has_a_line_for_every_method_of_every_class() -> None:
     page = PAGE.read_text()
     lines = [tuple(row.strip("| ").split(" | ")[:2]) for row in rows_of(page)]
