@@ -30,6 +30,7 @@ bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/vae.py
 	$(BIN)/python bench/attention.py
 	$(BIN)/python bench/activations.py
+	$(BIN)/python bench/strips.py
 	$(BIN)/python bench/predict.py
 	$(BIN)/python bench/streaming.py
 	$(BIN)/python bench/weights.py

@@ -56,7 +56,7 @@ CASES = (
     Case("qwen-image", "qwen-image", "2048×2048", (16, 1, 256, 256), 1 * GB, 128 * MB),
     Case("cogvideox", "cogvideox-5b", "49 frames 480×720", (16, 13, 60, 90), 4 * GB, 500 * MB, "host"),
     Case("hunyuanvideo", "hunyuanvideo", "61 frames 544×960", (16, 16, 68, 120), 4 * GB, 500 * MB, "host"),
-    Case("ltx-video", "ltx-video-2b", "121 frames 704×1216", (128, 16, 22, 38), 4 * GB, 500 * MB),
+    Case("ltx-video", "ltx-video-2b", "121 frames 704×1216", (128, 16, 22, 38), 5 * GB, 500 * MB),
 )
 
 
