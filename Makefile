@@ -19,7 +19,7 @@ test: lint  ## lint, types and tests; under 15 minutes on 2 cores
 	$(PYTEST)
 
 test-slow: $(READY)  ## proofs that take minutes
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) --dist worksteal -m "slow and not gpu"
 
 test-gpu: $(READY)  ## what needs a CUDA card; skipped where there is none
 	$(BIN)/python -m pytest -m gpu

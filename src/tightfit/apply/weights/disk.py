@@ -1,7 +1,9 @@
 """Weights whose masters are in files: a model's own safetensors shards, or a temporary file written for the purpose.
 
 What moves together is read in few long stretches of whole sectors, straight to where it is used; each weight then lies
-at the same place within a sector as in its file, and nothing is repacked.
+at the same place within a sector as in its file, and nothing is repacked. So do weights that are read once: loaders map
+files into memory, libraries for matrices may compute otherwise, in the last bit, where addresses are no multiples of
+16, and numbers are to be the same.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from tightfit.errors import RunError
 __all__ = ["DiskHome", "Spill", "Stored", "read_like", "read_stored"]
 
 
+CACHE_LINE = 64  # bytes, of which torch's addresses are multiples
 UNSETTLED = 64 * 2**20  # bytes of a file that may be in the page cache alone
 
 
@@ -87,7 +90,11 @@ def read_stored(stored: Stored, reader: DiskReader) -> torch.Tensor:
     if not stored.size:
         return torch.empty(stored.shape, dtype=stored.dtype)
     value = DiskHome([stored], reader).values()[0]
-    return value if stored.size >= OWN_MEMORY else value.clone()
+    if stored.size >= OWN_MEMORY:
+        return value
+    begin = value.data_ptr() % CACHE_LINE
+    room = torch.empty(begin + stored.size, dtype=torch.uint8)[begin:].view(stored.dtype)
+    return room.as_strided(value.shape, value.stride(), room.storage_offset()).copy_(value)
 
 
 def read_like(like: torch.Tensor, stored: Stored, reader: DiskReader) -> torch.Tensor:

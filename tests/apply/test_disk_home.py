@@ -1,0 +1,42 @@
+"""Weights read from safetensors files: the same values, at addresses of which libraries think as of the file's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tightfit.apply.weights.disk import DiskHome, Stored, read_stored
+from tightfit.devices.disk import DiskReader
+from tightfit.devices.memory import OWN_MEMORY
+
+SHAPES = {"a": (3, 64), "b": (5,), "c": (64, 7), "d": (16, 16), "e": (2, 3), "f": (1024, 600), "g": (0, 4)}
+
+
+def stored_in(file: Path) -> dict[str, Stored]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    begin = {name: 8 + length + header[name]["data_offsets"][0] for name in SHAPES}
+    read = load_file(file)
+    return {name: Stored(file, begin[name], x.dtype, x.shape, x.stride()) for name, x in read.items()}
+
+
+@pytest.mark.parametrize("more", [0, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_lie_as_in_a_mapped_file(more: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
+    save_file(tensors, file, metadata={"filled": "x" * more})
+    stored = stored_in(file)
+    assert stored["f"].size >= OWN_MEMORY > stored["a"].size
+    with DiskReader() as reader:
+        one_by_one = {name: read_stored(each, reader) for name, each in stored.items()}
+        together = dict(zip(stored, DiskHome(list(stored.values()), reader).values(), strict=True))
+    for found in (one_by_one, together):
+        for name, value in found.items():
+            assert torch.equal(value, tensors[name]), name
+            assert not value.numel() or value.data_ptr() % 64 == stored[name].offset % 64, name
