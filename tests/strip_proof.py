@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -135,7 +136,8 @@ class _Work:
 
 def _works(call: Callable[[], object]) -> bool:
     try:
-        call()
+        with warnings.catch_warnings(action="ignore"):  # a slow kernel is said once to be slow
+            call()
     except Exception:  # whatever a class says to what it was not made for
         return False
     return True
