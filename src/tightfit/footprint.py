@@ -17,20 +17,24 @@ __all__ = [
     "Component",
     "Count",
     "Footprint",
+    "Maps",
     "Pass",
     "Phase",
     "Positive",
     "Real",
     "Request",
     "Role",
+    "Turn",
     "Unit",
     "Use",
+    "Way",
     "Workload",
 ]
 
 Count = Annotated[int, Strict(), Field(ge=0)]  # strict: True is no number
 Positive = Annotated[int, Strict(), Field(gt=0)]
 Real = Annotated[float, Strict(), Field(ge=0)]
+Maps = Literal["device", "host", "again"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
 
 
@@ -45,6 +49,14 @@ class Request(Record):
     batch: Positive = 1
     steps: Positive | None = None
     guidance: Real | None = None
+
+    @property
+    def described(self) -> str:
+        """In a few words."""
+        size = [f"{self.width}×{self.height}"] if self.height and self.width else []
+        size += [f"{self.frames} frames"] if self.frames else []
+        size += [f"{self.batch} at once"] if self.batch > 1 else []
+        return ", ".join(size) or "its usual request"
 
 
 class Unit(Record):
@@ -64,9 +76,11 @@ class Component(Record):
     class_name: str
     role: Role
     bytes: Count
+    room: Count = 0  # bytes that an allocator takes for its weights, one by one; 0: as many as they are
     dtypes: dict[str, Count] = Field(default_factory=dict)
     units: tuple[Unit, ...] = ()
     leaves: tuple[Unit, ...] = ()  # single layers that own large parameters, the least that can move by itself
+    small: Count = 0  # tensors outside of these
     skips: bool = False  # activations of early units wait for late ones (a U-Net)
     compiled: bool = False  # parts of it are compiled, which hooks keep out of
     convolves: bool = False  # most of what it convolves with are windows on pictures, not single points or clips
@@ -79,7 +93,7 @@ class Component(Record):
 
 
 class Workload(Record):
-    """Kernels of one kind in one dtype, together."""
+    """Kernels of one kind in one dtype, and alike in operations for each byte, together."""
 
     kind: Literal["matmul", "convolution", "attention", "memory"]
     dtype: str
@@ -88,13 +102,25 @@ class Workload(Record):
     kernels: Positive
 
 
+class Turn(Record):
+    """What one leaf does at a time; "" is what is done between leaves."""
+
+    leaf: str
+    work: tuple[Workload, ...]
+
+
 class Use(Record):
     """One turn of a unit while its component works; "" is what the component does between its units."""
 
     unit: str
     waiting: Count  # bytes of activations that are there when it begins
     peak: Count  # the most bytes of activations there are while it works, those included
-    work: tuple[Workload, ...] = ()
+    turns: tuple[Turn, ...] = ()  # of its leaves, in their true order
+
+    @property
+    def work(self) -> tuple[Workload, ...]:
+        """All that is done meanwhile."""
+        return tuple(work for turn in self.turns for work in turn.work)
 
 
 class Pass(Record):
@@ -107,16 +133,31 @@ class Pass(Record):
     uses: tuple[Use, ...]  # in their true order
 
 
+class Way(Record):
+    """How else the autoencoder's passes of a phase can be done, with the same numbers: in strips."""
+
+    strips: Positive  # bytes for them
+    maps: Maps  # where maps wait between them
+    room: Count  # bytes that an allocator needs for activations
+    host: Count  # bytes of host memory in which maps wait
+    kernels: Positive  # that the host launches
+    bytes_in: Count  # of maps, over the link
+    bytes_out: Count
+
+
 class Phase(Record):
     """A stretch of the call in which components of the same role work."""
 
     name: str
     peak: Count  # bytes of activations, between passes too
+    outside: Count = 0  # the most of these bytes while no pass is worked through
+    room: Count  # bytes that an allocator needs for them, all that it holds and does not use given back in need
     passes: tuple[Pass, ...]  # one of each kind
     order: tuple[Count, ...]  # which of them came when
     between: tuple[Workload, ...] = ()  # work outside all components: a scheduler's
     skipped: tuple[str, ...] = ()  # units, as component.unit, that none of its passes used
     conditional: tuple[str, ...] = ()  # units that some passes of their component used and others did not
+    ways: tuple[Way, ...] = ()  # other than as it was measured
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,35 +12,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from tightfit.footprint import Pass, Phase, Use, Workload
-from tightfit.measure.modules import find_phase, find_role, find_units
+from tightfit.footprint import Pass, Phase, Turn, Use
+from tightfit.measure.modules import find_leaves, find_phase, find_role, find_units
+from tightfit.measure.tally import Tally
+from tightfit.pretend.allocator import Step
 from tightfit.pretend.card import Card
+from tightfit.pretend.history import least_capacity, replay
 from tightfit.pretend.kernels import Work
 from tightfit.pretend.storage import settle
 
 __all__ = ["Ledger", "likeness"]
-
-
-class _Tally:
-    """Kernels, added up by kind and dtype."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], list[int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._sums)
-
-    def add(self, work: Work) -> None:
-        sums = self._sums.setdefault((work.kind, str(work.dtype).removeprefix("torch.")), [0, 0, 0])
-        sums[0] += work.operations
-        sums[1] += work.bytes
-        sums[2] += 1
-
-    def workloads(self) -> tuple[Workload, ...]:
-        return tuple(
-            Workload(kind=kind, dtype=dtype, operations=operations, traffic=traffic, kernels=kernels)
-            for (kind, dtype), (operations, traffic, kernels) in self._sums.items()
-        )
 
 
 @dataclass
@@ -49,18 +31,25 @@ class _Stretch:
     unit: str
     waiting: int
     peak: int
-    tally: _Tally = field(default_factory=_Tally)
+    turns: list[tuple[str, Tally]] = field(default_factory=list)  # of its leaves, and what is done between them
 
     @property
     def worked(self) -> bool:
-        return bool(self.unit or self.tally)
+        return bool(self.unit or self.turns)
+
+    def add(self, leaf: str, work: Work) -> None:
+        """`leaf` does `work`."""
+        if not self.turns or self.turns[-1][0] != leaf:
+            self.turns.append((leaf, Tally()))
+        self.turns[-1][1].add(work)
 
     def later(self, more: int) -> _Stretch:
         """The same, with `more` bytes waiting."""
-        return _Stretch(self.unit, self.waiting + more, self.peak + more, self.tally)
+        return _Stretch(self.unit, self.waiting + more, self.peak + more, self.turns)
 
     def use(self) -> Use:
-        return Use(unit=self.unit, waiting=self.waiting, peak=self.peak, work=self.tally.workloads())
+        turns = tuple(Turn(leaf=leaf, work=tally.workloads()) for leaf, tally in self.turns)
+        return Use(unit=self.unit, waiting=self.waiting, peak=self.peak, turns=turns)
 
 
 @dataclass
@@ -72,6 +61,7 @@ class _Open:
     inputs: tuple[Any, ...]
     stretches: list[_Stretch] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # units that are at work, the innermost last
+    leaf: str = ""  # that is at work
     kernels: int = 0
 
     @property
@@ -82,10 +72,11 @@ class _Open:
 class _PhaseLedger:
     """The passes of one phase: those alike (in inputs and in the units they use) are one kind, kept at its highest."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, began: int) -> None:
         self.name = name
-        self.peak = 0
-        self.between = _Tally()
+        self.began = began  # at which step of the allocator
+        self.peak = self.outside = 0
+        self.between = Tally()
         self._kinds: dict[Any, list[_Stretch]] = {}
         self._order: list[Any] = []
 
@@ -96,8 +87,8 @@ class _PhaseLedger:
         self._order.append(kind)
         self.peak = max(self.peak, _highest(stretches))
 
-    def phase(self, units: dict[str, list[str]]) -> Phase:
-        """`units` are all there are, by component."""
+    def phase(self, units: dict[str, list[str]], history: Sequence[Step]) -> Phase:
+        """`units` are all there are, by component; `history` is what was asked of an allocator meanwhile."""
         kinds = list(self._kinds)
         used: dict[str, list[set[str]]] = {}
         for component, *_, names in kinds:
@@ -108,6 +99,8 @@ class _PhaseLedger:
         return Phase(
             name=self.name,
             peak=self.peak,
+            outside=self.outside,
+            room=_room(history, self.peak),
             passes=tuple(self._pass(kind) for kind in kinds),
             order=tuple(map(kinds.index, self._order)),
             between=self.between.workloads(),
@@ -120,6 +113,11 @@ class _PhaseLedger:
         component, method = kind[:2]
         peak = _highest(self._kinds[kind])
         return Pass(component=component, method=method, runs=self._order.count(kind), peak=peak, uses=uses)
+
+
+def _room(history: Sequence[Step], peak: int) -> int:
+    """Bytes that an allocator must have for `history` at the least, and for a peak that repeated passes brought."""
+    return least_capacity(history, expandable=True) + max(0, peak - replay(history, 2**60).allocated.peak)
 
 
 def _highest(stretches: list[_Stretch]) -> int:
@@ -136,11 +134,12 @@ class Ledger:
         self._card = card
         settle()
         self._weights = card.allocator.allocated.now - card.workspace_bytes
+        self._began = len(card.allocator.history)
         self._phases: list[_PhaseLedger] = []
         self._open: list[_Open] = []
         self._units: dict[str, list[str]] = {}
         self._seen: dict[Any, list[_Stretch]] = {}  # passes, by what could be seen of them before they began
-        self._before = _Tally()  # work before the first phase
+        self._before = Tally()  # work before the first phase
 
     def follow(self, components: dict[str, nn.Module], undo: ExitStack) -> None:
         """Listens to `components` until `undo` is closed."""
@@ -148,6 +147,7 @@ class Ledger:
         undo.callback(self._card.watchers.remove, self._kernel)
         for name, module in components.items():
             self._follow_units(name, find_units(module), undo)
+            self._follow_leaves(name, find_leaves(module), undo)
             role = find_role(name, module)
             for method in ("forward", "encode", "decode") if role == "autoencoder" else ("forward",):
                 self._follow_method(name, module, method, find_phase(name, role, method), undo)
@@ -156,7 +156,29 @@ class Ledger:
 
     def phases(self) -> tuple[Phase, ...]:
         """What was seen."""
-        return tuple(phase.phase(self._units) for phase in self._phases)
+        ends = [phase.began for phase in self._phases[1:]] + [len(self._card.allocator.history)]
+        return tuple(
+            phase.phase(self._units, self._history(phase.began, end))
+            for phase, end in zip(self._phases, ends, strict=True)
+        )
+
+    def _history(self, begin: int, end: int) -> list[Step]:
+        """What was asked of the allocator between two of its steps; first, all activations that were there by then."""
+        steps, workspaces = self._card.allocator.history, self._card.workspace_numbers
+        there: dict[int, Step] = {}
+        for step in steps[self._began : begin]:
+            if step.what == "malloc":
+                there[step.block] = step
+            elif step.what == "free":
+                there.pop(step.block, None)
+        there = {number: step for number, step in there.items() if number not in workspaces}
+        asked, known = list(there.values()), set(there)
+        for step in steps[begin:end]:
+            if step.what == "malloc" and step.block not in workspaces:
+                known.add(step.block)
+            if step.what == "empty_cache" or step.block in known:
+                asked.append(step)
+        return asked
 
     def _follow_units(self, name: str, units: dict[str, nn.Module], undo: ExitStack) -> None:
         self._units[name] = list(units)
@@ -164,6 +186,13 @@ class Ledger:
             enter, leave = functools.partial(self._enter, name, path), functools.partial(self._leave, name)
             undo.callback(unit.register_forward_pre_hook(enter, prepend=True).remove)
             undo.callback(unit.register_forward_hook(leave, always_call=True).remove)
+
+    def _follow_leaves(self, name: str, leaves: dict[str, tuple[nn.Module, ...]], undo: ExitStack) -> None:
+        for leaf, parts in leaves.items():
+            begin, end = functools.partial(self._at_leaf, name, leaf), functools.partial(self._at_leaf, name, "")
+            for part in parts:
+                undo.callback(part.register_forward_pre_hook(begin, prepend=True).remove)
+                undo.callback(part.register_forward_hook(end, always_call=True).remove)
 
     def _follow_method(self, name: str, module: nn.Module, method: str, phase: str, undo: ExitStack) -> None:
         """Replaces a method by one that is a pass, unless it is called inside one."""
@@ -203,8 +232,8 @@ class Ledger:
 
     def _begin(self, phase: str, opened: _Open) -> None:
         if not self._phases or self._phases[-1].name != phase:
-            self._phases.append(_PhaseLedger(phase))
-            self._phases[-1].between, self._before = self._before, _Tally()  # what was done before the first is its
+            self._phases.append(_PhaseLedger(phase, len(self._card.allocator.history)))
+            self._phases[-1].between, self._before = self._before, Tally()  # what was done before the first is its
         self._open.append(opened)
         self._turn("")
 
@@ -233,6 +262,10 @@ class Ledger:
             inside.pop()
             self._turn(inside[-1] if inside else "")
 
+    def _at_leaf(self, name: str, leaf: str, *_: Any) -> None:
+        if self._open and self._open[-1].component == name:
+            self._open[-1].leaf = leaf
+
     def _turn(self, unit: str) -> None:
         settle()
         now = self._activations
@@ -250,11 +283,13 @@ class Ledger:
         if self._open:
             stretch = self._open[-1].stretches[-1]
             stretch.peak = max(stretch.peak, now)
-            stretch.tally.add(work)
+            stretch.add(self._open[-1].leaf, work)
             for each in self._open:
                 each.kernels += 1
         else:
             (self._phases[-1].between if self._phases else self._before).add(work)
+            if self._phases:
+                self._phases[-1].outside = max(self._phases[-1].outside, now)
 
 
 def likeness(args: Any, kwargs: Any) -> tuple[Any, ...]:

@@ -11,6 +11,8 @@ from torch import nn
 
 from tightfit.errors import PlanError
 from tightfit.footprint import Component, Footprint, Role, Unit
+from tightfit.pretend.allocator import Step
+from tightfit.pretend.history import replay
 
 __all__ = [
     "HANDLE",
@@ -59,19 +61,28 @@ def inspect_component(name: str, module: nn.Module) -> Component:
         for tensor in weight_tensors(block):
             left.pop(id(tensor), None)  # tied weights may be in two blocks
     whole = _unit(name, list(tensors.values()))
+    leaves = find_leaves(module)
+    large = {id(tensor) for parts in leaves.values() for part in parts for tensor in _own(part)}
     return Component(
         name=name,
         class_name=type(module).__name__,
         role=find_role(name, module),
         bytes=whole.bytes,
+        room=_room(tensors.values()),
         dtypes=whole.dtypes,
         units=(*units, _unit("", list(left.values()))) if units else (),
-        leaves=tuple(_leaf(path, parts) for path, parts in find_leaves(module).items()),
+        leaves=tuple(_leaf(path, parts) for path, parts in leaves.items()),
+        small=len(tensors.keys() - large),
         skips=has_skips(module),
         compiled=bool(compiled_around(module)),
         convolves=convolves(module),
         head_widths=head_widths(module),
     )
+
+
+def _room(tensors: Iterable[torch.Tensor]) -> int:
+    asked = [Step("malloc", number, tensor.nbytes) for number, tensor in enumerate(tensors)]
+    return replay(asked, 2**60, expandable=True).reserved.peak
 
 
 def _leaf(path: str, parts: tuple[nn.Module, ...]) -> Unit:

@@ -211,6 +211,8 @@ class CachingAllocator:
 
     def _expand(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Maps pages at the lowest address where `size` bytes are free or unmapped in a row."""
+        if size > self.capacity:
+            return None
         block = self._expandable_place(pool, size, stream)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None

@@ -108,6 +108,11 @@ class Card:
         return sum(block.size for block in self._workspaces.values())
 
     @property
+    def workspace_numbers(self) -> set[int]:
+        """By which numbers its allocator's history calls them."""
+        return {block.number for block in self._workspaces.values()}
+
+    @property
     def _workspace(self) -> int:
         major = (self.accelerator.compute_capability or "").partition(".")[0]
         return LARGE_WORKSPACE if major in ("9", "10", "12") else WORKSPACE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -10,17 +11,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
+from tightfit.apply.activations.exporting import without_weights
+from tightfit.apply.activations.strips.survey import survey
 from tightfit.apply.fitting import fit
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
-from tightfit.errors import InputError
-from tightfit.footprint import Footprint
+from tightfit.errors import InputError, unknown_name
+from tightfit.footprint import Footprint, Phase
 from tightfit.measure.ledger import Ledger
-from tightfit.measure.modules import find_components, inspect_pipeline
+from tightfit.measure.modules import find_components, find_role, inspect_pipeline
 from tightfit.measure.shadow import mark_of, shadow_of
 from tightfit.records import Accelerator, Request
 from tightfit.run.aside import aside
+from tightfit.run.models import DTYPES
 from tightfit.run.predictions import find_subject, remembered
 from tightfit.run.stage import Stage, roomy_card
 
@@ -31,14 +36,19 @@ CARD = Accelerator(name="any card", kind="pretend", bytes=1)  # what is measured
 
 
 def measure_footprint(
-    subject: Any, request: Request | Mapping[str, Any] | None = None, *, inputs: Inputs | None = None
+    subject: Any,
+    request: Request | Mapping[str, Any] | None = None,
+    *,
+    inputs: Inputs | None = None,
+    dtype: str | None = None,
 ) -> Footprint:
     """What `subject` is made of and what it does, found out without its weights and without a card.
 
     `subject` is a diffusers pipeline, a folder (its configurations are read, its weights are not), a hub id, or a
     known model's name; then `request` says what is asked of it (default: a known model's usual request, else the
     pipeline's own defaults), and `inputs` names further arguments of its call, e.g. a control image. Where it starts
-    from pictures and none are given, grey ones of the size that is asked for stand in.
+    from pictures and none are given, grey ones of the size that is asked for stand in. What is not loaded yet is
+    computed in `dtype`: "bfloat16", "float16" or "float32" (default: as stored, or as a known model usually is).
 
     Or `subject` is a single module, or one of its methods (`vae.decode`); then `inputs` are the call's arguments, by
     position or by name: a tensor (of which only shape and dtype count, if it is large), a tuple of numbers for a
@@ -54,7 +64,11 @@ def measure_footprint(
     asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
     if isinstance(subject, str | Path):
         model, mark = find_subject(str(subject))
-        return _kept(mark, asked, inputs, model)
+        if dtype is not None and dtype not in DTYPES:
+            raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
+        return _kept(mark, asked, inputs, model, dtype)
+    if dtype is not None:
+        raise InputError(f"a {type(subject).__name__} that is loaded has its own dtype: leave dtype={dtype} out")
     module, method = (subject.__self__, subject.__name__) if inspect.ismethod(subject) else (subject, "forward")
     if isinstance(module, nn.Module):
         if request is not None or inputs is None:
@@ -67,28 +81,77 @@ def measure_footprint(
     return _kept(mark_of(subject), asked, inputs, subject)
 
 
-def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any) -> Footprint:
+def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: str | None = None) -> Footprint:
     """From the cache, where all that the answer depends on has a mark."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise InputError(f"a pipeline's inputs go by name, not as {type(inputs).__name__}", kind=type(inputs).__name__)
 
     def measure() -> Footprint:
         known = isinstance(model, str | ModelFolder)
-        return aside(_measure_call, model if known else shadow_of(model), asked, inputs or {})
+        return aside(_measure_call, model if known else shadow_of(model), asked, inputs or {}, dtype)
 
     if inputs or not mark:
         return measure()
-    return remembered(Footprint, {"model": mark, "request": asked.to_mapping()}, measure)
+    return remembered(Footprint, {"model": mark, "request": asked.to_mapping(), "dtype": dtype}, measure)
 
 
-def _measure_call(model: Any, asked: Request, inputs: Mapping[str, Any]) -> Footprint:
+def _measure_call(model: Any, asked: Request, inputs: Mapping[str, Any], dtype: str | None) -> Footprint:
     with roomy_card(CARD) as card, ExitStack() as undo:
-        stage = Stage(model, card, {"level": 0}, asked)
-        ledger = Ledger(card)
+        stage = Stage(model, card, {"level": 0}, asked, getattr(torch, dtype) if dtype else None)
+        ledger, calls = Ledger(card), _Calls(stage.components, undo)
         ledger.follow(stage.components, undo)
         stage.play(inputs)
         made = inspect_pipeline(stage.pipe)
-        return made.model_copy(update={"request": stage.request, "phases": ledger.phases()})
+        phases = tuple(calls.with_ways(phase) for phase in ledger.phases())
+        return made.model_copy(update={"request": stage.request, "phases": phases})
+
+
+class _Calls:
+    """How autoencoders were called first: as they were then, and the shapes of what they were given."""
+
+    def __init__(self, components: Mapping[str, nn.Module], undo: ExitStack) -> None:
+        self._seen: dict[tuple[str, str], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
+        for name, module in components.items():
+            if find_role(name, module) == "autoencoder":
+                for method in ("encode", "decode"):
+                    if hasattr(module, method):
+                        self._follow(name, module, method, undo)
+
+    def _follow(self, name: str, module: nn.Module, method: str, undo: ExitStack) -> None:
+        inner = getattr(module, method)
+        first = next(iter(inspect.signature(inner).parameters))
+
+        @functools.wraps(inner)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = args or (kwargs[first],)
+            others = {key: value for key, value in kwargs.items() if args or key != first}
+            if (name, method) not in self._seen:  # some pipelines change its dtype for the call
+                with torch.inference_mode(False):
+                    double = without_weights(module, type(module).__mro__[1])
+                for own in ("forward", "encode", "decode"):  # those who listen are not part of it
+                    vars(double).pop(own, None)
+                self._seen[name, method] = double, *tree_map(_shape_of, (given, others))
+            return inner(*args, **kwargs)
+
+        setattr(module, method, run)
+        undo.callback(delattr, module, method)
+
+    def with_ways(self, phase: Phase) -> Phase:
+        """`phase` with the ways in which its only pass could be done in strips."""
+        kinds = {(done.component, done.method) for done in phase.passes}
+        if len(kinds) > 1 or not kinds <= self._seen.keys():
+            return phase
+        ((name, method),) = kinds
+        beside = max(done.uses[0].waiting for done in phase.passes)
+        module, args, kwargs = self._seen[name, method]
+        ways = survey(module, method, args, kwargs, phase.peak - beside, beside, phase.outside)
+        return phase.model_copy(update={"ways": tuple(ways)})
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value
 
 
 def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint:

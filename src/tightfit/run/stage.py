@@ -49,14 +49,16 @@ def roomy_card(like: Accelerator) -> Iterator[Card]:
 class Stage:
     """A pipeline without weights that follows a plan on `card`.
 
-    `model` is a known one's name, a checked folder or a live pipeline's shadow; what `asked` leaves open is a known
-    model's usual request, or the pipeline's own defaults. InputError for unknown names, ModelError for a folder that
-    makes no pipeline, RequestError and PlanError for what is illegal.
+    `model` is a known one's name or a checked folder, both computed in `dtype`, or a live pipeline's shadow; what
+    `asked` leaves open is a known model's usual request, or the pipeline's own defaults. InputError for unknown names,
+    ModelError for a folder that makes no pipeline, RequestError and PlanError for what is illegal.
     """
 
-    def __init__(self, model: Any, card: Card, choices: dict[str, Any], asked: Request) -> None:
+    def __init__(
+        self, model: Any, card: Card, choices: dict[str, Any], asked: Request, dtype: torch.dtype | None = None
+    ) -> None:
         # on a CPU, what is loaded is computed in float32, as `tightfit run` does
-        self.pipe, usual = _without_weights(model, torch.float32 if card.accelerator.is_cpu else None)
+        self.pipe, usual = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
         self.pipe.set_progress_bar_config(disable=True)
         self.request = Request(**_usual(self.pipe, usual) | {name: value for name, value in asked if value is not None})
         self.components = find_components(self.pipe)

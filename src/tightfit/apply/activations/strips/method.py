@@ -17,6 +17,7 @@ from tightfit.apply.activations.outputs import take_apart
 from tightfit.apply.activations.strips.archive import kept_program, mark_of_call
 from tightfit.apply.activations.strips.capture import NotTakenApart, capture
 from tightfit.apply.activations.strips.noise import rewinder
+from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.runner import Runner
 from tightfit.apply.activations.strips.ways import Way
 from tightfit.apply.activations.strips.weights import LiveWeights
@@ -26,7 +27,7 @@ from tightfit.devices.depot import Depot
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
-__all__ = ["NotAlone", "Strips"]
+__all__ = ["NotAlone", "Strips", "program_of"]
 
 Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -131,28 +132,39 @@ class Strips:
     def _take_apart(
         self, module: nn.Module, method: str, first: torch.Tensor, leaves: list[Any], form: Any
     ) -> _Prepared:
-        rebuild: list[Rebuild] = []
-
-        def call(double: Any, first: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-            left = iter(others)
-            args, kwargs = tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in leaves], form)
-            tensors, together = take_apart(getattr(double, method)(first, *args, **kwargs))
-            rebuild[:] = [together]
-            return tensors
-
-        with torch.inference_mode(False):
-            given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in (first, *_tensors(leaves))]
-            double = without_weights(module, self._kind)
-        mark = mark_of_call(double, method, form, (first, *leaves))
-        work_around(double)
-        program = kept_program(mark, double, given, lambda: capture(double, call, given))
-        if not rebuild:  # it was not exported here, and what the method returns is not known yet
-            with contextlib.suppress(NotExported):
-                play(lambda: call(double, *given))
-        if not rebuild:
-            program = capture(double, call, given)
+        program, mark, rebuild = program_of(module, self._kind, method, first, leaves, form)
         planned = Way(program, self._working, self._maps, mark)
-        return _Prepared(planned, planned, LiveWeights(module, program), rebuild[0])
+        return _Prepared(planned, planned, LiveWeights(module, program), rebuild)
+
+
+def program_of(
+    module: nn.Module, kind: type[nn.Module], method: str, first: torch.Tensor, leaves: Sequence[Any], form: Any
+) -> tuple[Program, str, Rebuild]:
+    """A call of a method of `module`, an instance of `kind`, with `first` and other arguments, flattened: of `form`.
+
+    Returns its program, the mark under which files know it, and what puts its results together. Raises NotTakenApart.
+    """
+    rebuild: list[Rebuild] = []
+
+    def call(double: Any, first: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+        left = iter(others)
+        args, kwargs = tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in leaves], form)
+        tensors, together = take_apart(getattr(double, method)(first, *args, **kwargs))
+        rebuild[:] = [together]
+        return tensors
+
+    with torch.inference_mode(False):
+        given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in (first, *_tensors(leaves))]
+        double = without_weights(module, kind)
+    mark = mark_of_call(double, method, form, (first, *leaves))
+    work_around(double)
+    program = kept_program(mark, double, given, lambda: capture(double, call, given))
+    if not rebuild:  # it was not exported here, and what the method returns is not known yet
+        with contextlib.suppress(NotExported):
+            play(lambda: call(double, *given))
+    if not rebuild:
+        program = capture(double, call, given)
+    return program, mark, rebuild[0]
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

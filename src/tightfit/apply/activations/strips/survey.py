@@ -1,0 +1,79 @@
+"""A call of an autoencoder's method → how else it could be done, in strips: what each way takes, and moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tightfit.apply.activations.strips.capture import NotTakenApart
+from tightfit.apply.activations.strips.course import Course
+from tightfit.apply.activations.strips.method import program_of
+from tightfit.apply.activations.strips.ways import Way as Strips
+from tightfit.decisions import Maps
+from tightfit.footprint import Way
+
+__all__ = ["survey"]
+
+SHARES = (4, 16, 64)  # of what whole execution takes: for strips
+PLACES: tuple[Maps, ...] = ("device", "host")
+ROUGH = 1.05  # times as many bytes as tensors have, an allocator whose segments grow holds for strips …
+PAGES = 20 * 2**20  # … and so many more
+
+
+def survey(
+    module: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], whole: int, beside: int, outside: int
+) -> list[Way]:
+    """Ways of `module.method(*args, **kwargs)`, one item of a batch at a time; none where it is not taken apart.
+
+    It takes `whole` bytes as it is, `beside` more are there all along, and `outside` bytes before or after.
+    """
+    first, *others = args
+    count = len(first)
+    alone = lambda x: x[:1] if isinstance(x, torch.Tensor) and x.ndim and len(x) == count else x  # noqa: E731
+    leaves, form = tree_flatten(tree_map(alone, (others, kwargs)))
+    try:
+        program, mark, _ = program_of(module, type(module), method, first[:1], leaves, form)
+    except NotTakenApart:
+        return []
+    items = (count - 1) * sum(program.nodes[index].bytes for index in program.outputs)
+    ways = []
+    for share in SHARES:
+        for maps in PLACES:
+            strips = max(whole // share, 1)
+            course = Strips(program, strips, maps, mark).course
+            if maps == "host" and not course.in_host:
+                continue
+            tensors = beside + items + course.peak.device + _held(course)
+            room = int(max(tensors, outside) * ROUGH) + PAGES
+            coming, going = _moved(course)
+            kernels = count * sum(
+                1 + len(step.trims) for _, strips, _ in course.passes for strip in strips for step in strip
+            )
+            ways.append(
+                Way(
+                    strips=strips, maps=maps, room=room, host=course.peak.host, kernels=kernels,
+                    bytes_in=count * coming, bytes_out=count * going,
+                )
+            )  # fmt: skip
+    return ways
+
+
+def _held(course: Course) -> int:
+    """The most bytes that a convolution's kernel holds for itself: copies of its input, output and weights."""
+    nodes, most = course.graph.program.nodes, 0
+    for stage, strips, _ in course.passes:
+        for index in (*stage.strips, *stage.whole):
+            if nodes[index].word.startswith("conv"):
+                rows = sum(nodes[i].bytes for i in (index, *nodes[index].sources) if nodes[i].op != "weight")
+                most = max(most, rows // (len(strips) if index in stage.strips else 1))
+    return most
+
+
+def _moved(course: Course) -> tuple[int, int]:
+    """Bytes of maps that come from host memory and go there."""
+    sizes = [node.bytes for node in course.graph.program.nodes]
+    coming = sum(sizes[i] for stage, *_ in course.passes for i in course.in_host.intersection(stage.reads))
+    return coming, sum(sizes[i] for stage, *_ in course.passes for i in course.in_host.intersection(stage.stores))
