@@ -25,6 +25,7 @@ from tightfit.records import (
     Machine,
     Pass,
     Phase,
+    PhaseForecast,
     PhaseTrace,
     Plan,
     Prediction,
@@ -33,9 +34,11 @@ from tightfit.records import (
     Request,
     Sample,
     Trace,
+    Turn,
     Unit,
     Use,
     VaePlan,
+    Way,
     Workload,
     check_techniques,
 )
@@ -58,15 +61,17 @@ UNIT = Unit(
 )
 LEAF = Unit(name="transformer_blocks.0.ff.net.2", bytes=567, dtypes={"bfloat16": 567})
 COMPONENT = Component(
-    name="unet", class_name="UNet", role="denoiser", bytes=1234, dtypes={"bfloat16": 1234}, units=(UNIT,),
-    leaves=(LEAF,), skips=True, compiled=True, convolves=True, head_widths=(40, 80),
+    name="unet", class_name="UNet", role="denoiser", bytes=1234, room=2345, dtypes={"bfloat16": 1234}, units=(UNIT,),
+    leaves=(LEAF,), small=3, skips=True, compiled=True, convolves=True, head_widths=(40, 80),
 )  # fmt: skip
 WORKLOAD = Workload(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
-USE = Use(unit="transformer_blocks.0", waiting=32, peak=64, work=(WORKLOAD,))
+TURN = Turn(leaf="transformer_blocks.0.ff.net.2", work=(WORKLOAD,))
+USE = Use(unit="transformer_blocks.0", waiting=32, peak=64, turns=(TURN,))
 PASS = Pass(component="unet", method="forward", runs=2, peak=65, uses=(USE,))
+WAY = Way(strips=2**26, maps="host", room=4, host=5, kernels=6, bytes_in=7, bytes_out=8)
 STRETCH = Phase(
-    name="denoise", peak=66, passes=(PASS,), order=(0, 0), between=(WORKLOAD,), skipped=("unet.a",),
-    conditional=("unet.b",),
+    name="denoise", peak=66, outside=65, room=67, passes=(PASS,), order=(0, 0), between=(WORKLOAD,),
+    skipped=("unet.a",), conditional=("unet.b",), ways=(WAY,),
 )  # fmt: skip
 FOOTPRINT = Footprint(pipeline="FluxPipeline", components=(COMPONENT,), request=REQUEST, phases=(STRETCH,))
 REASON = Reason(decision="transformer per-unit", because="it is larger than “the card”")
@@ -78,9 +83,10 @@ STORED = ComponentPlan(
     attention="chunked",
 )  # fmt: skip
 TRACED = ComponentPlan(traced="unet.trace", compiled=True)
+FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68)
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,
-    offload_activations=True, reasons=(REASON,),
+    offload_activations=True, growing_segments=True, reasons=(REASON,), forecast=(FORECAST,),
 )  # fmt: skip
 SAMPLE = Sample(seconds=0.25, weights=3, activations=4)
 PHASE = PhaseTrace(
@@ -93,8 +99,8 @@ TRACE = Trace(
 )  # fmt: skip
 PREDICTION = Prediction(model="sdxl", card="rtx3060", capacity=11, fits=True, plan=PLAN, trace=TRACE)
 EXAMPLES = [
-    REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, USE, PASS, STRETCH, FOOTPRINT, REASON, VAE, STORED,
-    TRACED, PLAN, SAMPLE, PHASE, TRACE, PREDICTION,
+    REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, WAY, STRETCH, FOOTPRINT, REASON, VAE,
+    STORED, TRACED, FORECAST, PLAN, SAMPLE, PHASE, TRACE, PREDICTION,
 ]  # fmt: skip
 
 each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)

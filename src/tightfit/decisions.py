@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from tightfit.errors import PlanError, unknown_name
-from tightfit.footprint import Count, Positive
+from tightfit.footprint import Count, Maps, Positive, Real
 from tightfit.record import Record
 from tightfit.units import format_bytes, parse_bytes
 
@@ -20,6 +20,7 @@ __all__ = [
     "Guidance",
     "Home",
     "Maps",
+    "PhaseForecast",
     "Placement",
     "Reason",
     "Size",
@@ -34,7 +35,6 @@ Grain = Literal["block", "leaf"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
 Attention = Literal["auto", "torch", "flash", "efficient", "cudnn", "math", "xformers", "sage", "chunked"]
 Guidance = Literal["together", "apart"]
-Maps = Literal["device", "host", "again"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 
 
@@ -59,6 +59,14 @@ TECHNIQUES: Mapping[str, str] = {
 class Reason(Record):
     decision: str
     because: str
+
+
+class PhaseForecast(Record):
+    """What a phase will be like."""
+
+    name: str
+    seconds: Real
+    peak_bytes: Count  # that an allocator takes of the device
 
 
 class VaePlan(Record):

@@ -17,6 +17,7 @@ from tightfit.decisions import (
     Grain,
     Home,
     Maps,
+    PhaseForecast,
     Placement,
     Reason,
     Size,
@@ -34,8 +35,10 @@ from tightfit.footprint import (
     Positive,
     Real,
     Request,
+    Turn,
     Unit,
     Use,
+    Way,
     Workload,
 )
 from tightfit.record import Record
@@ -55,6 +58,7 @@ __all__ = [
     "Maps",
     "Pass",
     "Phase",
+    "PhaseForecast",
     "PhaseTrace",
     "Placement",
     "Plan",
@@ -64,9 +68,11 @@ __all__ = [
     "Sample",
     "Storage",
     "Trace",
+    "Turn",
     "Unit",
     "Use",
     "VaePlan",
+    "Way",
     "Workload",
     "check_techniques",
 ]
@@ -149,7 +155,9 @@ class Plan(Record):
     components: dict[str, ComponentPlan] = Field(default_factory=dict)
     vae: VaePlan = VaePlan()
     offload_activations: bool = False  # activations that wait for a later unit wait in host memory
+    growing_segments: bool = False  # of the device's allocator: less of what it holds lies idle between tensors
     reasons: tuple[Reason, ...] = ()
+    forecast: tuple[PhaseForecast, ...] = ()  # of the first call
 
     @property
     def lossy(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tightfit.apply.weights.agenda import Agenda
-from tightfit.apply.weights.order import Order
+from tightfit.plan.order import Order
 
 
 def played(agenda: Agenda, passes: str, steps: int | None = None) -> list[str | None]:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tightfit.apply.weights.ring import Lease, Ring
 from tightfit.errors import PlanError
+from tightfit.plan.ring import Lease, Ring
 from tightfit.plan.streaming import (
     AHEAD,
     ALIGNMENT,

@@ -58,19 +58,7 @@ def fit(
     device: str | torch.device | Device | None = None,
     count_activations: bool = True,
 ) -> Fitted:
-    """Makes `pipe`, a diffusers pipeline or one module, run as a level or a plan says.
-
-    Exactly one of `level` (0 to 3) and `plan` is given. A plan is a Plan, a mapping of its fields, or a YAML or
-    JSON file of them; a mapping may name a `level` and only what differs from it. `device` is "cpu", "cuda",
-    "cuda:1" or "loopback" (default: the first card, else the CPU). A second `fit` of a pipeline replaces the first.
-
-    On a card its allocator counts bytes for nothing. Elsewhere each operation is watched, which costs tens of
-    microseconds apiece: nothing beside large layers, half of the time with tiny ones. `count_activations=False`
-    leaves it out; the report then holds weights, moved bytes and times, and says so.
-
-    Returns the handle to its plan, report and `undo()`. Raises PlanError, RequestError or InputError for what is
-    illegal, before anything is changed.
-    """
+    """Makes `pipe` run as a level or a plan says; `tightfit.fit` says what all of it means, and takes budgets too."""
     choices, target = choices_of(level, plan, device)
     return apply_plan(pipe, decide(pipe, choices, request, target), target, count_activations=count_activations)
 
@@ -151,6 +139,8 @@ class Fitted:
         alone = isinstance(pipe, nn.Module)  # nobody else wants its place
         self._session = Session(self._residency, self._recorder, self._finished, keeps=alone)
         with ExitStack() as undo:
+            if plan.growing_segments:
+                undo.callback(device.grow_segments())
             for name, module in find_components(pipe).items():
                 self._fit_component(name, module, plan.components.get(name, ComponentPlan()), device, undo)
             if not isinstance(pipe, nn.Module):

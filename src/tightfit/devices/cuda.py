@@ -105,6 +105,12 @@ class CudaDevice(Device):
             end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3
 
+    def grow_segments(self) -> Callable[[], None]:
+        """By torch's own setting, which is the process's; segments that are there already stay as they are."""
+        before = torch._C._accelerator_getAllocatorSettings()
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (before, "expandable_segments:True"))))
+        return lambda: torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+
     def release_cache(self) -> None:
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()  # page-locked buffers, which torch keeps for later too

@@ -102,6 +102,11 @@ class PretendDevice(Device):
     def synchronize(self) -> None:
         self.card.timeline.synchronize()
 
+    def grow_segments(self) -> Callable[[], None]:
+        allocator = self.card.allocator
+        before, allocator.expandable = allocator.expandable, True
+        return lambda: setattr(allocator, "expandable", before)
+
     def release_cache(self) -> None:
         self.card.allocator.empty_cache()
 

@@ -115,6 +115,13 @@ class Device(ABC):
         self.synchronize()
         return self.now() - start
 
+    def grow_segments(self) -> Callable[[], None]:
+        """From now on the allocator's segments grow, so that little of them lies idle between tensors; returns an undo.
+
+        Where there is no such allocator, nothing is changed.
+        """
+        return lambda: None
+
     def release_cache(self) -> None:  # noqa: B027
         """Gives memory that the allocator keeps for later back to the driver."""
 

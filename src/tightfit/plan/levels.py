@@ -8,14 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tightfit.errors import PlanError, unknown_name
 from tightfit.plan.layout import LayoutChoice, choose_layout
 from tightfit.plan.reasons import explain
 from tightfit.plan.streaming import settle_streaming
-from tightfit.records import Accelerator, Component, Footprint, Placement, Plan, Request
+from tightfit.records import Accelerator, Component, Footprint, Placement, Plan, Reason, Request
 
 __all__ = ["LEVEL_TILE", "plan_for"]
 
@@ -31,15 +31,18 @@ def plan_for(
     request: Request | None = None,
     pinnable: int = 0,
     accelerator: Accelerator | None = None,
+    placed: Sequence[Reason] = (),
 ) -> Plan:
     """The plan for `choices`: a level (0 if none) and any Plan fields to differ from it, all by name.
 
     `separate` says whether the device has memory of its own; where it has none, weights in host memory stay where
     they are and the reasons say so. `pinnable` bytes of host memory can be page-locked. What is known of the device as
     an `accelerator` settles which layout convolutions have, where that is left open, and tells who computes attention.
+    Who has decided where weights are says why, in `placed`.
     Raises PlanError for unknown components and what they cannot do.
     """
-    chosen = {key: value for key, value in choices.items() if key != "reasons"}
+    made = bool(choices.get("forecast"))  # for a budget, by who says why
+    chosen = {key: value for key, value in choices.items() if made or key != "reasons"}
     level = Plan.from_mapping({"level": chosen.get("level")}).level
     base = _preset(footprint, level or 0) | {"level": level, "device": device}
     if request is not None:  # what is asked for now wins over what a saved plan was made for
@@ -47,7 +50,8 @@ def plan_for(
     plan = Plan.from_mapping(_merge(base, chosen))
     _check(plan, footprint)
     layouts = {c.name: choose_layout(c, plan.components[c.name], accelerator) for c in footprint.components}
-    reasons = explain(plan, footprint, layouts, separate=separate, accelerator=accelerator)
+    own = explain(plan, footprint, layouts, separate=separate, moves=not placed, accelerator=accelerator)
+    reasons = plan.reasons if made else (*placed, *own)
     plan = _laid_out(plan, layouts)
     plan = plan if separate else _settled(plan)
     plan = _pinning(_streaming(plan, footprint), footprint, pinnable)

@@ -26,13 +26,14 @@ def explain(
     layouts: Mapping[str, LayoutChoice],
     *,
     separate: bool,
+    moves: bool = True,
     accelerator: Accelerator | None = None,
 ) -> tuple[Reason, ...]:
     """The reasons for all that `plan`, as it was wished for, decides of the pipeline with this `footprint`.
 
     `layouts` has what was chosen for each component. Where the device has no memory of its own (it is not `separate`),
-    the reasons say what does not move. What is known of the `accelerator` tells who computes attention; without it,
-    nothing is said about that.
+    the reasons say what does not move; without `moves`, nothing is said of what does. What is known of the
+    `accelerator` tells who computes attention; without it, nothing is said about that.
     """
     parts = [(component, plan.components[component.name]) for component in footprint.components]
     told: dict[tuple[str, str], list[str]] = {}
@@ -41,7 +42,7 @@ def explain(
     for component, chosen in parts:
         for said in _inside(component, chosen, layouts[component.name], separate=separate):
             told.setdefault(said, []).append(component.name)
-    for said in _moves(plan, parts, separate=separate):
+    for said in _moves(plan, parts, separate=separate) if moves else ():
         told[said] = []
     for component, chosen in parts:
         for said in foresee(component, chosen, accelerator):

@@ -8,13 +8,13 @@ it forgets each layer just before its next use.)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tightfit.errors import PlanError, unknown_name
-from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Grain, Unit, Workload
+from tightfit.records import Component, ComponentPlan, Grain, Unit
 from tightfit.units import format_bytes
 
-__all__ = ["DEFAULT_SKIP", "group_leaves", "leaf_seconds", "settle_streaming", "spread_evenly"]
+__all__ = ["DEFAULT_SKIP", "group_leaves", "least_and_most", "parcel_sizes", "settle_streaming", "spread_evenly"]
 
 ALIGNMENT = 4096  # bytes: sizes in the ring are rounded up to it
 PADDING = 512  # bytes, of four tensors in a flat buffer
@@ -23,6 +23,7 @@ ROW = 64  # bytes as loaded for each byte of scales, at least
 INT8_ROW = 5  # bytes beside the values of each row: its scale and its zero point
 SECTORS = 4  # of a disk, that reading a weight and a bias takes beyond the two
 AHEAD = 4  # of the largest that pass through, how many the ring holds
+CLOSE = 1e-4  # how well the rate of the slowest link is found, of itself
 BLOCKS_FROM = 40  # blocks that must fit beside each other before they move as a whole
 
 
@@ -61,7 +62,7 @@ def settle_streaming(
             f"{component.name} has compiled blocks, all of whose layers are needed at once: choose grain=block",
             name=component.name,
         )
-    sizes = _parcel_sizes(component, grain, chosen)
+    sizes = parcel_sizes(component, grain, chosen)
     if chosen.stays is not None:
         return _checked(component, chosen.model_copy(update={"grain": grain}), sizes)
     loose = _loose(component)
@@ -83,6 +84,13 @@ def settle_streaming(
     stays = spread_evenly(passing, room - ring - kept, ring, _by_parcel(component, grain, seconds)).union(giants)
     named = tuple(name for name in sizes if name in stays)
     return _checked(component, chosen.model_copy(update={"grain": grain, "ring": ring, "stays": named}), sizes)
+
+
+def least_and_most(component: Component, chosen: ComponentPlan) -> tuple[int, int]:
+    """Between how many bytes on the device a component can stream by its layers, and with how many all of it stays."""
+    sizes, loose = parcel_sizes(component, "leaf", chosen), _loose(component)
+    giants, ring = _least(sizes, 1)
+    return loose + _total(sizes, giants) + ring, loose + _total(sizes, sizes)
 
 
 def _loose(component: Component) -> int:
@@ -121,11 +129,11 @@ def _choose_grain(component: Component, chosen: ComponentPlan) -> Grain:
         return "block"
     if chosen.weights is None:
         return "leaf"
-    largest = max(_parcel_sizes(component, "block", chosen).values(), default=0)
+    largest = max(parcel_sizes(component, "block", chosen).values(), default=0)
     return "block" if chosen.weights - _loose(component) >= BLOCKS_FROM * largest else "leaf"
 
 
-def _parcel_sizes(component: Component, grain: Grain, chosen: ComponentPlan) -> dict[str, int]:
+def parcel_sizes(component: Component, grain: Grain, chosen: ComponentPlan) -> dict[str, int]:
     """Bytes in the ring of all that moves together; from disks come whole sectors around what is wanted."""
     more = SECTORS * ALIGNMENT if chosen.home == "disk" else PADDING
     own = {leaf.name: _stored_bytes(leaf, chosen) + more for leaf in component.leaves}
@@ -169,11 +177,13 @@ def spread_evenly(
     """
     work = sizes if seconds is None else seconds
     total, whole = sum(sizes.values()), sum(work[name] for name in sizes)
-    least, most = 0.0, 1000 * total / whole if whole else 0.0  # bytes per second
+    usual = total / whole if whole else 0.0  # bytes per second
+    least, most = 0.0, 1000 * usual
     best = set(sizes) if total <= capacity else {name for name, size in sizes.items() if size > ring}
-    for _ in range(60):
+    parcels = [(name, size, work[name]) for name, size in sizes.items()]
+    while most - least > CLOSE * (most + usual):
         rate = (least + most) / 2
-        stays = _late(sizes, work, ring, rate)
+        stays = _late(parcels, ring, rate)
         if sum(sizes[name] for name in stays) <= capacity:
             best, most = stays, rate
         else:
@@ -185,18 +195,19 @@ def spread_evenly(
     return best
 
 
-def _late(sizes: Mapping[str, int], work: Mapping[str, float], ring: int, rate: float) -> set[str]:
+def _late(parcels: Sequence[tuple[str, int, float]], ring: int, rate: float) -> set[str]:
     """What would not have come in time at `rate` bytes a second, in the second of two passes."""
     come = float(ring)
     late: set[str] = set()
     for _ in range(2):
         late = set()
-        for name, size in sizes.items():
+        for name, size, seconds in parcels:
             if size <= come:
                 come -= size
             else:
                 late.add(name)
-            come = min(come + rate * work[name], ring)
+            come += rate * seconds
+            come = min(come, ring)
     return late
 
 
@@ -213,34 +224,3 @@ def _checked(component: Component, chosen: ComponentPlan, sizes: Mapping[str, in
             name=component.name,
         )
     return chosen.model_copy(update={"ring": ring})
-
-
-def leaf_seconds(footprint: Footprint, component: Component, device: Accelerator) -> dict[str, float] | None:
-    """How long each leaf of `component` is at work in one pass on `device`, in seconds.
-
-    A footprint counts by unit: what a unit does is shared out among its leaves by their bytes, and what is done
-    between units among the leaves outside of them. None where the footprint was measured for no request.
-    """
-    uses = [use for phase in footprint.phases for run in phase.passes if run.component == component.name
-            for use in run.uses]  # fmt: skip
-    if not uses:
-        return None
-    spent: dict[str, float] = {}
-    for use in uses:
-        spent[use.unit] = spent.get(use.unit, 0.0) + sum(_seconds(work, device) for work in use.work)
-    blocks = {unit.name for unit in component.units if unit.name}
-    members: dict[str, list[Unit]] = {}
-    for leaf in component.leaves:
-        unit = next((name for name in blocks if leaf.name == name or leaf.name.startswith(f"{name}.")), "")
-        members.setdefault(unit, []).append(leaf)
-    return {
-        leaf.name: spent.get(unit, 0.0) * leaf.bytes / max(sum(each.bytes for each in leaves), 1)
-        for unit, leaves in members.items()
-        for leaf in leaves
-    }
-
-
-def _seconds(work: Workload, device: Accelerator) -> float:
-    rate = device.arithmetic_rate(work.kind, work.dtype)
-    arithmetic = work.operations / rate if rate else 0.0
-    return max(arithmetic, work.traffic / device.memory_rate if device.memory_rate else 0.0)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from tightfit.apply.weights.parcels import Parcel
-from tightfit.apply.weights.ring import Lease, Ring
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
+from tightfit.plan.ring import Lease, Ring
 
 __all__ = ["Rooms"]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from tightfit.apply.weights.ring import Lease, Ring
 from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.memory import arena
 from tightfit.devices.seam import Device
+from tightfit.plan.ring import Lease, Ring
 
 __all__ = ["Stager"]
 

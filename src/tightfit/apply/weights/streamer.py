@@ -15,13 +15,13 @@ from torch import nn
 
 from tightfit.apply.gates import for_all, watch
 from tightfit.apply.weights.absences import Absences, versions_of
-from tightfit.apply.weights.order import Order
 from tightfit.apply.weights.parcels import Parcel, expected_in
-from tightfit.apply.weights.ring import Lease
 from tightfit.apply.weights.rooms import Rooms
 from tightfit.devices.lane import Arrival
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
+from tightfit.plan.order import Order
+from tightfit.plan.ring import Lease
 
 __all__ = ["Streamer"]
 

@@ -1,0 +1,115 @@
+"""One component's weights on their way to a device, beside its arithmetic: when is what there, in seconds.
+
+This does with numbers what the engine does with tensors (apply/weights/streamer.py), by the same order of sending and
+the same ring. Marks on a device's timeline are times here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tightfit.plan.order import Order
+from tightfit.plan.pace import Stretch
+from tightfit.plan.ring import Lease, Ring
+
+__all__ = ["Flow"]
+
+
+@dataclass
+class _Presence:
+    """A parcel that is there, or on its way."""
+
+    arrival: float
+    lease: Lease | None  # its place in the ring; None: it stays, or has memory of its own
+
+
+class Flow:
+    """Parcels of `sizes` bytes over a link of `link_rate` bytes a second: those in `stays` once, others for each use.
+
+    `guess` is the order in which they are expected to be used, until that is known. The host takes `launch` seconds
+    for each piece of work. The computing stream has done all that it was given by `now`.
+    """
+
+    def __init__(
+        self,
+        guess: Sequence[str],
+        sizes: Mapping[str, int],
+        stays: Collection[str],
+        ring: int,
+        link_rate: float,
+        launch: float = 0.0,
+        now: float = 0.0,
+    ) -> None:
+        self.now = self._link = self._began = self._host = now
+        self._sizes, self._stays, self._rate, self._launch = sizes, set(stays), link_rate, launch
+        self._order, self._ring = Order(guess), Ring(ring)
+        self._here: dict[str, _Presence] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing comes any more: all that is used stays, and is there."""
+        return self._order.known and all(parcel in self._stays and parcel in self._here for parcel in self._order)
+
+    def work(self, stretches: Iterable[Stretch]) -> float:
+        """The seconds that a pass takes in which parcels are needed for these stretches."""
+        began = self.now
+        self._order.begin()
+        self._send_ahead()
+        for parcel, seconds, launching in stretches:
+            if parcel:
+                self._need(parcel)
+            self._host += launching
+            self.now = max(self.now + seconds, self._host)
+            if parcel:
+                self._done(parcel)
+        self._order.end()
+        self._send_ahead()
+        return self.now - began
+
+    def _need(self, parcel: str) -> None:
+        expected = self._order.used(parcel)
+        if self._order.known and not expected:
+            self._drop(lambda other: not self._order.awaited(other) and other != parcel)
+        if parcel not in self._here and not self._send_if_room(parcel):
+            self._drop(lambda other: other != parcel)
+            if not self._send_if_room(parcel):
+                self._send(parcel, self.now, None)
+        self.now = max(self.now, self._here[parcel].arrival)
+
+    def _done(self, parcel: str) -> None:
+        if parcel not in self._stays and not self._order.awaited(parcel):
+            self._release(parcel)
+            self._send_ahead()
+
+    def _send_ahead(self) -> None:
+        self._order.look_ahead(self._send_if_room)
+
+    def _send_if_room(self, parcel: str) -> bool:
+        if parcel in self._here:
+            return True
+        if parcel in self._stays:
+            self._send(parcel, self._began, None)
+            return True
+        lease = self._ring.take(self._sizes[parcel])
+        if lease is None:
+            return False
+        self._send(parcel, self._began if lease.after is None else lease.after, lease)
+        return True
+
+    def _send(self, parcel: str, after: float, lease: Lease | None) -> None:
+        self._host += self._launch
+        self._link = max(self._link, after, self._host) + self._sizes[parcel] / self._rate
+        self._here[parcel] = _Presence(self._link, lease)
+
+    def _release(self, parcel: str) -> None:
+        lease = self._here.pop(parcel).lease
+        if lease is not None:
+            self._ring.give_back(lease, self.now)
+
+    def _drop(self, which: Callable[[str], bool]) -> None:
+        idle = [parcel for parcel in self._here if parcel not in self._stays and which(parcel)]
+        for parcel in idle:
+            self._release(parcel)
+        if idle:
+            self._order.look_again()

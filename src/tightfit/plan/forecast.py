@@ -1,0 +1,102 @@
+"""A footprint under a plan, on a machine's device → how long each phase takes, and how many bytes it needs there.
+
+What a phase needs are the weights that are there meanwhile and the room that its activations want of an allocator
+whose segments can grow.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+from tightfit.plan.pace import Pace, alone, stretch_of
+from tightfit.plan.parts import SEGMENT, Part, up
+from tightfit.records import Accelerator, Footprint, Phase, PhaseForecast, Plan, VaePlan, Way
+
+__all__ = ["ALTERNATIONS", "forecast", "more_seconds", "most_weights", "needed_bytes", "way_of"]
+
+WORKSPACE, LARGE_WORKSPACE = 8_519_680, 32 * 2**20  # bytes that cuBLAS keeps
+ALTERNATIONS = 4  # changes of turn, after which two components stay together
+MARGIN_SHARE, MARGIN = 0.01, 32 * 2**20  # by which a peak may be higher than its parts say
+
+
+def forecast(
+    footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None
+) -> tuple[PhaseForecast, ...]:
+    """What the first call under `plan` will be like on `device`, phase by phase."""
+    call = _Call(footprint, plan, device, disk_rate)
+    return tuple(call.phase(phase) for phase in footprint.phases)
+
+
+def needed_bytes(weights: int, room: int, device: Accelerator) -> int:
+    """What an allocator takes of `device` for both, with the margin."""
+    whole = weights + room + _workspace(device)
+    return up(int(whole * (1 + MARGIN_SHARE)) + MARGIN)
+
+
+def most_weights(size: int, room: int, device: Accelerator) -> int:
+    """As many as there can be beside `room` for activations within `size` bytes, by `needed_bytes`."""
+    return int((size // SEGMENT * SEGMENT - MARGIN) / (1 + MARGIN_SHARE)) - room - _workspace(device)
+
+
+def way_of(phase: Phase, vae: VaePlan) -> Way | None:
+    """The way in which `vae` has the passes of `phase` done; None: as they were measured."""
+    return next((way for way in phase.ways if (way.strips, way.maps) == (vae.strips, vae.maps)), None)
+
+
+def more_seconds(way: Way | None, device: Accelerator) -> float:
+    """How much longer strips take than whole maps, at the most: their launches, and the journeys of what waits."""
+    if way is None:
+        return 0.0
+    link, out = device.link_rate, device.link_rate_out or device.link_rate
+    copies = max(way.bytes_in / link, way.bytes_out / out) if link and out else 0.0
+    return way.kernels * device.launch_overhead + copies
+
+
+def _workspace(device: Accelerator) -> int:
+    if device.is_cpu:
+        return 0
+    major = (device.compute_capability or "").partition(".")[0]
+    return LARGE_WORKSPACE if major in ("9", "10", "12") else WORKSPACE
+
+
+class _Call:
+    """One call, as it goes on."""
+
+    def __init__(self, footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None) -> None:
+        self._device, self._vae = device, plan.vae
+        self._parts = {
+            c.name: Part(c, plan.components[c.name], device, Pace(c, device), disk_rate) for c in footprint.components
+        }
+        self._aboard: set[str] = set()  # of what comes and goes
+        self._turns: Counter[frozenset[str]] = Counter()
+        self._last: str | None = None
+        self._now = 0.0
+
+    def phase(self, phase: Phase) -> PhaseForecast:
+        began, weights = self._now, 0
+        for index, group in itertools.groupby(phase.order):
+            done = phase.passes[index]
+            self._comes(done.component)
+            weights = max(weights, sum(part.bytes for name, part in self._parts.items() if self._is_there(name)))
+            self._now = self._parts[done.component].work(done, len(list(group)), self._now)
+        way = way_of(phase, self._vae)
+        self._now += alone([stretch_of(phase.between, self._device)]) + more_seconds(way, self._device)
+        peak = needed_bytes(weights, way.room if way else phase.room, self._device)
+        return PhaseForecast(name=phase.name, seconds=self._now - began, peak_bytes=peak)
+
+    def _is_there(self, name: str) -> bool:
+        return name in self._aboard or self._parts[name].remains
+
+    def _comes(self, name: str) -> None:
+        """Whoever does not share the device with `name` goes."""
+        if self._last not in (None, name):
+            self._turns[frozenset((name, self._last or ""))] += 1
+        self._last = name
+        self._aboard = {other for other in self._aboard if other == name or self._share(name, other)}
+        if name not in self._aboard and not self._parts[name].remains:
+            self._aboard.add(name)
+            self._now = self._parts[name].come(self._now)
+
+    def _share(self, one: str, other: str) -> bool:
+        return self._turns[frozenset((one, other))] > ALTERNATIONS

@@ -1,0 +1,120 @@
+"""Everything that can be done about one component's weights, with what each would take and how long it would work.
+
+There are finitely many, and which there are does not depend on a budget: so what fits into a smaller budget fits into
+a larger one, and more budget is never slower.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from tightfit.plan.pace import Pace
+from tightfit.plan.parts import Part
+from tightfit.plan.streaming import least_and_most
+from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Pass, Reason, Storage
+from tightfit.units import format_bytes, format_seconds
+
+__all__ = ["Menu", "Option", "Where", "options_of", "why_there"]
+
+Where = Literal["resident", "host", "disk"]  # the home of what comes and goes
+
+SIZES = 24  # between the least that a component streams with and all of it, each larger by the same factor
+
+
+class Option(NamedTuple):
+    """One of them."""
+
+    aboard: int  # bytes on the device: all along where it is resident, else while it works
+    seconds: float  # of its work in one call
+    ram: int  # bytes of host memory for the masters
+    plan: ComponentPlan
+
+
+class Menu:
+    """Options by size: which is the fastest within some bytes."""
+
+    def __init__(self, options: Iterable[Option]) -> None:
+        self._best: list[Option] = []  # each takes more than the one before, and is faster
+        for option in sorted(options, key=lambda option: option[:3]):
+            if not self._best or option.seconds < self._best[-1].seconds:
+                self._best.append(option)
+        self._sizes = [option.aboard for option in self._best]
+
+    def within(self, size: int) -> Option | None:
+        """The fastest, and of those the least, that takes at most `size` bytes; None if none does."""
+        index = bisect.bisect_right(self._sizes, size)
+        return self._best[index - 1] if index else None
+
+    @property
+    def least(self) -> int | None:
+        """Bytes of the smallest."""
+        return self._sizes[0] if self._sizes else None
+
+    def __iter__(self) -> Iterator[Option]:
+        return iter(self._best)
+
+
+def options_of(
+    component: Component,
+    footprint: Footprint,
+    device: Accelerator,
+    where: Where,
+    disk_rate: float | None = None,
+    storage: Storage = "as-loaded",
+) -> list[Option]:
+    """What `device` could do with `component` in the call that `footprint` tells of, its weights being `where`."""
+    work, pace = _work_of(component, footprint), Pace(component, device)
+    seconds = pace.leaf_seconds(footprint, component)
+
+    def option(plan: ComponentPlan) -> Option:
+        part, spent = Part(component, plan, device, pace, disk_rate, seconds), 0.0
+        for runs in work:
+            spent = spent if part.remains else part.come(spent)
+            for done, count in runs:
+                spent = part.work(done, count, spent)
+        ram = component.bytes if plan.home == "host" and not part.remains else 0
+        return Option(part.bytes if work or part.remains else 0, spent, ram, part.plan)
+
+    return [option(plan) for plan in _plans(component, where, storage)]
+
+
+def why_there(component: Component, option: Option, resident: Menu, left: int, phase: str) -> Reason:
+    """Why `option` of `component` was taken: in `phase` there were `left` bytes for what comes and goes."""
+    name, plan, whole = component.name, option.plan, format_bytes(component.bytes)
+    if plan.placement == "resident":
+        return Reason(decision=f"{name} stays", because=f"there is room for its {whole} in every phase")
+    there = f"{format_bytes(max(left, 0))} are left for weights that come and go in {phase}"
+    whence = " from the disk" if plan.home == "disk" else ""
+    if plan.placement == "per-phase":
+        return Reason(decision=f"{name} comes{whence} for its phase", because=f"{there}, and all of its {whole} fit")
+    late = option.seconds - min(each.seconds for each in resident)
+    cost = f"costs {format_seconds(late)} in all" if late > 0 else "costs no time"
+    kept = f"{len(plan.stays or ())} of its layers stay for its phase, a ring of {format_bytes(plan.ring or 0)}"
+    return Reason(
+        decision=f"{name} streams{whence}, {format_bytes(option.aboard)} of it there at a time",
+        because=f"{there}, and it has {whole}: {kept} brings the rest as it is needed, which {cost}",
+    )
+
+
+def _plans(component: Component, where: Where, storage: Storage) -> list[ComponentPlan]:
+    if where == "resident":
+        return [ComponentPlan(placement="resident", storage=storage)]
+    plans = [ComponentPlan(placement="per-phase", home=where, storage=storage)]
+    if component.leaves:
+        streams = ComponentPlan(placement="per-unit", home=where, storage=storage)
+        least, most = least_and_most(component, streams)
+        sizes = {int(least * (most / least) ** (step / SIZES)) for step in range(SIZES)} if least < most else set()
+        plans += [streams.model_copy(update={"weights": size}) for size in sorted(sizes)]
+    return plans
+
+
+def _work_of(component: Component, footprint: Footprint) -> list[list[tuple[Pass, int]]]:
+    """Its passes, and how often each is done at a time, by phases."""
+    work = []
+    for phase in footprint.phases:
+        own = [index for index in phase.order if phase.passes[index].component == component.name]
+        work.append([(phase.passes[index], len(list(group))) for index, group in itertools.groupby(own)])
+    return [runs for runs in work if runs]

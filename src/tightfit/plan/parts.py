@@ -1,0 +1,86 @@
+"""A component under its plan, on a device: what its weights take there, and how long its passes last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tightfit.plan.flow import Flow
+from tightfit.plan.pace import Pace, alone
+from tightfit.plan.streaming import parcel_sizes, settle_streaming
+from tightfit.records import Accelerator, Component, ComponentPlan, Pass
+
+__all__ = ["SEGMENT", "Part", "up"]
+
+SEGMENT = 2 * 2**20  # bytes: what an allocator takes of a card at a time
+CHUNK = 128 * 2**20  # bytes in which the engine takes room for what stays
+PAGEABLE = 0.5  # of the link's rate, for what is small and not page-locked
+KNOWN = 4  # passes after which the next are taken to be like the last two
+
+
+class Part:
+    """A component that follows `plan` on `device`, at its `pace` there; a disk gives `disk_rate` bytes a second."""
+
+    def __init__(
+        self,
+        component: Component,
+        plan: ComponentPlan,
+        device: Accelerator,
+        pace: Pace,
+        disk_rate: float | None = None,
+        seconds: Mapping[str, float] | None = None,
+    ) -> None:
+        """`seconds` is how long each of its leaves is at work, where that is known."""
+        self.component, self.remains = component, plan.placement == "resident"
+        self.plan = settle_streaming(component, plan, seconds) if plan.placement == "per-unit" else plan
+        self._device, self._pace = device, pace
+        self._sizes = {} if self.remains else parcel_sizes(component, self.plan.grain or "leaf", self.plan)
+        self._stays = set(self._sizes if plan.placement == "per-phase" else self.plan.stays or ())
+        self._loose = component.bytes - sum(leaf.bytes for leaf in component.leaves)
+        link = device.link_rate or float("inf")
+        self._rate = min(link, disk_rate or link) if plan.home == "disk" else link
+        self._flow: Flow | None = None
+
+    @property
+    def bytes(self) -> int:
+        """On the device while it is there."""
+        if self.remains:
+            return self.component.room or self.component.bytes
+        stays = (size for name, size in self._sizes.items() if name in self._stays)
+        return _chunked(stays) + up(self.plan.ring or 0) + up(self._loose)
+
+    def come(self, now: float) -> float:
+        """It comes `now`; when what is small is there."""
+        self._flow = None
+        launching = self.component.small * self._device.launch_overhead
+        return now + launching + self._loose / (self._rate * PAGEABLE)
+
+    def work(self, done: Pass, runs: int, now: float) -> float:
+        """When `runs` passes are done that begin `now`, one after another."""
+        stretches = self._pace.stretches(done, self.plan.grain or "leaf")
+        if self.remains or (self._flow is not None and self._flow.complete):
+            return now + runs * alone(stretches)
+        if self._flow is None:
+            used = {stretch.parcel for stretch in stretches}
+            guess = [name for name in self._sizes if name in used]
+            launch = self._device.launch_overhead
+            self._flow = Flow(guess, self._sizes, self._stays, self.plan.ring or 0, self._rate, launch, now)
+        self._flow.now = max(self._flow.now, now)
+        seconds: list[float] = []
+        while len(seconds) < min(runs, KNOWN) and not self._flow.complete:
+            seconds.append(self._flow.work(stretches))
+        later = alone(stretches) if self._flow.complete else sum(seconds[-2:]) / 2
+        return now + sum(seconds) + later * (runs - len(seconds))
+
+
+def _chunked(sizes: Iterable[int]) -> int:
+    """What an allocator takes for what stays, which the engine asks for in chunks."""
+    whole = chunk = 0
+    for size in sizes:
+        if chunk and chunk + size > CHUNK:
+            whole, chunk = whole + up(chunk), 0
+        chunk += size
+    return whole + up(chunk)
+
+
+def up(size: int, multiple: int = SEGMENT) -> int:
+    return -(-size // multiple) * multiple

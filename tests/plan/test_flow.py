@@ -1,0 +1,71 @@
+"""Weights on their way, in numbers: never faster than the link and the arithmetic allow, and what stays comes once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightfit.plan.flow import Flow
+from tightfit.plan.pace import Stretch
+
+RATE = 1e9
+
+
+def flow(sizes: dict[str, int], stays: set[str], ring: int, launch: float = 0.0) -> Flow:
+    return Flow(list(sizes), sizes, stays, ring, RATE, launch)
+
+
+def stretches(seconds: dict[str, float], launching: float = 0.0) -> list[Stretch]:
+    return [Stretch(name, took, launching) for name, took in seconds.items()]
+
+
+SIZES = st.lists(st.integers(1, 10**7), min_size=1, max_size=8)
+
+
+@settings(deadline=None)
+@given(SIZES, st.lists(st.floats(0, 0.02), min_size=8, max_size=8), st.floats(0, 1), st.floats(0, 1))
+def test_no_pass_beats_the_link_or_the_arithmetic(
+    sizes: list[int], times: list[float], staying: float, ahead: float
+) -> None:
+    parcels = {f"layer.{i}": size for i, size in enumerate(sizes)}
+    stays = {name for i, name in enumerate(parcels) if i < staying * len(parcels) - 0.5}
+    passing = [size for name, size in parcels.items() if name not in stays]
+    largest = max((-(-size // 4096) * 4096 for size in passing), default=0)
+    ring = int(largest + ahead * sum(passing)) + 4096 * len(passing)
+    spent = dict(zip(parcels, times, strict=False))
+    run = flow(parcels, stays, ring)
+    seconds = [run.work(stretches(spent)) for _ in range(6)]
+    compute, link = sum(spent.values()), sum(passing) / RATE
+    assert seconds[0] >= max(compute, parcels[next(iter(parcels))] / RATE) * (1 - 1e-9)
+    assert sum(seconds) >= max(6 * compute, (sum(sizes) + 5 * sum(passing)) / RATE - ring / RATE) * (1 - 1e-9)
+    assert all(later <= compute + link + 1e-9 for later in seconds[1:])
+
+
+def test_what_stays_comes_once() -> None:
+    run = flow({"a": 10**7, "b": 10**7}, {"a", "b"}, 0)
+    assert run.work(stretches({"a": 0.001, "b": 0.001})) == pytest.approx(0.021)
+    assert run.complete
+    assert run.work(stretches({"a": 0.001, "b": 0.001})) == pytest.approx(0.002)
+
+
+def test_a_ring_of_two_hides_the_link_behind_the_arithmetic() -> None:
+    run = flow(dict.fromkeys("abcd", 4096 * 1000), set(), 2 * 4096 * 1000)
+    seconds = [run.work(stretches(dict.fromkeys("abcd", 0.005))) for _ in range(4)]
+    assert seconds[0] == pytest.approx(0.004096 + 0.020)
+    assert seconds[2:] == pytest.approx([0.020] * 2)
+
+
+def test_the_host_may_be_what_takes_longest() -> None:
+    run = flow({"a": 4096}, {"a"}, 0, launch=0.001)
+    assert run.work(stretches({"a": 0.001}, 0.01)) == pytest.approx(0.011)
+
+
+def test_another_order_than_was_guessed_is_slower_once() -> None:
+    sizes = dict.fromkeys("abcd", 4096 * 1000)
+    guessed = Flow(list("dcba"), sizes, set(), 2 * 4096 * 1000, RATE)
+    known = Flow(list("abcd"), sizes, set(), 2 * 4096 * 1000, RATE)
+    work = stretches(dict.fromkeys("abcd", 0.005))
+    first, later = [guessed.work(work) for _ in range(3)], [known.work(work) for _ in range(3)]
+    assert first[0] > later[0]
+    assert first[2] == pytest.approx(later[2])

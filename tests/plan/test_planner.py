@@ -1,0 +1,212 @@
+"""make_plan: never over budget, never slower with more, the best there is; whatever the footprint."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightfit.errors import BudgetTooSmall, PlanError
+from tightfit.plan.planner import make_plan
+from tightfit.records import (
+    Accelerator,
+    Budget,
+    Component,
+    Footprint,
+    Machine,
+    Pass,
+    Phase,
+    Plan,
+    Request,
+    Turn,
+    Unit,
+    Use,
+    Way,
+    Workload,
+)
+
+MIB = 2**20
+GIB = 2**30
+CARD = Accelerator(
+    name="cuda:0", kind="cuda", bytes=80 * GIB, arithmetic_rates={"float16": 1e13}, memory_rate=5e11, link_rate=1e10,
+    launch_overhead=1e-5,
+)  # fmt: skip
+HERE = Machine(accelerators=(CARD,), ram=64 * GIB, cores=8, pinnable=64 * GIB, disk_rate=2e9)
+
+
+def workload(operations: int) -> Workload:
+    return Workload(kind="matmul", dtype="float16", operations=operations, traffic=operations // 100, kernels=3)
+
+
+def component(name: str, role: Any, sizes: list[int], small: int) -> Component:
+    leaves = tuple(
+        Unit(name=f"blocks.{i}.linear", bytes=size, dtypes={"float16": size}) for i, size in enumerate(sizes)
+    )
+    units = tuple(Unit(name=f"blocks.{i}", bytes=size, dtypes={"float16": size}) for i, size in enumerate(sizes))
+    whole = sum(sizes) + small
+    left = (Unit(name="", bytes=small, dtypes={"float16": small}),)
+    return Component(
+        name=name, class_name="Network", role=role, bytes=whole, dtypes={"float16": whole}, units=(*units, *left),
+        leaves=leaves, small=3,
+    )  # fmt: skip
+
+
+def passes_of(of: Component, work: list[int], runs: int, peak: int, method: str = "forward") -> Pass:
+    uses = tuple(
+        Use(
+            unit=leaf.name.removesuffix(".linear"),
+            waiting=0,
+            peak=peak,
+            turns=(Turn(leaf=leaf.name, work=(workload(o),)),),
+        )
+        for leaf, o in zip(of.leaves, work, strict=True)
+    )
+    return Pass(component=of.name, method=method, runs=runs, peak=peak, uses=uses)
+
+
+def phase(name: str, done: Pass, room: int, ways: tuple[Way, ...] = ()) -> Phase:
+    return Phase(name=name, peak=done.peak, room=room, passes=(done,), order=(0,) * done.runs, ways=ways)
+
+
+sizes = st.lists(st.integers(MIB, 400 * MIB), min_size=1, max_size=6)
+rooms = st.integers(MIB, 2 * GIB)
+
+
+@st.composite
+def footprints(draw: st.DrawFn) -> Footprint:
+    parts, phases = [], []
+    roles = (("text_encoder", "encoder", "encode"), ("unet", "denoiser", "denoise"), ("vae", "autoencoder", "decode"))
+    for name, role, stretch in roles:
+        part = component(name, role, draw(sizes), draw(st.integers(0, 4 * MIB)))
+        work = [draw(st.integers(10**6, 10**12)) for _ in part.leaves]
+        room = draw(rooms)
+        done = passes_of(part, work, draw(st.integers(1, 8)) if role == "denoiser" else 1, room)
+        ways = tuple(
+            Way(
+                strips=room // share, maps=maps, room=room // share + room // 8 * (maps == "device"), host=room // 2,
+                kernels=100 * share, bytes_in=room * (maps == "host"), bytes_out=room * (maps == "host"),
+            )
+            for share in (4, 16)
+            for maps in ("device", "host")
+            if role == "autoencoder" and room > 64
+        )  # fmt: skip
+        parts.append(part)
+        phases.append(phase(stretch, done, room, ways))
+    return Footprint(pipeline="Tried", components=tuple(parts), request=Request(height=64), phases=tuple(phases))
+
+
+budgets = st.integers(64 * MIB, 6 * GIB)
+
+
+def planned(footprint: Footprint, size: int, ram: int | None = None, allow: tuple[str, ...] = ()) -> Plan | None:
+    try:
+        return make_plan(footprint, HERE, Budget(device=size, ram=ram), allow)
+    except BudgetTooSmall:
+        return None
+
+
+def seconds(plan: Plan) -> float:
+    return sum(phase.seconds for phase in plan.forecast)
+
+
+def check(footprint: Footprint, one: int, other: int) -> None:
+    less, more = (planned(footprint, size) for size in sorted((one, other)))
+    for plan, size in ((less, min(one, other)), (more, max(one, other))):
+        if plan is not None:
+            assert max(phase.peak_bytes for phase in plan.forecast) <= size
+            assert plan.lossless
+    if less is not None:
+        assert more is not None
+        assert seconds(more) <= seconds(less) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(footprints(), budgets, budgets)
+def test_more_is_never_slower_and_nothing_is_over_budget(footprint: Footprint, one: int, other: int) -> None:
+    check(footprint, one, other)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=2000)
+@given(footprints(), budgets, budgets)
+def test_with_thousands_of_footprints(footprint: Footprint, one: int, other: int) -> None:
+    check(footprint, one, other)
+
+
+@settings(deadline=None, max_examples=25)
+@given(footprints(), budgets, st.integers(0, 6 * GIB), st.integers(0, 6 * GIB))
+def test_ram_is_kept_to_and_more_of_it_is_never_slower(footprint: Footprint, size: int, one: int, other: int) -> None:
+    less, more = (planned(footprint, size, max(ram, 1)) for ram in sorted((one, other)))
+    sizes = {part.name: part.bytes for part in footprint.components}
+    for plan, ram in ((less, min(one, other)), (more, max(one, other))):
+        if plan is not None:
+            moving = [n for n, c in plan.components.items() if c.placement != "resident" and c.home == "host"]
+            assert sum(sizes[name] for name in moving) <= max(ram, 1)
+    if less is not None:
+        assert more is not None
+        assert seconds(more) <= seconds(less) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=25)
+@given(footprints(), budgets)
+def test_what_is_allowed_is_only_done_where_nothing_else_fits(footprint: Footprint, size: int) -> None:
+    lossless, lossy = planned(footprint, size), planned(footprint, size, allow=("fp8",))
+    assert lossless is None or lossy == lossless
+    if lossy is not None:
+        assert max(phase.peak_bytes for phase in lossy.forecast) <= size
+        assert lossy == planned(footprint, size, allow=("fp8",))
+
+
+@settings(deadline=None, max_examples=15)
+@given(footprints())
+def test_what_is_said_to_be_needed_is_enough(footprint: Footprint) -> None:
+    with pytest.raises(BudgetTooSmall) as error:
+        make_plan(footprint, HERE, Budget(device=1))
+    needed = int(str(error.value.facts["needed_bytes"]))
+    assert make_plan(footprint, HERE, Budget(device=needed)).lossless
+    with pytest.raises(BudgetTooSmall):
+        make_plan(footprint, HERE, Budget(device=needed - 4 * MIB))
+
+
+def test_who_takes_turns_is_there_together() -> None:
+    unet, control = (component(name, "denoiser", [200 * MIB] * 3, 0) for name in ("unet", "controlnet"))
+    both = [passes_of(part, [10**9] * 3, 8, 10 * MIB) for part in (control, unet)]
+    together = Phase(name="denoise", peak=10 * MIB, room=10 * MIB, passes=tuple(both), order=(0, 1) * 8)
+    footprint = Footprint(pipeline="Tried", components=(unet, control), phases=(together,))
+    plan = make_plan(footprint, HERE, Budget(device=GIB))
+    assert max(phase.peak_bytes for phase in plan.forecast) <= GIB
+    weights = [part.weights or 600 * MIB for part in plan.components.values()]
+    assert sum(weights) < GIB < 1200 * MIB
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    part = component("unet", "denoiser", [MIB], 0)
+    without = Footprint(pipeline="Tried", components=(part,))
+    with pytest.raises(PlanError, match="tells of no call"):
+        make_plan(without, HERE, Budget(device=GIB))
+    told = without.model_copy(update={"phases": (phase("denoise", passes_of(part, [10**9], 1, MIB), MIB),)})
+    with pytest.raises(PlanError, match="unknown technique 'fp9'"):
+        make_plan(told, HERE, Budget(device=GIB), ["fp9"])
+    with pytest.raises(PlanError, match="there is cuda:0"):
+        make_plan(told, HERE, Budget(device=GIB), device="cuda:3")
+    cpu = HERE.model_copy(update={"accelerators": (CARD.model_copy(update={"name": "cpu", "kind": "cpu"}),)})
+    with pytest.raises(PlanError, match="a device with memory of its own, which cpu has not"):
+        make_plan(told, cpu, Budget(device=GIB))
+
+
+def test_an_error_says_what_would_do() -> None:
+    part = component("unet", "denoiser", [300 * MIB, 310 * MIB], 0)
+    footprint = Footprint(
+        pipeline="Tried", components=(part,), request=Request(height=64, width=32),
+        phases=(phase("denoise", passes_of(part, [10**9] * 2, 4, 100 * MIB), 100 * MIB),),
+    )  # fmt: skip
+    with pytest.raises(BudgetTooSmall) as error:
+        make_plan(footprint, HERE, Budget(device=400 * MIB))
+    said = str(error.value)
+    assert re.match(r"Tried cannot do 32×64 within 400 MiB on the cuda:0: 4\d\d MiB would do, for denoise; ", said)
+    assert "allow=fp8 would do" in said
+    with pytest.raises(BudgetTooSmall, match=r"\d+ MiB would do, for denoise; something"):
+        make_plan(footprint, HERE, Budget(device=10 * MIB, ram=1))
