@@ -28,7 +28,8 @@ from tightfit.checkpoint.loading import quietly
 from tightfit.measure.building import build_known
 from tightfit.measure.modules import find_components, find_leaves, find_role, inspect_component
 from tightfit.measure.shadow import PROMPT
-from tightfit.plan.streaming import leaf_seconds, settle_streaming
+from tightfit.plan.pace import Pace
+from tightfit.plan.streaming import settle_streaming
 from tightfit.pretend.backend import use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
@@ -125,7 +126,7 @@ def rows_of(model: str, card: str, shares: list[float]) -> list[dict[str, Any]]:
     roomy = accelerator.model_copy(update={"bytes": ROOM})
     parts = find_components(build_known(known_model(model)))
     component = inspect_component(denoiser_of(parts), parts[denoiser_of(parts)])
-    seconds = leaf_seconds(measure_footprint(model), component, accelerator)
+    seconds = Pace(component, accelerator).leaf_seconds(measure_footprint(model), component)
     there = play(model, roomy, {"placement": "per-phase"})
     compute, _ = there.step(2)
     beside = there.phase.peak_reserved - component.bytes

@@ -66,6 +66,21 @@ def pixels(path: str) -> bytes:
 # all is well
 
 
+def test_a_budget_is_kept_to(tiny_model: Path) -> None:
+    words = ("--height", 64, "--width", 64, "--steps", 2, "--seed", 1)
+    plain = run(tiny_model, "a fox", *words, "--out", "plain.png")
+    within = run(
+        tiny_model, "a fox", *words, "--budget", "150MB", "--device", "loopback", "--out", "within.png", "--json"
+    )
+    told = last_line(within)
+    assert told["lossless"] is True
+    assert told["plan"]["budget"] == {"device": 150_000_000, "ram": None}
+    assert 0 < told["measured"]["peak_bytes"] <= told["predicted"]["peak_bytes"] <= 150_000_000
+    assert all(phase["predicted_peak_bytes"] for phase in told["phases"] if phase["name"] != "load")
+    assert Image.open("plain.png").tobytes() == Image.open("within.png").tobytes()
+    assert plain.exit_code == 0
+
+
 def test_a_run_writes_a_picture_that_says_how_it_was_made(tiny_model: Path) -> None:
     result = run(tiny_model, "a red fox", *SMALL, *PICTURE, "--timeline", "memory.svg", "--json")
     assert files() == ["fox.png", "memory.svg"]

@@ -150,6 +150,31 @@ def _bounds(row: dict[str, Any]) -> str:
     return f"{plain:.3f} ×" if plain < 1.0305 else f"{plain:.3f} × (with memory in mind {memory:.3f} ×)"
 
 
+def budgets() -> str:
+    rows = []
+    for row in read("budgets-pretend")["rows"]:
+        about = (row["model"], row["card"], format_bytes(row["budget"]), f"{row['share']:.0%}")
+        if "refused" in row:
+            rows.append((*about, f"refused: {format_bytes(row['needed'])} would do", "", "", ""))
+        elif "failed" in row:
+            rows.append((*about, f"**{row['failed']}**", "", "", ""))
+        else:
+            step, told = row["played"]["denoise"] / 4, row["predicted"]["denoise"] / row["played"]["denoise"]
+            decode = row["predicted"]["decode"] / row["played"]["decode"]
+            rows.append((*about, row["vae"], format_seconds(step), f"{told:.3f}", f"{decode:.2f}"))
+    head = (
+        "",
+        "card",
+        "budget",
+        "of all weights",
+        "autoencoder",
+        "step",
+        "predicted to played",
+        "the same of decoding",
+    )
+    return table(head, rows)
+
+
 def weights(kind: str) -> str:
     names = {"tightfit": "**tightfit**"}
     rows = []
@@ -209,6 +234,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fp8": fp8,
     "published": published,
     "streaming": streaming,
+    "budgets": budgets,
     "strips": strips,
     "weights_cpu": functools.partial(weights, "cpu"),
 }

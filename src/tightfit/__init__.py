@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tightfit.apply.fitting import Fitted, apply_plan, fit
+    from tightfit.apply.fitting import Fitted, apply_plan
     from tightfit.errors import (
         AlreadyFitted,
         BudgetTooSmall,
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
         RunError,
         TightfitError,
     )
+    from tightfit.plan.planner import make_plan
     from tightfit.records import Budget, Footprint, Machine, Plan, Request, Trace
     from tightfit.report.summary import Report
+    from tightfit.run.fit import fit
     from tightfit.run.footprints import measure_footprint
     from tightfit.run.load import Loaded, load
 
@@ -41,11 +43,14 @@ __all__ = [
     "apply_plan",
     "fit",
     "load",
+    "make_plan",
     "measure_footprint",
 ]
 
-# the last three bring torch and diffusers, which takes seconds
-_HOMES = ("errors", "records", "report.summary", "apply.fitting", "run.footprints", "run.load")
+# the last four bring torch and diffusers, which takes seconds
+_HOMES = (
+    "errors", "records", "report.summary", "plan.planner", "run.fit", "apply.fitting", "run.footprints", "run.load",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from tightfit.errors import InputError, TightfitError
 from tightfit.run.examples import EXAMPLES, MACHINE_EXAMPLES, PLAN_EXAMPLES, RUN_EXAMPLES, TRACE_EXAMPLES
-from tightfit.run.wishes import call_request, plan_fields
+from tightfit.run.wishes import call_request, limits_of, plan_fields
 
 if TYPE_CHECKING:
     from tightfit.run.job import Job
@@ -27,6 +27,9 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_comp
 # options that several commands have
 Level = Annotated[int | None, typer.Option(help="0 all on the device … 3 the least memory. Default: 0.")]
 PlanFile = Annotated[Path | None, typer.Option(help="YAML or JSON file of plan fields.")]
+Within = Annotated[str | None, typer.Option("--budget", help="What the device may hold, e.g. 8GB: a plan is made.")]
+Ram = Annotated[str | None, typer.Option(help="With --budget: of RAM, for what waits for the device.")]
+Allow = Annotated[list[str] | None, typer.Option(help="With --budget: a lossy technique, if need be, e.g. fp8.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A plan field.")]
 Pixels = Annotated[int | None, typer.Option(help="Pixels.")]
 Frames = Annotated[int | None, typer.Option(help="Frames of a video.")]
@@ -70,6 +73,9 @@ def main(
 def run(
     words: Annotated[list[str], typer.Argument(metavar="[MODEL] PROMPT", help="What to draw, and with what.")],
     *,
+    budget: Within = None,
+    ram: Ram = None,
+    allow: Allow = None,
     level: Level = None,
     plan: PlanFile = None,
     set_: Changes = None,
@@ -95,6 +101,7 @@ def run(
         if len(words) > 2:
             raise InputError(f"run takes [MODEL] PROMPT, not {len(words)} words: put the prompt in quotes")
         choices = plan_fields(plan, level, set_ or [])
+        limits = limits_of(budget, ram, allow or [], choices)
         request = call_request(
             choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
@@ -106,6 +113,7 @@ def run(
             prompt=Prompt(words[-1], random.randrange(2**32) if seed is None else seed, negative),
             request=request,
             choices=choices,
+            limits=limits,
             model=words[0] if len(words) == 2 else None,
             device=device,
             dtype=dtype,
@@ -124,6 +132,9 @@ def predict(
     ] = None,
     *,
     card: Annotated[str | None, typer.Option(help="A known card, e.g. rtx4090. Default: this computer.")] = None,
+    budget: Within = None,
+    ram: Ram = None,
+    allow: Allow = None,
     level: Level = None,
     plan: PlanFile = None,
     set_: Changes = None,
@@ -144,10 +155,11 @@ def predict(
         if timeline is not None:
             check_timeline(timeline)
         choices = plan_fields(plan, level, set_ or [])
+        limits = limits_of(budget, ram, allow or [], choices)
         asked = call_request(
             choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
-        prediction = forecast(model, card, choices, asked, _say)
+        prediction = forecast(model, card, choices, asked, _say, limits)
         typer.echo(describe(prediction))
         if timeline is not None:
             from tightfit.report.timeline import draw_timeline
@@ -211,7 +223,7 @@ def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:
     job.prepare()
     for warning in job.warnings():
         typer.secho(warning, err=True, fg="yellow")
-    with _say("loading"):
+    with _say("planning and loading" if job.limits else "loading"):
         job.load()
     with showing_progress(job.fitted, watch=watch) as progress:
         table = job.run(progress, profile=profile)

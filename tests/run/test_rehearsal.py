@@ -91,6 +91,32 @@ def test_the_command_says_by_phase_what_would_happen_and_remembers_it(monkeypatc
     assert tightfit_(*QUESTION).stdout == first.stdout
 
 
+SMALL = ("--steps", "2", "--height", "256", "--width", "256", "--json")
+
+
+def test_a_budget_is_planned_for_and_played() -> None:
+    result = tightfit_("plan", "sd-1.5", "--card", "rtx3060", "--budget", "1GB", *SMALL)
+    assert result.exit_code == 0, result.stderr
+    assert "because: unet streams, " in result.stdout
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert told["fits"] is told["lossless"] is True
+    assert told["capacity_bytes"] == 10**9
+    assert told["predicted"]["peak_bytes"] <= told["predicted"]["peak_reserved_bytes"] <= 10**9
+    played = {phase["name"]: phase["seconds"] for phase in told["phases"]}
+    planned = {phase["name"]: phase["seconds"] for phase in told["plan"]["forecast"]}
+    assert planned["denoise"] == pytest.approx(played["denoise"], rel=0.03)
+
+
+def test_a_budget_that_is_too_small_says_what_would_do() -> None:
+    result = tightfit_("plan", "sd-1.5", "--card", "rtx3060", "--budget", "100MB", *SMALL)
+    assert result.exit_code == 3
+    assert "StableDiffusionPipeline cannot do 256×256 within 95.4 MiB" in result.stderr
+    told = json.loads(result.stdout.splitlines()[-1])["error"]
+    assert told["type"] == "BudgetTooSmall"
+    again = tightfit_("plan", "sd-1.5", "--card", "rtx3060", "--budget", str(told["needed_bytes"]), *SMALL)
+    assert again.exit_code == 0, again.stderr
+
+
 def test_what_does_not_fit_says_what_it_needs() -> None:
     result = tightfit_("plan", "pixart-sigma", "--card", "gtx1650", "--level", "0", "--steps", "2", "--json")
     assert result.exit_code == 3
@@ -103,6 +129,11 @@ def test_what_does_not_fit_says_what_it_needs() -> None:
     [
         (("flux.1-dve", "--card", "rtx4090"), "unknown model in the catalog 'flux.1-dve': did you mean 'flux.1-dev'?"),
         (("sdxl", "--card", "rtx4909"), "unknown card 'rtx4909': did you mean 'rtx4090'?"),
+        (
+            ("sdxl", "--card", "rtx4090", "--budget", "8GB", "--level", "2"),
+            "leave out what else decides about it (level)",
+        ),
+        (("sdxl", "--card", "rtx4090", "--allow", "fp8"), "--allow fp8 goes with --budget"),
         (("sdxl", "--card", "rtx4090", "--level", "9"), "level must be less than or equal to 3, not 9"),
         (("sdxl", "--card", "rtx4090", "--frames", "9"), "StableDiffusionXLPipeline takes no frames"),
         (("sdxl", "--card", "rtx4090", "--height", "1001"), "height 1001 is not a multiple of 8"),

@@ -23,6 +23,8 @@ def describe(prediction: Prediction) -> str:
             "",
             *align([_HEADINGS, *(_row(phase) for phase in fold_phases(trace.phases))]),
             "",
+            *(f"{name}: {chosen.described}" for name, chosen in prediction.plan.components.items()),
+            f"autoencoder: {prediction.plan.vae.described}",
             f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else "lossless",
             *(f"note: {note}" for note in trace.notes),
             *(f"because: {reason.decision}: {reason.because}" for reason in prediction.plan.reasons),

@@ -7,7 +7,7 @@ EXAMPLES = """Any diffusers pipeline, any memory budget, the same pictures.
 Examples:
 
   tightfit run "a red circle on the left"
-  tightfit run ./sdxl "an astronaut riding a horse" --level 3 --out horse.png
+  tightfit run ./sdxl "an astronaut riding a horse" --budget 8GB --out horse.png
 
 tightfit COMMAND --help says more.
 """
@@ -18,6 +18,7 @@ Examples:
 
   tightfit run "a red circle on the left and a small blue square on the right"
   tightfit run ./sdxl "an astronaut riding a horse" --level 3 --out horse.png
+  tightfit run ./flux "a lighthouse" --budget 8GB --ram 16GB
   tightfit run ./flux "a lighthouse" --level 2 --set vae.tile=256
   tightfit run "a green triangle at the top" --level 3 --timeline memory.png
 
@@ -29,6 +30,7 @@ PLAN_EXAMPLES = """Say what would happen, without weights and without the card.
 
 Examples:
 
+  tightfit plan flux.1-dev --card rtx4090 --budget 8GB
   tightfit plan flux.1-dev --card rtx4090 --level 3
   tightfit plan sdxl --card rtx3060 --level 1 --height 1024 --width 1024
   tightfit plan wan-2.1-14b --card a100-80gb --frames 81 --json

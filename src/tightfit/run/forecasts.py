@@ -7,25 +7,39 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from tightfit.catalog.known import known_card
-from tightfit.records import Accelerator, Plan, Prediction, Request
+from tightfit.checkpoint.folder import ModelFolder
+from tightfit.plan.planner import make_plan
+from tightfit.records import Accelerator, Machine, Plan, Prediction, Request
 from tightfit.run.predictions import find_subject, remembered
+from tightfit.run.wishes import Limits
 
 __all__ = ["forecast"]
 
 Say = Callable[[str], AbstractContextManager[object]]
 
 
-def forecast(model: str | None, card: str | None, choices: dict[str, Any], asked: Request, say: Say) -> Prediction:
+def forecast(
+    model: str | None,
+    card: str | None,
+    choices: dict[str, Any],
+    asked: Request,
+    say: Say,
+    limits: Limits | None = None,
+) -> Prediction:
     """What `model` (a known one, a folder, a hub id; None: the demo model) would do under `choices` of Plan fields.
 
-    On a known card, or on this computer's own device if `card` is None. What takes a while is done inside `say(…)`.
-    InputError for unknown names, PlanError and RequestError for what is illegal.
+    Or under the plan that is made within `limits`. On a known card, or on this computer's own device if `card` is
+    None. What takes a while is done inside `say(…)`. InputError for unknown names, PlanError and RequestError for what
+    is illegal, BudgetTooSmall where nothing fits.
     """
     accelerator = known_card(card) if card is not None else None  # before anything slow
     which, mark = find_subject(model)
     fields = {name: value for name, value in choices.items() if name != "device"} or {"level": 0}
     Plan.from_mapping(fields)
     accelerator = accelerator or _own_device(say)
+    if limits is not None:
+        with say("planning"):
+            fields = _planned(which, accelerator, asked, limits)
 
     def rehearsal() -> Prediction:
         with say("rehearsing on a pretend card"):
@@ -36,6 +50,17 @@ def forecast(model: str | None, card: str | None, choices: dict[str, Any], asked
     on = card or accelerator.to_mapping() | {"free": None}
     question = {"model": mark, "title": model, "card": on, "choices": fields, "request": asked.to_mapping()}
     return remembered(Prediction, question, rehearsal)
+
+
+def _planned(which: str | ModelFolder, accelerator: Accelerator, asked: Request, limits: Limits) -> dict[str, Any]:
+    from tightfit.run.footprints import measure_footprint
+    from tightfit.run.rehearsal import CONTEXT
+
+    footprint = measure_footprint(which if isinstance(which, str) else which.path, asked)
+    left = accelerator.model_copy(update={"bytes": max(accelerator.bytes - CONTEXT, 1)})
+    host = Machine(accelerators=(left,), ram=2**50, pinnable=2**50, cores=1)  # of whatever computer has that card
+    plan = make_plan(footprint, host, limits.budget, limits.allow)
+    return plan.model_dump(mode="json", exclude={"device", "request"})
 
 
 def _own_device(say: Say) -> Accelerator:

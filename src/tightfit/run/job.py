@@ -16,14 +16,18 @@ from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError, unknown_name
 from tightfit.files import replacing
+from tightfit.plan.planner import make_plan
 from tightfit.records import Plan, Request
 from tightfit.report.summary import Report
 from tightfit.report.timeline import draw_timeline
 from tightfit.run.files import check_timeline, check_writable, output_paths, save_pictures
+from tightfit.run.footprints import measure_footprint
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
 from tightfit.run.load import load
+from tightfit.run.machines import machine_of
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.request import Prompt, call_arguments
+from tightfit.run.wishes import Limits
 
 __all__ = ["Job"]
 
@@ -37,6 +41,7 @@ class Job:
     prompt: Prompt
     request: Request
     choices: dict[str, Any]
+    limits: Limits | None = None
     model: str | None = None
     device: str | None = None
     dtype: str | None = None
@@ -84,6 +89,10 @@ class Job:
         elapsed = stopwatch()
         default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
         choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
+        if self.limits is not None:
+            footprint = measure_footprint(self._folder.path, self.request, dtype=self.dtype or default)
+            plan = make_plan(footprint, machine_of(self._target), *self.limits)
+            choices = plan.model_dump(mode="json", exclude={"device", "request"})
         wishes: dict[str, Any] = {"plan": choices, "request": self.request, "device": self._target}
         if any(component.home == "disk" for component in Plan.from_mapping(choices).components.values()):
             self._pipe, fitted = load(self._folder.path, dtype=self.dtype or default, **wishes)
@@ -128,11 +137,13 @@ class Job:
             self.written.append(self.snapshot)
 
     def summary(self) -> dict[str, Any]:
-        """What `--json` prints. There are no predictions yet: they are null."""
-        report = self.report.to_mapping()
-        phases = [{**phase, "predicted_peak_bytes": None} for phase in report["phases"]]
+        """What `--json` prints. Predictions are null where no plan was made."""
+        report, told = self.report.to_mapping(), {phase.name: phase for phase in self.report.plan.forecast}
+        peaks = {name: phase.peak_bytes for name, phase in told.items()}
+        phases = [{**phase, "predicted_peak_bytes": peaks.get(phase["name"])} for phase in report["phases"]]
+        seconds = sum(phase.seconds for phase in told.values()) if told else None
         return report | {
-            "predicted": {"peak_bytes": None, "seconds": None},
+            "predicted": {"peak_bytes": max(peaks.values(), default=None), "seconds": seconds},
             "phases": phases,
             "seed": self.prompt.seed,
             "outputs": [str(path) for path in self._outputs],

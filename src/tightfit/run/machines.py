@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightfit.devices.choice import find_machine
+from tightfit.devices.seam import Device
 from tightfit.errors import InputError
 from tightfit.files import replacing
-from tightfit.measure.kept import kept_file, machine_key, read_kept
+from tightfit.measure.kept import kept_file, known_accelerator, machine_key, read_kept
 from tightfit.measure.rates import Told, measure_rates
 from tightfit.records import Accelerator, Machine
 
-__all__ = ["measured_machine", "showing_steps"]
+__all__ = ["machine_of", "measured_machine", "showing_steps"]
 
 _RATES = ("arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "channels_last_gains")
 
@@ -40,6 +41,17 @@ def measured_machine(*, again: bool = False, told: Told = lambda name, done, tot
     with contextlib.suppress(OSError), replacing(file) as partial:
         partial.write_text(json.dumps(kept | {key: rated.to_mapping()}))
     return rated
+
+
+def machine_of(target: Device) -> Machine:
+    """This computer with `target` for its only accelerator; its rates are measured where they are needed and not kept.
+
+    A pretend card has those that it was given.
+    """
+    machine = measured_machine() if target.kind == "cuda" else find_machine()
+    measured = [accelerator for accelerator in machine.accelerators if accelerator.name == target.name]
+    known = measured[0] if measured else known_accelerator(target).model_copy(update={"name": target.name})
+    return machine.model_copy(update={"accelerators": (known,), "pinnable": target.pinnable()})
 
 
 @contextlib.contextmanager

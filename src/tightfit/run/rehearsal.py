@@ -36,25 +36,27 @@ def rehearse(
         pretend.watchers.append(lambda _: stage.fitted.recorder.look())
         stage.play()
     shares = not accelerator.is_cpu  # a card is shared with its driver's own bytes
-    capacity = max(accelerator.bytes - CONTEXT * shares, 1)
+    plan = stage.fitted.plan
+    budget = plan.budget.device if plan.budget and plan.budget.device else accelerator.bytes
+    capacity = max(min(budget, accelerator.bytes - CONTEXT * shares), 1)
     name = card or accelerator.title or accelerator.name
     trace = stage.fitted.report().trace
     return Prediction(
         model=title or (model if isinstance(model, str) else model.path.name),
         card=name,
         capacity=capacity,
-        fits=_fits(pretend, capacity),
-        plan=stage.fitted.plan.model_copy(update={"device": "cuda:0" if shares else "cpu"}),
+        fits=_fits(pretend, capacity, expandable=plan.growing_segments),
+        plan=plan.model_copy(update={"device": "cuda:0" if shares else "cpu"}),
         trace=trace.model_copy(update={"device": name, "rss_peak_bytes": 0}),
     )
 
 
-def _fits(card: Card, capacity: int) -> bool:
+def _fits(card: Card, capacity: int, *, expandable: bool) -> bool:
     """Whether a card with `capacity` bytes would do: at once, or by giving its cache back now and then."""
     if card.held.peak <= capacity:
         return True
     try:
-        replay(card.allocator.history, capacity)
+        replay(card.allocator.history, capacity, expandable=expandable)
     except CardFull:
         return False
     return True

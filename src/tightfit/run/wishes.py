@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from tightfit.errors import PlanError
-from tightfit.records import Plan, Request
+from tightfit.records import Budget, Plan, Request, check_techniques
 
-__all__ = ["call_request", "plan_fields"]
+__all__ = ["Limits", "call_request", "limits_of", "plan_fields"]
 
 
 def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dict[str, Any]:
@@ -23,6 +24,8 @@ def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dic
                 "and nothing else. Leave one of them out, or change single fields with --set"
             )
         choices["level"] = level
+    if changes:  # what was said of the plan is not true of another
+        choices.pop("forecast", None)
     _unsettle(choices, [change.partition("=")[0].split(".") for change in changes])
     for change in changes:
         field, equals, text = change.partition("=")
@@ -30,6 +33,25 @@ def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dic
             raise PlanError(f"--set {change!r} is not FIELD=VALUE, e.g. --set vae.tile=256")
         _set(choices, field.split("."), _value(change, text))
     return choices
+
+
+class Limits(NamedTuple):
+    """Within what a plan is to be made, and by which lossy techniques if need be."""
+
+    budget: Budget
+    allow: tuple[str, ...] = ()
+
+
+def limits_of(budget: str | None, ram: str | None, allow: list[str], choices: Mapping[str, Any]) -> Limits | None:
+    """What --budget, --ram and --allow say; None where they say nothing. PlanError beside `choices` of Plan fields."""
+    if budget is None and ram is None:
+        if allow:
+            raise PlanError(f"--allow {allow[0]} goes with --budget: elsewhere --set components.NAME.storage says it")
+        return None
+    if choices:
+        said = ", ".join(choices)
+        raise PlanError(f"--budget makes the plan: leave out what else decides about it ({said}), or leave it out")
+    return Limits(Budget(device=budget, ram=ram), check_techniques(allow))
 
 
 def call_request(choices: dict[str, Any], **asked: Any) -> Request:
