@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tightfit.apply.weights.disk import DiskHome, Stored, read_stored
+from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_stored
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.memory import OWN_MEMORY
 
@@ -36,7 +37,11 @@ def test_weights_lie_as_in_a_mapped_file(more: int, dtype: torch.dtype, tmp_path
     with DiskReader() as reader:
         one_by_one = {name: read_stored(each, reader) for name, each in stored.items()}
         together = dict(zip(stored, DiskHome(list(stored.values()), reader).values(), strict=True))
-    for found in (one_by_one, together):
+    with DiskReader() as reader, contextlib.closing(Spill()) as spill:
+        aside = {name: spill.write(value) for name, value in together.items()}
+        spill.finish()
+        again = dict(zip(aside, DiskHome(list(aside.values()), reader).values(), strict=True))
+    for found in (one_by_one, together, again):
         for name, value in found.items():
             assert torch.equal(value, tensors[name]), name
             assert not value.numel() or value.data_ptr() % 64 == stored[name].offset % 64, name

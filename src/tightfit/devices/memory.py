@@ -17,8 +17,9 @@ import torch
 from tightfit.errors import InputError, RunError
 from tightfit.units import format_bytes
 
-__all__ = ["OWN_MEMORY", "arena", "own_room", "trim_heap"]
+__all__ = ["CACHE_LINE", "OWN_MEMORY", "arena", "copy_alike", "own_room", "trim_heap"]
 
+CACHE_LINE = 64  # bytes, of which torch's addresses are multiples
 OWN_MEMORY = 2**20  # bytes of a tensor for which a map of its own is worth it
 HUGE_PAGE = 2 * 2**20  # of x86-64, and of ARM with pages of 4 KiB
 
@@ -69,3 +70,10 @@ def _anonymous(size: int) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def copy_alike(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the dense `tensor` on the CPU, at the same place within a cache line: multiplied, it gives the same."""
+    begin = tensor.data_ptr() % CACHE_LINE
+    room = torch.empty(begin + tensor.nbytes, dtype=torch.uint8)[begin:].view(tensor.dtype)
+    return room.as_strided(tensor.shape, tensor.stride(), room.storage_offset()).copy_(tensor)

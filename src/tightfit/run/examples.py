@@ -7,7 +7,7 @@ EXAMPLES = """Any diffusers pipeline, any memory budget, the same pictures.
 Examples:
 
   tightfit run "a red circle on the left"
-  tightfit run ./sdxl "an astronaut riding a horse" --budget 8GB --out horse.png
+  tightfit run ./sdxl "an astronaut riding a horse" --budget 8GB
 
 tightfit COMMAND --help says more.
 """

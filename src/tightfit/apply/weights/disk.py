@@ -22,13 +22,12 @@ from tightfit.apply.weights.homes import Home, Layout
 from tightfit.apply.weights.staging import Stager
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
 from tightfit.devices.lane import Arrival, Lane
-from tightfit.devices.memory import OWN_MEMORY, arena
+from tightfit.devices.memory import CACHE_LINE, OWN_MEMORY, arena, copy_alike
 from tightfit.errors import RunError
 
 __all__ = ["DiskHome", "Spill", "Stored", "read_like", "read_stored"]
 
 
-CACHE_LINE = 64  # bytes, of which torch's addresses are multiples
 UNSETTLED = 64 * 2**20  # bytes of a file that may be in the page cache alone
 
 
@@ -90,11 +89,7 @@ def read_stored(stored: Stored, reader: DiskReader) -> torch.Tensor:
     if not stored.size:
         return torch.empty(stored.shape, dtype=stored.dtype)
     value = DiskHome([stored], reader).values()[0]
-    if stored.size >= OWN_MEMORY:
-        return value
-    begin = value.data_ptr() % CACHE_LINE
-    room = torch.empty(begin + stored.size, dtype=torch.uint8)[begin:].view(stored.dtype)
-    return room.as_strided(value.shape, value.stride(), room.storage_offset()).copy_(value)
+    return value if stored.size >= OWN_MEMORY else copy_alike(value)
 
 
 def read_like(like: torch.Tensor, stored: Stored, reader: DiskReader) -> torch.Tensor:
@@ -131,6 +126,7 @@ class Spill:
     def write(self, tensor: torch.Tensor) -> Stored:
         """Appends the plain, dense `tensor`; RunError where the disk is full."""
         flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        self._end += tensor.data_ptr() % CACHE_LINE
         stored = Stored(self.path, self._end, tensor.dtype, tensor.shape, tensor.stride())
         self._write(flat.view(torch.uint8).numpy().data)
         return stored
@@ -145,7 +141,7 @@ class Spill:
                 f"cannot set {len(data):,} bytes of weights aside in {self.path.parent}: {error.strerror}",
                 size=len(data),
             ) from error
-        self._end += _sectors(len(data))
+        self._end = _sectors(self._end + len(data))
         if self._end - self._settled >= UNSETTLED:
             self._settle()
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tightfit.apply.weights.homes import Home, HostHome, plain_parts, rebuilt
+from tightfit.devices.memory import copy_alike
 from tightfit.measure.modules import compiled_around, find_leaves
 from tightfit.plan.streaming import group_leaves
 from tightfit.records import Component, Grain
@@ -67,7 +68,7 @@ class Parcel:
         """The masters have values again, read from their home."""
         plain = self.home.values()
         for tensor in (part for master in self.masters for part in plain_parts(master)):
-            tensor.data = plain.pop(0).clone(memory_format=torch.preserve_format)
+            tensor.data = copy_alike(plain.pop(0))
 
     def put_by_others(self, ours: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """What others put where weights are looked up (not by id among `ours`), with the number of the weight."""
