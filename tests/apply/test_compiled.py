@@ -10,7 +10,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from tightfit import PlanError, fit
-from tightfit.apply.weights import rooms
 from tiny_pipelines import CASES, run
 
 FLUX = next(case for case in CASES if case.name == "Flux")
@@ -75,7 +74,7 @@ def test_a_network_compiled_whole_is_interrupted_by_layers_and_right(after: bool
 
 
 def test_out_of_memory_in_a_compiled_block_is_rescued(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms, "CHUNK", 8192)
+    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 8192)
     pipe, wanted = compiled("blocks")
     left = [2]
 

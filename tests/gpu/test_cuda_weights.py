@@ -9,7 +9,7 @@ import torch
 
 from inspection import assert_same, imprint
 from tightfit import fit
-from tightfit.apply.weights import rooms, staging
+from tightfit.apply.weights import staging
 from tightfit.devices.cuda import cuda_count
 from tightfit.measure.modules import find_components
 from tiny_pipelines import CASES, run
@@ -29,7 +29,7 @@ HOMES: dict[str, dict[str, Any]] = {
 def test_every_home_gives_the_bits_of_a_resident_model(
     name: str, home: str, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rooms, "CHUNK", 64 * 1024)
+    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 64 * 1024)
     monkeypatch.setattr(staging, "SIZE", 64 * 1024)
     case = next(case for case in CASES if case.name == name)
     pipe = case.make()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretend.conftest import MakeCards
-from tightfit.pretend.card import PAGEABLE
+from tightfit.catalog.cuda import PAGEABLE
 
 SIZE = 25 * 10**6  # bytes that take a millisecond over the link
 LAUNCH, CROSSING, PAGEABLE_CROSSING = 5_000, 10**6, round(10**6 / PAGEABLE)  # nanoseconds

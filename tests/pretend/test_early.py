@@ -10,7 +10,6 @@ import torch
 from conftest import MakeCards
 from more_pipelines import MORE_CASES
 from tightfit import fit
-from tightfit.apply.weights import rooms
 from tightfit.measure.modules import find_components
 from tightfit.records import Trace
 from tiny_pipelines import CASES, TinyCase, run
@@ -31,7 +30,7 @@ def traces_of(pipe: Any, case: TinyCase, plan: dict[str, Any], device: str, want
 def test_the_next_comes_early_and_the_peaks_stay(
     name: str, placement: str, make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rooms, "CHUNK", 8192)
+    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 8192)
     case = next(case for case in (*CASES, *MORE_CASES) if case.name == name)
     pipe = case.make()
     wanted = run(pipe, case)

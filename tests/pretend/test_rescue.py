@@ -12,7 +12,6 @@ from torch import nn
 
 from conftest import MakeCards
 from tightfit import fit
-from tightfit.apply.weights import rooms
 from tightfit.measure.modules import find_components, find_role, weight_bytes
 from tightfit.pretend.blocks import Block
 from tightfit.pretend.card import Card
@@ -65,7 +64,7 @@ def requests_of(pipe: Any, case: TinyCase, failing: Failing) -> int:
 def test_injected_errors_do_not_change_the_picture(
     name: str, rounds: int, make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rooms, "CHUNK", 2**13)
+    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 2**13)
     case: TinyCase = next(case for case in CASES if case.name == name)
     pipe = case.make()
     untouched = run(pipe, case)
@@ -88,7 +87,7 @@ def test_injected_errors_do_not_change_the_picture(
 
 
 def test_several_errors_in_one_call(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms, "CHUNK", 2**13)
+    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 2**13)
     case = next(case for case in CASES if case.name == "Flux")
     pipe = case.make()
     untouched = run(pipe, case)

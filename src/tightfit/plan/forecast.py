@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+from tightfit.catalog.cuda import workspace_bytes
 from tightfit.plan.pace import Pace, alone, stretch_of
 from tightfit.plan.parts import SEGMENT, Part, up
 from tightfit.records import Accelerator, Footprint, Phase, PhaseForecast, Plan, VaePlan, Way
 
 __all__ = ["ALTERNATIONS", "forecast", "more_seconds", "most_weights", "needed_bytes", "way_of"]
 
-WORKSPACE, LARGE_WORKSPACE = 8_519_680, 32 * 2**20  # bytes that cuBLAS keeps
-ALTERNATIONS = 4  # changes of turn, after which two components stay together
+ALTERNATIONS = 4  # changes of turn between two components in one call, after which they stay together
 MARGIN_SHARE, MARGIN = 0.01, 32 * 2**20  # by which a peak may be higher than its parts say
 
 
@@ -54,10 +54,7 @@ def more_seconds(way: Way | None, device: Accelerator) -> float:
 
 
 def _workspace(device: Accelerator) -> int:
-    if device.is_cpu:
-        return 0
-    major = (device.compute_capability or "").partition(".")[0]
-    return LARGE_WORKSPACE if major in ("9", "10", "12") else WORKSPACE
+    return 0 if device.is_cpu else workspace_bytes(device.compute_capability)
 
 
 class _Call:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
+from tightfit.catalog.cuda import PAGEABLE
 from tightfit.plan.flow import Flow
 from tightfit.plan.pace import Pace, alone
 from tightfit.plan.streaming import parcel_sizes, settle_streaming
 from tightfit.records import Accelerator, Component, ComponentPlan, Pass
 
-__all__ = ["SEGMENT", "Part", "up"]
+__all__ = ["SEGMENT", "Part", "chunks", "up"]
+
+Parcel = TypeVar("Parcel")
 
 SEGMENT = 2 * 2**20  # bytes: what an allocator takes of a card at a time
 CHUNK = 128 * 2**20  # bytes in which the engine takes room for what stays
-PAGEABLE = 0.5  # of the link's rate, for what is small and not page-locked
 KNOWN = 4  # passes after which the next are taken to be like the last two
 
 
@@ -46,13 +49,13 @@ class Part:
         if self.remains:
             return self.component.room or self.component.bytes
         stays = (size for name, size in self._sizes.items() if name in self._stays)
-        return _chunked(stays) + up(self.plan.ring or 0) + up(self._loose)
+        return sum(up(sum(chunk)) for chunk in chunks(stays, int)) + up(self.plan.ring or 0) + up(self._loose)
 
     def come(self, now: float) -> float:
         """It comes `now`; when what is small is there."""
         self._flow = None
         launching = self.component.small * self._device.launch_overhead
-        return now + launching + self._loose / (self._rate * PAGEABLE)
+        return now + launching + self._loose / (self._rate * PAGEABLE)  # it is not page-locked
 
     def work(self, done: Pass, runs: int, now: float) -> float:
         """When `runs` passes are done that begin `now`, one after another."""
@@ -72,14 +75,18 @@ class Part:
         return now + sum(seconds) + later * (runs - len(seconds))
 
 
-def _chunked(sizes: Iterable[int]) -> int:
-    """What an allocator takes for what stays, which the engine asks for in chunks."""
-    whole = chunk = 0
-    for size in sizes:
-        if chunk and chunk + size > CHUNK:
-            whole, chunk = whole + up(chunk), 0
-        chunk += size
-    return whole + up(chunk)
+def chunks(parcels: Iterable[Parcel], size: Callable[[Parcel], int]) -> Iterator[list[Parcel]]:
+    """What is taken, and given up, together of what stays: up to CHUNK bytes."""
+    chunk: list[Parcel] = []
+    whole = 0
+    for parcel in parcels:
+        if chunk and whole + size(parcel) > CHUNK:
+            yield chunk
+            chunk, whole = [], 0
+        chunk.append(parcel)
+        whole += size(parcel)
+    if chunk:
+        yield chunk
 
 
 def up(size: int, multiple: int = SEGMENT) -> int:

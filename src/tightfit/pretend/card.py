@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from tightfit.catalog.cuda import PAGEABLE, workspace_bytes
 from tightfit.pretend.allocator import CachingAllocator, CardFull
 from tightfit.pretend.blocks import Block, Counter
 from tightfit.pretend.clock import Host, Point, Timeline
@@ -20,10 +21,7 @@ from tightfit.units import format_bytes
 __all__ = ["Card", "Values"]
 
 Values = Literal["real", "shapes"]
-WORKSPACE = 8_519_680  # bytes that cuBLAS keeps for each stream it is used on: torch's default :4096:2:16:8 …
-LARGE_WORKSPACE = 32 * 2**20  # … and :4096:8 on compute capability 9, 10 and 12
 _bases = itertools.count(2**44, 2**44)
-PAGEABLE = 0.5  # of the link's rate: the driver copies through a pinned buffer of its own (an assumption)
 
 
 @dataclass(eq=False)
@@ -82,7 +80,8 @@ class Card:
     def do(self, work: Work) -> None:
         """Runs a kernel: what it holds comes and goes, and its time passes on the current stream."""
         if work.kind == "matmul" and self.stream not in self._workspaces and not self.accelerator.is_cpu:
-            self._workspaces[self.stream] = self.malloc(self._workspace)
+            size = workspace_bytes(self.accelerator.compute_capability)
+            self._workspaces[self.stream] = self.malloc(size)
         held = [self.malloc(size) for size in work.held if size]
         for watch in self.watchers:
             watch(work)
@@ -111,11 +110,6 @@ class Card:
     def workspace_numbers(self) -> set[int]:
         """By which numbers its allocator's history calls them."""
         return {block.number for block in self._workspaces.values()}
-
-    @property
-    def _workspace(self) -> int:
-        major = (self.accelerator.compute_capability or "").partition(".")[0]
-        return LARGE_WORKSPACE if major in ("9", "10", "12") else WORKSPACE
 
     def copy_in(self, size: int, *, pinned: bool, wait: bool) -> None:
         """`size` bytes from the host. From pageable memory, the host always waits."""

@@ -40,9 +40,9 @@ def fit(
     Exactly one of `budget`, `level` (0 to 3) and `plan` is given. A budget is what the device's allocator may hold,
     as bytes or in words ("8GB" is 8·10⁹, "8GiB" 8·2³⁰), or a Budget; with `ram`, so many bytes of host memory may
     wait for the device. It is planned for `request` (default: the pipeline's own defaults) from a footprint, which is
-    measured once, and from this computer's rates, which are measured once too (up to 20 s). Numbers do not change
-    unless they cannot but do and `allow` names a lossy technique. A budget is for a pipeline, on a device with memory
-    of its own.
+    measured once, and from this computer's rates, which are measured once too (up to 20 s). Numbers stay the same; only
+    where nothing fits that way are the lossy techniques used that `allow` names. A budget is for a pipeline, on a
+    device with memory of its own.
 
     A plan is a Plan, a mapping of its fields, or a YAML or JSON file of them; a mapping may name a `level` and only
     what differs from it. `device` is "cpu", "cuda", "cuda:1" or "loopback" (default: the first card, else the CPU). A
@@ -53,7 +53,8 @@ def fit(
     leaves it out; the report then holds weights, moved bytes and times, and says so.
 
     Returns the handle to its plan, report and `undo()`. Raises PlanError, RequestError or InputError for what is
-    illegal, before anything is changed, and BudgetTooSmall where nothing fits.
+    illegal, before anything is changed, and BudgetTooSmall where nothing fits; by then, a plan that the pipeline
+    followed before is undone, because only an untouched one can be measured.
     """
     if budget is None:
         if level is None and plan is None:

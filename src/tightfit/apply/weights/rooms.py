@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from tightfit.apply.weights.parcels import Parcel
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
+from tightfit.plan.parts import chunks
 from tightfit.plan.ring import Lease, Ring
 
 __all__ = ["Rooms"]
-
-CHUNK = 128 * 2**20  # bytes that are taken, and given up, together
 
 
 class Rooms:
@@ -36,7 +35,7 @@ class Rooms:
 
     def open(self) -> None:
         """Memory is taken from now on, until `clear`."""
-        self._expected = list(_chunks(parcel for parcel in self._stays if parcel in self.stays))
+        self._expected = list(chunks((parcel for parcel in self._stays if parcel in self.stays), _aligned))
 
     def take_some(self, limit: int) -> None:
         """Takes as much of it as keeps within `limit` bytes, all together; the ring first."""
@@ -148,17 +147,6 @@ class Rooms:
 
 def _size(chunk: Iterable[Parcel]) -> int:
     return sum(map(_aligned, chunk))
-
-
-def _chunks(stays: Iterable[Parcel]) -> Iterator[list[Parcel]]:
-    chunk: list[Parcel] = []
-    for parcel in stays:
-        if chunk and _size(chunk) + parcel.size > CHUNK:
-            yield chunk
-            chunk = []
-        chunk.append(parcel)
-    if chunk:
-        yield chunk
 
 
 def _aligned(parcel: Parcel) -> int:

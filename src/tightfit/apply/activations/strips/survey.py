@@ -50,7 +50,7 @@ def survey(
             room = int(max(tensors, outside) * ROUGH) + PAGES
             coming, going = _moved(course)
             kernels = count * sum(
-                1 + len(step.trims) for _, strips, _ in course.passes for strip in strips for step in strip
+                1 + len(step.trims) for each in course.passes for strip in each.strips for step in strip
             )
             ways.append(
                 Way(

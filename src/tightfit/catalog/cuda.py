@@ -1,0 +1,16 @@
+"""What CUDA and its libraries do on any card, for whoever plays one and whoever plans for one."""
+
+from __future__ import annotations
+
+__all__ = ["PAGEABLE", "workspace_bytes"]
+
+PAGEABLE = 0.5  # of the link's rate: the driver copies through a pinned buffer of its own (an assumption)
+
+
+def workspace_bytes(compute_capability: str | None) -> int:
+    """Bytes that cuBLAS keeps for each stream it is used on.
+
+    torch's default is :4096:2:16:8, and :4096:8 on compute capability 9, 10 and 12.
+    """
+    major = (compute_capability or "").partition(".")[0]
+    return 32 * 2**20 if major in ("9", "10", "12") else 8_519_680
