@@ -53,8 +53,8 @@ CARD = Accelerator(
     link_rate_out=5.4e10, launch_overhead=5e-6, channels_last_gains={"denoiser.float16": 1.2},
 )  # fmt: skip
 MACHINE = Machine(
-    accelerators=(CARD,), ram=2**37, ram_free=2**36, ram_limit=2**37, pinnable=2**35, cores=16, cpu="EPYC",
-    disk_rate=3e9, notes=("no link",),
+    accelerators=(CARD,), ram=2**37, ram_taken=2**29, ram_free=2**36, ram_limit=2**37, pinnable=2**35, cores=16,
+    cpu="EPYC", disk_rate=3e9, notes=("no link",),
 )  # fmt: skip
 UNIT = Unit(
     name="transformer_blocks.0", bytes=678, dtypes={"bfloat16": 600, "float32": 78}, matrices={"bfloat16": 500}, rows=25

@@ -37,7 +37,6 @@ SWITCHES = {"enable_progress_bar"}  # of a library's logging, not of its memory
 # messages without a number or a name of the case at hand: there is none to give
 PLAIN_MESSAGES = {
     "a budget needs device bytes, RAM bytes or both, e.g. Budget(device='8GB')",
-    "fit takes exactly one of budget='8GB', level=0…3 and plan=…",
     "fit takes exactly one of level=0…3 and plan=…",
     "the prompt is empty: say what to draw, e.g. 'a red circle on the left'",
     "there is nothing to report yet: call the pipeline first",

@@ -89,6 +89,11 @@ class VaePlan(Record):
         return self
 
     @property
+    def cuts(self) -> bool:
+        """Whether anything is worked through in parts."""
+        return self.slicing or self.strips is not None or self.tile is not None
+
+    @property
     def described(self) -> str:
         """How pictures are worked through, on one line."""
         cut = f"tiles of {self.tile} px" if self.tile else "whole pictures"

@@ -137,6 +137,7 @@ class Machine(Record):
     accelerators: tuple[Accelerator, ...]
     ram: Positive  # bytes that this process may use, cgroup limits included
     ram_free: Count | None = None  # bytes that it could still take
+    ram_taken: Count | None = None  # bytes that it holds already
     ram_limit: Positive | None = None  # its control group's, where that is less than the computer has
     pinnable: Count | None = None  # bytes that could be page-locked for copies to a card
     cores: Positive  # that this process may use

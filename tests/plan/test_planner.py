@@ -192,9 +192,6 @@ def test_what_cannot_be_planned_is_refused() -> None:
         make_plan(told, HERE, Budget(device=GIB), ["fp9"])
     with pytest.raises(PlanError, match="there is cuda:0"):
         make_plan(told, HERE, Budget(device=GIB), device="cuda:3")
-    cpu = HERE.model_copy(update={"accelerators": (CARD.model_copy(update={"name": "cpu", "kind": "cpu"}),)})
-    with pytest.raises(PlanError, match="a device with memory of its own, which cpu has not"):
-        make_plan(told, cpu, Budget(device=GIB))
 
 
 def test_an_error_says_what_would_do() -> None:

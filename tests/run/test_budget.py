@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from PIL import Image
 
 import tightfit
 from pretend.conftest import ACCELERATOR
@@ -19,6 +21,7 @@ from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, Trace
 from tightfit.run.footprints import measure_footprint
+from tightfit.run.replanning import request_of
 from tightfit.run.request import Prompt, call_arguments
 from tiny_pipelines import CASES, TinyCase, run
 
@@ -105,10 +108,8 @@ def test_a_plan_is_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ({}, "exactly one of budget"),
         ({"budget": "8GB", "level": 1}, "budget=8GB, level=1"),
         ({"level": 1, "ram": "4GB"}, "ram=4GB"),
-        ({"budget": "8GB", "device": "cpu"}, "which cpu has not"),
         ({"budget": Budget(device="8GB", ram="1GB"), "ram": "2GB"}, "leave one out"),
     ],
 )
@@ -131,3 +132,75 @@ def test_ways_are_in_the_footprint() -> None:
     on_device = [way for way in decode.ways if way.maps == "device"]
     assert [way.room for way in on_device] == sorted((way.room for way in on_device), reverse=True)
     assert [way.kernels for way in on_device] == sorted(way.kernels for way in on_device)
+
+
+def test_a_call_that_asks_for_something_else_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    card_of(1200 * MIB, known_card("rtx3060"))
+    pipe = build_known(known_model("sd-1.5"))
+    pipe.set_progress_bar_config(disable=True)
+    fitted = tightfit.fit(pipe, budget="1200MiB", request=REQUEST, device="pretend:0")
+    small = fitted.plan
+    assert not called(fitted, pipe).notes
+    assert fitted.plan is small
+    larger = tightfit.Request(height=768, width=640, steps=4)
+    with torch.no_grad():
+        pipe(**call_arguments(pipe, Prompt("a fox", seed=0), larger) | {"output_type": "pt"})
+    report = fitted.report()
+    (note,) = (note for note in report.trace.notes if note.startswith("planned anew"))
+    assert note.startswith("planned anew for 640×768")
+    assert "(before: 256×256" in note
+    assert "unet: " in note
+    assert report.plan is fitted.plan is not small
+    assert report.plan.request == larger
+    assert max(phase.peak_bytes for phase in report.trace.phases) <= 1200 * MIB
+    called(fitted, pipe)
+    assert fitted.plan == small  # made once
+    fitted.undo()
+    assert type(pipe).__call__ is StableDiffusionPipeline.__call__
+
+
+def test_what_cannot_be_planned_for_leaves_all_as_it_was() -> None:
+    card_of(500 * MIB, known_card("rtx3060"))
+    pipe = build_known(known_model("sd-1.5"))
+    pipe.set_progress_bar_config(disable=True)
+    fitted = tightfit.fit(pipe, budget="400MiB", request=REQUEST, device="pretend:0")
+    before = fitted.plan
+    with pytest.raises(BudgetTooSmall, match="cannot do 2048×2048, 2 at once within 400 MiB"):
+        pipe(["a fox", "an owl"], height=2048, width=2048)
+    assert fitted.plan is before
+    called(fitted, pipe)
+
+
+def test_less_than_was_planned_for_is_not_planned_for_where_nothing_could_be_gained() -> None:
+    card_of(8000 * MIB, known_card("rtx3060"))
+    pipe = build_known(known_model("sd-1.5"))
+    pipe.set_progress_bar_config(disable=True)
+    fitted = tightfit.fit(pipe, request={"height": 512, "width": 512, "steps": 4}, device="pretend:0")
+    assert fitted.plan.budget is None
+    assert "95% of what was free" in fitted.plan.reasons[3].because
+    before = fitted.plan
+    assert not called(fitted, pipe).notes
+    assert fitted.plan is before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"prompt": "a fox"}, {}),
+        ({"prompt": ["a fox", "an owl"], "num_images_per_prompt": 2, "height": 64}, {"batch": 4, "height": 64}),
+        ({"prompt": None, "prompt_embeds": torch.zeros(3, 77, 8)}, {"batch": 3}),
+        ({"prompt": "a fox", "guidance_scale": 1.0, "num_inference_steps": 7}, {"guidance": 1.0, "steps": 7}),
+        ({"prompt": "a fox", "image": Image.new("RGB", (96, 64))}, {"height": 64, "width": 96}),
+        ({"prompt": "a fox", "image": [torch.zeros(3, 32, 48)]}, {"height": 32, "width": 48}),
+    ],
+)
+def test_what_a_call_asks_for(arguments: dict[str, Any], said: dict[str, Any]) -> None:
+    kind = StableDiffusionImg2ImgPipeline if "image" in arguments else StableDiffusionPipeline
+    pipe = object.__new__(kind)
+    taken = {name: value for name, value in arguments.items() if name != "height" or "image" not in arguments}
+    assert request_of(pipe, (), taken) == tightfit.Request(**said)
+
+
+def test_what_no_request_can_say_is_left_to_the_pipeline() -> None:
+    pipe = object.__new__(StableDiffusionPipeline)
+    assert request_of(pipe, (), {"prompt": "a fox", "height": -5}) is None

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from tightfit.apply.activations.attention import AttentionSeam
 from tightfit.apply.activations.batches import chunk_blocks, in_chunks
@@ -22,12 +21,10 @@ from tightfit.apply.activations.cutting import cut_up
 from tightfit.apply.activations.feed_forward import chunk_feed_forwards
 from tightfit.apply.activations.guidance import joined
 from tightfit.apply.activations.layout import channels_last
-from tightfit.apply.activations.traced.compiled import CompiledProgram
-from tightfit.apply.activations.traced.file import Traced
-from tightfit.apply.activations.traced.program import traced_forward
 from tightfit.apply.activations.waiting import move_waiting
 from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import watch
+from tightfit.apply.methods import computing, exported, refused
 from tightfit.apply.session import Session
 from tightfit.apply.weights.disk import Stored
 from tightfit.apply.weights.placement import Residency
@@ -36,10 +33,10 @@ from tightfit.apply.weights.storage import check_storage
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
-from tightfit.files import cache_folder
 from tightfit.measure.kept import known_accelerator
 from tightfit.measure.modules import HANDLE, compiled_around, find_components, find_role, has_skips, inspect_pipeline
 from tightfit.measure.recorder import LiveNumbers, Recorder
+from tightfit.plan.differences import differences
 from tightfit.plan.levels import plan_for
 from tightfit.records import ComponentPlan, Plan, Request, Trace
 from tightfit.report.summary import Report
@@ -47,6 +44,8 @@ from tightfit.report.summary import Report
 __all__ = ["Fitted", "apply_plan", "choices_of", "decide", "fit"]
 
 logger = logging.getLogger("tightfit")
+
+Replan = Callable[[Any, Sequence[Any], Mapping[str, Any], Plan], Plan | None]
 
 
 def fit(
@@ -105,9 +104,18 @@ def _fields(plan: Plan | Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def apply_plan(
-    pipe: Any, plan: Plan, device: str | torch.device | Device | None = None, *, count_activations: bool = True
+    pipe: Any,
+    plan: Plan,
+    device: str | torch.device | Device | None = None,
+    *,
+    count_activations: bool = True,
+    replan: Replan | None = None,
 ) -> Fitted:
-    """Makes `pipe` follow `plan` exactly as it stands; nothing is changed if that fails."""
+    """Makes `pipe` follow `plan` exactly as it stands; nothing is changed if that fails.
+
+    `replan(pipe, args, kwargs, plan)` is asked before each call with these arguments: the plan to follow from then on,
+    or None to stay with `plan`.
+    """
     check_storage(plan)
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
@@ -117,7 +125,8 @@ def apply_plan(
             raise AlreadyFitted(
                 f"{name} already follows the plan of another pipeline: undo() that one first", name=name
             )
-    return Fitted(pipe, plan, choose_device(device or plan.device), count_activations=count_activations)
+    target = choose_device(device or plan.device)
+    return Fitted(pipe, plan, target, count_activations=count_activations, replan=replan)
 
 
 class Fitted:
@@ -131,10 +140,16 @@ class Fitted:
         *,
         count_activations: bool = True,
         stored: Mapping[int, Stored] | None = None,
+        replan: Replan | None = None,
     ) -> None:
-        self.plan = plan
+        self._device, self._counts, self._replan = device, count_activations, replan
         self._trace: Trace | None = None
-        self._recorder = Recorder(device, count_activations)
+        self._remarks: list[str] = []  # for the next call's report
+        self._follow(pipe, plan, stored)
+
+    def _follow(self, pipe: Any, plan: Plan, stored: Mapping[int, Stored] | None = None) -> None:
+        self.plan, device = plan, self._device
+        self._recorder = Recorder(device, self._counts)
         self._residency = Residency(device, self._recorder, stored)
         alone = isinstance(pipe, nn.Module)  # nobody else wants its place
         self._session = Session(self._residency, self._recorder, self._finished, keeps=alone)
@@ -144,7 +159,7 @@ class Fitted:
             for name, module in find_components(pipe).items():
                 self._fit_component(name, module, plan.components.get(name, ComponentPlan()), device, undo)
             if not isinstance(pipe, nn.Module):
-                undo.callback(disguise(pipe, **_pipeline_members(self._session, type(pipe), device), **{HANDLE: self}))
+                undo.callback(disguise(pipe, **self._pipeline_members(type(pipe)), **{HANDLE: self}))
             undo.callback(self._residency.clear)
             self._undo: ExitStack | None = undo.pop_all()
 
@@ -152,7 +167,7 @@ class Fitted:
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
     ) -> None:
         """Layout, place, storage, moving activations; then the module learns to say when it works."""
-        forward = _exported(module, plan)  # before anything is changed: it is compared with the module
+        forward = exported(module, plan)  # before anything is changed: it is compared with the module
         if plan.channels_last:
             undo.callback(channels_last(module))
         copied = plan.placement == "resident" and device.swaps_parameters  # then copies come as they are stored
@@ -201,7 +216,7 @@ class Fitted:
                     for what in lossy:
                         recorder.lossy(what)
                     if plan.compute_dtype:
-                        return _computing(functools.partial(inner, self), plan.compute_dtype, args, kwargs)
+                        return computing(functools.partial(inner, self), plan.compute_dtype, args, kwargs)
                     return inner(self, *args, **kwargs)
 
             return run
@@ -216,10 +231,49 @@ class Fitted:
             for method, cut in cut_up(original, self.plan.vae, device, recorder, undo).items():
                 members[method] = working(method, cut)
         if plan.home == "disk" and hasattr(original, "save_pretrained"):
-            members["save_pretrained"] = _refused(name)
+            members["save_pretrained"] = refused(name)
         if hasattr(original, "device"):
             members["device"] = property(lambda self: device.torch_device)
         return members
+
+    def _pipeline_members(self, original: type) -> dict[str, Any]:
+        session, recorder, device, prepare = self._session, self._recorder, self._device, self._prepare
+
+        @functools.wraps(original.__call__)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if prepare(self, args, kwargs):  # it follows another plan now
+                return self(*args, **kwargs)
+            steps = kwargs.get("num_inference_steps")
+            with session.call(steps if isinstance(steps, int) else None):
+                for remark in remarks():
+                    recorder.note(remark)
+                return original.__call__(self, *args, **kwargs)
+
+        def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+            raise AlreadyFitted("this pipeline follows a plan, which says where its weights are: undo() before to()")
+
+        def remarks() -> list[str]:
+            found, self._remarks = self._remarks, []
+            return found
+
+        here = property(lambda self: device.torch_device)
+        return {"__call__": call, "to": to, "device": here, "_execution_device": here}
+
+    def _prepare(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether `pipe` does something else from now on, because a call with these arguments wants another plan."""
+        if self._replan is None or self._recorder.running:
+            return False
+        before, after = self.plan, self._replan(pipe, args, kwargs, self.plan)
+        if after is None or before.request is None or after.request is None:
+            return False
+        changes = differences(before, after)
+        asked = f"planned anew for {after.request.described} (before: {before.request.described})"
+        self._remarks.append(f"{asked}: {'; '.join(changes) or 'nothing else is done'}")
+        if changes:
+            self.undo()
+            self._follow(pipe, after)
+        self.plan = after
+        return bool(changes)
 
     def _finished(self, trace: Trace) -> None:
         self._trace = trace
@@ -257,50 +311,3 @@ class Fitted:
 def _in_parts(plan: ComponentPlan) -> bool:
     """Whether batches are worked through in parts."""
     return plan.batch is not None or plan.guidance == "apart"
-
-
-def _exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
-    """What `module` does in place of its own forward pass, where the plan names a file of it."""
-    if plan.traced is None:
-        return {}
-    traced = Traced.load(Path(plan.traced))
-    compiled = CompiledProgram(traced, cache_folder() / "compiled") if plan.compiled else None
-    return {"forward": traced_forward(module, traced, compiled)}
-
-
-def _pipeline_members(session: Session, original: type, device: Device) -> dict[str, Any]:
-    @functools.wraps(original.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = kwargs.get("num_inference_steps")
-        with session.call(steps if isinstance(steps, int) else None):
-            return original.__call__(self, *args, **kwargs)
-
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise AlreadyFitted("this pipeline follows a plan, which says where its weights are: undo() before to()")
-
-    here = property(lambda self: device.torch_device)
-    return {"__call__": call, "to": to, "device": here, "_execution_device": here}
-
-
-def _refused(name: str) -> Callable[..., None]:
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise RunError(f"{name} cannot be saved while its weights are on the disk: undo() first", name=name)
-
-    return save_pretrained
-
-
-def _computing(method: Callable[..., Any], dtype: str, args: Any, kwargs: Any) -> Any:
-    """`method` with floating tensors in `dtype`, its results in the dtype of its first floating argument."""
-    compute, given = getattr(torch, dtype), []
-
-    def narrow(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            given.append(value.dtype)
-            return value.to(compute)
-        return value
-
-    def widen(value: Any) -> Any:
-        return value.to(given[0]) if given and isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    args, kwargs = tree_map(narrow, (args, kwargs))
-    return tree_map(widen, method(*args, **kwargs))

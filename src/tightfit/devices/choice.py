@@ -6,6 +6,7 @@ import os
 import platform
 from pathlib import Path
 
+import psutil
 import torch
 
 from tightfit.devices.cuda import CudaDevice, cuda_count
@@ -52,6 +53,7 @@ def find_machine() -> Machine:
         accelerators=tuple(_accelerator(device, device.title() or cpu) for device in devices),
         ram=ram_bytes(),
         ram_free=ram_free(),
+        ram_taken=psutil.Process().memory_info().rss,
         ram_limit=ram_limit(),
         pinnable=pinnable_bytes() if cards else 0,
         cores=_cores(),

@@ -10,18 +10,21 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import psutil
 import torch
 
 from tightfit.errors import InputError, RunError
 from tightfit.units import format_bytes
 
-__all__ = ["CACHE_LINE", "OWN_MEMORY", "arena", "copy_alike", "own_room", "trim_heap"]
+__all__ = ["CACHE_LINE", "OWN_MEMORY", "arena", "copy_alike", "own_maps", "own_room", "resident_bytes", "trim_heap"]
 
 CACHE_LINE = 64  # bytes, of which torch's addresses are multiples
 OWN_MEMORY = 2**20  # bytes of a tensor for which a map of its own is worth it
 HUGE_PAGE = 2 * 2**20  # of x86-64, and of ARM with pages of 4 KiB
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
+_USUAL_LIMITS = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20}  # up to which glibc raises them by itself
 
 
 def arena(size: int) -> torch.Tensor:
@@ -63,6 +66,39 @@ def trim_heap() -> None:
     """Gives the system back what is free in this process's heap, where its C library can do that (glibc)."""
     with contextlib.suppress(OSError, AttributeError, TypeError):  # TypeError: Windows has no "this process"
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def own_maps() -> Callable[[], None]:
+    """From now on tensors of OWN_MEMORY bytes or more have maps of their own, which go when they do; returns an undo.
+
+    In glibc's heap, what lies free between tensors can be a third of them (a U-Net's step on a CPU: 0.35 of 0.86 GB).
+    Taking pages anew for each costs time instead. Where the C library is another, nothing is changed.
+    """
+    _set_limits(dict.fromkeys(_USUAL_LIMITS, OWN_MEMORY))
+    trim_heap()
+    return lambda: _set_limits(_USUAL_LIMITS)
+
+
+def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """How many bytes of these tensors on the CPU are in RAM: of a file that is mapped, what was read of it so far."""
+    spans = sorted({(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors})
+    try:
+        maps = psutil.Process().memory_maps(grouped=False)
+    except (AttributeError, psutil.Error):  # the system does not say
+        return sum(end - begin for begin, end in spans)
+    total = 0
+    for each in maps:
+        low, high = (int(address, 16) for address in each.addr.split("-"))
+        within = sum(max(min(end, high) - max(begin, low), 0) for begin, end in spans)
+        total += min(within, int(each.rss))
+    return total
+
+
+def _set_limits(limits: Mapping[int, int]) -> None:
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        library = ctypes.CDLL(None)
+        for parameter, size in limits.items():
+            library.mallopt(parameter, size)
 
 
 def _anonymous(size: int) -> mmap.mmap:

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from tightfit.devices.lane import HostLane, Lane
-from tightfit.devices.memory import arena
+from tightfit.devices.memory import arena, own_maps
 from tightfit.errors import InputError
 
 __all__ = ["CpuDevice", "Device", "LoopbackDevice", "pinnable_bytes", "ram_bytes", "ram_free", "ram_limit"]
@@ -116,9 +116,9 @@ class Device(ABC):
         return self.now() - start
 
     def grow_segments(self) -> Callable[[], None]:
-        """From now on the allocator's segments grow, so that little of them lies idle between tensors; returns an undo.
+        """From now on little of what the allocator holds lies idle between tensors; returns an undo.
 
-        Where there is no such allocator, nothing is changed.
+        CUDA's segments grow, and a CPU's large tensors have maps of their own. Elsewhere nothing is changed.
         """
         return lambda: None
 
@@ -144,6 +144,9 @@ class CpuDevice(Device):
     name = kind = "cpu"
     torch_device = torch.device("cpu")
     separate = False
+
+    def grow_segments(self) -> Callable[[], None]:
+        return own_maps()
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -17,7 +17,8 @@ from tightfit.records import Accelerator, Footprint, Phase, PhaseForecast, Plan,
 __all__ = ["ALTERNATIONS", "forecast", "more_seconds", "most_weights", "needed_bytes", "way_of"]
 
 ALTERNATIONS = 4  # changes of turn between two components in one call, after which they stay together
-MARGIN_SHARE, MARGIN = 0.01, 32 * 2**20  # by which a peak may be higher than its parts say
+PERCENT, MARGIN = 1, 32 * 2**20  # by which a peak may be higher than its parts say …
+MARGIN_CPU = 128 * 2**20  # … where libraries load code and keep buffers in the same memory
 
 
 def forecast(
@@ -31,12 +32,13 @@ def forecast(
 def needed_bytes(weights: int, room: int, device: Accelerator) -> int:
     """What an allocator takes of `device` for both, with the margin."""
     whole = weights + room + _workspace(device)
-    return up(int(whole * (1 + MARGIN_SHARE)) + MARGIN)
+    return up(whole * (100 + PERCENT) // 100 + _margin(device))
 
 
 def most_weights(size: int, room: int, device: Accelerator) -> int:
     """As many as there can be beside `room` for activations within `size` bytes, by `needed_bytes`."""
-    return int((size // SEGMENT * SEGMENT - MARGIN) / (1 + MARGIN_SHARE)) - room - _workspace(device)
+    left = size // SEGMENT * SEGMENT - _margin(device)
+    return ((left + 1) * 100 - 1) // (100 + PERCENT) - room - _workspace(device)
 
 
 def way_of(phase: Phase, vae: VaePlan) -> Way | None:
@@ -51,6 +53,10 @@ def more_seconds(way: Way | None, device: Accelerator) -> float:
     link, out = device.link_rate, device.link_rate_out or device.link_rate
     copies = max(way.bytes_in / link, way.bytes_out / out) if link and out else 0.0
     return way.kernels * device.launch_overhead + copies
+
+
+def _margin(device: Accelerator) -> int:
+    return MARGIN_CPU if device.is_cpu else MARGIN
 
 
 def _workspace(device: Accelerator) -> int:
@@ -75,15 +81,13 @@ class _Call:
         for index, group in itertools.groupby(phase.order):
             done = phase.passes[index]
             self._comes(done.component)
-            weights = max(weights, sum(part.bytes for name, part in self._parts.items() if self._is_there(name)))
+            weights = max(weights, sum(self._parts[name].comes for name in self._aboard))
             self._now = self._parts[done.component].work(done, len(list(group)), self._now)
         way = way_of(phase, self._vae)
         self._now += alone([stretch_of(phase.between, self._device)]) + more_seconds(way, self._device)
+        weights += sum(part.always for part in self._parts.values())
         peak = needed_bytes(weights, way.room if way else phase.room, self._device)
         return PhaseForecast(name=phase.name, seconds=self._now - began, peak_bytes=peak)
-
-    def _is_there(self, name: str) -> bool:
-        return name in self._aboard or self._parts[name].remains
 
     def _comes(self, name: str) -> None:
         """Whoever does not share the device with `name` goes."""

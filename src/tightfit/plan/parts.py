@@ -44,16 +44,26 @@ class Part:
         self._flow: Flow | None = None
 
     @property
-    def bytes(self) -> int:
-        """On the device while it is there."""
+    def always(self) -> int:
+        """Bytes on the device all along. On a CPU what is small has no other place."""
         if self.remains:
             return self.component.room or self.component.bytes
+        return up(self._loose) if self._device.is_cpu else 0
+
+    @property
+    def comes(self) -> int:
+        """Bytes more while it works."""
+        if self.remains:
+            return 0
         stays = (size for name, size in self._sizes.items() if name in self._stays)
-        return sum(up(sum(chunk)) for chunk in chunks(stays, int)) + up(self.plan.ring or 0) + up(self._loose)
+        room = sum(up(sum(chunk)) for chunk in chunks(stays, int)) + up(self.plan.ring or 0)
+        return room if self._device.is_cpu else room + up(self._loose)
 
     def come(self, now: float) -> float:
         """It comes `now`; when what is small is there."""
         self._flow = None
+        if self._device.is_cpu:
+            return now
         launching = self.component.small * self._device.launch_overhead
         return now + launching + self._loose / (self._rate * PAGEABLE)  # it is not page-locked
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.forecast import forecast
 from tightfit.plan.levels import plan_for
-from tightfit.plan.options import Option
 from tightfit.plan.search import Found, Search
 from tightfit.records import (
     Accelerator,
     Budget,
-    Component,
     ComponentPlan,
     Footprint,
     Home,
@@ -33,70 +33,117 @@ GUESSED: Mapping[str, object] = {
     "link_rate": 1e10,
     "launch_overhead": 1e-5,
 }
-RATES = {"arithmetic_rates", "memory_rate", "link_rate"}  # a host may launch in no time
+GUESSED_CPU: Mapping[str, object] = {
+    "arithmetic_rates": {"float32": 1e11},
+    "memory_rate": 2e10,
+    "launch_overhead": 5e-6,
+}
+GUESSED_DISK = 1e9
+SPARE = 0.05  # of what is free: left alone where nobody names a budget
+
+
+class _Room(NamedTuple):
+    """What there is for a plan."""
+
+    size: int  # bytes of the device
+    ram: int | None  # of host memory for what waits; None: as many as wanted
+    taken: int = 0  # bytes more that the budget has, and this process holds already: on a CPU
+
+    @property
+    def described(self) -> str:
+        said = format_bytes(self.size + self.taken)
+        if self.taken:
+            said += f", of which this process holds {format_bytes(self.taken)} before anything is loaded,"
+        return said
 
 
 def make_plan(
-    footprint: Footprint, machine: Machine, budget: Budget, allow: Sequence[str] = (), *, device: str | None = None
+    footprint: Footprint,
+    machine: Machine,
+    budget: Budget | None = None,
+    allow: Sequence[str] = (),
+    *,
+    device: str | None = None,
 ) -> Plan:
     """The best plan for the call that `footprint` tells of, within `budget` on `machine`'s `device` (None: its first).
 
-    Lossless where that fits at all; else by the lossy techniques that `allow` names. Raises PlanError for a footprint
-    without a request, unknown devices and techniques, and BudgetTooSmall where nothing fits.
+    Without a budget: within 95 % of what was free. On a CPU bytes of the device and of RAM are the same, and what
+    this process holds already counts. Lossless where that fits at all; else by the lossy techniques that `allow` names.
+    Raises PlanError for a footprint without a request, unknown devices and techniques, and BudgetTooSmall where nothing
+    fits.
     """
     allowed = check_techniques(allow)
     if not footprint.phases:
         raise PlanError(f"this footprint of {footprint.pipeline} tells of no call: measure it with a request")
     known = _accelerator(machine, device)
-    accelerator = _rated(known)
-    free = accelerator.bytes if accelerator.free is None else accelerator.free
-    size = min(budget.device or free, accelerator.bytes)
+    accelerator, disk_rate = _rated(known), machine.disk_rate
+    if accelerator.is_cpu:
+        disk_rate = disk_rate or GUESSED_DISK
+    room = _room(accelerator, machine, budget)
     for storages in _storages(footprint, allowed):
-        search = Search(footprint, accelerator, machine.disk_rate, storages)
-        found = search.best(size, budget.ram)
+        search = Search(footprint, accelerator, disk_rate, storages)
+        found = search.best(room.size, room.ram)
         if found is not None:
-            placed = [*search.reasons(found, size), *([] if accelerator == known else [_guessed(known)])]
-            return _plan(footprint, accelerator, machine, budget, found, placed)
-    raise _too_small(footprint, machine, accelerator, size, budget.ram, allowed)
+            placed = [*search.reasons(found, room.size), *_remarks(known, accelerator, room, budget)]
+            return _plan(search, machine, budget, room.size, found, placed)
+    raise _too_small(Search(footprint, accelerator, disk_rate, {}), machine, room, allowed)
 
 
-def _too_small(
-    footprint: Footprint, machine: Machine, device: Accelerator, size: int, ram: int | None, allowed: Sequence[str]
-) -> BudgetTooSmall:
+def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Room:
+    taken = (machine.ram_taken or 0) if device.is_cpu else 0
+    if budget is None:
+        free = device.bytes if device.free is None else device.free
+        return _Room(int(free * (1 - SPARE)), None, taken)
+    if device.is_cpu:
+        size = min(bytes for bytes in (budget.device, budget.ram, device.bytes) if bytes is not None)
+        return _Room(max(size - taken, 0), None, taken)
+    free = device.bytes if device.free is None else device.free
+    return _Room(min(budget.device or free, device.bytes), budget.ram)
+
+
+def _remarks(known: Accelerator, rated: Accelerator, room: _Room, budget: Budget | None) -> Iterator[Reason]:
+    if budget is None:
+        because = f"that is {1 - SPARE:.0%} of what was free on {known.called}"
+        yield Reason(decision=f"{room.described} may be used", because=because)
+    elif room.taken:
+        because = f"this process holds {format_bytes(room.taken)} already"
+        yield Reason(decision=f"{format_bytes(room.size)} are left for the pipeline", because=because)
+    if rated != known:
+        because = f"not all rates of {known.called} were measured (`tightfit machine` does); bytes are none"
+        yield Reason(decision="times are guesses", because=because)
+
+
+def _too_small(search: Search, machine: Machine, room: _Room, allowed: Sequence[str]) -> BudgetTooSmall:
     """What would fit: more of the device, or more RAM, or what is lossy and was not allowed."""
-    search = Search(footprint, device, machine.disk_rate, {})
+    footprint, device, (size, ram, taken) = search.footprint, search.device, room
     needed, host = search.least(ram), None
     if needed is None:  # however large the device is
         needed, host = search.least(None), search.least_ram(size)
-    enough = Budget(device=needed or size, ram=None if host else ram)
-    found = search.best(needed or size, enough.ram)
-    told = _plan(footprint, device, machine, enough, found).forecast if found else ()
+    found = search.best(needed or size, None if host else ram)
+    told = _plan(search, machine, None, size, found).forecast if found else ()
     phase = max(told, key=lambda phase: phase.peak_bytes).name if told else None
     asked = footprint.request.described if footprint.request else "this call"
-    said = f"{footprint.pipeline} cannot do {asked} within {format_bytes(size)} on {device.called}"
+    said = f"{footprint.pipeline} cannot do {asked} within {room.described} on {device.called}"
     said += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
-    would = [f"{format_bytes(needed)} would do, for {phase}" if needed and needed > size else ""]
+    would = [f"{format_bytes(needed + taken)} would do, for {phase}" if needed and needed > size else ""]
     would += [f"{format_bytes(host)} of RAM would do" if host else ""]
-    lossy = [
-        name for name in ("fp8", "int8") if name not in allowed and _fits(footprint, machine, device, size, ram, name)
-    ]
+    lossy = [name for name in ("fp8", "int8") if name not in allowed and _fits(search, size, ram, name)]
     would += [f"allow={' or '.join(lossy)} would do"] if lossy else []
     would += ["something smaller may do"]
     return BudgetTooSmall(
-        f"{said}: {'; '.join(filter(None, would))}", needed_bytes=needed, needed_ram=host, phase=phase
-    )
+        f"{said}: {'; '.join(filter(None, would))}",
+        needed_bytes=needed and needed + taken, needed_ram=host, phase=phase,
+    )  # fmt: skip
 
 
-def _fits(footprint: Footprint, machine: Machine, device: Accelerator, size: int, ram: int | None, name: str) -> bool:
-    options = list(_storages(footprint, [name]))[1:]
-    return any(Search(footprint, device, machine.disk_rate, storages).best(size, ram) for storages in options)
+def _fits(search: Search, size: int, ram: int | None, name: str) -> bool:
+    options = list(_storages(search.footprint, [name]))[1:]
+    return any(replace(search, storages=storages).best(size, ram) for storages in options)
 
 
 def _accelerator(machine: Machine, device: str | None) -> Accelerator:
     for accelerator in machine.accelerators:
         if device in (None, accelerator.name):
-            if accelerator.is_cpu:
-                raise PlanError(f"a budget is for a device with memory of its own, which {accelerator.name} has not")
             return accelerator
     names = ", ".join(accelerator.name for accelerator in machine.accelerators)
     raise PlanError(f"no device {device} in this machine: there is {names}", device=device)
@@ -104,14 +151,10 @@ def _accelerator(machine: Machine, device: str | None) -> Accelerator:
 
 def _rated(accelerator: Accelerator) -> Accelerator:
     """`accelerator` with rates where it has none: those of an ordinary card, so that what is faster is still found."""
-    known = {name: rate for name in GUESSED if (rate := getattr(accelerator, name))}
-    return accelerator if known.keys() >= RATES else accelerator.model_copy(update={**GUESSED, **known})
-
-
-def _guessed(accelerator: Accelerator) -> Reason:
-    return Reason(
-        decision="times are guesses", because=f"not all rates of {accelerator.called} were measured; bytes are none"
-    )
+    guessed = GUESSED_CPU if accelerator.is_cpu else GUESSED
+    known = {name: rate for name in guessed if (rate := getattr(accelerator, name))}
+    lacking = guessed.keys() - known.keys() - {"launch_overhead"}  # a host may launch in no time
+    return accelerator.model_copy(update={**guessed, **known}) if lacking else accelerator
 
 
 def _storages(footprint: Footprint, allowed: Sequence[str]) -> Iterator[Mapping[str, Storage]]:
@@ -125,31 +168,25 @@ def _storages(footprint: Footprint, allowed: Sequence[str]) -> Iterator[Mapping[
 
 
 def _plan(
-    footprint: Footprint,
-    accelerator: Accelerator,
-    machine: Machine,
-    budget: Budget,
-    found: Found,
-    placed: Sequence[Reason] = (),
+    search: Search, machine: Machine, budget: Budget | None, size: int, found: Found, placed: Sequence[Reason] = ()
 ) -> Plan:
-    """What was found, as a plan; `placed` says why weights are where they are."""
-    chosen = dict(found.options)
+    """What was found for `size` bytes, as a plan; `placed` says why weights are where they are.
+
+    A CPU takes pages anew for every large tensor, which costs time, unless as much is left over as its heap may hold
+    idle.
+    """
+    footprint, device = search.footprint, search.device
+    home: Home = "disk" if device.is_cpu or (budget is not None and budget.ram) else "host"
+    idle = ComponentPlan(placement="per-phase", home=home)  # what never works comes if somebody asks for it after all
+    chosen = {name: option.plan for name, option in found.options}
     choices = {
-        "components": {c.name: _component_plan(c, chosen, budget).to_mapping() for c in footprint.components},
+        "components": {c.name: chosen.get(c.name, idle).to_mapping() for c in footprint.components},
         "vae": found.vae.to_mapping(),
-        "budget": budget.to_mapping(),
-        "growing_segments": True,
+        "budget": budget.to_mapping() if budget else None,
+        "growing_segments": not device.is_cpu or size - found.peak < search.most_room(found.vae),
     }
     plan = plan_for(
-        footprint, accelerator.name, separate=True, choices=choices, request=footprint.request,
-        pinnable=machine.pinnable or 0, accelerator=accelerator, placed=placed,
+        footprint, device.name, separate=not device.is_cpu, choices=choices, request=footprint.request,
+        pinnable=machine.pinnable or 0, accelerator=device, placed=placed,
     )  # fmt: skip
-    return plan.model_copy(update={"forecast": forecast(footprint, plan, accelerator, machine.disk_rate)})
-
-
-def _component_plan(component: Component, chosen: Mapping[str, Option], budget: Budget) -> ComponentPlan:
-    """As chosen; what never works comes when somebody asks for it after all."""
-    if component.name in chosen:
-        return chosen[component.name].plan
-    home: Home = "disk" if budget.ram else "host"
-    return ComponentPlan(placement="per-phase", home=home)
+    return plan.model_copy(update={"forecast": forecast(footprint, plan, device, search.disk_rate)})

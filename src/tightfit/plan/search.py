@@ -64,22 +64,34 @@ class Search:
 
     def reasons(self, found: Found, size: int) -> Iterator[Reason]:
         """Why weights are where they are."""
-        ways = [way_of(phase, found.vae) for phase in self.footprint.phases]
-        rooms = [way.room if way else phase.room for way, phase in zip(ways, self.footprint.phases, strict=True)]
+        rooms = self._rooms(found.vae)
         options = dict(found.options)
-        always = sum(option.aboard for option in options.values() if option.plan.placement == "resident")
+        always = self._idle + sum(option.always for option in options.values())
         for crew in self._crews:
             number = max(crew.phases, key=lambda number: rooms[number])
             phase, left = self.footprint.phases[number].name, most_weights(size, rooms[number], self.device) - always
             for name in crew.names:
                 yield why_there(self._component(name), options[name], self._menu(name, "resident"), left, phase)
 
+    def most_room(self, vae: VaePlan) -> int:
+        """Bytes that activations want of an allocator at the most."""
+        return max(self._rooms(vae))
+
+    def _rooms(self, vae: VaePlan) -> list[int]:
+        """The same, phase by phase."""
+        ways = [way_of(phase, vae) for phase in self.footprint.phases]
+        return [way.room if way else phase.room for way, phase in zip(ways, self.footprint.phases, strict=True)]
+
     def _component(self, name: str) -> Component:
         return next(component for component in self.footprint.components if component.name == name)
 
     def _fitting(self, size: int, ram: int | None) -> Iterator[Found]:
         used = [name for crew in self._crews for name in crew.names]
-        wheres: tuple[Where, ...] = ("resident", "host") if ram is None else ("resident", "host", "disk")
+        wheres: tuple[Where, ...] = ("resident", "host", "disk")
+        if self.device.is_cpu:  # host memory is its own
+            wheres = ("resident", "disk")
+        elif ram is None:
+            wheres = ("resident", "host")
         for vae in self._vaes:
             ways = [way_of(phase, vae) for phase in self.footprint.phases]
             waiting = max(way.host if way else 0 for way in ways)
@@ -93,20 +105,17 @@ class Search:
     ) -> Found | None:
         """The best within `size` with components where they are said to be, and phases done in these ways."""
         rooms = [way.room if way else phase.room for way, phase in zip(ways, self.footprint.phases, strict=True)]
-        residents = {
-            name: self._menu(name, "resident").within(_ALL) for name, where in wheres.items() if where == "resident"
-        }
-        always = sum(option.aboard for option in residents.values() if option)
-        options: dict[str, Option] = {name: option for name, option in residents.items() if option}
+        always = self._idle + sum(self._menu(name, where).always for name, where in wheres.items())
+        options: dict[str, Option] = {}
         peak = 0
         for crew in self._crews:
-            moving = [self._menu(name, wheres[name]) for name in crew.names if name not in residents]
             room = max(rooms[number] for number in crew.phases)
-            chosen = _fastest(moving, most_weights(size, room, self.device) - always)
+            menus = [self._menu(name, wheres[name]) for name in crew.names]
+            chosen = _fastest(menus, most_weights(size, room, self.device) - always)
             if chosen is None:
                 return None
-            options |= zip([name for name in crew.names if name not in residents], chosen, strict=True)
-            peak = max(peak, needed_bytes(always + sum(option.aboard for option in chosen), room, self.device))
+            options |= zip(crew.names, chosen, strict=True)
+            peak = max(peak, needed_bytes(always + sum(option.comes for option in chosen), room, self.device))
         ram = sum(option.ram for option in options.values())
         seconds = sum(option.seconds for option in options.values())
         seconds += sum(more_seconds(way, self.device) for way in ways)
@@ -116,7 +125,16 @@ class Search:
     def _vaes(self) -> list[VaePlan]:
         """How autoencoders can work; the same in all phases."""
         ways = {(way.strips, way.maps) for phase in self.footprint.phases for way in phase.ways}
+        if self.device.is_cpu:
+            ways = {(strips, maps) for strips, maps in ways if maps == "device"}
         return [VaePlan(), *(VaePlan(strips=strips, maps=maps) for strips, maps in sorted(ways))]
+
+    @cached_property
+    def _idle(self) -> int:
+        """Bytes that are there of components which never work."""
+        used = {name for crew in self._crews for name in crew.names}
+        idle = [component for component in self.footprint.components if component.name not in used]
+        return sum(self._menu(component.name, "disk").always for component in idle)
 
     @cached_property
     def _crews(self) -> list[_Crew]:
@@ -165,6 +183,6 @@ def _fastest(menus: Sequence[Menu], most: int) -> tuple[Option, ...] | None:
     if len(menus) == 1:
         option = menus[0].within(most)
         return None if option is None else (option,)
-    together = ((first, _fastest(menus[1:], most - first.aboard)) for first in menus[0])
+    together = ((first, _fastest(menus[1:], most - first.comes)) for first in menus[0])
     fitting = [(first, *others) for first, others in together if others is not None]
     return min(fitting, key=lambda options: sum(option.seconds for option in options), default=None)

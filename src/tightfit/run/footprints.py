@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tightfit.run.models import DTYPES
 from tightfit.run.predictions import find_subject, remembered
 from tightfit.run.stage import Stage, roomy_card
 
-__all__ = ["measure_footprint"]
+__all__ = ["measure_footprint", "measurer_of"]
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 CARD = Accelerator(name="any card", kind="pretend", bytes=1)  # what is measured depends on no card's size and rates
@@ -79,6 +79,12 @@ def measure_footprint(
         return aside(_measure_module, shadow_of(module), method, inputs)
     find_components(subject)  # PlanError where it has none
     return _kept(mark_of(subject), asked, inputs, subject)
+
+
+def measurer_of(pipe: Any) -> Callable[[Request], Footprint]:
+    """What measures calls of a pipeline as it is now, whatever becomes of it. Raises as `measure_footprint` does."""
+    double, mark = shadow_of(pipe), mark_of(pipe)
+    return lambda asked: _kept(mark, asked, None, double)
 
 
 def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: str | None = None) -> Footprint:

@@ -16,18 +16,16 @@ from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError, unknown_name
 from tightfit.files import replacing
-from tightfit.plan.planner import make_plan
 from tightfit.records import Plan, Request
 from tightfit.report.summary import Report
 from tightfit.report.timeline import draw_timeline
 from tightfit.run.files import check_timeline, check_writable, output_paths, save_pictures
-from tightfit.run.footprints import measure_footprint
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
 from tightfit.run.load import load
-from tightfit.run.machines import machine_of
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.request import Prompt, call_arguments
 from tightfit.run.wishes import Limits
+from tightfit.run.within import plan_within
 
 __all__ = ["Job"]
 
@@ -90,8 +88,7 @@ class Job:
         default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
         choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
         if self.limits is not None:
-            footprint = measure_footprint(self._folder.path, self.request, dtype=self.dtype or default)
-            plan = make_plan(footprint, machine_of(self._target), *self.limits)
+            plan = plan_within(self._folder.path, self.request, self._target, self.limits, self.dtype or default)
             choices = plan.model_dump(mode="json", exclude={"device", "request"})
         wishes: dict[str, Any] = {"plan": choices, "request": self.request, "device": self._target}
         if any(component.home == "disk" for component in Plan.from_mapping(choices).components.values()):

@@ -6,6 +6,7 @@ A file that cannot be read is no answer; one that cannot be written is no harm.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightfit.devices.choice import find_machine
+from tightfit.devices.memory import trim_heap
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError
 from tightfit.files import replacing
@@ -20,7 +22,7 @@ from tightfit.measure.kept import kept_file, known_accelerator, machine_key, rea
 from tightfit.measure.rates import Told, measure_rates
 from tightfit.records import Accelerator, Machine
 
-__all__ = ["machine_of", "measured_machine", "showing_steps"]
+__all__ = ["machine_now", "machine_of", "measured_machine", "showing_steps", "with_less_taken"]
 
 _RATES = ("arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "channels_last_gains")
 
@@ -44,14 +46,30 @@ def measured_machine(*, again: bool = False, told: Told = lambda name, done, tot
 
 
 def machine_of(target: Device) -> Machine:
-    """This computer with `target` for its only accelerator; its rates are measured where they are needed and not kept.
+    """This computer with `target` for its only accelerator.
 
-    A pretend card has those that it was given.
+    A card's rates are measured where none are kept; a CPU has those that are, and a pretend card those it was given.
     """
-    machine = measured_machine() if target.kind == "cuda" else find_machine()
-    measured = [accelerator for accelerator in machine.accelerators if accelerator.name == target.name]
-    known = measured[0] if measured else known_accelerator(target).model_copy(update={"name": target.name})
+    machine = measured_machine() if target.kind == "cuda" else _known_machine()
+    same = [accelerator for accelerator in machine.accelerators if accelerator.name == target.name]
+    known = same[0] if same else known_accelerator(target).model_copy(update={"name": target.name})
     return machine.model_copy(update={"accelerators": (known,), "pinnable": target.pinnable()})
+
+
+def machine_now(target: Device) -> Machine:
+    """`machine_of(target)`, of which nothing is taken that is not needed any more: on a CPU garbage goes first."""
+    if not target.separate:
+        gc.collect()
+        trim_heap()
+    return machine_of(target)
+
+
+def with_less_taken(machine: Machine, size: int) -> Machine:
+    """`machine` as if `size` bytes of what is taken on its only accelerator were free."""
+    (device,) = machine.accelerators
+    free = None if device.free is None else min(device.free + size, device.bytes)
+    taken = max((machine.ram_taken or 0) - size, 0) if device.is_cpu else machine.ram_taken
+    return machine.model_copy(update={"accelerators": (device.model_copy(update={"free": free}),), "ram_taken": taken})
 
 
 @contextlib.contextmanager
@@ -62,6 +80,12 @@ def showing_steps() -> Iterator[Told]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None, visible=False)
         yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total, visible=True)
+
+
+def _known_machine() -> Machine:
+    """This computer, with its rates where they are kept."""
+    machine = find_machine()
+    return _rated(read_kept().get(machine_key(machine)), machine) or machine
 
 
 def _rated(fields: object, machine: Machine) -> Machine | None:

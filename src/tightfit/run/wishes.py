@@ -38,7 +38,7 @@ def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dic
 class Limits(NamedTuple):
     """Within what a plan is to be made, and by which lossy techniques if need be."""
 
-    budget: Budget
+    budget: Budget | None  # None: what is free
     allow: tuple[str, ...] = ()
 
 

@@ -33,7 +33,7 @@ def survey(
     first, *others = args
     count = len(first)
     alone = lambda x: x[:1] if isinstance(x, torch.Tensor) and x.ndim and len(x) == count else x  # noqa: E731
-    leaves, form = tree_flatten(tree_map(alone, (others, kwargs)))
+    leaves, form = tree_flatten(tree_map(alone, (tuple(others), kwargs)))  # as a call has them: its program is kept
     try:
         program, mark, _ = program_of(module, type(module), method, first[:1], leaves, form)
     except NotTakenApart:

@@ -1,0 +1,53 @@
+"""Methods that take the place of a network's own while it follows a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from tightfit.apply.activations.traced.compiled import CompiledProgram
+from tightfit.apply.activations.traced.file import Traced
+from tightfit.apply.activations.traced.program import traced_forward
+from tightfit.errors import RunError
+from tightfit.files import cache_folder
+from tightfit.records import ComponentPlan
+
+__all__ = ["computing", "exported", "refused"]
+
+
+def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
+    """What `module` does in place of its own forward pass, where the plan names a file of it."""
+    if plan.traced is None:
+        return {}
+    traced = Traced.load(Path(plan.traced))
+    compiled = CompiledProgram(traced, cache_folder() / "compiled") if plan.compiled else None
+    return {"forward": traced_forward(module, traced, compiled)}
+
+
+def refused(name: str) -> Callable[..., None]:
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RunError(f"{name} cannot be saved while its weights are on the disk: undo() first", name=name)
+
+    return save_pretrained
+
+
+def computing(method: Callable[..., Any], dtype: str, args: Any, kwargs: Any) -> Any:
+    """`method` with floating tensors in `dtype`, its results in the dtype of its first floating argument."""
+    compute, given = getattr(torch, dtype), []
+
+    def narrow(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            given.append(value.dtype)
+            return value.to(compute)
+        return value
+
+    def widen(value: Any) -> Any:
+        return value.to(given[0]) if given and isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    args, kwargs = tree_map(narrow, (args, kwargs))
+    return tree_map(widen, method(*args, **kwargs))

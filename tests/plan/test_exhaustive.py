@@ -1,0 +1,92 @@
+"""make_plan beside every plan there is, for small pipelines: nothing is refused that fits, nothing is much faster."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned, seconds
+from tightfit.plan.forecast import forecast
+from tightfit.plan.streaming import parcel_sizes
+from tightfit.records import Component, ComponentPlan, Footprint, Plan, Request, VaePlan, Way
+
+WITHIN = 1.03  # times as long as the best
+
+
+@st.composite
+def small_footprints(draw: st.DrawFn) -> Footprint:
+    """A denoiser of up to four layers and an autoencoder of up to two, with up to two ways in strips."""
+    parts, phases = [], []
+    for name, role, stretch, most in (("unet", "denoiser", "denoise", 4), ("vae", "autoencoder", "decode", 2)):
+        sizes = draw(st.lists(st.integers(8 * MIB, 400 * MIB), min_size=1, max_size=most))
+        part = component(name, role, sizes, draw(st.integers(0, 4 * MIB)))
+        work = [draw(st.integers(10**6, 2 * 10**12)) for _ in sizes]
+        room = draw(st.integers(MIB, GIB))
+        ways = tuple(
+            Way(
+                strips=room // share, maps="device", room=room // 2 + room // share, host=0, kernels=300 * share,
+                bytes_in=0, bytes_out=0,
+            )
+            for share in (4, 16)
+            if role == "autoencoder" and draw(st.booleans())
+        )  # fmt: skip
+        runs = draw(st.integers(1, 6)) if role == "denoiser" else 1
+        parts.append(part)
+        phases.append(phase(stretch, passes_of(part, work, runs, room), room, ways))
+    return Footprint(pipeline="Tried", components=tuple(parts), request=Request(height=64), phases=tuple(phases))
+
+
+def every_plan_of(part: Component) -> Iterator[ComponentPlan]:
+    """Resident, there for its phase, and streamed with any layers staying and a ring for one layer or more."""
+    yield ComponentPlan(placement="resident")
+    yield ComponentPlan(placement="per-phase")
+    sizes = parcel_sizes(part, "leaf", ComponentPlan(placement="per-unit"))
+    for count in range(len(sizes) + 1):
+        for stays in itertools.combinations(sizes, count):
+            passing = sorted((size for name, size in sizes.items() if name not in stays), reverse=True)
+            for ring in {sum(passing[:ahead]) for ahead in range(1, len(passing) + 1)} or {0}:
+                yield ComponentPlan(placement="per-unit", grain="leaf", stays=stays, ring=ring)
+
+
+def best_of_all(footprint: Footprint, size: int) -> float | None:
+    """Seconds of the fastest of all plans within `size`."""
+    best = None
+    ways = [VaePlan(), *(VaePlan(strips=way.strips, maps=way.maps) for phase in footprint.phases for way in phase.ways)]
+    parts = footprint.components
+    for chosen in itertools.product(*(list(every_plan_of(part)) for part in parts)):
+        components = {part.name: plan for part, plan in zip(parts, chosen, strict=True)}
+        for vae in ways:
+            told = forecast(footprint, Plan(components=components, vae=vae), CARD, HERE.disk_rate)
+            if max(phase.peak_bytes for phase in told) <= size:
+                spent = sum(phase.seconds for phase in told)
+                best = spent if best is None else min(best, spent)
+    return best
+
+
+def compare(footprint: Footprint, size: int) -> None:
+    plan, best = planned(footprint, size), best_of_all(footprint, size)
+    if best is None:
+        assert plan is None
+    else:
+        assert plan is not None
+        assert seconds(plan) <= best * WITHIN
+
+
+small_budgets = st.integers(64 * MIB, 3 * GIB)
+
+
+@settings(deadline=None, max_examples=8)
+@given(small_footprints(), small_budgets)
+def test_the_best_of_all_is_hardly_better(footprint: Footprint, size: int) -> None:
+    compare(footprint, size)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=100)
+@given(small_footprints(), small_budgets)
+def test_the_best_of_all_is_hardly_better_often(footprint: Footprint, size: int) -> None:
+    compare(footprint, size)
