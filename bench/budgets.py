@@ -1,6 +1,7 @@
 """Budgets on pretend cards of exactly that size: what the planner accepts and refuses, and whether it comes true.
 
     python bench/budgets.py [--models sdxl,flux.1-dev] [--cards rtx4090,rtx3060] [--shares 0.15,0.3,0.6,1,1.5]
+    python bench/budgets.py --models all --cards rtx4090     every known model: hours on two cores the first time
 
 A budget is a share of the bytes of all of a pipeline's weights. The card has that and not a byte more, and refuses what
 does not fit. A step is what denoising takes, divided by the steps; the clock is exact, so it is measured once. Writes
@@ -16,7 +17,7 @@ import torch
 
 from measuring import write
 from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
-from tightfit.catalog.known import known_card
+from tightfit.catalog.known import known_card, known_model, model_names
 from tightfit.pretend.backend import use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
@@ -26,10 +27,18 @@ from tightfit.run.stage import Stage
 
 MODELS = "sd-1.5,sdxl,flux.1-dev"
 ROOM = 2**50
-STEPS = Request(steps=4)
+STEPS = 4
+ROUND = 64  # pixels: what is a multiple of this suits every model
 
 
-def row_of(model: str, footprint: Footprint, card: Accelerator, size: int) -> dict[str, Any]:
+def requests_of(model: str) -> list[Request]:
+    """What `model` is usually asked for, and about half as high and wide."""
+    usual = known_model(model).request
+    sides = {name: max(getattr(usual, name) // 2 // ROUND, 1) * ROUND for name in ("height", "width")}
+    return [usual.model_copy(update={"steps": STEPS}), usual.model_copy(update={"steps": STEPS, **sides})]
+
+
+def row_of(model: str, asked: Request, footprint: Footprint, card: Accelerator, size: int) -> dict[str, Any]:
     """One budget, planned for and played."""
     roomy = card.model_copy(update={"bytes": ROOM})
     machine = Machine(accelerators=(roomy,), ram=ROOM, pinnable=ROOM, cores=1)
@@ -47,7 +56,7 @@ def row_of(model: str, footprint: Footprint, card: Accelerator, size: int) -> di
         "predicted": {name: phase.seconds for name, phase in told.items()},
     }
     try:
-        stage = Stage(model, limited, plan.model_dump(mode="json", exclude={"device"}), STEPS)
+        stage = Stage(model, limited, plan.model_dump(mode="json", exclude={"device"}), asked)
         stage.play()
     except torch.OutOfMemoryError as error:
         return row | {"failed": str(error).splitlines()[0]}
@@ -67,16 +76,19 @@ def main() -> None:
     options.add_argument("--cards", default="rtx4090,rtx3060")
     options.add_argument("--shares", default="0.15,0.3,0.6,1,1.5")
     chosen = options.parse_args()
+    models = model_names() if chosen.models == "all" else chosen.models.split(",")
     rows = []
-    for model in chosen.models.split(","):
-        footprint = measure_footprint(model, STEPS)
-        whole = sum(component.bytes for component in footprint.components)
-        for card in chosen.cards.split(","):
-            for share in map(float, chosen.shares.split(",")):
-                about = {"model": model, "card": card, "share": share, "budget": int(share * whole)}
-                rows.append(about | row_of(model, footprint, known_card(card), about["budget"]))
-                print(rows[-1], flush=True)
-    write("budgets-pretend", {"rows": rows})
+    for model in models:
+        for asked in requests_of(model):
+            footprint = measure_footprint(model, asked)
+            whole = sum(component.bytes for component in footprint.components)
+            for card in chosen.cards.split(","):
+                for share in map(float, chosen.shares.split(",")):
+                    about = {"model": model, "request": asked.described, "card": card, "share": share}
+                    size = int(share * whole)
+                    rows.append({**about, "budget": size, **row_of(model, asked, footprint, known_card(card), size)})
+                    print(rows[-1], flush=True)
+            write("budgets-pretend", {"rows": rows})  # by and by
 
 
 if __name__ == "__main__":

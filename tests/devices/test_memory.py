@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from tightfit.devices.memory import arena
+from tightfit.devices.memory import arena, resident_bytes
 from tightfit.errors import InputError, RunError
 
 MIB = 2**20
@@ -112,3 +114,44 @@ def test_sizes_that_no_system_has_are_refused_by_name() -> None:
     with pytest.raises(RunError, match=f"arena of {2**60} bytes") as caught:
         arena(2**60)
     assert caught.value.facts == {"size": 2**60}
+
+
+@needs_linux
+def test_what_of_tensors_is_in_ram_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(8 * MIB))
+    mapped = torch.from_file(str(file), size=8 * MIB, dtype=torch.uint8)
+    own = torch.ones(4 * MIB, dtype=torch.uint8)
+    assert resident_bytes([own]) == own.nbytes
+    assert resident_bytes([own, own]) == own.nbytes
+    assert resident_bytes([mapped]) < MIB
+    mapped.sum()
+    assert resident_bytes([mapped, own]) == mapped.nbytes + own.nbytes
+    assert resident_bytes([]) == 0
+
+
+HEAP = """
+import psutil, torch, sys
+from tightfit.devices.memory import own_maps
+
+def idle():
+    "Bytes that stay with the process of many tensors, between two that are needed."
+    before = psutil.Process().memory_info().rss
+    tensors = [torch.ones(3 * 2**20, dtype=torch.uint8) for _ in range(64)]
+    del tensors[:-1]
+    return psutil.Process().memory_info().rss - before
+
+torch.ones(31 * 2**20, dtype=torch.uint8)  # from now on, glibc takes what is smaller from its heap
+usual = idle()
+undo = own_maps()
+print(usual, idle())
+undo()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have other heaps")
+def test_tensors_with_maps_of_their_own_leave_nothing_idle() -> None:
+    done = subprocess.run([sys.executable, "-c", HEAP], stdout=subprocess.PIPE, text=True, check=True)
+    usual, now = map(int, done.stdout.split())
+    assert now < 8 * MIB
+    assert usual > 100 * MIB

@@ -34,7 +34,14 @@ CARD = Accelerator(
     name="cuda:0", kind="cuda", bytes=80 * GIB, arithmetic_rates={"float16": 1e13}, memory_rate=5e11, link_rate=1e10,
     launch_overhead=1e-5,
 )  # fmt: skip
+TAKEN = 500 * MIB
+CPU = Accelerator(
+    name="cpu", kind="cpu", bytes=64 * GIB, free=60 * GIB, arithmetic_rates={"float32": 2e11}, memory_rate=2e10,
+    launch_overhead=1e-5,
+)  # fmt: skip
 HERE = Machine(accelerators=(CARD,), ram=64 * GIB, cores=8, pinnable=64 * GIB, disk_rate=2e9)
+
+CPU_ALONE = Machine(accelerators=(CPU,), ram=64 * GIB, ram_taken=TAKEN, cores=8, disk_rate=2e9)
 
 
 def workload(operations: int) -> Workload:
@@ -101,9 +108,11 @@ def footprints(draw: st.DrawFn) -> Footprint:
 budgets = st.integers(64 * MIB, 6 * GIB)
 
 
-def planned(footprint: Footprint, size: int, ram: int | None = None, allow: tuple[str, ...] = ()) -> Plan | None:
+def planned(
+    footprint: Footprint, size: int, ram: int | None = None, allow: tuple[str, ...] = (), machine: Machine = HERE
+) -> Plan | None:
     try:
-        return make_plan(footprint, HERE, Budget(device=size, ram=ram), allow)
+        return make_plan(footprint, machine, Budget(device=size, ram=ram), allow)
     except BudgetTooSmall:
         return None
 
@@ -148,6 +157,43 @@ def test_ram_is_kept_to_and_more_of_it_is_never_slower(footprint: Footprint, siz
     if less is not None:
         assert more is not None
         assert seconds(more) <= seconds(less) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=25)
+@given(footprints(), budgets, budgets)
+def test_on_a_cpu_what_the_process_holds_is_part_of_the_budget(footprint: Footprint, one: int, other: int) -> None:
+    less, more = (planned(footprint, size, machine=CPU_ALONE) for size in sorted((one, other)))
+    for plan, size in ((less, min(one, other)), (more, max(one, other))):
+        if plan is not None:
+            assert max(phase.peak_bytes for phase in plan.forecast) + TAKEN <= size
+            assert all(part.placement == "resident" or part.home == "disk" for part in plan.components.values())
+            assert plan.vae.maps == "device"
+    if less is not None:
+        assert more is not None
+        assert seconds(more) <= seconds(less) * (1 + 1e-9)
+
+
+def test_on_a_cpu_ram_and_device_are_the_same() -> None:
+    unet, vae = component("unet", "denoiser", [300 * MIB] * 4, MIB), component("vae", "autoencoder", [90 * MIB], MIB)
+    idle = component("image_encoder", "encoder", [500 * MIB], 3 * MIB)
+    footprint = Footprint(
+        pipeline="Tried", components=(unet, vae, idle), request=Request(height=64),
+        phases=(phase("denoise", passes_of(unet, [10**9] * 4, 4, 40 * MIB), 40 * MIB),),
+    )  # fmt: skip
+    size = TAKEN + 800 * MIB
+    plans = [make_plan(footprint, CPU_ALONE, budget) for budget in (Budget(device=size), Budget(ram=size))]
+    assert plans[0].components == plans[1].components
+    assert plans[0].components["unet"].placement == "per-unit"
+    assert {plans[0].components[name].home for name in ("unet", "image_encoder")} == {"disk"}
+    assert plans[0].growing_segments
+    assert not make_plan(footprint, CPU_ALONE, Budget(ram=8 * GIB)).growing_segments
+    said = " ".join(f"{reason.decision}: {reason.because}" for reason in plans[0].reasons)
+    assert "800 MiB are left for the pipeline: this process holds 500 MiB already" in said
+    with pytest.raises(BudgetTooSmall, match=r"within 600 MiB, of which this process holds 500 MiB .* MiB would do"):
+        make_plan(footprint, CPU_ALONE, Budget(ram=600 * MIB))
+    free = make_plan(footprint, CPU_ALONE)
+    assert {part.placement for part in free.components.values()} == {"resident", "per-phase"}
+    assert "57.5 GiB" in free.reasons[1].decision
 
 
 @settings(deadline=None, max_examples=25)

@@ -133,3 +133,28 @@ def test_what_is_larger_than_memory_is_loaded_into_eight_bits(
     assert json.loads(said.splitlines()[-1])["lossless"] is False
     assert np.array(Image.open(tmp_path / "c.png")).std() > 1
     print(f"{home}: {most / 1e6:.0f} MB resident at most")
+
+
+@pytest.mark.slow
+def test_a_ram_budget_is_all_that_need_be_said(large_model: Path, cage: Path, tmp_path: Path) -> None:
+    """The plan is made inside the cage too; whether its footprint was known by then makes no difference."""
+    request = ["--height", "256", "--width", "256", "--steps", "2", "--seed", "3"]
+    code, said, _ = tightfit(
+        ["run", str(large_model), PROMPT, *request, "--level", "0", "--out", str(tmp_path / "a.png")]
+    )
+    assert code == 0, said
+    for name in ("b.png", "c.png"):
+        place = ["--ram", "1.3GB", "--device", "cpu", "--out", str(tmp_path / name), "--json"]
+        code, said, most = tightfit(["run", str(large_model), PROMPT, *request, *place], cage)
+        assert code == 0, said
+        assert "oom_kill 0" in (cage / "memory.oom_control").read_text()
+        assert most <= 1_300_000_000
+        told = json.loads(said.splitlines()[-1])
+        assert told["lossless"] is True
+        assert max(phase["measured_peak_bytes"] for phase in told["phases"]) <= told["predicted"]["peak_bytes"]
+        print(f"{most / 1e6:.0f} MB resident at most, {told['measured']['seconds']:.1f} s")
+    pictures = [np.array(Image.open(tmp_path / name)) for name in ("a.png", "b.png", "c.png")]
+    assert all((picture == pictures[0]).all() for picture in pictures)
+    code, said, _ = tightfit(["run", str(large_model), PROMPT, *request, "--ram", "600MB", "--device", "cpu"], cage)
+    assert code == 3, said
+    assert "before anything is loaded, on this CPU" in said
