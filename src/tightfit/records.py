@@ -228,6 +228,22 @@ class Trace(Record):
     def peak_bytes(self) -> int:
         return max((phase.peak_bytes for phase in self.phases), default=0)
 
+    def after(self, before: Trace) -> Trace:
+        """`before`, and then this, as one call."""
+        late = before.seconds
+        phases = [phase.model_copy(update={"start": phase.start + late}) for phase in self.phases]
+        samples = [sample.model_copy(update={"seconds": sample.seconds + late}) for sample in self.samples]
+        return self.model_copy(
+            update={
+                "seconds": self.seconds + late,
+                "phases": (*before.phases, *phases),
+                "samples": (*before.samples, *samples),
+                "rss_peak_bytes": max(before.rss_peak_bytes, self.rss_peak_bytes),
+                "lossy": tuple(dict.fromkeys((*before.lossy, *self.lossy))),
+                "notes": tuple(dict.fromkeys((*before.notes, *self.notes))),
+            }
+        )
+
     def __str__(self) -> str:
         return f"call {self.call} on {self.device}: {self.seconds:.3g} s, peak {format_bytes(self.peak_bytes)}"
 

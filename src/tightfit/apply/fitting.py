@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tightfit.apply.activations.feed_forward import chunk_feed_forwards
 from tightfit.apply.activations.guidance import joined
 from tightfit.apply.activations.layout import channels_last
 from tightfit.apply.activations.waiting import move_waiting
+from tightfit.apply.calls import Calls, Replans
 from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import watch
 from tightfit.apply.methods import computing, exported, refused
@@ -36,7 +37,6 @@ from tightfit.errors import AlreadyFitted, PlanError, RunError
 from tightfit.measure.kept import known_accelerator
 from tightfit.measure.modules import HANDLE, compiled_around, find_components, find_role, has_skips, inspect_pipeline
 from tightfit.measure.recorder import LiveNumbers, Recorder
-from tightfit.plan.differences import differences
 from tightfit.plan.levels import plan_for
 from tightfit.records import ComponentPlan, Plan, Request, Trace
 from tightfit.report.summary import Report
@@ -44,8 +44,6 @@ from tightfit.report.summary import Report
 __all__ = ["Fitted", "apply_plan", "choices_of", "decide", "fit"]
 
 logger = logging.getLogger("tightfit")
-
-Replan = Callable[[Any, Sequence[Any], Mapping[str, Any], Plan], Plan | None]
 
 
 def fit(
@@ -109,12 +107,11 @@ def apply_plan(
     device: str | torch.device | Device | None = None,
     *,
     count_activations: bool = True,
-    replan: Replan | None = None,
+    replans: Replans | None = None,
 ) -> Fitted:
     """Makes `pipe` follow `plan` exactly as it stands; nothing is changed if that fails.
 
-    `replan(pipe, args, kwargs, plan)` is asked before each call with these arguments: the plan to follow from then on,
-    or None to stay with `plan`.
+    `replans` makes other plans, for calls that ask for something else and for when memory runs out.
     """
     check_storage(plan)
     earlier = getattr(pipe, HANDLE, None)
@@ -126,7 +123,7 @@ def apply_plan(
                 f"{name} already follows the plan of another pipeline: undo() that one first", name=name
             )
     target = choose_device(device or plan.device)
-    return Fitted(pipe, plan, target, count_activations=count_activations, replan=replan)
+    return Fitted(pipe, plan, target, count_activations=count_activations, replans=replans)
 
 
 class Fitted:
@@ -140,28 +137,32 @@ class Fitted:
         *,
         count_activations: bool = True,
         stored: Mapping[int, Stored] | None = None,
-        replan: Replan | None = None,
+        replans: Replans | None = None,
     ) -> None:
-        self._device, self._counts, self._replan = device, count_activations, replan
+        self._device, self._recorder = device, Recorder(device, count_activations)
+        self._calls = Calls(device, replans)
         self._trace: Trace | None = None
-        self._remarks: list[str] = []  # for the next call's report
-        self._follow(pipe, plan, stored)
+        self._undo: ExitStack | None = None
+        self.follow(pipe, plan, stored)
 
-    def _follow(self, pipe: Any, plan: Plan, stored: Mapping[int, Stored] | None = None) -> None:
+    def follow(self, pipe: Any, plan: Plan, stored: Mapping[int, Stored] | None = None) -> None:
+        """From now on `pipe`, which is the same as before, follows `plan` instead."""
+        self.undo()
         self.plan, device = plan, self._device
-        self._recorder = Recorder(device, self._counts)
         self._residency = Residency(device, self._recorder, stored)
         alone = isinstance(pipe, nn.Module)  # nobody else wants its place
         self._session = Session(self._residency, self._recorder, self._finished, keeps=alone)
         with ExitStack() as undo:
             if plan.growing_segments:
                 undo.callback(device.grow_segments())
+            if plan.forecast and plan.budget is not None and plan.budget.device is not None:
+                undo.callback(device.cap(plan.budget.device))  # it was made to keep within that
             for name, module in find_components(pipe).items():
                 self._fit_component(name, module, plan.components.get(name, ComponentPlan()), device, undo)
             if not isinstance(pipe, nn.Module):
                 undo.callback(disguise(pipe, **self._pipeline_members(type(pipe)), **{HANDLE: self}))
             undo.callback(self._residency.clear)
-            self._undo: ExitStack | None = undo.pop_all()
+            self._undo = undo.pop_all()
 
     def _fit_component(
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
@@ -202,7 +203,7 @@ class Fitted:
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
     ) -> dict[str, Any]:
         role, original, session = find_role(name, module), type(module), self._session
-        lossy, recorder = plan.lossy(name), self._recorder
+        lossy, recorder, finished = plan.lossy(name), self._recorder, self._calls.finished
         seam = AttentionSeam(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
         # what is compiled has chosen already, and would be compiled anew
         attends = plan.attention != "auto" or not compiled_around(module)
@@ -212,6 +213,11 @@ class Fitted:
 
             @functools.wraps(inner)
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if finished is None or session.busy:
+                    return work(self, *args, **kwargs)
+                return finished.once(lambda: work(self, *args, **kwargs))
+
+            def work(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 with session.work(name, role, method), seam.working() if attends else nullcontext():
                     for what in lossy:
                         recorder.lossy(what)
@@ -237,52 +243,31 @@ class Fitted:
         return members
 
     def _pipeline_members(self, original: type) -> dict[str, Any]:
-        session, recorder, device, prepare = self._session, self._recorder, self._device, self._prepare
+        fitted, device = self, self._device
 
         @functools.wraps(original.__call__)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if prepare(self, args, kwargs):  # it follows another plan now
-                return self(*args, **kwargs)
-            steps = kwargs.get("num_inference_steps")
-            with session.call(steps if isinstance(steps, int) else None):
-                for remark in remarks():
-                    recorder.note(remark)
-                return original.__call__(self, *args, **kwargs)
+            return fitted._calls.make(fitted, self, original.__call__, args, kwargs)
 
         def to(self: Any, *args: Any, **kwargs: Any) -> Any:
             raise AlreadyFitted("this pipeline follows a plan, which says where its weights are: undo() before to()")
 
-        def remarks() -> list[str]:
-            found, self._remarks = self._remarks, []
-            return found
-
         here = property(lambda self: device.torch_device)
         return {"__call__": call, "to": to, "device": here, "_execution_device": here}
 
-    def _prepare(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether `pipe` does something else from now on, because a call with these arguments wants another plan."""
-        if self._replan is None or self._recorder.running:
-            return False
-        before, after = self.plan, self._replan(pipe, args, kwargs, self.plan)
-        if after is None or before.request is None or after.request is None:
-            return False
-        changes = differences(before, after)
-        asked = f"planned anew for {after.request.described} (before: {before.request.described})"
-        self._remarks.append(f"{asked}: {'; '.join(changes) or 'nothing else is done'}")
-        if changes:
-            self.undo()
-            self._follow(pipe, after)
-        self.plan = after
-        return bool(changes)
-
     def _finished(self, trace: Trace) -> None:
-        self._trace = trace
+        self._trace = self._calls.whole(trace)
         logger.info(self.report().log_line())
 
     @property
     def fitted(self) -> bool:
         """Whether the pipeline still follows the plan."""
         return self._undo is not None
+
+    @property
+    def session(self) -> Session:
+        """Who is told of what the pipeline does."""
+        return self._session
 
     @property
     def recorder(self) -> Recorder:

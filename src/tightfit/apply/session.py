@@ -61,6 +61,11 @@ class Session:
                 if not self._clean:
                     self._clear()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a component is at work."""
+        return bool(self._working)
+
     def _clear(self) -> None:
         only_attend(self._attenders)
         self._residency.clear()

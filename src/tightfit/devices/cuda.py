@@ -111,6 +111,12 @@ class CudaDevice(Device):
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (before, "expandable_segments:True"))))
         return lambda: torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
 
+    def cap(self, size: int) -> Callable[[], None]:
+        """By the process's share of the card, which torch cannot tell: what somebody had set before is lost."""
+        share = min((size + 1) / self.total_bytes(), 1.0)  # it is rounded down to bytes
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+        return lambda: torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+
     def release_cache(self) -> None:
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()  # page-locked buffers, which torch keeps for later too

@@ -84,6 +84,10 @@ class PretendDevice(Device):
     def total_bytes(self) -> int:
         return self.card.accelerator.bytes
 
+    def free_bytes(self) -> int:
+        settle()
+        return self.card.allocator.capacity - self.card.allocator.allocated.now
+
     def allocated_bytes(self) -> int:
         settle()
         return self.card.live.now
@@ -106,6 +110,17 @@ class PretendDevice(Device):
         allocator = self.card.allocator
         before, allocator.expandable = allocator.expandable, True
         return lambda: setattr(allocator, "expandable", before)
+
+    def cap(self, size: int) -> Callable[[], None]:
+        allocator = self.card.allocator
+        before, capped = allocator.capacity, min(allocator.capacity, size)
+        allocator.capacity = capped
+
+        def undo() -> None:
+            if allocator.capacity == capped:  # else the card lost memory by itself
+                allocator.capacity = before
+
+        return undo
 
     def release_cache(self) -> None:
         self.card.allocator.empty_cache()

@@ -122,6 +122,13 @@ class Device(ABC):
         """
         return lambda: None
 
+    def cap(self, size: int) -> Callable[[], None]:
+        """From now on the allocator holds at most `size` bytes, or is out of memory; returns an undo.
+
+        Where there is no such allocator, nothing is changed.
+        """
+        return lambda: None
+
     def release_cache(self) -> None:  # noqa: B027
         """Gives memory that the allocator keeps for later back to the driver."""
 

@@ -95,4 +95,4 @@ def _fit_within(
     replanner = Replanner(pipe, limits, target)
     asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
     plan = replanner.plan(pipe, asked)
-    return apply_plan(pipe, plan, target, count_activations=count_activations, replan=replanner.for_call)
+    return apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner)

@@ -61,15 +61,9 @@ def _raised_in(error: BaseException, functions: tuple[str, ...]) -> bool:
 
 def with_loading(report: Report, seconds: float, weights: int) -> Report:
     """`report` with the loading of `weights` bytes, which took `seconds`, as its first phase."""
-    trace = report.trace
     load = PhaseTrace(name="load", start=0.0, seconds=seconds, peak_bytes=weights, peak_weights=weights)
-    phases = [phase.model_copy(update={"start": phase.start + seconds}) for phase in trace.phases]
-    samples = [sample.model_copy(update={"seconds": sample.seconds + seconds}) for sample in trace.samples]
-    begin = [Sample(seconds=0.0, weights=0, activations=0), Sample(seconds=seconds, weights=weights, activations=0)]
-    longer = Trace(
-        **dict(trace) | {"seconds": trace.seconds + seconds, "phases": (load, *phases), "samples": (*begin, *samples)}
-    )
-    return Report(report.plan, longer)
+    begin = Sample(seconds=0.0, weights=0, activations=0), Sample(seconds=seconds, weights=weights, activations=0)
+    return Report(report.plan, report.trace.after(Trace(seconds=seconds, phases=(load,), samples=begin)))
 
 
 def profiled(call: Callable[[], Result], rows: int = 25) -> tuple[Result, str]:

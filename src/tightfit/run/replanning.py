@@ -16,7 +16,7 @@ from tightfit.devices.seam import Device
 from tightfit.errors import TightfitError
 from tightfit.measure.modules import find_components, weight_tensors
 from tightfit.plan.planner import make_plan
-from tightfit.records import Footprint, Machine, Plan, Request
+from tightfit.records import Budget, Footprint, Machine, Plan, Request
 from tightfit.run.footprints import measurer_of
 from tightfit.run.machines import machine_now, with_less_taken
 from tightfit.run.request import NAMES, usual_side
@@ -24,6 +24,7 @@ from tightfit.run.wishes import Limits
 
 __all__ = ["Replanner", "request_of"]
 
+LESS = 0.95  # of what a plan wanted that ran out of memory
 _PICTURES = ("image", "video", "control_image", "mask_image")  # whose size is that of the call, if it names none
 
 
@@ -67,6 +68,18 @@ class Replanner:
         if shape == planned or (_is_whole(now) and _is_within(shape, planned)):
             return None
         return self.plan(pipe, asked)
+
+    def for_less(self, pipe: Any, now: Plan, size: int) -> Plan:
+        """The plan for what `now` was made for, within `size` bytes of the device, and less than that needs.
+
+        From now on nothing is planned for more. Raises BudgetTooSmall.
+        """
+        assert now.request is not None
+        told = max((phase.peak_bytes for phase in now.forecast), default=size)
+        budget, allow = self._limits
+        self._limits = Limits(Budget(device=max(min(size, int(told * LESS)), 1), ram=budget and budget.ram), allow)
+        self._plans.clear()
+        return self.plan(pipe, now.request)
 
 
 def request_of(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Request | None:

@@ -22,6 +22,7 @@ from tightfit.apply.activations.strips.runner import Runner
 from tightfit.apply.activations.strips.ways import Way
 from tightfit.apply.activations.strips.weights import LiveWeights
 from tightfit.apply.activations.strips.workarounds import work_around
+from tightfit.apply.again import let_go
 from tightfit.decisions import Maps
 from tightfit.devices.depot import Depot
 from tightfit.devices.seam import Device
@@ -99,7 +100,7 @@ class Strips:
             try:
                 outputs = self._run_once(way, prepared.weights, inputs)
             except torch.OutOfMemoryError as error:
-                failure = _let_go(error, handled)
+                failure = let_go(error, handled)
             else:
                 prepared.way = way
                 return outputs
@@ -169,14 +170,3 @@ def program_of(
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def _let_go(error: BaseException, handled: BaseException | None) -> BaseException:
-    """`error` without the frames in which it arose, and what it arose from since something else was `handled`.
-
-    They hold what was computed so far.
-    """
-    link: BaseException | None = error
-    while link is not None and link is not handled:
-        link.__traceback__, link = None, link.__context__
-    return error

@@ -9,7 +9,7 @@ import torch
 from tightfit.apply.activations.strips.program import Program
 from tightfit.devices.seam import Device
 
-__all__ = ["rewinder"]
+__all__ = ["rewinder", "usual_generators"]
 
 
 def rewinder(program: Program, device: Device) -> Callable[[], None] | None:
@@ -19,7 +19,7 @@ def rewinder(program: Program, device: Device) -> Callable[[], None] | None:
     """
     if not program.draws_noise:
         return lambda: None
-    usual = _usual_generators(device)
+    usual = usual_generators(device)
     if usual is None:
         return None
     own = (node.kwargs.get("generator") for node in program.nodes)
@@ -32,7 +32,7 @@ def rewinder(program: Program, device: Device) -> Callable[[], None] | None:
     return rewind
 
 
-def _usual_generators(device: Device) -> list[torch.Generator] | None:
+def usual_generators(device: Device) -> list[torch.Generator] | None:
     """The CPU's, and the device's where it has its own; None where nobody knows that."""
     place = device.torch_device
     if place.type == "cpu" or device.kind == "pretend":  # a pretend card's numbers are the CPU's

@@ -1,0 +1,137 @@
+"""A call that ran out of memory is made again from its beginning, and what was done by then is not done twice.
+
+Pipelines are loops in Python that nobody can enter half way. But what takes time in them are their networks; so what
+those gave back is kept in host memory, and given back once more where they are asked for it the second time. The
+numbers are the same: random generators are set to where they were, and a pipeline does the same with the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from tightfit.apply.activations.strips.noise import usual_generators
+from tightfit.devices.depot import bytes_of
+from tightfit.devices.lane import Arrival
+from tightfit.devices.seam import Device
+
+__all__ = ["Draws", "Finished", "let_go"]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _Copy(NamedTuple):
+    """A tensor of the device in host memory, as soon as it has arrived."""
+
+    room: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    arrival: Arrival
+
+
+class _Result(NamedTuple):
+    leaves: list[Any]  # copies, tensors that are in host memory anyway, plain values
+    form: TreeSpec
+
+
+class Finished:
+    """What networks gave back in one call, in their order."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._lane = device, device.lane()
+        self._results: list[_Result | None] = []  # None: it has to be done again
+        self._given = 0  # of them, how many were given back since the call began again
+        self.active = False  # whether a call is being made
+        self._leaving: list[tuple[Arrival, torch.Tensor]] = []  # what the copies on their way read from
+
+    @property
+    def count(self) -> int:
+        """How many pieces of work need not be done again."""
+        return sum(result is not None for result in self._results)
+
+    def forget(self) -> None:
+        """Another call begins."""
+        self._settle()
+        self._results.clear()
+        self._given = 0
+
+    def begin_again(self) -> None:
+        self._settle()
+        self._given = 0
+
+    def once(self, work: Callable[[], Any]) -> Any:
+        """What `work()` gives, or gave when it was done before in this call."""
+        if not self.active:
+            return work()
+        if self._given < len(self._results):
+            result = self._results[self._given]
+            self._given += 1
+            return work() if result is None else self._back(result)
+        value = work()
+        self._results.append(self._kept(value))
+        self._given += 1
+        return value
+
+    def _kept(self, value: Any) -> _Result | None:
+        """A copy of `value` in host memory, on its way; None of what nobody can copy, or while there is no room."""
+        leaves, form = tree_flatten(value)
+        if not all(isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN for leaf in leaves):
+            return None
+        self._settle()  # of the work before this
+        try:
+            return _Result([self._copied(leaf) for leaf in leaves], form)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _copied(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        own = leaf.detach().clone(memory_format=torch.contiguous_format)  # whoever asked for it may write into it
+        if own.device != self._device.torch_device or not self._device.separate:
+            return own
+        room = self._device.host_room(own.nbytes)
+        arrival = self._lane.send(room, bytes_of(own), self._lane.mark())
+        self._leaving.append((arrival, own))
+        return _Copy(room, own.shape, own.dtype, arrival)
+
+    def _settle(self) -> None:
+        for arrival, _ in self._leaving:
+            arrival.settle()
+        self._leaving.clear()
+
+    def _back(self, result: _Result) -> Any:
+        return tree_unflatten([self._there(leaf) for leaf in result.leaves], result.form)
+
+    def _there(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Copy):
+            leaf.arrival.land()
+            return self._device.bring(leaf.room.view(leaf.dtype).view(leaf.shape))
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+class Draws:
+    """Where random generators are when a call begins: those it was given, and the usual ones."""
+
+    def __init__(self, kwargs: Mapping[str, Any], device: Device) -> None:
+        given = kwargs.get("generator")
+        several = [*(given if isinstance(given, list | tuple) else [given]), *(usual_generators(device) or ())]
+        self._states = [(each, each.get_state()) for each in several if isinstance(each, torch.Generator)]
+
+    def rewind(self) -> None:
+        """All are where they were."""
+        for generator, state in self._states:
+            generator.set_state(state)
+
+
+def let_go(error: BaseException, handled: BaseException | None) -> BaseException:
+    """`error` without the frames in which it arose, and what it arose from since something else was `handled`.
+
+    They hold what was computed so far.
+    """
+    link: BaseException | None = error
+    while link is not None and link is not handled:
+        link.__traceback__, link = None, link.__context__
+    return error

@@ -1,0 +1,124 @@
+"""Calls of a pipeline that follows a budget's plan: each under the plan that suits it, and on to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tightfit.apply.again import Draws, Finished, let_go
+from tightfit.apply.session import Session
+from tightfit.devices.seam import Device
+from tightfit.errors import BudgetTooSmall
+from tightfit.measure.recorder import Recorder
+from tightfit.plan.differences import differences
+from tightfit.records import Plan, Trace
+from tightfit.units import format_bytes
+
+__all__ = ["Calls", "Follower", "Replans"]
+
+
+class Replans(Protocol):
+    """Who makes other plans for a pipeline."""
+
+    def for_call(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], now: Plan) -> Plan | None:
+        """The plan for a call with these arguments; None where the one that it follows `now` will do."""
+
+    def for_less(self, pipe: Any, now: Plan, size: int) -> Plan:
+        """The plan for the same call within `size` bytes of the device. Raises BudgetTooSmall."""
+
+
+class Follower(Protocol):
+    """A pipeline's handle: what it does now, and how it does something else."""
+
+    plan: Plan
+
+    @property
+    def recorder(self) -> Recorder: ...
+
+    @property
+    def session(self) -> Session: ...
+
+    def follow(self, pipe: Any, plan: Plan) -> None: ...
+
+
+class Calls:
+    """One after another, on `device`; `replans` makes other plans where they are needed (None: nobody does)."""
+
+    def __init__(self, device: Device, replans: Replans | None) -> None:
+        self._device, self._replans = device, replans
+        self._remarks: list[str] = []  # for the report
+        self._before: list[Trace] = []  # of the call that is being made, until memory ran out
+        self.finished = Finished(device) if replans is not None else None
+
+    def make(
+        self, follower: Follower, pipe: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """`call(pipe, *args, **kwargs)`, under another plan if it asks for something else, or memory runs out."""
+        if self._replans is None or self.finished is None or follower.recorder.running:
+            return self._once(follower, pipe, call, args, kwargs)
+        self._suit(follower, self._replans, pipe, args, kwargs)
+        self.finished.forget()
+        draws = Draws(kwargs, self._device)
+        self.finished.active = True
+        try:
+            while True:
+                try:
+                    return self._once(follower, pipe, call, args, kwargs)
+                except torch.OutOfMemoryError as error:
+                    failure = let_go(error, None)
+                self._before.append(follower.recorder.trace())
+                self._make_do(follower, self._replans, pipe, failure)
+                draws.rewind()
+                self.finished.begin_again()
+        finally:
+            self.finished.active = False
+            self.finished.forget()
+            self._before.clear()
+
+    def whole(self, trace: Trace) -> Trace:
+        """`trace` of the call that is being made, and what came before memory ran out."""
+        for before in reversed(self._before):
+            trace = trace.after(before)
+        return trace
+
+    def _once(
+        self, follower: Follower, pipe: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        steps = kwargs.get("num_inference_steps")
+        with follower.session.call(steps if isinstance(steps, int) else None):
+            for remark in self._remarks:
+                follower.recorder.note(remark)
+            found = call(pipe, *args, **kwargs)
+            self._remarks.clear()
+            return found
+
+    def _suit(
+        self, follower: Follower, replans: Replans, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        before, after = follower.plan, replans.for_call(pipe, args, kwargs, follower.plan)
+        if after is not None and before.request is not None and after.request is not None:
+            asked = f"planned anew for {after.request.described} (before: {before.request.described})"
+            self._follow(follower, pipe, after, asked)
+
+    def _make_do(self, follower: Follower, replans: Replans, pipe: Any, failure: BaseException) -> None:
+        """Memory ran out: another plan for what there is. Raises BudgetTooSmall."""
+        self._device.release_cache()
+        free = self._device.free_bytes() + follower.recorder.weights
+        try:
+            after = replans.for_less(pipe, follower.plan, free)
+        except BudgetTooSmall as error:
+            raise error from failure
+        done = self.finished.count if self.finished else 0
+        budget = after.budget.device if after.budget else None
+        within = f" within {format_bytes(budget)}" if budget else ""
+        said = f"out of memory: planned anew{within}, and went on after {done} passes that were done"
+        self._follow(follower, pipe, after, said)
+
+    def _follow(self, follower: Follower, pipe: Any, after: Plan, said: str) -> None:
+        changes = differences(follower.plan, after)
+        self._remarks.append(f"{said}: {'; '.join(changes) or 'nothing else is done'}")
+        if changes:
+            follower.follow(pipe, after)
+        follower.plan = after

@@ -1,0 +1,121 @@
+"""A card that loses memory in the middle of a call: the picture is the same, and the report says what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+import tightfit
+from pretend.conftest import ACCELERATOR
+from tightfit import BudgetTooSmall
+from tightfit.measure.modules import find_components
+from tightfit.pretend.backend import use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
+from tiny_pipelines import CASES
+
+MIB = 2**20
+SIZE = 250 * MIB
+STEPS = 4
+REQUEST = {"height": 64, "width": 64, "steps": STEPS}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "shrinking"))  # for all of this file
+    yield
+    use_cards([])
+
+
+def large_unet() -> Any:
+    """Stable Diffusion with 150 MiB of U-Net."""
+    torch.manual_seed(0)
+    pipe = next(case for case in CASES if case.name == "StableDiffusion").make()
+    config = dict(pipe.unet.config) | {"block_out_channels": (256, 384), "attention_head_dim": 8, "norm_num_groups": 32}
+    parts = pipe.components | {"unet": UNet2DConditionModel.from_config(config).eval()}
+    pipe = type(pipe)(**parts, requires_safety_checker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def card_of(size: int) -> Card:
+    card = Card(0, ACCELERATOR.model_copy(update={"bytes": size}), Host(), values="real")
+    use_cards([card])
+    return card
+
+
+def draw(pipe: Any, happening: Callable[[int], None] = lambda step: None, **more: Any) -> torch.Tensor:
+    def step_done(_: Any, step: int, __: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        happening(step)
+        return kwargs
+
+    torch.manual_seed(3)  # without a generator, latents are drawn from torch's own
+    with torch.no_grad():
+        found = pipe(
+            "a fox", height=64, width=64, num_inference_steps=STEPS, output_type="pt", callback_on_step_end=step_done,
+            **more,
+        )  # fmt: skip
+    return found.images.cpu()
+
+
+def shrink(card: Card, share: float, at: int) -> Callable[[int], None]:
+    """Once, after the step `at`, the card loses a `share`, and what its allocator had not in use."""
+    due = [at]
+
+    def happening(step: int) -> None:
+        if due == [step]:
+            due.clear()
+            card.allocator.empty_cache()
+            card.allocator.capacity = int(card.allocator.capacity * (1 - share))
+
+    return happening
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+@pytest.mark.parametrize("at", [0, 2, STEPS - 1])
+def test_the_picture_is_the_same(share: float, at: int) -> None:
+    wanted = draw(large_unet())
+    card, pipe = card_of(SIZE), large_unet()
+    fitted = tightfit.fit(pipe, budget=SIZE, request=REQUEST, device="pretend:0")
+    assert fitted.plan.components["unet"].placement == "resident"
+    found = draw(pipe, shrink(card, share, at))
+    assert (found - wanted).abs().max() <= 1e-5
+    report = fitted.report()
+    notes = [note for note in report.trace.notes if note.startswith("out of memory: planned anew within ")]
+    if share == 0.5:
+        (note,) = notes
+        assert f"went on after {at + 3} passes that were done" in note  # two of the text encoder
+        assert "unet: per-unit" in note
+        assert fitted.plan.components["unet"].placement == "per-unit"
+        assert report.trace.notes
+        assert [phase.name for phase in report.trace.phases][:2] == ["encode", "denoise"]
+    assert (draw(pipe) - wanted).abs().max() <= 1e-5  # and it stays like that
+    fitted.undo()
+    assert torch.equal(draw(pipe), wanted)
+
+
+def test_generators_draw_the_same_again() -> None:
+    def generators() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(seed) for seed in (7, 8)]
+
+    asked = {"num_images_per_prompt": 2, "eta": 1.0}  # with noise in every step
+    wanted = draw(large_unet(), generator=generators(), **asked)
+    card, pipe = card_of(SIZE), large_unet()
+    fitted = tightfit.fit(pipe, budget=SIZE, request=REQUEST | {"batch": 2}, device="pretend:0")
+    found = draw(pipe, shrink(card, 0.5, 1), generator=generators(), **asked)
+    assert any("planned anew within" in note for note in fitted.report().trace.notes)
+    assert (found - wanted).abs().max() <= 1e-5
+
+
+def test_too_little_is_an_error_that_says_what_would_do() -> None:
+    card, pipe = card_of(SIZE), large_unet()
+    fitted = tightfit.fit(pipe, budget=SIZE, request=REQUEST, device="pretend:0")
+    with pytest.raises(BudgetTooSmall, match=r"cannot do 64×64 within .* MiB would do") as error:
+        draw(pipe, shrink(card, 0.95, 1))
+    assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
+    fitted.undo()
+    assert {tensor.device.type for part in find_components(pipe).values() for tensor in part.parameters()} == {"cpu"}
