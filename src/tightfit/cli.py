@@ -25,10 +25,10 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_comp
 
 
 # options that several commands have
-Level = Annotated[int | None, typer.Option(help="0 all on the device … 3 the least memory. Default: 0.")]
+Level = Annotated[int | None, typer.Option(help="0 all on the device … 3 the least memory.")]
 PlanFile = Annotated[Path | None, typer.Option(help="YAML or JSON file of plan fields.")]
-Within = Annotated[str | None, typer.Option("--budget", help="What the device may hold, e.g. 8GB: a plan is made.")]
-Ram = Annotated[str | None, typer.Option(help="With --budget: of RAM, for what waits for the device.")]
+Within = Annotated[str | None, typer.Option("--budget", help="What the device may hold. Default: what it has.")]
+Ram = Annotated[str | None, typer.Option(help="What may wait in RAM; on a CPU, all of the process.")]
 Allow = Annotated[list[str] | None, typer.Option(help="With --budget: a lossy technique, if need be, e.g. fp8.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A plan field.")]
 Pixels = Annotated[int | None, typer.Option(help="Pixels.")]

@@ -82,7 +82,7 @@ def test_left_out_the_model_is_the_demo_model() -> None:
 def test_the_command_says_by_phase_what_would_happen_and_remembers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     first = tightfit_(*QUESTION)
     assert first.exit_code == 0, first.stderr
-    assert first.stdout.startswith("sd-1.5 on rtx3060: fits, ")
+    assert first.stdout.startswith("sd-1.5, 512×512, on rtx3060: fits, ")
     told = json.loads(first.stdout.splitlines()[-1])
     assert [phase["name"] for phase in told["phases"]] == ["encode", "denoise", "decode"]
     assert told["fits"] is True
@@ -97,7 +97,7 @@ SMALL = ("--steps", "2", "--height", "256", "--width", "256", "--json")
 def test_a_budget_is_planned_for_and_played() -> None:
     result = tightfit_("plan", "sd-1.5", "--card", "rtx3060", "--budget", "1GB", *SMALL)
     assert result.exit_code == 0, result.stderr
-    assert "because: unet streams, " in result.stdout
+    assert "- unet streams, " in result.stdout
     told = json.loads(result.stdout.splitlines()[-1])
     assert told["fits"] is told["lossless"] is True
     assert told["capacity_bytes"] == 10**9

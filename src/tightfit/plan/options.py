@@ -24,6 +24,7 @@ Where = Literal["resident", "host", "disk"]  # the home of what comes and goes
 FEW = 6  # layers, of which all selections are tried
 GIANTS, GIANT = 5, 1.5  # so many layers stay for their size, if each is so many times as large as the next, …
 SHARES = 4  # … and of the rest none to three fourths
+ENOUGH = 0.9  # of what is left: who takes less would gain nothing by more
 SIZES = 24  # between the least that a component streams with and all of it, each larger by the same factor
 
 
@@ -95,16 +96,21 @@ def why_there(component: Component, option: Option, resident: Menu, left: int, p
     name, plan, whole = component.name, option.plan, format_bytes(component.bytes)
     if plan.placement == "resident":
         return Reason(decision=f"{name} stays", because=f"there is room for its {whole} in every phase")
-    there = f"{format_bytes(max(left, 0))} are left for weights that come and go in {phase}"
+    there = f"{format_bytes(max(left, 0))} are left for it in {phase}"
     whence = " from the disk" if plan.home == "disk" else ""
     if plan.placement == "per-phase":
-        return Reason(decision=f"{name} comes{whence} for its phase", because=f"{there}, and all of its {whole} fit")
+        return Reason(
+            decision=f"{name} comes{whence} for its phase, and goes", because=f"{there}: all of its {whole} fit"
+        )
     late = option.seconds - min(each.seconds for each in resident)
-    cost = f"costs {format_seconds(late)} in all" if late > 0 else "costs no time"
-    kept = f"{len(plan.stays or ())} of its layers stay for its phase, a ring of {format_bytes(plan.ring or 0)}"
+    cost = f"that costs {format_seconds(late)} in all" if late > 0 else "that costs no time"
+    stay = len(plan.stays or ())
+    kept = f"{stay} of its layers stay{'s' * (stay == 1)} meanwhile, the others" if stay else "its layers"
+    kept += f" come one after another while those before them compute, {format_bytes(plan.ring or 0)} ahead"
+    enough = "; more memory would not be faster" if option.aboard < ENOUGH * left else ""
     return Reason(
-        decision=f"{name} streams{whence}, {format_bytes(option.aboard)} of it there at a time",
-        because=f"{there}, and it has {whole}: {kept} brings the rest as it is needed, which {cost}",
+        decision=f"{name} streams{whence}, {format_bytes(option.aboard)} of its {whole} there at a time",
+        because=f"{there}: {kept}; {cost}{enough}",
     )
 
 

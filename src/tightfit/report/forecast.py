@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from tightfit.records import Budget, PhaseTrace, Prediction
+from tightfit.records import Budget, PhaseTrace, Plan, Prediction, Request
 from tightfit.report.summary import Report, align, fold_phases
 from tightfit.units import format_bytes, format_seconds
 
@@ -15,21 +16,34 @@ _HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "reserved
 
 def describe(prediction: Prediction) -> str:
     """A headline, a table by phase, and what the plan decided."""
-    trace = prediction.trace
+    trace, plan = prediction.trace, prediction.plan
+    asked = f", {plan.request.described}," if plan.request and plan.request != Request() else ""
     return "\n".join(
         [
-            f"{prediction.model} on {prediction.card}: {_verdict(prediction)}; "
+            f"{prediction.model}{asked} on {prediction.card}: {_verdict(prediction)}; "
             f"predicted {format_seconds(trace.seconds)}",
+            f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else "lossless: the same numbers as with all of it there",
             "",
             *align([_HEADINGS, *(_row(phase) for phase in fold_phases(trace.phases))]),
             "",
-            *(f"{name}: {chosen.described}" for name, chosen in prediction.plan.components.items()),
-            f"autoencoder: {prediction.plan.vae.described}",
-            f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else "lossless",
+            *(_in_words(plan) if plan.forecast else _by_fields(plan)),
             *(f"note: {note}" for note in trace.notes),
-            *(f"because: {reason.decision}: {reason.because}" for reason in prediction.plan.reasons),
         ]
     )
+
+
+def _in_words(plan: Plan) -> Iterator[str]:
+    """What a plan that was made for a budget does, and why."""
+    yield "What happens, and why:"
+    for reason in plan.reasons:
+        yield f"- {reason.decision}: {reason.because}"
+
+
+def _by_fields(plan: Plan) -> Iterator[str]:
+    """What a plan says that somebody chose."""
+    yield from (f"{name}: {chosen.described}" for name, chosen in plan.components.items())
+    yield f"autoencoder: {plan.vae.described}"
+    yield from (f"because: {reason.decision}: {reason.because}" for reason in plan.reasons)
 
 
 def as_report(prediction: Prediction) -> Report:

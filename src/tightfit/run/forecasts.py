@@ -37,6 +37,8 @@ def forecast(
     fields = {name: value for name, value in choices.items() if name != "device"} or {"level": 0}
     Plan.from_mapping(fields)
     accelerator = accelerator or _own_device(say)
+    if limits is None and not choices and not accelerator.is_cpu:
+        limits = Limits(None)  # all that the card has
     if limits is not None:
         with say("planning"):
             fields = _planned(which, accelerator, asked, limits)

@@ -87,6 +87,8 @@ class Job:
         elapsed = stopwatch()
         default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
         choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
+        if self.limits is None and not self.choices and self._target.kind == "cuda":
+            self.limits = Limits(None)
         if self.limits is not None:
             plan = plan_within(self._folder.path, self.request, self._target, self.limits, self.dtype or default)
             choices = plan.model_dump(mode="json", exclude={"device", "request"})
