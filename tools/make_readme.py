@@ -151,28 +151,31 @@ def _bounds(row: dict[str, Any]) -> str:
 
 
 def budgets() -> str:
+    found = read("budgets-pretend")["rows"]
+    shares = sorted({row["share"] for row in found})
     rows = []
-    for row in read("budgets-pretend")["rows"]:
-        about = (row["model"], row["card"], format_bytes(row["budget"]), f"{row['share']:.0%}")
-        if "refused" in row:
-            rows.append((*about, f"refused: {format_bytes(row['needed'])} would do", "", "", ""))
-        elif "failed" in row:
-            rows.append((*about, f"**{row['failed']}**", "", "", ""))
-        else:
-            step, told = row["played"]["denoise"] / 4, row["predicted"]["denoise"] / row["played"]["denoise"]
-            decode = row["predicted"]["decode"] / row["played"]["decode"]
-            rows.append((*about, row["vae"], format_seconds(step), f"{told:.3f}", f"{decode:.2f}"))
-    head = (
-        "",
-        "card",
-        "budget",
-        "of all weights",
-        "autoencoder",
-        "step",
-        "predicted to played",
-        "the same of decoding",
+    for about in dict.fromkeys((row["model"], row["request"], row["card"]) for row in found):
+        own = {row["share"]: row for row in found if (row["model"], row["request"], row["card"]) == about}
+        fastest = min((row["played"]["denoise"] for row in own.values() if "played" in row), default=1)
+        rows.append((*about, *(_within(own[share], fastest) for share in shares)))
+    head = ("", "request", "card", *(f"{share:.0%}" for share in shares))
+    played = [row for row in found if "played" in row]
+    steps = [row["predicted"]["denoise"] / row["played"]["denoise"] - 1 for row in played]
+    over = max(row["peak"] / row["predicted_peak"] for row in played)
+    refused, failed = (sum(what in row for row in found) for what in ("refused", "failed"))
+    said = (
+        f"{len(found)} budgets: {len(played)} kept to, {refused} refused, {failed} out of memory. Steps took "
+        f"{min(steps):+.1%} to {max(steps):+.1%} of what was said; the highest peak was {over:.0%} of what was said."
     )
-    return table(head, rows)
+    return f"{table(head, rows)}\n\n{said}"
+
+
+def _within(row: dict[str, Any], fastest: float) -> str:
+    if "refused" in row:
+        return f"needs {format_bytes(row['needed'])}"
+    if "failed" in row:
+        return "**out of memory**"
+    return f"{format_bytes(row['budget'])}: {row['played']['denoise'] / fastest:.2f} ×"
 
 
 def weights(kind: str) -> str:
