@@ -133,7 +133,7 @@ def test_what_does_not_fit_says_what_it_needs() -> None:
             ("sdxl", "--card", "rtx4090", "--budget", "8GB", "--level", "2"),
             "leave out what else decides about it (level)",
         ),
-        (("sdxl", "--card", "rtx4090", "--allow", "fp8"), "--allow fp8 goes with --budget"),
+        (("sdxl", "--card", "rtx4090", "--level", "1", "--allow", "fp8"), "--allow fp8 goes with a budget"),
         (("sdxl", "--card", "rtx4090", "--level", "9"), "level must be less than or equal to 3, not 9"),
         (("sdxl", "--card", "rtx4090", "--frames", "9"), "StableDiffusionXLPipeline takes no frames"),
         (("sdxl", "--card", "rtx4090", "--height", "1001"), "height 1001 is not a multiple of 8"),

@@ -107,7 +107,7 @@ def why_there(component: Component, option: Option, resident: Menu, left: int, p
     stay = len(plan.stays or ())
     kept = f"{stay} of its layers stay{'s' * (stay == 1)} meanwhile, the others" if stay else "its layers"
     kept += f" come one after another while those before them compute, {format_bytes(plan.ring or 0)} ahead"
-    enough = "; more memory would not be faster" if option.aboard < ENOUGH * left else ""
+    enough = "; more memory would not be faster" if option.comes < ENOUGH * left else ""
     return Reason(
         decision=f"{name} streams{whence}, {format_bytes(option.aboard)} of its {whole} there at a time",
         because=f"{there}: {kept}; {cost}{enough}",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tightfit.plan.forecast import ALTERNATIONS, more_seconds, most_weights, needed_bytes, way_of
 from tightfit.plan.options import Menu, Option, Where, options_of, why_there
 from tightfit.plan.parts import SEGMENT
-from tightfit.records import Accelerator, Component, Footprint, Reason, Storage, VaePlan, Way
+from tightfit.records import Accelerator, Component, Footprint, Reason, Storage, VaePlan
 
 __all__ = ["Found", "Search"]
 
@@ -93,18 +93,16 @@ class Search:
         elif ram is None:
             wheres = ("resident", "host")
         for vae in self._vaes:
-            ways = [way_of(phase, vae) for phase in self.footprint.phases]
+            ways, rooms = [way_of(phase, vae) for phase in self.footprint.phases], self._rooms(vae)
             waiting = max(way.host if way else 0 for way in ways)
+            longer = sum(more_seconds(way, self.device) for way in ways)
             for chosen in itertools.product(wheres, repeat=len(used)):
-                found = self._combined(dict(zip(used, chosen, strict=True)), vae, ways, size)
+                found = self._combined(dict(zip(used, chosen, strict=True)), rooms, size)
                 if found is not None and (ram is None or found.ram + waiting <= ram):
-                    yield found
+                    yield found._replace(seconds=found.seconds + longer, vae=vae)
 
-    def _combined(
-        self, wheres: Mapping[str, Where], vae: VaePlan, ways: Sequence[Way | None], size: int
-    ) -> Found | None:
-        """The best within `size` with components where they are said to be, and phases done in these ways."""
-        rooms = [way.room if way else phase.room for way, phase in zip(ways, self.footprint.phases, strict=True)]
+    def _combined(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Found | None:
+        """The best within `size` with components where they are said to be, and so much for activations by phases."""
         always = self._idle + sum(self._menu(name, where).always for name, where in wheres.items())
         options: dict[str, Option] = {}
         peak = 0
@@ -118,8 +116,7 @@ class Search:
             peak = max(peak, needed_bytes(always + sum(option.comes for option in chosen), room, self.device))
         ram = sum(option.ram for option in options.values())
         seconds = sum(option.seconds for option in options.values())
-        seconds += sum(more_seconds(way, self.device) for way in ways)
-        return Found(seconds, peak, ram, tuple(options.items()), vae)
+        return Found(seconds, peak, ram, tuple(options.items()), VaePlan())
 
     @cached_property
     def _vaes(self) -> list[VaePlan]:

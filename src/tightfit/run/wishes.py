@@ -45,9 +45,9 @@ class Limits(NamedTuple):
 def limits_of(budget: str | None, ram: str | None, allow: list[str], choices: Mapping[str, Any]) -> Limits | None:
     """What --budget, --ram and --allow say; None where they say nothing. PlanError beside `choices` of Plan fields."""
     if budget is None and ram is None:
-        if allow:
-            raise PlanError(f"--allow {allow[0]} goes with --budget: elsewhere --set components.NAME.storage says it")
-        return None
+        if allow and choices:
+            raise PlanError(f"--allow {allow[0]} goes with a budget: elsewhere --set components.NAME.storage says it")
+        return Limits(None, check_techniques(allow)) if allow else None
     if choices:
         said = ", ".join(choices)
         raise PlanError(f"--budget makes the plan: leave out what else decides about it ({said}), or leave it out")
