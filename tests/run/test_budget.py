@@ -216,3 +216,16 @@ def test_what_a_call_asks_for(arguments: dict[str, Any], said: dict[str, Any]) -
 def test_what_no_request_can_say_is_left_to_the_pipeline() -> None:
     pipe = object.__new__(StableDiffusionPipeline)
     assert request_of(pipe, (), {"prompt": "a fox", "height": -5}) is None
+
+
+def test_on_a_cpu_calls_are_planned_for_too() -> None:
+    """Without numbers that mean much: what this process holds depends on the tests before."""
+    case = TINY[0]
+    pipe = case.make()
+    untouched = run(pipe, case)
+    fitted = tightfit.fit(pipe, ram="20GB", device="cpu", request={"height": 32, "width": 32, "steps": 2})
+    assert {part.placement for part in fitted.plan.components.values()} <= {"resident", "per-phase"}
+    assert torch.equal(run(pipe, case), untouched)
+    with pytest.raises(BudgetTooSmall, match=r"of which this process holds .* before anything is loaded, on this CPU"):
+        tightfit.fit(pipe, ram="100MB", device="cpu")
+    assert torch.equal(run(pipe, case), untouched)

@@ -20,6 +20,7 @@ from tightfit.devices.seam import Device
 
 __all__ = ["Draws", "Finished", "let_go"]
 
+MOST_BYTES = 2**30  # of host memory: what would be more is done again
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -43,6 +44,7 @@ class Finished:
     def __init__(self, device: Device) -> None:
         self._device, self._lane = device, device.lane()
         self._results: list[_Result | None] = []  # None: it has to be done again
+        self._bytes = 0  # of host memory that they take
         self._given = 0  # of them, how many were given back since the call began again
         self.active = False  # whether a call is being made
         self._leaving: list[tuple[Arrival, torch.Tensor]] = []  # what the copies on their way read from
@@ -56,7 +58,7 @@ class Finished:
         """Another call begins."""
         self._settle()
         self._results.clear()
-        self._given = 0
+        self._given = self._bytes = 0
 
     def begin_again(self) -> None:
         self._settle()
@@ -78,8 +80,12 @@ class Finished:
     def _kept(self, value: Any) -> _Result | None:
         """A copy of `value` in host memory, on its way; None of what nobody can copy, or while there is no room."""
         leaves, form = tree_flatten(value)
+        size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         if not all(isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN for leaf in leaves):
             return None
+        if self._bytes + size > MOST_BYTES:
+            return None
+        self._bytes += size
         self._settle()  # of the work before this
         try:
             return _Result([self._copied(leaf) for leaf in leaves], form)
@@ -90,7 +96,7 @@ class Finished:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         own = leaf.detach().clone(memory_format=torch.contiguous_format)  # whoever asked for it may write into it
-        if own.device != self._device.torch_device or not self._device.separate:
+        if own.device != self._device.torch_device:
             return own
         room = self._device.host_room(own.nbytes)
         arrival = self._lane.send(room, bytes_of(own), self._lane.mark())

@@ -50,15 +50,17 @@ class Calls:
         self._device, self._replans = device, replans
         self._remarks: list[str] = []  # for the report
         self._before: list[Trace] = []  # of the call that is being made, until memory ran out
-        self.finished = Finished(device) if replans is not None else None
+        self.finished = Finished(device) if replans is not None and device.separate else None  # a CPU has no such error
 
     def make(
         self, follower: Follower, pipe: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """`call(pipe, *args, **kwargs)`, under another plan if it asks for something else, or memory runs out."""
-        if self._replans is None or self.finished is None or follower.recorder.running:
+        if self._replans is None or follower.recorder.running:
             return self._once(follower, pipe, call, args, kwargs)
         self._suit(follower, self._replans, pipe, args, kwargs)
+        if self.finished is None:
+            return self._once(follower, pipe, call, args, kwargs)
         self.finished.forget()
         draws = Draws(kwargs, self._device)
         self.finished.active = True

@@ -1,0 +1,94 @@
+"""What networks gave back is given back once more, in the same order, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+from tightfit.apply import again
+from tightfit.apply.again import Draws, Finished
+from tightfit.devices.seam import LoopbackDevice
+
+
+class Work:
+    """Gives `value`, and counts how often it was done."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.times = value, 0
+
+    def __call__(self) -> Any:
+        self.times += 1
+        return self.value
+
+
+@pytest.fixture
+def finished() -> Finished:
+    made = Finished(LoopbackDevice())
+    made.active = True
+    return made
+
+
+def test_results_come_back_as_they_were_though_others_wrote_into_them(finished: Finished) -> None:
+    works = [
+        Work((torch.arange(6.0).reshape(2, 3).T, None, "text")),
+        Work(Transformer2DModelOutput(sample=torch.ones(2, 2))),
+        Work(torch.arange(4)),
+    ]
+    first = [finished.once(work) for work in works]
+    assert all(result is work.value for result, work in zip(first, works, strict=True))
+    first[0][0].zero_()
+    first[1].sample.zero_()
+    finished.begin_again()
+    assert finished.count == 3
+    one, two, three = (finished.once(work) for work in works)
+    assert torch.equal(one[0], torch.arange(6.0).reshape(2, 3).T)
+    assert one[1:] == (None, "text")
+    assert isinstance(two, Transformer2DModelOutput)
+    assert torch.equal(two.sample, torch.ones(2, 2))
+    assert torch.equal(three, torch.arange(4))
+    assert [work.times for work in works] == [1, 1, 1]
+    assert finished.once(late := Work(torch.zeros(1))) is late.value
+    finished.forget()
+    finished.once(works[0])
+    assert works[0].times == 2
+
+
+def test_what_nobody_can_copy_and_what_is_too_much_is_done_again(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(again, "MOST_BYTES", 100)
+    works = [Work(object()), Work(torch.zeros(20)), Work(torch.zeros(20)), Work(torch.zeros(5))]
+    for work in works:
+        finished.once(work)
+    finished.begin_again()
+    assert finished.count == 2
+    for work in works:
+        finished.once(work)
+    assert [work.times for work in works] == [2, 1, 2, 1]
+
+
+def test_outside_a_call_nothing_is_kept(finished: Finished) -> None:
+    finished.active = False
+    work = Work(torch.zeros(1))
+    for _ in range(2):
+        assert finished.once(work) is work.value
+    assert work.times == 2
+    assert finished.count == 0
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_generators_go_back(several: bool) -> None:
+    own = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    draw: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.rand(3), lambda: torch.rand(3, generator=own[0]), lambda: torch.rand(3, generator=own[1]),
+    ]  # fmt: skip
+    given = own if several else own[0]
+    draws = Draws({"generator": given}, LoopbackDevice())
+    before = [one() for one in draw]
+    draws.rewind()
+    same = [torch.equal(one(), value) for one, value in zip(draw, before, strict=True)]
+    assert same == [True, True, several]
