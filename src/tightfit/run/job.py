@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tightfit.apply.fitting import Fitted, fit
+from tightfit.apply.fitting import Fitted, apply_plan, fit
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.demo.grammar import WORDS, unknown_words
@@ -23,6 +23,7 @@ from tightfit.run.files import check_timeline, check_writable, output_paths, sav
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
 from tightfit.run.load import load
 from tightfit.run.models import DTYPES, find_model, stored_dtype
+from tightfit.run.replanning import Replanner
 from tightfit.run.request import Prompt, call_arguments
 from tightfit.run.wishes import Limits
 from tightfit.run.within import plan_within
@@ -89,9 +90,10 @@ class Job:
         choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
         if self.limits is None and not self.choices and self._target.kind == "cuda":
             self.limits = Limits(None)
+        made: Plan | None = None
         if self.limits is not None:
-            plan = plan_within(self._folder.path, self.request, self._target, self.limits, self.dtype or default)
-            choices = plan.model_dump(mode="json", exclude={"device", "request"})
+            made = plan_within(self._folder.path, self.request, self._target, self.limits, self.dtype or default)
+            choices = made.model_dump(mode="json", exclude={"device", "request"})
         wishes: dict[str, Any] = {"plan": choices, "request": self.request, "device": self._target}
         if any(component.home == "disk" for component in Plan.from_mapping(choices).components.values()):
             self._pipe, fitted = load(self._folder.path, dtype=self.dtype or default, **wishes)
@@ -99,7 +101,11 @@ class Job:
         else:
             self._pipe = load_pipeline(self._folder, getattr(torch, self.dtype or default))
             call_arguments(self._pipe, self.prompt, self.request)
-            fitted = fit(self._pipe, **wishes)
+            if made is None or self.limits is None:
+                fitted = fit(self._pipe, **wishes)
+            else:
+                replans = Replanner(self._pipe, self.limits, self._target)
+                fitted = apply_plan(self._pipe, made, self._target, replans=replans)
         self.fitted: Fitted = fitted
         self._loading = elapsed()
 
