@@ -218,6 +218,7 @@ def trace(
 
 
 def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:
+    from tightfit.run.interrupts import heeding_interrupts
     from tightfit.run.progress import showing_progress
 
     job.prepare()
@@ -225,7 +226,12 @@ def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:
         typer.secho(warning, err=True, fg="yellow")
     with _say("planning and loading" if job.limits else "loading"):
         job.load()
-    with showing_progress(job.fitted, watch=watch) as progress:
+    with heeding_interrupts() as check, showing_progress(job.fitted, watch=watch) as told:
+
+        def progress(done: int, total: int) -> None:
+            told(done, total)
+            check()
+
         table = job.run(progress, profile=profile)
     if table:
         typer.echo(table)

@@ -332,7 +332,6 @@ def test_no_report_before_the_first_call() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "exactly one of budget"),
         ({"level": 1, "plan": Plan()}, "exactly one of level"),
         ({"level": 4}, "level must be less than or equal to 3"),
         ({"plan": {"components": {"unett": {}}}}, "did you mean 'unet'"),
