@@ -119,3 +119,14 @@ def test_too_little_is_an_error_that_says_what_would_do() -> None:
     assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
     fitted.undo()
     assert {tensor.device.type for part in find_components(pipe).values() for tensor in part.parameters()} == {"cpu"}
+
+
+def test_what_is_being_handled_keeps_its_traceback() -> None:
+    card, pipe = card_of(SIZE), large_unet()
+    tightfit.fit(pipe, budget=SIZE, request=REQUEST, device="pretend:0")
+    try:
+        raise LookupError("an earlier one")
+    except LookupError as error:
+        draw(pipe, shrink(card, 0.5, 1))
+        kept = error.__traceback__
+    assert kept is not None

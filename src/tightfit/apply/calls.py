@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -62,14 +63,14 @@ class Calls:
         if self.finished is None:
             return self._once(follower, pipe, call, args, kwargs)
         self.finished.forget()
-        draws = Draws(kwargs, self._device)
+        draws, handled = Draws(kwargs, self._device), sys.exception()  # by who calls
         self.finished.active = True
         try:
             while True:
                 try:
                     return self._once(follower, pipe, call, args, kwargs)
                 except torch.OutOfMemoryError as error:
-                    failure = let_go(error, None)
+                    failure = let_go(error, handled)
                 self._before.append(follower.recorder.trace())
                 self._make_do(follower, self._replans, pipe, failure)
                 draws.rewind()

@@ -104,7 +104,7 @@ class Job:
             if made is None or self.limits is None:
                 fitted = fit(self._pipe, **wishes)
             else:
-                replans = Replanner(self._pipe, self.limits, self._target)
+                replans = Replanner(self._pipe, self.limits, self._target, made)
                 fitted = apply_plan(self._pipe, made, self._target, replans=replans)
         self.fitted: Fitted = fitted
         self._loading = elapsed()

@@ -39,22 +39,32 @@ class _Shape(NamedTuple):
 
 
 class Replanner:
-    """Makes plans for a pipeline, as it was when this was made, within the same limits on the same device."""
+    """Makes plans for a pipeline, as it was when this was made, within the same limits on the same device.
 
-    def __init__(self, pipe: Any, limits: Limits, target: Device) -> None:
+    `made` is one that was made for it already.
+    """
+
+    def __init__(self, pipe: Any, limits: Limits, target: Device, made: Plan | None = None) -> None:
         self._limits, self._target, self._own = limits, target, _bytes_of(pipe, target)
         self._measure: Callable[[Request], Footprint] = measurer_of(pipe)
         self._machine: Machine | None = None  # as it was before the pipeline followed any plan
         self._plans: dict[_Shape, Plan] = {}
+        if made is not None and made.request is not None:
+            self._machine = self._free_machine()
+            self._plans[_shape_of(pipe, made.request)] = made
 
     def plan(self, pipe: Any, request: Request) -> Plan:
         """The plan for `request`, a new one or that which was made before. Raises BudgetTooSmall."""
         shape = _shape_of(pipe, request)
         if shape not in self._plans:
             footprint = self._measure(request)
-            self._machine = self._machine or with_less_taken(machine_now(self._target), self._own)
+            self._machine = self._machine or self._free_machine()
             self._plans[shape] = make_plan(footprint, self._machine, *self._limits)
         return self._plans[shape]
+
+    def _free_machine(self) -> Machine:
+        """This computer as if the pipeline were not there, of whose weights it has so much now."""
+        return with_less_taken(machine_now(self._target), self._own)
 
     def for_call(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], now: Plan) -> Plan | None:
         """The plan for a call of `pipe` with these arguments; None where the plan that it follows now is for it.
