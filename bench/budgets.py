@@ -2,6 +2,7 @@
 
     python bench/budgets.py [--models sdxl,flux.1-dev] [--cards rtx4090,rtx3060] [--shares 0.15,0.3,0.6,1,1.5]
     python bench/budgets.py --models all --cards rtx4090     every known model: hours on two cores the first time
+    python bench/budgets.py --models mochi-1 --cards rtx4090 --keep     the other models' rows stay as they were
 
 A budget is a share of the bytes of all of a pipeline's weights. The card has that and not a byte more, and refuses what
 does not fit. A step is what denoising takes, divided by the steps; the clock is exact, so it is measured once. Writes
@@ -11,11 +12,12 @@ bench/results/budgets-pretend.json.
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 import torch
 
-from measuring import write
+from measuring import RESULTS, write
 from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
 from tightfit.catalog.known import known_card, known_model, model_names
 from tightfit.pretend.backend import use_cards
@@ -75,9 +77,11 @@ def main() -> None:
     options.add_argument("--models", default=MODELS)
     options.add_argument("--cards", default="rtx4090,rtx3060")
     options.add_argument("--shares", default="0.15,0.3,0.6,1,1.5")
+    options.add_argument("--keep", action="store_true", help="rows of other models that are written already")
     chosen = options.parse_args()
     models = model_names() if chosen.models == "all" else chosen.models.split(",")
-    rows = []
+    written = json.loads((RESULTS / "budgets-pretend.json").read_text())["rows"] if chosen.keep else []
+    rows = [row for row in written if row["model"] not in models]
     for model in models:
         for asked in requests_of(model):
             footprint = measure_footprint(model, asked)
