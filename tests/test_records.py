@@ -38,6 +38,7 @@ from tightfit.records import (
     Unit,
     Use,
     VaePlan,
+    Variant,
     Way,
     Workload,
     check_techniques,
@@ -73,7 +74,10 @@ STRETCH = Phase(
     name="denoise", peak=66, outside=65, room=67, passes=(PASS,), order=(0, 0), between=(WORKLOAD,),
     skipped=("unet.a",), conditional=("unet.b",), ways=(WAY,),
 )  # fmt: skip
-FOOTPRINT = Footprint(pipeline="FluxPipeline", components=(COMPONENT,), request=REQUEST, phases=(STRETCH,))
+VARIANT = Variant(guidance="apart", batch=2, feed_forward=2**20, by_blocks=True, phases=(STRETCH,))
+FOOTPRINT = Footprint(
+    pipeline="FluxPipeline", components=(COMPONENT,), request=REQUEST, phases=(STRETCH,), variants=(VARIANT,)
+)
 REASON = Reason(decision="transformer per-unit", because="it is larger than “the card”")
 VAE = VaePlan(slicing=True, strips=2**28, maps="host", tile=512, overlap=0.125)
 STORED = ComponentPlan(
@@ -99,8 +103,8 @@ TRACE = Trace(
 )  # fmt: skip
 PREDICTION = Prediction(model="sdxl", card="rtx3060", capacity=11, fits=True, plan=PLAN, trace=TRACE)
 EXAMPLES = [
-    REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, WAY, STRETCH, FOOTPRINT, REASON, VAE,
-    STORED, TRACED, FORECAST, PLAN, SAMPLE, PHASE, TRACE, PREDICTION,
+    REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, WAY, STRETCH, VARIANT, FOOTPRINT,
+    REASON, VAE, STORED, TRACED, FORECAST, PLAN, SAMPLE, PHASE, TRACE, PREDICTION,
 ]  # fmt: skip
 
 each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)

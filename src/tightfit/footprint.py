@@ -27,6 +27,7 @@ __all__ = [
     "Turn",
     "Unit",
     "Use",
+    "Variant",
     "Way",
     "Workload",
 ]
@@ -167,6 +168,26 @@ class Phase(Record):
         return self
 
 
+class Variant(Record):
+    """How else denoisers can work, with the same numbers: on a part of what they are given at a time."""
+
+    guidance: Literal["apart"] | None = None  # a step's two predictions, each by itself
+    batch: Positive | None = None  # items that work at a time
+    feed_forward: Positive | None = None  # bytes for the inner maps of feed-forwards
+    by_blocks: bool = False  # each block works on all parts before the next begins: what streams does it like that
+    phases: tuple[Phase, ...]  # all in which denoisers work, as they are then
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the batch is."""
+        return self.guidance is not None or self.batch is not None
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """What a plan says of each denoiser."""
+        return {"guidance": self.guidance, "batch": self.batch, "feed_forward": self.feed_forward}
+
+
 class Footprint(Record):
     """What a pipeline is made of; with `phases`, what it does for `request`."""
 
@@ -174,7 +195,26 @@ class Footprint(Record):
     components: tuple[Component, ...]
     request: Request | None = None
     phases: tuple[Phase, ...] = ()
+    variants: tuple[Variant, ...] = ()  # other than as the phases were measured
 
     @property
     def activation_peak(self) -> int:
         return max((phase.peak for phase in self.phases), default=0)
+
+    @property
+    def denoisers(self) -> tuple[str, ...]:
+        return tuple(component.name for component in self.components if component.role == "denoiser")
+
+    @property
+    def denoising(self) -> tuple[int, ...]:
+        """The places of the phases in which denoisers work."""
+        names = set(self.denoisers)
+        phases = enumerate(self.phases)
+        return tuple(place for place, phase in phases if any(done.component in names for done in phase.passes))
+
+    def varied(self, variant: Variant) -> Footprint:
+        """The same with denoisers at work as `variant` says."""
+        phases = list(self.phases)
+        for place, phase in zip(self.denoising, variant.phases, strict=True):
+            phases[place] = phase
+        return self.model_copy(update={"phases": tuple(phases), "variants": ()})

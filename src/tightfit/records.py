@@ -38,6 +38,7 @@ from tightfit.footprint import (
     Turn,
     Unit,
     Use,
+    Variant,
     Way,
     Workload,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "Unit",
     "Use",
     "VaePlan",
+    "Variant",
     "Way",
     "Workload",
     "check_techniques",

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned, seconds
+from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned, seconds, variants
 from tightfit.plan.forecast import forecast
 from tightfit.plan.streaming import parcel_sizes
-from tightfit.records import Component, ComponentPlan, Footprint, Plan, Request, VaePlan, Way
+from tightfit.records import Component, ComponentPlan, Footprint, Plan, Request, VaePlan, Variant, Way
 
 WITHIN = 1.03  # times as long as the best
 
 
 @st.composite
 def small_footprints(draw: st.DrawFn) -> Footprint:
-    """A denoiser of up to four layers and an autoencoder of up to two, with up to two ways in strips."""
-    parts, phases = [], []
+    """A denoiser of up to four layers and an autoencoder of up to two, each with up to two other ways to work."""
+    parts, phases, others = [], [], tuple[Variant, ...]()
     for name, role, stretch, most in (("unet", "denoiser", "denoise", 4), ("vae", "autoencoder", "decode", 2)):
         sizes = draw(st.lists(st.integers(8 * MIB, 400 * MIB), min_size=1, max_size=most))
         part = component(name, role, sizes, draw(st.integers(0, 4 * MIB)))
@@ -36,9 +36,12 @@ def small_footprints(draw: st.DrawFn) -> Footprint:
             if role == "autoencoder" and draw(st.booleans())
         )  # fmt: skip
         runs = draw(st.integers(1, 6)) if role == "denoiser" else 1
+        others = draw(variants(part, work, runs, room)) if role == "denoiser" else others
         parts.append(part)
         phases.append(phase(stretch, passes_of(part, work, runs, room), room, ways))
-    return Footprint(pipeline="Tried", components=tuple(parts), request=Request(height=64), phases=tuple(phases))
+    return Footprint(
+        pipeline="Tried", components=tuple(parts), request=Request(height=64), phases=tuple(phases), variants=others
+    )
 
 
 def every_plan_of(part: Component) -> Iterator[ComponentPlan]:
@@ -54,11 +57,19 @@ def every_plan_of(part: Component) -> Iterator[ComponentPlan]:
 
 
 def best_of_all(footprint: Footprint, size: int) -> float | None:
-    """Seconds of the fastest of all plans within `size`."""
+    """Seconds of the fastest of all plans within `size`, whatever variant they are of."""
+    found = [best_of(footprint, size), *(best_of(footprint.varied(v), size, v) for v in footprint.variants)]
+    return min((seconds for seconds in found if seconds is not None), default=None)
+
+
+def best_of(footprint: Footprint, size: int, variant: Variant | None = None) -> float | None:
+    """The same of one. What is done in parts goes by blocks if it streams, and only then."""
     best = None
     ways = [VaePlan(), *(VaePlan(strips=way.strips, maps=way.maps) for phase in footprint.phases for way in phase.ways)]
     parts = footprint.components
     for chosen in itertools.product(*(list(every_plan_of(part)) for part in parts)):
+        if variant and variant.in_parts and variant.by_blocks != (chosen[0].placement == "per-unit"):
+            continue
         components = {part.name: plan for part, plan in zip(parts, chosen, strict=True)}
         for vae in ways:
             told = forecast(footprint, Plan(components=components, vae=vae), CARD, HERE.disk_rate)

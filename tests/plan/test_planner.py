@@ -24,6 +24,7 @@ from tightfit.records import (
     Turn,
     Unit,
     Use,
+    Variant,
     Way,
     Workload,
 )
@@ -78,19 +79,42 @@ def phase(name: str, done: Pass, room: int, ways: tuple[Way, ...] = ()) -> Phase
     return Phase(name=name, peak=done.peak, room=room, passes=(done,), order=(0,) * done.runs, ways=ways)
 
 
+@st.composite
+def variants(draw: st.DrawFn, part: Component, work: list[int], runs: int, room: int) -> tuple[Variant, ...]:
+    """Up to two ways in which the denoiser `part` could need fewer bytes, in half the work at a time or not."""
+    found = []
+    for number in range(draw(st.integers(0, 2))):
+        less, by_blocks = room // draw(st.integers(2, 8)), draw(st.booleans())
+        halves = draw(st.booleans())
+        done = passes_of(part, [o // 2 for o in work] if halves else work, runs, less)
+        if halves and by_blocks:  # each block twice
+            uses = tuple(use.model_copy(update={"turns": use.turns * 2}) for use in done.uses)
+            done = done.model_copy(update={"uses": uses})
+        elif halves:
+            done = done.model_copy(update={"runs": 2 * runs})
+        found.append(
+            Variant(
+                guidance="apart" if halves else None, feed_forward=None if halves and not number else 2**20 + number,
+                by_blocks=halves and by_blocks, phases=(phase("denoise", done, less),),
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
 sizes = st.lists(st.integers(MIB, 400 * MIB), min_size=1, max_size=6)
 rooms = st.integers(MIB, 2 * GIB)
 
 
 @st.composite
 def footprints(draw: st.DrawFn) -> Footprint:
-    parts, phases = [], []
+    parts, phases, others = [], [], tuple[Variant, ...]()
     roles = (("text_encoder", "encoder", "encode"), ("unet", "denoiser", "denoise"), ("vae", "autoencoder", "decode"))
     for name, role, stretch in roles:
         part = component(name, role, draw(sizes), draw(st.integers(0, 4 * MIB)))
         work = [draw(st.integers(10**6, 10**12)) for _ in part.leaves]
         room = draw(rooms)
         done = passes_of(part, work, draw(st.integers(1, 8)) if role == "denoiser" else 1, room)
+        others = draw(variants(part, work, done.runs, room)) if role == "denoiser" else others
         ways = tuple(
             Way(
                 strips=room // share, maps=maps, room=room // share + room // 8 * (maps == "device"), host=room // 2,
@@ -102,7 +126,9 @@ def footprints(draw: st.DrawFn) -> Footprint:
         )  # fmt: skip
         parts.append(part)
         phases.append(phase(stretch, done, room, ways))
-    return Footprint(pipeline="Tried", components=tuple(parts), request=Request(height=64), phases=tuple(phases))
+    return Footprint(
+        pipeline="Tried", components=tuple(parts), request=Request(height=64), phases=tuple(phases), variants=others
+    )
 
 
 budgets = st.integers(64 * MIB, 6 * GIB)

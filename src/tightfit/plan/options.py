@@ -1,31 +1,35 @@
 """Everything that can be done about one component's weights, with what each would take and how long it would work.
 
 There are finitely many, and which there are does not depend on a budget: so what fits into a smaller budget fits into
-a larger one, and more budget is never slower.
+a larger one, and more budget is never slower. Of each it is known at once what it takes at the least; what it takes
+indeed is worked out only if it may be the best.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Literal, NamedTuple
 
-from tightfit.plan.pace import Pace
+from tightfit.plan.pace import Pace, Stretch, alone
 from tightfit.plan.parts import Part
-from tightfit.plan.streaming import least_and_most, parcel_sizes, spread_evenly
-from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Pass, Reason, Storage
+from tightfit.plan.streaming import ALIGNMENT, BLOCKS_FROM, least_and_most, parcel_sizes, spread_evenly
+from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Pass, Reason, Storage, Variant
 from tightfit.units import format_bytes, format_seconds
 
-__all__ = ["Menu", "Option", "Where", "options_of", "why_there"]
+__all__ = ["Menu", "Option", "Task", "Where", "why_there"]
 
 Where = Literal["resident", "host", "disk"]  # the home of what comes and goes
+Runs = Sequence[tuple[Pass, int]]  # passes of one phase, and how often each is done at a time
 
 FEW = 6  # layers, of which all selections are tried
 GIANTS, GIANT = 5, 1.5  # so many layers stay for their size, if each is so many times as large as the next, …
 SHARES = 4  # … and of the rest none to three fourths
 ENOUGH = 0.9  # of what is left: who takes less would gain nothing by more
-SIZES = 24  # between the least that a component streams with and all of it, each larger by the same factor
+SIZES = 24  # between the least that a component streams with and all of it, each larger by the same factor, …
+FEWER = 12  # … and so many where denoisers work otherwise than usual
+ROUNDING = 1e-11  # by which sums of the same seconds may differ, of themselves
 
 
 class Option(NamedTuple):
@@ -43,57 +47,158 @@ class Option(NamedTuple):
         return self.always + self.comes
 
 
-class Menu:
-    """Options by size: which is the fastest within some bytes."""
+class Offer:
+    """An option that is worked out when it is asked for; before, what it takes at the least."""
 
-    def __init__(self, options: Iterable[Option]) -> None:
-        self._best: list[Option] = []  # each takes more than the one before, and is faster
-        for option in sorted(options, key=lambda option: option[:3]):
-            if not self._best or option.seconds < self._best[-1].seconds:
-                self._best.append(option)
-        self._sizes = [option.comes for option in self._best]
+    def __init__(self, seconds: float, comes: int, work_out: Callable[[], Option]) -> None:
+        self.seconds = seconds * (1 - ROUNDING)
+        self.comes = comes
+        self._work_out = work_out
+
+    @cached_property
+    def option(self) -> Option:
+        return self._work_out()
+
+    def may_beat(self, other: Option) -> bool:
+        """Whether it may be faster than `other`, or as fast and take less."""
+        return self.seconds < other.seconds * (1 - 2 * ROUNDING) or self.comes < other.comes
+
+
+class Menu:
+    """Options by size: which is the fastest within some bytes. By any of them, `always` are there all along."""
+
+    def __init__(self, offers: Iterable[Offer], always: int) -> None:
+        self.offers = sorted(offers, key=lambda offer: (offer.seconds, offer.comes))
+        self.always = always
 
     def within(self, size: int) -> Option | None:
         """The fastest, and of those the least, for which at most `size` bytes come; None if there is none."""
-        index = bisect.bisect_right(self._sizes, size)
-        return self._best[index - 1] if index else None
+        best: Option | None = None
+        for offer in self.offers:
+            if best is not None and offer.seconds > best.seconds:
+                break
+            if offer.comes <= size and (best is None or offer.may_beat(best)):
+                option = offer.option
+                if option.comes <= size and (best is None or _rank(option) < _rank(best)):
+                    best = option
+        return best
 
-    @property
-    def always(self) -> int:
-        """Bytes that are there all along, by any of them."""
-        return self._best[0].always
+    def soonest(self, size: int) -> float | None:
+        """Seconds at the least of whatever at most `size` bytes come for; None if there is nothing."""
+        return next((offer.seconds for offer in self.offers if offer.comes <= size), None)
 
     def __iter__(self) -> Iterator[Option]:
-        return iter(self._best)
+        """Each takes more than the one before, and is faster."""
+        fastest = float("inf")
+        for option in sorted((offer.option for offer in self.offers), key=lambda option: option[:3]):
+            if option.seconds < fastest:
+                fastest = option.seconds
+                yield option
 
 
-def options_of(
-    component: Component,
-    footprint: Footprint,
-    device: Accelerator,
-    where: Where,
-    disk_rate: float | None = None,
-    storage: Storage = "as-loaded",
-) -> list[Option]:
-    """What `device` could do with `component` in the call that `footprint` tells of, its weights being `where`."""
-    work, pace = _work_of(component, footprint), Pace(component, device)
-    seconds = pace.leaf_seconds(footprint, component)
+def _rank(option: Option) -> tuple[float, int, int]:
+    return option.seconds, option.comes, option.ram
 
-    def option(plan: ComponentPlan) -> Option:
-        part, spent = Part(component, plan, device, pace, disk_rate, seconds), 0.0
-        for runs in work:
+
+class Task:
+    """What `component` does on `device` in the call that `footprint` tells of."""
+
+    def __init__(self, component: Component, footprint: Footprint, device: Accelerator) -> None:
+        self.component, self.device = component, device
+        self._work, self._pace = _work_of(component, footprint), Pace(component, device)
+        self._by_leaf = self._pace.leaf_seconds(footprint, component)
+
+    @cached_property
+    def seconds(self) -> float:
+        """How long it works where all weights are there."""
+        return sum(count * alone(self._pace.stretches(done)) for runs in self._work for done, count in runs)
+
+    def menu(
+        self,
+        where: Where,
+        disk_rate: float | None = None,
+        storage: Storage = "as-loaded",
+        variant: Variant | None = None,
+    ) -> Menu:
+        """What can be done with its weights being `where`, if it works as usual, or as `variant` says.
+
+        What works on parts block by block streams, and what does so as a whole does not.
+        """
+        plans = _plans(self.component, where, storage, self._by_leaf, SIZES if variant is None else FEWER)
+        asked = plans
+        if variant is not None:
+            kept = (p for p in plans if not variant.in_parts or variant.by_blocks == (p.placement == "per-unit"))
+            asked = [plan.model_copy(update=variant.fields) for plan in kept]
+        part = Part(self.component, plans[0], self.device, self._pace, disk_rate)
+        least = _Least(part, self._work, self._pace)
+
+        def offer(plan: ComponentPlan) -> Offer:
+            seconds, comes = (self.seconds, 0) if part.remains else least.of(plan)
+            return Offer(seconds, comes if self._work else 0, lambda: self._option(plan, disk_rate))
+
+        return Menu(map(offer, asked), part.always)
+
+    def _option(self, plan: ComponentPlan, disk_rate: float | None) -> Option:
+        part, spent = Part(self.component, plan, self.device, self._pace, disk_rate, self._by_leaf), 0.0
+        for runs in self._work:
             spent = spent if part.remains else part.come(spent)
             for done, count in runs:
                 spent = part.work(done, count, spent)
-        ram = component.bytes if plan.home == "host" and not part.remains else 0
-        return Option(part.comes if work else 0, spent, ram, part.always, part.plan)
-
-    return [option(plan) for plan in _plans(component, where, storage, seconds)]
+        ram = self.component.bytes if plan.home == "host" and not part.remains else 0
+        return Option(part.comes if self._work else 0, spent, ram, part.always, part.plan)
 
 
-def why_there(component: Component, option: Option, resident: Menu, left: int, phase: str) -> Reason:
-    """Why `option` of `component` was taken: in `phase` there were `left` bytes for what comes and goes."""
-    name, plan, whole = component.name, option.plan, format_bytes(component.bytes)
+class _Least:
+    """What all plans have in common for weights at one home, and what each takes at the least."""
+
+    def __init__(self, part: Part, work: Sequence[Runs], pace: Pace) -> None:
+        """`part` is there by phases, or resident."""
+        component, self._rate, self._launch = part.component, part.rate, part.launch
+        sizes = parcel_sizes(component, "leaf", part.plan)
+        self._leaf = max(sizes.values(), default=0)
+        self._block = max(parcel_sizes(component, "block", part.plan).values(), default=0)
+        blocks = component.compiled or sum(sizes.values()) >= BLOCKS_FROM * self._block
+        less = ALIGNMENT if blocks else 0  # by which some plan may round them otherwise, together
+        self._sizes = {leaf: size - less for leaf, size in sizes.items()}
+        self._small = component.bytes - sum(leaf.bytes for leaf in component.leaves)
+        self._loose = 0 if part.on_cpu else self._small  # of what comes
+        self._first = 0.0  # seconds until all that phases need has come once
+        self._again: list[tuple[int, float, int]] = []  # later passes: how many, their seconds, what they need
+        for (first, count), *later in work:
+            self._first += part.come(0.0) + self._coming(pace.stretches(first))
+            self._again += [self._pass(pace, done, runs) for done, runs in ((first, count - 1), *later)]
+
+    def of(self, plan: ComponentPlan) -> tuple[float, int]:
+        """Seconds, and bytes that come."""
+        if plan.placement == "per-phase":
+            room = least = sum(self._sizes.values())
+        elif plan.stays is None:
+            room = least = max((plan.weights or 0) - self._small, 0)
+            least -= self._leaf if room < BLOCKS_FROM * self._block else self._block  # that may be left over
+        else:
+            room = least = sum(self._sizes[name] for name in plan.stays) + (plan.ring or 0)
+        again = sum(runs * max(seconds, (needed - room) / self._rate) for runs, seconds, needed in self._again)
+        return self._first + again, max(least, 0) + self._loose
+
+    def _coming(self, stretches: Sequence[Stretch]) -> float:
+        """Seconds of a first pass: by the time something begins, all that was needed until then has come."""
+        came, now, there = self._launch * self._rate, 0.0, set[str]()
+        for stretch in stretches:
+            if stretch.parcel not in there:
+                there.add(stretch.parcel)
+                came += self._sizes.get(stretch.parcel, 0)
+            now = max(now, came / self._rate) + stretch.seconds
+        return now
+
+    def _pass(self, pace: Pace, done: Pass, runs: int) -> tuple[int, float, int]:
+        stretches = pace.stretches(done)
+        needed = sum(self._sizes.get(leaf, 0) for leaf in {stretch.parcel for stretch in stretches})
+        return runs, alone(stretches), needed
+
+
+def why_there(task: Task, option: Option, left: int, phase: str) -> Reason:
+    """Why `option` of a task's component was taken: in `phase` there were `left` bytes for what comes and goes."""
+    name, plan, whole = task.component.name, option.plan, format_bytes(task.component.bytes)
     if plan.placement == "resident":
         return Reason(decision=f"{name} stays", because=f"there is room for its {whole} in every phase")
     there = f"{format_bytes(max(left, 0))} are left for it in {phase}"
@@ -102,7 +207,7 @@ def why_there(component: Component, option: Option, resident: Menu, left: int, p
         return Reason(
             decision=f"{name} comes{whence} for its phase, and goes", because=f"{there}: all of its {whole} fit"
         )
-    late = option.seconds - min(each.seconds for each in resident)
+    late = option.seconds - task.seconds
     cost = f"that costs {format_seconds(late)} in all" if late > 0 else "that costs no time"
     stay = len(plan.stays or ())
     kept = f"{stay} of its layers stay{'s' * (stay == 1)} meanwhile, the others" if stay else "its layers"
@@ -115,7 +220,7 @@ def why_there(component: Component, option: Option, resident: Menu, left: int, p
 
 
 def _plans(
-    component: Component, where: Where, storage: Storage, seconds: Mapping[str, float] | None
+    component: Component, where: Where, storage: Storage, seconds: Mapping[str, float] | None, count: int
 ) -> list[ComponentPlan]:
     if where == "resident":
         return [ComponentPlan(placement="resident", storage=storage)]
@@ -123,7 +228,7 @@ def _plans(
     if component.leaves:
         streams = ComponentPlan(placement="per-unit", home=where, storage=storage)
         least, most = least_and_most(component, streams)
-        sizes = {int(least * (most / least) ** (step / SIZES)) for step in range(SIZES)} if least < most else set()
+        sizes = {int(least * (most / least) ** (step / count)) for step in range(count)} if least < most else set()
         plans += [streams.model_copy(update={"weights": size}) for size in sorted(sizes)]
         plans += _chosen_layers(component, streams, seconds)
     return plans
@@ -158,9 +263,9 @@ def _with_giants(sizes: Mapping[str, int], seconds: Mapping[str, float] | None) 
                 yield giants | spread_evenly(rest, capacity, ring, seconds), ahead
 
 
-def _work_of(component: Component, footprint: Footprint) -> list[list[tuple[Pass, int]]]:
+def _work_of(component: Component, footprint: Footprint) -> list[Runs]:
     """Its passes, and how often each is done at a time, by phases."""
-    work = []
+    work: list[Runs] = []
     for phase in footprint.phases:
         own = [index for index in phase.order if phase.passes[index].component == component.name]
         work.append([(phase.passes[index], len(list(group))) for index, group in itertools.groupby(own)])

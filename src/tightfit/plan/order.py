@@ -65,11 +65,10 @@ class Order(Generic[K]):
         places = self._places.get(key)
         if not places:
             return None
-        turn, place = divmod(self._at + 1, len(self._cycle))
-        later = bisect.bisect_left(places, place)
-        if later < len(places):
-            return turn * len(self._cycle) + places[later]
-        return (turn + 1) * len(self._cycle) + places[0]
+        length = len(self._cycle)
+        turn, place = divmod(self._at + 1, length)
+        later = bisect.bisect_left(places, place) if len(places) > 1 else int(places[0] < place)
+        return turn * length + places[later] if later < len(places) else (turn + 1) * length + places[0]
 
     def awaited(self, key: K) -> bool:
         """Whether its next use has been looked at already: then it should stay for that."""

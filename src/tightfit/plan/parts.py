@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from tightfit.catalog.cuda import PAGEABLE
@@ -17,7 +17,8 @@ Parcel = TypeVar("Parcel")
 
 SEGMENT = 2 * 2**20  # bytes: what an allocator takes of a card at a time
 CHUNK = 128 * 2**20  # bytes in which the engine takes room for what stays
-KNOWN = 4  # passes after which the next are taken to be like the last two
+KNOWN = 4  # passes after which the next are taken to be like the last two, …
+ALIKE = 1e-6  # … or three, if these took as long up to so much of it
 
 
 class Part:
@@ -40,7 +41,8 @@ class Part:
         self._stays = set(self._sizes if plan.placement == "per-phase" else self.plan.stays or ())
         self._loose = component.bytes - sum(leaf.bytes for leaf in component.leaves)
         link = device.link_rate or float("inf")
-        self._rate = min(link, disk_rate or link) if plan.home == "disk" else link
+        self.rate = min(link, disk_rate or link) if plan.home == "disk" else link  # bytes a second from its home
+        self.launch = device.launch_overhead  # seconds of the host for each piece of work
         self._flow: Flow | None = None
 
     @property
@@ -49,6 +51,11 @@ class Part:
         if self.remains:
             return self.component.room or self.component.bytes
         return up(self._loose) if self._device.is_cpu else 0
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the device's memory is the host's."""
+        return self._device.is_cpu
 
     @property
     def comes(self) -> int:
@@ -64,8 +71,8 @@ class Part:
         self._flow = None
         if self._device.is_cpu:
             return now
-        launching = self.component.small * self._device.launch_overhead
-        return now + launching + self._loose / (self._rate * PAGEABLE)  # it is not page-locked
+        launching = self.component.small * self.launch
+        return now + launching + self._loose / (self.rate * PAGEABLE)  # it is not page-locked
 
     def work(self, done: Pass, runs: int, now: float) -> float:
         """When `runs` passes are done that begin `now`, one after another."""
@@ -75,14 +82,18 @@ class Part:
         if self._flow is None:
             used = {stretch.parcel for stretch in stretches}
             guess = [name for name in self._sizes if name in used]
-            launch = self._device.launch_overhead
-            self._flow = Flow(guess, self._sizes, self._stays, self.plan.ring or 0, self._rate, launch, now)
+            self._flow = Flow(guess, self._sizes, self._stays, self.plan.ring or 0, self.rate, self.launch, now)
         self._flow.now = max(self._flow.now, now)
         seconds: list[float] = []
-        while len(seconds) < min(runs, KNOWN) and not self._flow.complete:
+        while len(seconds) < min(runs, KNOWN) and not self._flow.complete and not _steady(seconds):
             seconds.append(self._flow.work(stretches))
         later = alone(stretches) if self._flow.complete else sum(seconds[-2:]) / 2
         return now + sum(seconds) + later * (runs - len(seconds))
+
+
+def _steady(seconds: Sequence[float]) -> bool:
+    """Whether the last two passes took as long."""
+    return len(seconds) > 2 and abs(seconds[-1] - seconds[-2]) <= ALIKE * seconds[-1]
 
 
 def chunks(parcels: Iterable[Parcel], size: Callable[[Parcel], int]) -> Iterator[list[Parcel]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from tightfit.errors import BudgetTooSmall, PlanError
+from tightfit.plan.branch import Found
 from tightfit.plan.forecast import forecast
 from tightfit.plan.levels import plan_for
-from tightfit.plan.search import Found, Search
+from tightfit.plan.search import Search
 from tightfit.records import (
     Accelerator,
     Budget,
@@ -84,7 +84,7 @@ def make_plan(
         search = Search(footprint, accelerator, disk_rate, storages)
         found = search.best(room.size, room.ram)
         if found is not None:
-            placed = [*search.reasons(found, room.size), *_remarks(known, accelerator, room, budget)]
+            placed = [*found.branch.reasons(found, room.size), *_remarks(known, accelerator, room, budget)]
             return _plan(search, machine, budget, room.size, found, placed)
     raise _too_small(Search(footprint, accelerator, disk_rate, {}), machine, room, allowed)
 
@@ -137,8 +137,8 @@ def _too_small(search: Search, machine: Machine, room: _Room, allowed: Sequence[
 
 
 def _fits(search: Search, size: int, ram: int | None, name: str) -> bool:
-    options = list(_storages(search.footprint, [name]))[1:]
-    return any(replace(search, storages=storages).best(size, ram) for storages in options)
+    about = search.footprint, search.device, search.disk_rate
+    return any(Search(*about, storages).fits(size, ram) for storages in list(_storages(search.footprint, [name]))[1:])
 
 
 def _accelerator(machine: Machine, device: str | None) -> Accelerator:
@@ -175,7 +175,7 @@ def _plan(
     A CPU takes pages anew for every large tensor, which costs time, unless as much is left over as its heap may hold
     idle.
     """
-    footprint, device = search.footprint, search.device
+    footprint, device = found.branch.footprint, search.device
     home: Home = "disk" if device.is_cpu or (budget is not None and budget.ram) else "host"
     idle = ComponentPlan(placement="per-phase", home=home)  # what never works comes if somebody asks for it after all
     chosen = {name: option.plan for name, option in found.options}
@@ -183,7 +183,7 @@ def _plan(
         "components": {c.name: chosen.get(c.name, idle).to_mapping() for c in footprint.components},
         "vae": found.vae.to_mapping(),
         "budget": budget.to_mapping() if budget else None,
-        "growing_segments": not device.is_cpu or size - found.peak < search.most_room(found.vae),
+        "growing_segments": not device.is_cpu or size - found.peak < found.branch.most_room(found.vae),
     }
     plan = plan_for(
         footprint, device.name, separate=not device.is_cpu, choices=choices, request=footprint.request,

@@ -7,6 +7,7 @@ it forgets each layer just before its next use.)
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -40,11 +41,11 @@ DEFAULT_SKIP = (
 
 def group_leaves(component: Component, grain: Grain) -> dict[str, list[str]]:
     """The leaves that move together, by the name of what they are part of, in the order of the model."""
-    blocks = [unit.name for unit in component.units if unit.name] if grain == "block" else []
+    blocks = {unit.name for unit in component.units if unit.name} if grain == "block" else set()
     groups: dict[str, list[str]] = {}
     for leaf in component.leaves:
-        block = next((name for name in blocks if leaf.name == name or leaf.name.startswith(f"{name}.")), leaf.name)
-        groups.setdefault(block, []).append(leaf.name)
+        paths = itertools.accumulate(leaf.name.split("."), "{}.{}".format)
+        groups.setdefault(next((path for path in paths if path in blocks), leaf.name), []).append(leaf.name)
     return groups
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +14,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from tightfit.apply.activations.batches import chunk_blocks
 from tightfit.apply.activations.exporting import without_weights
 from tightfit.apply.activations.strips.survey import survey
 from tightfit.apply.fitting import fit
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
 from tightfit.errors import InputError, unknown_name
-from tightfit.footprint import Footprint, Phase
+from tightfit.footprint import Footprint, Phase, Variant
 from tightfit.measure.ledger import Ledger
 from tightfit.measure.modules import find_components, find_role, inspect_pipeline
 from tightfit.measure.shadow import mark_of, shadow_of
@@ -28,6 +30,7 @@ from tightfit.run.aside import aside
 from tightfit.run.models import DTYPES
 from tightfit.run.predictions import find_subject, remembered
 from tightfit.run.stage import Stage, roomy_card
+from tightfit.run.variants import measure_variants
 
 __all__ = ["measure_footprint", "measurer_of"]
 
@@ -102,14 +105,50 @@ def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: s
 
 
 def _measure_call(model: Any, asked: Request, inputs: Mapping[str, Any], dtype: str | None) -> Footprint:
+    precision = getattr(torch, dtype) if dtype else None
     with roomy_card(CARD) as card, ExitStack() as undo:
-        stage = Stage(model, card, {"level": 0}, asked, getattr(torch, dtype) if dtype else None)
+        stage = Stage(model, card, {"level": 0}, asked, precision)
         ledger, calls = Ledger(card), _Calls(stage.components, undo)
         ledger.follow(stage.components, undo)
         stage.play(inputs)
         made = inspect_pipeline(stage.pipe)
         phases = tuple(calls.with_ways(phase) for phase in ledger.phases())
-        return made.model_copy(update={"request": stage.request, "phases": phases})
+        footprint = made.model_copy(update={"request": stage.request, "phases": phases})
+
+    def denoise(variant: Variant) -> tuple[Phase, ...]:
+        with roomy_card(CARD) as card, ExitStack() as undo:
+            return _denoised(Stage(model, card, _choices(footprint, variant), asked, precision), variant, inputs, undo)
+
+    return footprint.model_copy(update={"variants": measure_variants(footprint, denoise)})
+
+
+def _choices(footprint: Footprint, variant: Variant) -> dict[str, Any]:
+    """Everything on the card, denoisers at work as `variant` says; what goes by blocks is not a plan's to say here."""
+    fields = {"feed_forward": variant.feed_forward} if variant.by_blocks else variant.fields
+    return {"level": 0, "components": dict.fromkeys(footprint.denoisers, fields)}
+
+
+class _Denoised(Exception):  # noqa: N818: nothing is wrong
+    """All denoisers have done their work."""
+
+
+def _denoised(stage: Stage, variant: Variant, inputs: Mapping[str, Any], undo: ExitStack) -> tuple[Phase, ...]:
+    """The phases in which denoisers work, of the call on `stage`; what comes after them is not played."""
+    denoisers = {name for name, module in stage.components.items() if find_role(name, module) == "denoiser"}
+    for name, module in stage.components.items():
+        if name in denoisers and variant.by_blocks:
+            chunk_blocks(module, variant.batch, undo)
+        elif find_role(name, module) == "autoencoder" and hasattr(module, "decode"):
+            vars(module)["decode"] = _ended
+    ledger = Ledger(stage.card)
+    ledger.follow(stage.components, undo)
+    with contextlib.suppress(_Denoised):
+        stage.play(inputs)
+    return tuple(phase for phase in ledger.phases() if denoisers & {done.component for done in phase.passes})
+
+
+def _ended(*args: Any, **kwargs: Any) -> Any:
+    raise _Denoised
 
 
 class _Calls:

@@ -59,6 +59,7 @@ class Stage:
     ) -> None:
         # on a CPU, what is loaded is computed in float32, as `tightfit run` does
         self.pipe, usual = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
+        self.card = card
         self.pipe.set_progress_bar_config(disable=True)
         self.request = Request(**_usual(self.pipe, usual) | {name: value for name, value in asked if value is not None})
         self.components = find_components(self.pipe)

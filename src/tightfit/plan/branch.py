@@ -1,0 +1,210 @@
+"""All combinations of what can be done about each component and of how the autoencoder works: the best of them.
+
+That is one branch of a search: denoisers work in one way. Which combinations there are depends on no budget.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from tightfit.plan.forecast import ALTERNATIONS, more_seconds, most_weights, needed_bytes, way_of
+from tightfit.plan.options import Menu, Option, Task, Where, why_there
+from tightfit.records import Accelerator, Footprint, Reason, Storage, VaePlan, Variant, Way
+
+__all__ = ["Branch", "Chance", "Found"]
+
+
+class _Crew(NamedTuple):
+    """Components that are on the device together, and the phases in which they are."""
+
+    names: tuple[str, ...]
+    phases: tuple[int, ...]
+
+
+class Found(NamedTuple):
+    """A combination, the better the less."""
+
+    seconds: float
+    peak: int
+    ram: int
+    options: tuple[tuple[str, Option], ...]
+    vae: VaePlan
+    branch: Branch  # where it was found
+
+
+class Chance(NamedTuple):
+    """Where components are to be and how the autoencoder is to work, before anything is worked out."""
+
+    soonest: float  # seconds at the least
+    longer: float  # of them, what strips take more than whole maps
+    vae: VaePlan
+    wheres: Mapping[str, Where]
+    branch: Branch
+
+
+@dataclass
+class Branch:
+    """The combinations for one way of storing components, with denoisers at work as `footprint` says.
+
+    It is what `variant` made of the `usual` one, which knows about all other components; None: it is that one.
+    """
+
+    footprint: Footprint
+    device: Accelerator
+    disk_rate: float | None
+    storages: Mapping[str, Storage]
+    variant: Variant | None = None
+    usual: Branch | None = None
+    _tasks: dict[str, Task] = field(default_factory=dict, init=False)
+    _menus: dict[tuple[str, Where], Menu] = field(default_factory=dict, init=False)
+
+    def reasons(self, found: Found, size: int) -> Iterator[Reason]:
+        """Why weights are where they are."""
+        rooms = self._rooms(found.vae)
+        options = dict(found.options)
+        always = self._idle + sum(option.always for option in options.values())
+        for crew in self._crews:
+            number = max(crew.phases, key=lambda number: rooms[number])
+            phase, left = self.footprint.phases[number].name, most_weights(size, rooms[number], self.device) - always
+            for name in crew.names:
+                yield why_there(self.task(name), options[name], left, phase)
+
+    def most_room(self, vae: VaePlan) -> int:
+        """Bytes that activations want of an allocator at the most."""
+        return max(self._rooms(vae))
+
+    def _rooms(self, vae: VaePlan) -> list[int]:
+        """The same, phase by phase."""
+        ways = zip(self._ways(vae), self.footprint.phases, strict=True)
+        return [way.room if way else phase.room for way, phase in ways]
+
+    def _ways(self, vae: VaePlan) -> list[Way | None]:
+        return [way_of(phase, vae) for phase in self.footprint.phases]
+
+    def task(self, name: str) -> Task:
+        """What the component `name` does."""
+        if self.usual is not None and name not in self.footprint.denoisers:
+            return self.usual.task(name)
+        if name not in self._tasks:
+            component = next(component for component in self.footprint.components if component.name == name)
+            self._tasks[name] = Task(component, self.footprint, self.device)
+        return self._tasks[name]
+
+    def chances(self, size: int, ram: int | None) -> Iterator[Chance]:
+        """What may fit into `size` bytes of the device and `ram` of host memory (None: as many as wanted)."""
+        wheres: tuple[Where, ...] = ("resident", "host", "disk")
+        if self.device.is_cpu:  # host memory is its own
+            wheres = ("resident", "disk")
+        elif ram is None:
+            wheres = ("resident", "host")
+        used = [name for crew in self._crews for name in crew.names]
+        for vae in self._vaes:
+            ways, rooms = self._ways(vae), self._rooms(vae)
+            if ram is not None and max(way.host if way else 0 for way in ways) > ram:
+                continue
+            longer = sum(more_seconds(way, self.device) for way in ways)
+            for chosen in itertools.product(wheres, repeat=len(used)):
+                placed = dict(zip(used, chosen, strict=True))
+                soonest = self._soonest(placed, rooms, size)
+                if soonest is not None:
+                    yield Chance(soonest + longer, longer, vae, placed, self)
+
+    def find(self, chance: Chance, size: int, ram: int | None) -> Found | None:
+        """The best that comes of a chance; None where nothing does."""
+        found = self._combined(chance.wheres, self._rooms(chance.vae), size)
+        waiting = max(way.host if way else 0 for way in self._ways(chance.vae))
+        if found is None or (ram is not None and found.ram + waiting > ram):
+            return None
+        return found._replace(seconds=found.seconds + chance.longer, vae=chance.vae)
+
+    def _left(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Iterator[tuple[_Crew, int]]:
+        """How many bytes each crew has for what comes and goes, of `size`."""
+        always = self._idle + sum(self._menu(name, where).always for name, where in wheres.items())
+        for crew in self._crews:
+            room = max(rooms[number] for number in crew.phases)
+            yield crew, most_weights(size, room, self.device) - always
+
+    def _soonest(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> float | None:
+        """Seconds at the least; None where nothing fits."""
+        spent = 0.0
+        for crew, left in self._left(wheres, rooms, size):
+            for name in crew.names:
+                seconds = self._menu(name, wheres[name]).soonest(left)
+                if seconds is None:
+                    return None
+                spent += seconds
+        return spent
+
+    def _combined(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Found | None:
+        """The best within `size` with components where they are said to be, and so much for activations by phases."""
+        always = self._idle + sum(self._menu(name, where).always for name, where in wheres.items())
+        options: dict[str, Option] = {}
+        peak = 0
+        for crew, left in self._left(wheres, rooms, size):
+            chosen = _fastest([self._menu(name, wheres[name]) for name in crew.names], left)
+            if chosen is None:
+                return None
+            options |= zip(crew.names, chosen, strict=True)
+            room = max(rooms[number] for number in crew.phases)
+            peak = max(peak, needed_bytes(always + sum(option.comes for option in chosen), room, self.device))
+        ram = sum(option.ram for option in options.values())
+        seconds = sum(option.seconds for option in options.values())
+        return Found(seconds, peak, ram, tuple(options.items()), VaePlan(), self)
+
+    @cached_property
+    def _vaes(self) -> list[VaePlan]:
+        """How autoencoders can work; the same in all phases."""
+        ways = {(way.strips, way.maps) for phase in self.footprint.phases for way in phase.ways}
+        if self.device.is_cpu:
+            ways = {(strips, maps) for strips, maps in ways if maps == "device"}
+        return [VaePlan(), *(VaePlan(strips=strips, maps=maps) for strips, maps in sorted(ways))]
+
+    @cached_property
+    def _idle(self) -> int:
+        """Bytes that are there of components which never work."""
+        used = {name for crew in self._crews for name in crew.names}
+        idle = [component for component in self.footprint.components if component.name not in used]
+        return sum(self._menu(component.name, "disk").always for component in idle)
+
+    @cached_property
+    def _crews(self) -> list[_Crew]:
+        """Who takes turns more often than a few times is there together with the others."""
+        order = [phase.passes[index].component for phase in self.footprint.phases for index in phase.order]
+        turns = Counter(frozenset(pair) for pair in itertools.pairwise(order) if pair[0] != pair[1])
+        crews = {name: {name} for name in order}
+        for pair, count in turns.items():
+            if count > ALTERNATIONS:
+                together = set().union(*(crews[name] for name in pair))
+                crews |= dict.fromkeys(together, together)
+        distinct = {frozenset(crew): tuple(sorted(crew, key=order.index)) for crew in crews.values()}
+        return [_Crew(names, self._phases_of(names)) for names in distinct.values()]
+
+    def _phases_of(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        phases = enumerate(self.footprint.phases)
+        return tuple(number for number, phase in phases if {p.component for p in phase.passes}.intersection(names))
+
+    def _menu(self, name: str, where: Where) -> Menu:
+        """Worked out when it is asked for: who never reads from the disk need not know how long that takes."""
+        if self.usual is not None and name not in self.footprint.denoisers:
+            return self.usual._menu(name, where)
+        if (name, where) not in self._menus:
+            storage: Storage = self.storages.get(name, "as-loaded")
+            self._menus[name, where] = self.task(name).menu(where, self.disk_rate, storage, self.variant)
+        return self._menus[name, where]
+
+
+def _fastest(menus: Sequence[Menu], most: int) -> tuple[Option, ...] | None:
+    """One option of each, `most` bytes together, that are fastest; None if nothing fits."""
+    if not menus:
+        return () if most >= 0 else None
+    if len(menus) == 1:
+        option = menus[0].within(most)
+        return None if option is None else (option,)
+    together = ((first, _fastest(menus[1:], most - first.comes)) for first in menus[0])
+    fitting = [(first, *others) for first, others in together if others is not None]
+    return min(fitting, key=lambda options: sum(option.seconds for option in options), default=None)
