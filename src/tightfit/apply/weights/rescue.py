@@ -1,12 +1,14 @@
 """Out of memory in the middle of a step: something that stays gives up its place, and the same work is done again.
 
 A block of a network makes its output from its inputs and changes neither; so what ran out of memory half way can be
-run anew, unless it had already written into its inputs, which their version counters tell.
+run anew, unless it had already changed what it was given: a tensor, which its version counter tells, or a list of
+caches, whose old entries nobody here may keep alive.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -36,18 +38,36 @@ def rescued(method: Callable[..., Any], shed: Callable[[], bool]) -> Callable[..
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        before = _versions(given)
+        before = _seen(args, kwargs)
         while True:
             try:
                 return method(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 failure = error.with_traceback(None)  # its frames hold what was computed so far
-            if _versions(given) != before or not shed():
+            if not _unchanged(before, _seen(args, kwargs)) or not shed():
                 raise failure
 
     return run
 
 
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+def _seen(args: Any, kwargs: Any) -> list[tuple[Any, int]]:
+    """What is given, tensors without keeping them alive, and how often each tensor was written to."""
+    return [_seen_one(value) for value in tree_leaves((args, kwargs))]
+
+
+def _seen_one(value: Any) -> tuple[Any, int]:
+    if not isinstance(value, torch.Tensor):
+        return value, 0
+    return weakref.ref(value), 0 if value.is_inference() else value._version
+
+
+def _unchanged(before: list[tuple[Any, int]], now: list[tuple[Any, int]]) -> bool:
+    """Whether the same values are there, and the same tensors with the same numbers."""
+    pairs = zip(before, now, strict=False)
+    return len(before) == len(now) and all(a == b and _is_same(x, y) for (x, a), (y, b) in pairs)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, weakref.ref) and isinstance(other, weakref.ref):
+        return one() is other() is not None
+    return one is other or (isinstance(one, int | float | str) and type(one) is type(other) and one == other)
