@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from tightfit.pretend.allocator import CachingAllocator, CardFull, Step
 from tightfit.pretend.blocks import LARGE_ROUNDING, Block
 
-__all__ = ["least_capacity", "replay"]
+__all__ = ["least_capacity", "replay", "steps_of"]
 
 
 class _Passed:
@@ -40,11 +41,25 @@ def replay(history: Iterable[Step], capacity: int, *, expandable: bool = False) 
     return allocator
 
 
-def least_capacity(history: Sequence[Step], *, expandable: bool = False) -> int:
-    """The bytes that a card must have for `history` to fit, caches given back where that helps; a multiple of 2 MiB."""
+def steps_of(moves: Iterable[int]) -> Iterator[Step]:
+    """What is asked of an allocator where bytes are taken and (below zero) given back, the oldest of a size first."""
+    there: dict[int, deque[int]] = {}
+    for number, size in enumerate(moves):
+        if size > 0:
+            there.setdefault(size, deque()).append(number)
+            yield Step("malloc", number, size)
+        elif there.get(-size):
+            yield Step("free", there[-size].popleft())
+
+
+def least_capacity(history: Sequence[Step], *, expandable: bool = False, within: float = 0.0) -> int:
+    """The bytes that a card must have for `history` to fit, caches given back where that helps; a multiple of 2 MiB.
+
+    `within` is by how much it may be more, as a share of it.
+    """
     roomy = replay(history, 2**60, expandable=expandable)
     fits, fails = roomy.reserved.peak // LARGE_ROUNDING, roomy.allocated.peak // LARGE_ROUNDING - 1
-    while fits - fails > 1:
+    while fits - fails > max(1, within * fits):
         middle = (fits + fails) // 2
         try:
             replay(history, middle * LARGE_ROUNDING, expandable=expandable)

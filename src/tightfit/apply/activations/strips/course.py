@@ -12,12 +12,14 @@ from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.schedule import Step, make_schedule
 from tightfit.apply.activations.strips.stages import Graph, Stage, find_stages
 from tightfit.decisions import Maps
+from tightfit.pretend.history import least_capacity, steps_of
 
 __all__ = ["Course", "Pass", "find_course", "passes_of", "peak_of_passes"]
 
 FIRST = 5  # strips that tell what the others will take
 PRICES = (math.inf, *(10 ** (-step / 4) for step in range(4, 25)), 0.0)  # bytes kept, for an operation not done again
 FEWEST = 4  # strips in which a stage's copies and its arithmetic overlap
+ROUGH = 0.01  # by how much more an allocator may be said to need than it does
 WORTH = 0.98  # of the peak: more strips have to come below it, or they are not worth their overhead
 
 
@@ -37,6 +39,7 @@ class Course:
     in_host: frozenset[int]  # what is kept in host memory
     passes: tuple[Pass, ...]
     peak: Peak  # bytes beside weights and inputs, and what kernels hold for themselves
+    room: int  # bytes that an allocator whose segments grow needs on the device, with what kernels hold
 
     @property
     def most_strips(self) -> int:
@@ -89,16 +92,20 @@ class _Draft:
         return max(ways) if ahead else sum(ways)
 
     def course(self) -> Course:
-        passes = passes_of(self.graph, self.stages)
-        return Course(self.graph, self.in_host, passes, peak_of_passes(self.graph, self.in_host, passes))
+        passes, moves = passes_of(self.graph, self.stages), list[int]()
+        peak = peak_of_passes(self.graph, self.in_host, passes, moves)
+        room = least_capacity(list(steps_of(moves)), expandable=True, within=ROUGH)
+        return Course(self.graph, self.in_host, passes, peak, room)
 
 
-def peak_of_passes(graph: Graph, in_host: frozenset[int], passes: Sequence[Pass]) -> Peak:
-    """The peak of a whole run."""
+def peak_of_passes(
+    graph: Graph, in_host: frozenset[int], passes: Sequence[Pass], moves: list[int] | None = None
+) -> Peak:
+    """The peak of a whole run; what is taken and given back on the device goes to `moves`."""
     kept, most = Kept(Peak(0, 0), {}), Peak(0, 0)
     following = [taken(stage, strips[0]) for stage, strips, _ in passes[1:]]
     for (stage, strips, ahead), first in zip(passes, [*following, {}], strict=True):
-        peak, kept = peak_of(graph, stage, strips, in_host, kept, first, ahead=ahead)
+        peak, kept = peak_of(graph, stage, strips, in_host, kept, first, ahead=ahead, moves=moves)
         most = most.higher(peak)
     return most
 

@@ -52,15 +52,17 @@ def peak_of(
     following: Mapping[int, Span] | None = None,
     *,
     ahead: bool = False,
+    moves: list[int] | None = None,
 ) -> tuple[Peak, Kept]:
     """The peak while `stage` runs in `strips`, where `start` is kept already, and what is kept after it.
 
     What is `in_host` is kept in host memory; with `ahead`, what was put there last is still under way, and so is what
     the next strip takes from there. The first strip of the next stage takes the rows `following`.
     Where it is not known in which strips maps lie, their rows count as if each went by itself. What kernels hold for
-    themselves while they run comes on top.
+    themselves while they run comes on top; it is among the `moves`: all bytes that are taken, one after another, and
+    (below zero) given back.
     """
-    count = _Count(graph, stage, in_host, start, ahead)
+    count = _Count(graph, stage, in_host, start, ahead, moves)
     rows = [*(taken(stage, strip) for strip in strips), following or {}]
     for strip, (now, then) in zip(strips, pairwise(rows), strict=True):
         count.expect(now, then)
@@ -81,9 +83,17 @@ class _Memory:
 class _Count:
     """What the runner holds, step by step."""
 
-    def __init__(self, graph: Graph, stage: Stage, in_host: frozenset[int], start: Kept, ahead: bool) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        stage: Stage,
+        in_host: frozenset[int],
+        start: Kept,
+        ahead: bool,
+        moves: list[int] | None,
+    ) -> None:
         self._graph, self._stage, self._in_host, self._ahead = graph, stage, in_host, ahead
-        self._nodes = graph.program.nodes
+        self._nodes, self._moves = graph.program.nodes, moves
         self._leaving, self._coming = dict(start.leaving), dict(start.coming)
         self._there = {index: self._nodes[index].rows for index in in_host - set(stage.stores)}  # rows in host memory
         self._live, self._host = start.bytes
@@ -98,7 +108,9 @@ class _Count:
         self._whole = {index for index in stage.stores if graph.needed_whole(index)}
         for index, used_up in zip(stage.whole, graph.used_up(stage), strict=True):
             self._add(self._nodes[index].bytes)
-            self._live -= sum(self._nodes[other].bytes for other in used_up)
+            self._kernel(index, self._nodes[index].rows)
+            for other in used_up:
+                self._drop(self._nodes[other].bytes)
             self._going -= set(used_up)
         for index in (*stage.outputs, *self._whole):
             self._add(self._nodes[index].bytes)
@@ -109,10 +121,27 @@ class _Count:
     def _add(self, size: int) -> None:
         self._live += size
         self.most = max(self.most, self._live)
+        if self._moves is not None and size:
+            self._moves.append(size)
+
+    def _drop(self, size: int) -> None:
+        self._live -= size
+        if self._moves is not None and size:
+            self._moves.append(-size)
 
     def _hold_for_a_moment(self, size: int) -> None:
         self._add(size)
-        self._live -= size
+        self._drop(size)
+
+    def _kernel(self, index: int, rows: int) -> None:
+        """What a convolution on a card holds while it makes `rows`: copies of its input, its output and its weights."""
+        node = self._nodes[index]
+        if self._moves is not None and node.word.startswith("conv"):
+            sources = [self._nodes[source] for source in node.sources]
+            fixed = sum(source.bytes for source in sources if source.op == "weight")
+            others = node.bytes + sum(source.bytes for source in sources if source.op != "weight")
+            held = fixed + others * rows // max(node.rows, 1)
+            self._moves += [held, -held]
 
     def expect(self, now: Mapping[int, Span], then: Mapping[int, Span]) -> None:
         """A strip begins that takes the rows `now`; what only the one after it takes, of `then`, may come already."""
@@ -129,7 +158,7 @@ class _Count:
     def sent(self) -> None:
         """What earlier stages sent has left the device."""
         for index in self._leaving.keys() - set(self._stage.stores):
-            self._live -= self._leaving.pop(index)
+            self._drop(self._leaving.pop(index))
 
     def do(self, step: Step, then: Mapping[int, Span]) -> None:
         index, span = step.node, step.span
@@ -137,6 +166,7 @@ class _Count:
         if made:
             held = (span.lo - step.held) * self._nodes[index].row_bytes if index in self._windows else 0
             rows = self._make(index, span, made, held)
+            self._kernel(index, span.hi - span.lo)
             if index in self._stage.measured:  # side by side, and in float32
                 apart = made if self._is_cut_out(index, span) else 0
                 self._hold_for_a_moment(made // self._nodes[index].dtype.itemsize * 4 + apart)
@@ -189,13 +219,13 @@ class _Count:
     def _leave(self, memory: _Memory) -> None:
         memory.users -= 1
         if not memory.users:
-            self._live -= memory.bytes
+            self._drop(memory.bytes)
 
     def _take(self, index: int, span: Span, made: int, then: Mapping[int, Span]) -> None:
         """Rows that were kept are there; they are forgotten where nobody takes them any more."""
         if index in self._in_host:
             self._hold_for_a_moment(0 if index in self._coming else made)  # as they lay there
-            self._live -= self._coming.pop(index, 0)
+            self._drop(self._coming.pop(index, 0))
             if index in then:
                 self._come(index, then[index])
         if index not in self._going:
@@ -203,7 +233,7 @@ class _Count:
         if index in self._in_host:
             self._host -= made
         elif self._strips is None:
-            self._live -= made
+            self._drop(made)
         else:
             self._forget(self._strips.get(index, []), span.hi)
 
@@ -214,14 +244,14 @@ class _Count:
             if self._strips is not None:
                 self._strips.setdefault(index, []).append(self._strip(index, span))
             return
-        self._live -= self._leaving.pop(index, 0)
+        self._drop(self._leaving.pop(index, 0))
         self._hold_for_a_moment(made)
         self._host += made
         self.most_host = max(self.most_host, self._host)
         self._there[index] = span.hi
         if self._ahead:
             self._leaving[index] = made
-            self._live += made
+            self._add(made)
 
     def _forget(self, strips: list[tuple[Span, _Memory]], before: int) -> None:
         while strips and strips[0][0].hi <= before:
@@ -252,7 +282,7 @@ class _Count:
             elif self._strips is not None and index in self._strips:
                 self._forget(self._strips.pop(index), self._nodes[index].rows)
             else:
-                self._live -= 0 if taken else self._nodes[index].bytes
+                self._drop(0 if taken else self._nodes[index].bytes)
         strips = None if self._strips is None else {i: [span for span, _ in kept] for i, kept in self._strips.items()}
         self._live -= sum(self._leaving.values()) + sum(self._coming.values())
         return Kept(Peak(self._live, self._host), strips, self._leaving, self._coming)

@@ -19,8 +19,7 @@ __all__ = ["survey"]
 
 SHARES = (4, 16, 64)  # of what whole execution takes: for strips
 PLACES: tuple[Maps, ...] = ("device", "host")
-ROUGH = 1.05  # times as many bytes as tensors have, an allocator whose segments grow holds for strips …
-PAGES = 20 * 2**20  # … and so many more
+PAGES = 20 * 2**20  # bytes that an allocator may hold beside what else is there
 
 
 def survey(
@@ -46,8 +45,7 @@ def survey(
             course = Strips(program, strips, maps, mark).course
             if maps == "host" and not course.in_host:
                 continue
-            tensors = beside + items + course.peak.device + _held(course)
-            room = int(max(tensors, outside) * ROUGH) + PAGES
+            room = max(beside + items + course.room, outside) + PAGES
             coming, going = _moved(course)
             kernels = count * sum(
                 1 + len(step.trims) for each in course.passes for strip in each.strips for step in strip
@@ -59,17 +57,6 @@ def survey(
                 )
             )  # fmt: skip
     return ways
-
-
-def _held(course: Course) -> int:
-    """The most bytes that a convolution's kernel holds for itself: copies of its input, output and weights."""
-    nodes, most = course.graph.program.nodes, 0
-    for stage, strips, _ in course.passes:
-        for index in (*stage.strips, *stage.whole):
-            if nodes[index].word.startswith("conv"):
-                rows = sum(nodes[i].bytes for i in (index, *nodes[index].sources) if nodes[i].op != "weight")
-                most = max(most, rows // (len(strips) if index in stage.strips else 1))
-    return most
 
 
 def _moved(course: Course) -> tuple[int, int]:
