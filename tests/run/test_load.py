@@ -10,10 +10,11 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from tightfit import fit, load
+from tightfit import Budget, BudgetTooSmall, PlanError, Request, fit, load
 from tightfit.apply.weights import storage
 from tightfit.measure import building
 from tightfit.measure.modules import find_components, find_role
+from tightfit.run import load as loading
 from tiny_pipelines import CASES, TinyCase, run
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -108,3 +109,27 @@ def test_what_is_stored_in_eight_bits_is_loaded_weight_by_weight(
     assert len(values) > 20
     monkeypatch.undo()
     loaded.fitted.undo()
+
+
+def test_a_budget_makes_the_plan_before_anything_is_loaded(folders: dict[str, Path]) -> None:
+    """And calls that ask for more are planned for."""
+    case = case_of("StableDiffusion")
+    plain, asked = run(whole(folders[case.name]), case), {"height": 16, "width": 16, "steps": 2}
+    loaded = load(folders[case.name], budget="300MB", request=asked, device="loopback", dtype="float32")
+    loaded.pipe.set_progress_bar_config(disable=True)
+    assert loaded.fitted.plan.forecast
+    assert loaded.fitted.plan.budget == Budget(device="300MB")
+    assert torch.allclose(run(loaded.pipe, case), plain, atol=1e-5)
+    assert (loaded.fitted.plan.request or Request()).height == 32  # as the case asks
+    loaded.fitted.undo()
+    assert torch.equal(run(loaded.pipe, case), plain)
+
+
+def test_what_does_not_fit_is_not_loaded(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "build_straight", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(BudgetTooSmall, match="would do"):
+        load(folders["StableDiffusion"], budget="1MB", device="loopback")
+    with pytest.raises(PlanError, match="whole pipeline"):
+        load(folders["StableDiffusion"] / "unet", budget="1GB", device="loopback")
+    with pytest.raises(PlanError, match="at most one"):
+        load(folders["StableDiffusion"], budget="1GB", level=1)

@@ -15,9 +15,9 @@ from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE
-from tightfit.records import Budget, Plan, Request, check_techniques
+from tightfit.records import Budget, Plan, Request
 from tightfit.run.replanning import Replanner
-from tightfit.run.wishes import Limits
+from tightfit.run.wishes import Limits, limits_for
 
 __all__ = ["fit"]
 
@@ -60,24 +60,12 @@ def fit(
     illegal, before anything is changed, and BudgetTooSmall where nothing fits; by then, a plan that the pipeline
     followed before is undone, because only an untouched one can be measured.
     """
-    if level is None and plan is None:
-        limits = Limits(_budget(budget, ram), check_techniques(allow))
+    limits = limits_for(budget, ram, allow, level, plan)
+    if limits is not None:
         return _fit_within(pipe, limits, request, choose_device(device), count_activations)
-    if budget is not None:
-        raise PlanError(f"fit takes at most one of budget={budget}, level={level} and plan={type(plan).__name__}")
-    if ram is not None or allow:
-        raise PlanError(f"ram={ram} and allow={tuple(allow)} go with a budget: a level or a plan says all by itself")
     return fitting.fit(
         pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations
     )
-
-
-def _budget(size: Budget | str | int | None, ram: str | int | None) -> Budget | None:
-    if not isinstance(size, Budget):
-        return None if size is None and ram is None else Budget(device=size, ram=ram)
-    if ram is not None:
-        raise PlanError(f"budget says {size.ram} bytes of RAM, ram={ram}: leave one out")
-    return size
 
 
 def _fit_within(

@@ -96,8 +96,7 @@ def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: s
         raise InputError(f"a pipeline's inputs go by name, not as {type(inputs).__name__}", kind=type(inputs).__name__)
 
     def measure() -> Footprint:
-        known = isinstance(model, str | ModelFolder)
-        return aside(_measure_call, model if known else shadow_of(model), asked, inputs or {}, dtype)
+        return aside(_measure_call, _untouched(model), asked, inputs or {}, dtype)
 
     if inputs or not mark:
         return measure()
@@ -107,7 +106,7 @@ def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: s
 def _measure_call(model: Any, asked: Request, inputs: Mapping[str, Any], dtype: str | None) -> Footprint:
     precision = getattr(torch, dtype) if dtype else None
     with roomy_card(CARD) as card, ExitStack() as undo:
-        stage = Stage(model, card, {"level": 0}, asked, precision)
+        stage = Stage(_untouched(model), card, {"level": 0}, asked, precision)
         ledger, calls = Ledger(card), _Calls(stage.components, undo)
         ledger.follow(stage.components, undo)
         stage.play(inputs)
@@ -117,9 +116,15 @@ def _measure_call(model: Any, asked: Request, inputs: Mapping[str, Any], dtype: 
 
     def denoise(variant: Variant) -> tuple[Phase, ...]:
         with roomy_card(CARD) as card, ExitStack() as undo:
-            return _denoised(Stage(model, card, _choices(footprint, variant), asked, precision), variant, inputs, undo)
+            stage = Stage(_untouched(model), card, _choices(footprint, variant), asked, precision)
+            return _denoised(stage, variant, inputs, undo)
 
     return footprint.model_copy(update={"variants": measure_variants(footprint, denoise)})
+
+
+def _untouched(model: Any) -> Any:
+    """`model` for one stage, which changes it."""
+    return model if isinstance(model, str | ModelFolder) else shadow_of(model)
 
 
 def _choices(footprint: Footprint, variant: Variant) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def _choices(footprint: Footprint, variant: Variant) -> dict[str, Any]:
     return {"level": 0, "components": dict.fromkeys(footprint.denoisers, fields)}
 
 
-class _Denoised(Exception):  # noqa: N818: nothing is wrong
+class _Denoised(Exception):  # noqa: N818
     """All denoisers have done their work."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +14,15 @@ from tightfit.apply.weights.storage import storable_in
 from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.headers import names_in
 from tightfit.checkpoint.straight import build_straight
+from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
-from tightfit.errors import InputError, unknown_name
+from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.measure.modules import leaf_weights
-from tightfit.records import ComponentPlan, Plan, Request
+from tightfit.records import Budget, ComponentPlan, Plan, Request
 from tightfit.run.models import DTYPES, find_model, stored_dtype
+from tightfit.run.replanning import Replanner
+from tightfit.run.wishes import limits_for
+from tightfit.run.within import plan_within
 
 __all__ = ["Loaded", "load"]
 
@@ -33,14 +37,22 @@ class Loaded(NamedTuple):
 def load(
     model: str | Path,
     *,
+    budget: Budget | str | int | None = None,
     level: int | None = None,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     request: Request | Mapping[str, Any] | None = None,
     device: str | torch.device | Device | None = None,
+    ram: str | int | None = None,
+    allow: Sequence[str] = (),
     dtype: str | None = None,
     count_activations: bool = True,
 ) -> Loaded:
     """Loads `model`, a diffusers folder, a hub id, or the folder of one diffusers network, to follow a plan.
+
+    At most one of `budget` (with `ram` and `allow`, see `fit`), `level` and `plan` is given; given none of them, the
+    plan is for 95 % of what is free. A budget's plan is made from the folder's configurations before anything is
+    loaded. A call that asks for something else is planned for as `fit` says, unless weights are on the disk or in
+    eight bits: then it follows the same plan.
 
     As `fit(DiffusionPipeline.from_pretrained(model), …)`, but nothing is loaded that the plan wants on the disk: of a
     component with home "disk", large layers are read from its safetensors files whenever they are used. `dtype` is
@@ -48,17 +60,25 @@ def load(
     Weights stored in another dtype are converted, those that stay on the disk into a temporary file.
 
     Raises ModelError, naming file and tensor, where the files are not what the model needs, before anything is
-    computed; PlanError, RequestError and InputError as `fit` does.
+    computed; PlanError, RequestError, InputError and BudgetTooSmall as `fit` does.
     """
-    choices, target = choices_of(level, plan, device)
+    limits = limits_for(budget, ram, allow, level, plan)
+    choices, target = ({}, choose_device(device)) if limits is not None else choices_of(level, plan, device)
     path, folder = _find(model)
     if dtype is not None and dtype not in DTYPES:
         raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
-    straight = build_straight(path, folder, getattr(torch, dtype or _usual(path, folder, target)))
-    decided = decide(straight.pipe, choices, request, target)
+    dtype = dtype or _usual(path, folder, target)
+    if limits is not None:
+        if folder is None:
+            raise PlanError(f"a budget is for a whole pipeline: give the network in {path} a level or a plan")
+        decided = plan_within(path, request, target, limits, dtype)
+    straight = build_straight(path, folder, getattr(torch, dtype))
+    if limits is None:
+        decided = decide(straight.pipe, choices, request, target)
 
     stored = straight.fill(lambda name, network: _unread(network, decided.components[name], target))
-    fitted = Fitted(straight.pipe, decided, target, count_activations=count_activations, stored=stored)
+    replans = None if limits is None or stored else Replanner(straight.pipe, limits, target, decided)
+    fitted = Fitted(straight.pipe, decided, target, count_activations=count_activations, stored=stored, replans=replans)
     return Loaded(straight.pipe, fitted)
 
 

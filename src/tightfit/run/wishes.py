@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import yaml
 from tightfit.errors import PlanError
 from tightfit.records import Budget, Plan, Request, check_techniques
 
-__all__ = ["Limits", "call_request", "limits_of", "plan_fields"]
+__all__ = ["Limits", "call_request", "limits_for", "limits_of", "plan_fields"]
 
 
 def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dict[str, Any]:
@@ -40,6 +40,27 @@ class Limits(NamedTuple):
 
     budget: Budget | None  # None: what is free
     allow: tuple[str, ...] = ()
+
+
+def limits_for(
+    budget: Budget | str | int | None, ram: str | int | None, allow: Sequence[str], level: int | None, plan: object
+) -> Limits | None:
+    """What `fit` and `load` are told to keep within; None where a `level` or a `plan` says all. PlanError for both."""
+    if level is None and plan is None:
+        return Limits(_budget(budget, ram), check_techniques(allow))
+    if budget is not None:
+        raise PlanError(f"give at most one of budget={budget}, level={level} and plan={type(plan).__name__}")
+    if ram is not None or allow:
+        raise PlanError(f"ram={ram} and allow={tuple(allow)} go with a budget: a level or a plan says all by itself")
+    return None
+
+
+def _budget(size: Budget | str | int | None, ram: str | int | None) -> Budget | None:
+    if not isinstance(size, Budget):
+        return None if size is None and ram is None else Budget(device=size, ram=ram)
+    if ram is not None:
+        raise PlanError(f"budget says {size.ram} bytes of RAM, ram={ram}: leave one out")
+    return size
 
 
 def limits_of(budget: str | None, ram: str | None, allow: list[str], choices: Mapping[str, Any]) -> Limits | None:
