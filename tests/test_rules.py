@@ -22,7 +22,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # each may import from its own folder and from what stands to its left
 ORDER = (
     "errors", "units", "files", "record", "footprint", "decisions", "records", "catalog", "demo", "report", "pretend",
-    "devices", "measure", "plan", "apply", "checkpoint", "run", "cli",
+    "devices", "measure", "plan", "apply", "checkpoint", "run", "terminal", "cli",
 )  # fmt: skip
 PURE = {"errors", "units", "record", "footprint", "decisions", "records", "catalog"}  # all that plan and report may see
 
