@@ -13,9 +13,16 @@ import typer
 from typer.core import TyperCommand
 
 from tightfit.errors import InputError
-from tightfit.run.examples import EXAMPLES, MACHINE_EXAMPLES, PLAN_EXAMPLES, RUN_EXAMPLES, TRACE_EXAMPLES
+from tightfit.run.examples import (
+    CHART_EXAMPLES,
+    EXAMPLES,
+    MACHINE_EXAMPLES,
+    PLAN_EXAMPLES,
+    RUN_EXAMPLES,
+    TRACE_EXAMPLES,
+)
 from tightfit.run.wishes import call_request, limits_of, plan_fields
-from tightfit.terminal import errors_as_lines, log_to_stderr, quiet_transformers, say
+from tightfit.terminal import errors_as_lines, log_to_stderr, quiet_transformers, say, showing_steps
 
 if TYPE_CHECKING:
     from tightfit.run.job import Job
@@ -180,7 +187,7 @@ def machine(
     with errors_as_lines(as_json):
         with say("starting"):
             from tightfit.report.machine import describe_machine
-            from tightfit.run.machines import measured_machine, showing_steps
+            from tightfit.run.machines import measured_machine
         with showing_steps() as told:
             found = measured_machine(again=again, told=told)
         typer.echo(describe_machine(found))
@@ -214,6 +221,32 @@ def trace(
         typer.echo(f"wrote {out}: {len(traced.graph.operations)} operations, no weights")
         if as_json:
             typer.echo(json.dumps({"outputs": [str(out)], "operations": len(traced.graph.operations)}))
+
+
+@app.command(help=CHART_EXAMPLES)
+def chart(
+    *,
+    models: Annotated[str | None, typer.Option(help="Known models, with commas between. Default: all.")] = None,
+    cards: Annotated[str | None, typer.Option(help="Known cards, likewise. Default: one of each size.")] = None,
+    ram: Annotated[str | None, typer.Option(help="What may wait in RAM. Default: as much as is wanted.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write it as .png, .svg, .md or .json.")] = None,
+    level_table: Annotated[str | None, typer.Option(metavar="MODEL", help="One model's levels on one card.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    with errors_as_lines(as_json):
+        from tightfit.run.chart_files import chart_text, check_out, write_chart
+        from tightfit.run.charting import asked_chart
+
+        if out is not None:
+            check_out(out, levels=level_table is not None)
+        with showing_steps() as told:
+            made = asked_chart(models, cards, ram, level_table, told)
+        typer.echo(chart_text(made))
+        if out is not None:
+            write_chart(made, out)
+            typer.echo(f"wrote {out}")
+        if as_json:
+            typer.echo(made.to_json())
 
 
 def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import typer
 
 from tightfit.errors import TightfitError
 
-__all__ = ["errors_as_lines", "log_to_stderr", "quiet_transformers", "say"]
+__all__ = ["errors_as_lines", "log_to_stderr", "quiet_transformers", "say", "showing_steps"]
 
 
 @contextlib.contextmanager
@@ -21,6 +21,19 @@ def say(what: str) -> Iterator[None]:
 
     with Console(stderr=True).status(f"{what} …"):
         yield
+
+
+@contextlib.contextmanager
+def showing_steps() -> Iterator[Callable[[str, int, int], None]]:
+    """Yields what is told what is done now and how many steps are done, of how many: shown with the time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total, visible=True)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 
 from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
-from tightfit.plan.planner import make_plan
-from tightfit.records import Accelerator, Machine, Plan, Prediction, Request
+from tightfit.plan.planner import computer_with, make_plan
+from tightfit.records import Accelerator, Plan, Prediction, Request
 from tightfit.run.predictions import find_subject, remembered
 from tightfit.run.wishes import Limits
 
@@ -58,12 +58,9 @@ def forecast(
 
 def _planned(which: str | ModelFolder, accelerator: Accelerator, asked: Request, limits: Limits) -> dict[str, Any]:
     from tightfit.run.footprints import measure_footprint
-    from tightfit.run.rehearsal import CONTEXT
 
     footprint = measure_footprint(which if isinstance(which, str) else which.path, asked)
-    left = accelerator.model_copy(update={"bytes": max(accelerator.bytes - CONTEXT, 1)})
-    host = Machine(accelerators=(left,), ram=2**50, pinnable=2**50, cores=1)  # of whatever computer has that card
-    plan = make_plan(footprint, host, limits.budget, limits.allow)
+    plan = make_plan(footprint, computer_with(accelerator), limits.budget, limits.allow)
     return plan.model_dump(mode="json", exclude={"device", "request"})
 
 

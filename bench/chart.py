@@ -1,0 +1,96 @@
+"""What known models do on known cards, and two of them at each level: `tightfit chart`, written down.
+
+    python bench/chart.py [--models sd-1.5,sdxl] [--cards rtx4060,rtx4090]      other models' rows stay as they were
+    python bench/chart.py --models all                                          hours on two cores the first time
+
+Nothing is timed: all of it is planned for known cards from footprints. Also asks what `tightfit plan` says of a few
+questions that the guides explain. Writes bench/results/chart-pretend.json after each model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from typing import Any
+
+from measuring import RESULTS, write
+from tightfit.catalog.known import known_model, model_called, model_names
+from tightfit.chart import Chart
+from tightfit.errors import BudgetTooSmall
+from tightfit.report.forecast import describe
+from tightfit.run.charting import CARDS, chart_of, level_table
+from tightfit.run.forecasts import forecast
+from tightfit.run.wishes import limits_of
+
+MODELS = "sd-1.5,sdxl,flux.1-dev,ltx-video-2b,cogvideox-2b"
+LEVELS = (("sdxl", "rtx4060"), ("flux.1-dev", "rtx3060"))
+# what the guides ask `tightfit plan`: model, card, budget, lossy techniques
+QUESTIONS = {
+    "fits": ("flux.1-dev", "rtx3060", "8GB", ()),
+    "refused": ("flux.1-dev", "rtx3060", "1.5GB", ()),
+    "allowed": ("flux.1-dev", "rtx3060", "1.5GB", ("fp8",)),
+}
+FILE = RESULTS / "chart-pretend.json"
+
+
+def joined(old: Chart | None, new: Chart) -> Chart:
+    """`new`, and what `old` has of models that are not in it."""
+    if old is None:
+        return new
+    fresh = {model.name for model in new.models}
+    cards = {card.name: card for card in (*old.cards, *new.cards)}
+    models = {model.name: model for model in (*old.models, *new.models)}
+    cells = [*(cell for cell in old.cells if cell.model not in fresh), *new.cells]
+    used = {cell.card for cell in cells}
+    return Chart(
+        cards=tuple(sorted((cards[name] for name in used), key=lambda card: (card.bytes, card.name))),
+        models=tuple(sorted(models.values(), key=lambda model: order(model.name))),
+        cells=tuple(cells),
+    )
+
+
+def order(model: str) -> tuple[bool, str]:
+    """Pictures first."""
+    return known_model(model).request.frames is not None, model
+
+
+def said_of(model: str, card: str, budget: str, allow: tuple[str, ...]) -> dict[str, Any]:
+    """What `tightfit plan` says, and its exit code."""
+    allowed = [f" --allow {name}" for name in allow]
+    asked = {"command": f"tightfit plan {model} --card {card} --budget {budget}{''.join(allowed)}"}
+    limits = limits_of(budget, None, list(allow), {})
+    try:
+        told = forecast(model, card, {}, known_model(model).request, lambda _: contextlib.nullcontext(), limits)
+    except BudgetTooSmall as error:
+        return {**asked, "said": f"tightfit: {error}", "exit": error.exit_code, "facts": error.facts}
+    return {**asked, "said": describe(told), "exit": 0, "peak": told.trace.peak_bytes, "seconds": told.trace.seconds}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--models", default=MODELS)
+    options.add_argument("--cards", default=",".join(CARDS))
+    chosen = options.parse_args()
+    models = model_names() if chosen.models == "all" else [model_called(name) for name in chosen.models.split(",")]
+    began = time.monotonic()
+
+    def told(what: str, done: int, total: int) -> None:
+        print(f"{time.monotonic() - began:.0f} s: {what} ({done} of {total})", file=sys.stderr, flush=True)
+
+    written = json.loads(FILE.read_text()) if FILE.exists() else None
+    chart = Chart.from_mapping(written["chart"]) if written else None
+    levels = written["levels"] if written else []
+    plans = written["plans"] if written else {}
+    for model in models:
+        chart = joined(chart, chart_of([model], chosen.cards.split(","), told=told))
+        write("chart-pretend", {"chart": chart.to_mapping(), "levels": levels, "plans": plans})
+    levels = [level_table(model, [card], told=told).to_mapping() for model, card in LEVELS]
+    plans = {name: said_of(*question) for name, question in QUESTIONS.items()}
+    write("chart-pretend", {"chart": chart.to_mapping() if chart else None, "levels": levels, "plans": plans})
+
+
+if __name__ == "__main__":
+    main()
