@@ -33,7 +33,7 @@ class Sources(NamedTuple):
     """Who is asked what models do: for a footprint, and for a level on a card without end."""
 
     footprint: Callable[[str, Request], Footprint]
-    preset: Callable[[str, int, Footprint, Accelerator], Preset] = rehearsed_preset
+    preset: Callable[[str, int, Footprint, Accelerator], Preset]
 
 
 def chart_of(
@@ -56,7 +56,7 @@ def chart_of(
     rows, cells, before = [], [], 0
     for name in names:
         progress = _Progress(told, before, sum(steps.values()))
-        work = _Work(name, asked[name], columns, known, ram, sources or Sources(_measured), progress)
+        work = _Work(name, asked[name], columns, known, ram, sources or Sources(_measured, rehearsed_preset), progress)
         rows.append(work.model)
         cells += work.cells()
         before += steps[name]
@@ -80,7 +80,11 @@ def level_table(
     if len(cards) > 1:
         raise InputError(f"a level table is of one card, not of {len(cards)}: {', '.join(cards)}", cards=list(cards))
     card = card_called(cards[0] if cards else TABLE_CARD)
-    accelerator, asked, ask = known_card(card), known_model(name).request, sources or Sources(_measured)
+    accelerator, asked, ask = (
+        known_card(card),
+        known_model(name).request,
+        sources or Sources(_measured, rehearsed_preset),
+    )
     progress = _Progress(told, 0, len(LEVELS) + 1)
     footprint = ask.footprint(name, asked)
     presets = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tightfit.catalog.known import known_model
 from tightfit.chart import Preset
 from tightfit.plan.cells import host_bytes
-from tightfit.records import Accelerator, Footprint
+from tightfit.records import Accelerator, Footprint, Request
 from tightfit.run.predictions import remembered
 
 __all__ = ["LEVELS", "rehearsed_preset"]
@@ -21,15 +21,16 @@ def rehearsed_preset(model: str, level: int, footprint: Footprint, accelerator: 
     """`level` of `model`, whose usual request has `footprint`, on a card like `accelerator`. The answer is kept."""
     endless = accelerator.model_copy(update={"bytes": 2**60})
     question = {"model": model, "level": level, "card": endless.to_mapping()}
-    return remembered(Preset, question, lambda: _rehearsed(model, level, footprint, endless))
+    usual = known_model(model).request
+    return remembered(Preset, question, lambda: _rehearsed(model, level, footprint, endless, usual))
 
 
-def _rehearsed(model: str, level: int, footprint: Footprint, accelerator: Accelerator) -> Preset:
+def _rehearsed(model: str, level: int, footprint: Footprint, accelerator: Accelerator, asked: Request) -> Preset:
     from tightfit.pretend.history import least_capacity
     from tightfit.run.stage import Stage, roomy_card
 
     with roomy_card(accelerator) as card:
-        stage = Stage(model, card, {"level": level}, known_model(model).request)
+        stage = Stage(model, card, {"level": level}, asked)
         stage.play()
         plan, trace = stage.fitted.plan, stage.fitted.report().trace
         return Preset(
