@@ -2,6 +2,7 @@
 
     python bench/chart.py [--models sd-1.5,sdxl] [--cards rtx4060,rtx4090]      other models' rows stay as they were
     python bench/chart.py --models all                                          hours on two cores the first time
+    python bench/chart.py --models ''                                           levels, RAM and questions only
 
 Nothing is timed: all of it is planned for known cards from footprints. Also asks what `tightfit plan` says of a few
 questions that the guides explain. Writes bench/results/chart-pretend.json after each model.
@@ -14,7 +15,7 @@ import contextlib
 import json
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from measuring import RESULTS, write
 from tightfit.catalog.known import known_model, model_called, model_names
@@ -23,17 +24,45 @@ from tightfit.errors import BudgetTooSmall
 from tightfit.report.forecast import describe
 from tightfit.run.charting import CARDS, chart_of, level_table
 from tightfit.run.forecasts import forecast
-from tightfit.run.wishes import limits_of
+from tightfit.run.wishes import call_request, limits_of
 
 MODELS = "sd-1.5,sdxl,flux.1-dev,ltx-video-2b,cogvideox-2b"
 LEVELS = (("sdxl", "rtx4060"), ("flux.1-dev", "rtx3060"))
-# what the guides ask `tightfit plan`: model, card, budget, lossy techniques
-QUESTIONS = {
-    "fits": ("flux.1-dev", "rtx3060", "8GB", ()),
-    "refused": ("flux.1-dev", "rtx3060", "1.5GB", ()),
-    "allowed": ("flux.1-dev", "rtx3060", "1.5GB", ("fp8",)),
-}
+WITH_RAM = (["sdxl", "flux.1-dev"], ["rtx4060", "rtx4090"], 16 * 10**9)
 FILE = RESULTS / "chart-pretend.json"
+
+
+class Question(NamedTuple):
+    """Of `tightfit plan`."""
+
+    model: str
+    card: str
+    budget: str | None = None
+    side: int | None = None  # pixels
+
+    @property
+    def command(self) -> str:
+        words = ["tightfit plan", self.model, "--card", self.card]
+        words += ["--budget", self.budget] if self.budget else []
+        words += ["--height", str(self.side), "--width", str(self.side)] if self.side else []
+        return " ".join(words)
+
+    def answer(self) -> dict[str, Any]:
+        """What is said, and the exit code."""
+        asked = call_request({}, height=self.side, width=self.side)
+        limits = limits_of(self.budget, None, [], {})
+        try:
+            told = forecast(self.model, self.card, {}, asked, lambda _: contextlib.nullcontext(), limits)
+        except BudgetTooSmall as error:
+            return {"command": self.command, "said": f"tightfit: {error}", "exit": error.exit_code}
+        return {"command": self.command, "said": describe(told), "exit": 0 if told.fits else 3}
+
+
+QUESTIONS = {  # what the guides explain
+    "fits": Question("flux.1-dev", "rtx3060", "8GB"),
+    "refused": Question("flux.1-dev", "gtx1650", side=3072),
+    "smaller": Question("flux.1-dev", "gtx1650", side=2048),
+}
 
 
 def joined(old: Chart | None, new: Chart) -> Chart:
@@ -57,39 +86,29 @@ def order(model: str) -> tuple[bool, str]:
     return known_model(model).request.frames is not None, model
 
 
-def said_of(model: str, card: str, budget: str, allow: tuple[str, ...]) -> dict[str, Any]:
-    """What `tightfit plan` says, and its exit code."""
-    allowed = [f" --allow {name}" for name in allow]
-    asked = {"command": f"tightfit plan {model} --card {card} --budget {budget}{''.join(allowed)}"}
-    limits = limits_of(budget, None, list(allow), {})
-    try:
-        told = forecast(model, card, {}, known_model(model).request, lambda _: contextlib.nullcontext(), limits)
-    except BudgetTooSmall as error:
-        return {**asked, "said": f"tightfit: {error}", "exit": error.exit_code, "facts": error.facts}
-    return {**asked, "said": describe(told), "exit": 0, "peak": told.trace.peak_bytes, "seconds": told.trace.seconds}
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--models", default=MODELS)
     options.add_argument("--cards", default=",".join(CARDS))
     chosen = options.parse_args()
-    models = model_names() if chosen.models == "all" else [model_called(name) for name in chosen.models.split(",")]
+    models = (
+        model_names() if chosen.models == "all" else [model_called(name) for name in chosen.models.split(",") if name]
+    )
     began = time.monotonic()
 
     def told(what: str, done: int, total: int) -> None:
         print(f"{time.monotonic() - began:.0f} s: {what} ({done} of {total})", file=sys.stderr, flush=True)
 
-    written = json.loads(FILE.read_text()) if FILE.exists() else None
+    written = json.loads(FILE.read_text()) if FILE.exists() else {}
     chart = Chart.from_mapping(written["chart"]) if written else None
-    levels = written["levels"] if written else []
-    plans = written["plans"] if written else {}
+    facts = {name: written.get(name) for name in ("with_ram", "levels", "plans")}
     for model in models:
         chart = joined(chart, chart_of([model], chosen.cards.split(","), told=told))
-        write("chart-pretend", {"chart": chart.to_mapping(), "levels": levels, "plans": plans})
-    levels = [level_table(model, [card], told=told).to_mapping() for model, card in LEVELS]
-    plans = {name: said_of(*question) for name, question in QUESTIONS.items()}
-    write("chart-pretend", {"chart": chart.to_mapping() if chart else None, "levels": levels, "plans": plans})
+        write("chart-pretend", {"chart": chart.to_mapping(), **facts})  # by and by
+    facts["with_ram"] = chart_of(*WITH_RAM, told=told).to_mapping()
+    facts["levels"] = [level_table(model, [card], told=told).to_mapping() for model, card in LEVELS]
+    facts["plans"] = {name: question.answer() for name, question in QUESTIONS.items()}
+    write("chart-pretend", {"chart": chart.to_mapping() if chart else None, **facts})
 
 
 if __name__ == "__main__":

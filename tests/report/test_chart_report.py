@@ -132,7 +132,8 @@ def test_the_picture_says_what_the_cells_say() -> None:
 
 def test_cells_are_coloured_by_what_little_memory_costs() -> None:
     (axes,) = _compose(CHART).axes
-    colours = {(round(box.get_x()), round(box.get_y())): box.get_facecolor() for box in axes.patches}
+    whole = [box for box in axes.patches if isinstance(box, Rectangle) and box.get_height() > 0.9]
+    colours = {(round(box.get_x()), round(box.get_y())): box.get_facecolor() for box in whole}
     assert len(colours) == len(CELLS)
     hatched = [box for box in axes.patches if box.get_hatch()]
     assert len(hatched) == 2
@@ -140,6 +141,16 @@ def test_cells_are_coloured_by_what_little_memory_costs() -> None:
     known = [Rectangle((0, 0), 1, 1, facecolor=colour, figure=figure).get_facecolor() for _, colour, _ in STEPS]
     assert colours[0, 0] == known[-1]
     assert colours[1, 0] == colours[2, 0] == known[0]
+
+
+def test_a_band_tells_levels_apart() -> None:
+    (axes,) = _compose(CHART).axes
+    bands = [box for box in axes.patches if isinstance(box, Rectangle) and box.get_height() < 0.9]
+    own, three, zero, refused = [box.get_facecolor() for box in bands]
+    assert len({own, three, zero}) == 3
+    assert refused == three
+    brightness = [sum(colour[:3]) for colour in (own, three, zero)]
+    assert brightness == sorted(brightness)  # the darker, the less fits
 
 
 def test_no_text_runs_into_another_or_out_of_the_picture() -> None:

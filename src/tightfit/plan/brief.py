@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tightfit.plan.streaming import parcel_sizes, settle_streaming
 from tightfit.records import Component, ComponentPlan, Footprint, Plan, VaePlan
@@ -22,9 +22,11 @@ def few_words(plan: Plan, footprint: Footprint) -> str:
     for role, components in _by_role(footprint).items():
         if any(plan.components[c.name].placement == "per-unit" for c in components):
             there = sum(_aboard(c, plan.components[c.name]) for c in components)
-            streams.append(f"{_LABELS[role]} {_share(there, sum(c.bytes for c in components))}")
+            streams.append(
+                f"{_LABELS[role]} {_share(there, sum(c.bytes for c in components))}{_whence(plan, components)}"
+            )
         elif any(plan.components[c.name].placement == "per-phase" for c in components):
-            turns.append(_LABELS[role])
+            turns.append(_LABELS[role] + _whence(plan, components))
     said = [f"streams {', '.join(streams)}"] if streams else []
     said += [f"{', '.join(turns)} in turn"] if turns else []
     stored = sorted({c.storage for c in plan.components.values() if c.storage != "as-loaded"})
@@ -53,6 +55,11 @@ def _by_role(footprint: Footprint) -> dict[str, list[Component]]:
     for name in used:
         roles.setdefault(known[name].role, []).append(known[name])
     return roles
+
+
+def _whence(plan: Plan, components: Sequence[Component]) -> str:
+    chosen = (plan.components[c.name] for c in components)
+    return " from the disk" if any(c.placement != "resident" and c.home == "disk" for c in chosen) else ""
 
 
 def _aboard(component: Component, chosen: ComponentPlan) -> int:

@@ -25,7 +25,7 @@ from tightfit.records import (
 )
 from tightfit.units import format_bytes
 
-__all__ = ["SPARE", "computer_with", "make_plan"]
+__all__ = ["GUESSED_DISK", "SPARE", "computer_with", "make_plan"]
 
 # of an ordinary card of 2020, where nothing was measured
 GUESSED: Mapping[str, object] = {

@@ -11,12 +11,14 @@ from tightfit.report.summary import align
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = [
+    "NONE",
     "as_markdown",
     "card_words",
     "describe_chart",
     "describe_levels",
     "largest_words",
     "levels_as_markdown",
+    "numbers",
     "ram_words",
 ]
 
@@ -58,10 +60,11 @@ def _block(chart: Chart, model: ChartedModel) -> Iterator[str]:
 def _rows(chart: Chart, model: ChartedModel) -> Iterator[tuple[str, ...]]:
     for card in chart.cards:
         if (cell := chart.cell(model.name, card.name)) is not None:
-            yield (card_words(card), *_numbers(cell), cell.words)
+            yield (card_words(card), *numbers(cell), cell.words)
 
 
-def _numbers(cell: Cell) -> tuple[str, ...]:
+def numbers(cell: Cell) -> tuple[str, ...]:
+    """Level, peak, time, how much slower, largest."""
     level = NONE if cell.level is None else str(cell.level)
     peak = NONE if cell.peak_bytes is None else format_bytes(cell.peak_bytes)
     time = "refused" if cell.seconds is None else format_seconds(cell.seconds)
@@ -145,9 +148,9 @@ def largest_words(largest: Largest | None) -> str:
 
 
 def ram_words(ram: int | None) -> str:
-    return (
-        f"RAM: {format_bytes(ram)} for weights and maps that wait" if ram else "RAM: taken to be as much as is wanted"
-    )
+    if ram is None:
+        return "RAM: taken to be as much as is wanted"
+    return f"RAM: {format_bytes(ram)} for weights and maps that wait, an ordinary disk for the rest"
 
 
 def _asked(request: Request) -> str:
