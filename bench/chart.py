@@ -91,9 +91,8 @@ def main() -> None:
     options.add_argument("--models", default=MODELS)
     options.add_argument("--cards", default=",".join(CARDS))
     chosen = options.parse_args()
-    models = (
-        model_names() if chosen.models == "all" else [model_called(name) for name in chosen.models.split(",") if name]
-    )
+    named = [model_called(name) for name in chosen.models.split(",") if name not in ("", "all")]
+    models = model_names() if chosen.models == "all" else named
     began = time.monotonic()
 
     def told(what: str, done: int, total: int) -> None:

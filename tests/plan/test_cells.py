@@ -129,7 +129,10 @@ STREAMS = ComponentPlan(placement="per-unit", grain="leaf", ring=200 * MIB + 409
             planned(VaePlan(strips=2**26, maps="host"), unet=STREAMS, text_encoder=STREAMS),
             "streams encoders 25 %, denoiser 10 %; strips, maps in RAM",
         ),
-        (planned(unet=STREAMS.model_copy(update={"home": "disk"})), "streams denoiser 10 % from the disk"),
+        (
+            planned(unet=STREAMS.model_copy(update={"home": "disk", "ring": 201 * MIB})),
+            "streams denoiser 10 % from the disk",
+        ),
         (planned(VaePlan(tile=512)), "tiles of 512 px"),
         (planned(unet=ComponentPlan(storage="int8")), "int8"),
     ],

@@ -14,11 +14,12 @@ from plan.test_cells import footprint_of
 from tightfit.catalog.known import known_card
 from tightfit.chart import Chart, LevelTable, Preset
 from tightfit.cli import app
-from tightfit.errors import InputError
+from tightfit.errors import InputError, ModelError
 from tightfit.records import Accelerator, Footprint, Request
-from tightfit.run import charting, presets
+from tightfit.run import charting, forecasts, presets
 from tightfit.run.charting import CARDS, Sources, chart_of, level_table
 from tightfit.run.footprints import measure_footprint
+from tightfit.run.predictions import find_subject
 from tightfit.run.presets import rehearsed_preset
 from tightfit.run.rehearsal import rehearse
 
@@ -96,12 +97,15 @@ def test_unknown_names_are_refused_before_anything_is_measured(
 
 
 def test_a_level_table_is_rehearsed_on_its_card(asked: Asked) -> None:
-    table = level_table("wan2.1-14b", ["rtx3060"], sources=asked.sources)
+    told: list[tuple[str, int, int]] = []
+    table = level_table("wan2.1-14b", ["rtx3060"], told=lambda *step: told.append(step), sources=asked.sources)
     assert (table.model, table.card.name) == ("wan-2.1-14b", "rtx3060")
     assert {size for *_, size in asked.presets} == {12 * GIB}
     assert [row.fits for row in table.rows[:4]] == [False, True, True, True]
     assert [row.speed for row in table.rows[:4]] == [1, 10 / 11, 10 / 12, 10 / 13]
     assert LevelTable.from_text(table.to_json()) == table
+    assert told[0] == ("wan-2.1-14b, 1280×720, 81 frames", 0, 5)
+    assert told[1:] == [(f"wan-2.1-14b, level {level}", level + 1, 5) for level in range(4)]
     with pytest.raises(InputError, match="a level table is of one card, not of 2: rtx3060, rtx4090"):
         level_table("sdxl", ["rtx3060", "rtx4090"], sources=asked.sources)
 
@@ -131,6 +135,33 @@ def test_presets_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert len(calls) == 1
     rehearsed_preset("sdxl", 1, footprint_of(), known_card("rtx4090"))
     assert len(calls) == 2
+
+
+# names
+
+
+def test_plan_takes_names_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def remembered(kind: Any, question: dict[str, Any], answer: Any) -> Any:
+        asked.append(question)
+        raise InputError("not now, question 1")
+
+    monkeypatch.setattr(forecasts, "remembered", remembered)
+    CliRunner().invoke(app, ["plan", "Wan2.1 14B", "--card", "RTX 4090", "--level", "3"])
+    assert [(question["model"], question["title"], question["card"]) for question in asked] == [
+        ("wan-2.1-14b", "wan-2.1-14b", "rtx4090")
+    ]
+
+
+def test_a_folder_goes_before_a_name_that_is_only_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_subject("SDXL") == ("sdxl", "sdxl")
+    Path("SDXL").mkdir()
+    with pytest.raises(ModelError, match="SDXL is no model"):
+        find_subject("SDXL")
+    Path("sdxl").mkdir(exist_ok=True)
+    assert find_subject("sdxl") == ("sdxl", "sdxl")  # the catalog's own name
 
 
 # the command

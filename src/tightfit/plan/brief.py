@@ -22,9 +22,8 @@ def few_words(plan: Plan, footprint: Footprint) -> str:
     for role, components in _by_role(footprint).items():
         if any(plan.components[c.name].placement == "per-unit" for c in components):
             there = sum(_aboard(c, plan.components[c.name]) for c in components)
-            streams.append(
-                f"{_LABELS[role]} {_share(there, sum(c.bytes for c in components))}{_whence(plan, components)}"
-            )
+            share = _share(there, sum(c.bytes for c in components))
+            streams.append(f"{_LABELS[role]} {share}{_whence(plan, components)}")
         elif any(plan.components[c.name].placement == "per-phase" for c in components):
             turns.append(_LABELS[role] + _whence(plan, components))
     said = [f"streams {', '.join(streams)}"] if streams else []

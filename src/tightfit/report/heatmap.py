@@ -36,7 +36,7 @@ STEPS = (
 DARK = 2.0  # from here on, letters are white
 # the band below: by the lowest level that fits, and of letters on it
 BANDS = {
-    0: ("#eef3f8", INK), 1: ("#cfdeec", INK), 2: ("#a9c4dd", INK), 3: ("#6f9cc4", PAPER), None: ("#2f5f8f", PAPER),
+    0: ("#eef3f8", INK), 1: ("#cfdeec", INK), 2: ("#a9c4dd", INK), 3: ("#7fa8cd", INK), None: ("#2f5f8f", PAPER),
 }  # fmt: skip
 BAND = 0.29  # of a cell's height
 WIDE, HIGH = 1.14, 0.66  # of a cell, in inches

@@ -21,7 +21,7 @@ from tightfit.units import parse_bytes
 
 __all__ = ["CARDS", "Sources", "Told", "asked_chart", "chart_of", "level_table"]
 
-# one of each size, with the fastest that many people have
+# one of each size
 CARDS = ("gtx1650", "rtx2060", "rtx4060", "rtx3080", "rtx3060", "rtx4080", "rtx4090", "rtx5090", "rtx6000-ada", "h100")
 TABLE_CARD = "rtx4090"
 ANY_CARD = Accelerator(name="any card", kind="pretend", bytes=1)  # as footprints are measured on
@@ -80,12 +80,9 @@ def level_table(
     if len(cards) > 1:
         raise InputError(f"a level table is of one card, not of {len(cards)}: {', '.join(cards)}", cards=list(cards))
     card = card_called(cards[0] if cards else TABLE_CARD)
-    accelerator, asked, ask = (
-        known_card(card),
-        known_model(name).request,
-        sources or Sources(_measured, rehearsed_preset),
-    )
-    progress = _Progress(told, 0, len(LEVELS) + 1)
+    accelerator, asked = known_card(card), known_model(name).request
+    ask, progress = sources or Sources(_measured, rehearsed_preset), _Progress(told, 0, len(LEVELS) + 1)
+    progress.next(f"{name}, {asked.described}")
     footprint = ask.footprint(name, asked)
     presets = []
     for level in LEVELS:

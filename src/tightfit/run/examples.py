@@ -76,8 +76,8 @@ Examples:
   tightfit chart --level-table wan2.1-14b --cards rtx4090
 
 What a model does is measured once, in seconds to minutes for each size, and
-kept: then any card is answered at once, and an interrupted chart goes on
-where it was. All known models take hours the first time. Where a model fits
-losslessly, time and peak are of the plan that tightfit makes for the card.
-Nothing needs weights, a card or much memory.
+kept: another card is a matter of seconds, and an interrupted chart goes on
+where it was. All known models may take hours the first time. Time and peak
+are those of the plan that tightfit makes for the card, which is lossless.
+Neither weights nor cards are needed.
 """
