@@ -7,7 +7,7 @@ DEVICE := $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo loopback)  # l
 READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: demo test test-slow test-gpu bench lint clean
+.PHONY: demo test test-slow test-gpu bench chart lint clean
 
 demo: $(READY)  ## a picture inside a memory budget, and where the memory went
 	@mkdir -p demo-out
@@ -36,6 +36,10 @@ bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/budgets.py
 	$(BIN)/python bench/weights.py
 	$(BIN)/python tools/make_readme.py
+
+chart: $(READY)  ## every known model on a card of each size, and the guides; hours the first time, goes on where it was
+	$(BIN)/python bench/chart.py --models all > /dev/null
+	$(BIN)/python tools/make_guides.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

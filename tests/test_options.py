@@ -7,6 +7,14 @@ from typer.main import get_command
 from tightfit.cli import app
 
 COMMANDS = {
+    "chart": [
+        "--cards",
+        "--json",
+        "--level-table",
+        "--models",
+        "--out",
+        "--ram",
+    ],
     "machine": [
         "--again",
         "--json",

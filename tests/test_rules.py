@@ -21,12 +21,13 @@ FILES = sorted(SRC.rglob("*.py"))
 
 # each may import from its own folder and from what stands to its left
 ORDER = (
-    "errors", "units", "files", "record", "footprint", "decisions", "records", "catalog", "demo", "report", "pretend",
-    "devices", "measure", "plan", "apply", "checkpoint", "run", "cli",
+    "errors", "units", "files", "record", "footprint", "decisions", "records", "chart", "catalog", "demo", "report",
+    "pretend", "devices", "measure", "plan", "apply", "checkpoint", "run", "terminal", "cli",
 )  # fmt: skip
-PURE = {"errors", "units", "record", "footprint", "decisions", "records", "catalog"}  # all that plan and report may see
+# all that plan and report may see
+PURE = {"errors", "units", "record", "footprint", "decisions", "records", "chart", "catalog"}
 
-WITHOUT_TORCH = ["footprint", "decisions", "records", "errors", "units", "report.summary"]
+WITHOUT_TORCH = ["footprint", "decisions", "records", "chart", "errors", "units", "report.summary"]
 WITHOUT_TORCH += [".".join(file.relative_to(SRC).with_suffix("").parts) for file in (SRC / "plan").glob("[!_]*.py")]
 
 LONGEST_FILE, LONGEST_UNEXPLAINED = 320, 60

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import random
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from tightfit.errors import InputError, TightfitError
-from tightfit.run.examples import EXAMPLES, MACHINE_EXAMPLES, PLAN_EXAMPLES, RUN_EXAMPLES, TRACE_EXAMPLES
+from tightfit.errors import InputError
+from tightfit.run.examples import (
+    CHART_EXAMPLES,
+    EXAMPLES,
+    MACHINE_EXAMPLES,
+    PLAN_EXAMPLES,
+    RUN_EXAMPLES,
+    TRACE_EXAMPLES,
+)
 from tightfit.run.wishes import call_request, limits_of, plan_fields
+from tightfit.terminal import errors_as_lines, log_to_stderr, quiet_transformers, say, showing_steps
 
 if TYPE_CHECKING:
     from tightfit.run.job import Job
@@ -97,7 +103,7 @@ def run(
     verbose: Annotated[bool, typer.Option("--verbose", help="Log one line per call.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    with _errors_as_lines(as_json):
+    with errors_as_lines(as_json):
         if len(words) > 2:
             raise InputError(f"run takes [MODEL] PROMPT, not {len(words)} words: put the prompt in quotes")
         choices = plan_fields(plan, level, set_ or [])
@@ -105,7 +111,7 @@ def run(
         request = call_request(
             choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
-        with _say("starting"):
+        with say("starting"):
             from tightfit.run.job import Job  # brings torch and diffusers, which takes seconds
             from tightfit.run.request import Prompt
 
@@ -121,7 +127,7 @@ def run(
             timeline=timeline,
             snapshot=snapshot,
         )
-        with _log_to_stderr(verbose), _quiet_transformers():
+        with log_to_stderr(verbose), quiet_transformers():
             _work(job, watch=watch, profile=profile, as_json=as_json)
 
 
@@ -147,7 +153,7 @@ def predict(
     timeline: Timeline = None,
     as_json: AsJson = False,
 ) -> None:
-    with _errors_as_lines(as_json):
+    with errors_as_lines(as_json):
         from tightfit.report.forecast import as_report, describe, to_mapping
         from tightfit.run.files import check_timeline
         from tightfit.run.forecasts import forecast
@@ -159,7 +165,7 @@ def predict(
         asked = call_request(
             choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
-        prediction = forecast(model, card, choices, asked, _say, limits)
+        prediction = forecast(model, card, choices, asked, say, limits)
         typer.echo(describe(prediction))
         if timeline is not None:
             from tightfit.report.timeline import draw_timeline
@@ -178,10 +184,10 @@ def machine(
     again: Annotated[bool, typer.Option("--again", help="Measure anew, whatever is kept.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    with _errors_as_lines(as_json):
-        with _say("starting"):
+    with errors_as_lines(as_json):
+        with say("starting"):
             from tightfit.report.machine import describe_machine
-            from tightfit.run.machines import measured_machine, showing_steps
+            from tightfit.run.machines import measured_machine
         with showing_steps() as told:
             found = measured_machine(again=again, told=told)
         typer.echo(describe_machine(found))
@@ -205,9 +211,9 @@ def trace(
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    with _errors_as_lines(as_json):
+    with errors_as_lines(as_json):
         asked = call_request({}, height=height, width=width, frames=frames, guidance=guidance, batch=batch, steps=None)
-        with _say("exporting"), _quiet_transformers():
+        with say("exporting"), quiet_transformers():
             from tightfit.run.tracing_job import trace_model
 
             inputs = {} if negative is None else {"negative_prompt": negative}
@@ -217,6 +223,32 @@ def trace(
             typer.echo(json.dumps({"outputs": [str(out)], "operations": len(traced.graph.operations)}))
 
 
+@app.command(help=CHART_EXAMPLES)
+def chart(
+    *,
+    models: Annotated[str | None, typer.Option(help="Known models, with commas between. Default: all.")] = None,
+    cards: Annotated[str | None, typer.Option(help="Known cards, likewise. Default: one of each size.")] = None,
+    ram: Annotated[str | None, typer.Option(help="What may wait in RAM. Default: as much as is wanted.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write it as .png, .svg, .md or .json.")] = None,
+    level_table: Annotated[str | None, typer.Option(metavar="MODEL", help="One model's levels on one card.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    with errors_as_lines(as_json):
+        from tightfit.run.chart_files import chart_text, check_out, write_chart
+        from tightfit.run.charting import asked_chart
+
+        if out is not None:
+            check_out(out, levels=level_table is not None)
+        with showing_steps() as told:
+            made = asked_chart(models, cards, ram, level_table, told)
+        typer.echo(chart_text(made))
+        if out is not None:
+            write_chart(made, out)
+            typer.echo(f"wrote {out}")
+        if as_json:
+            typer.echo(made.to_json())
+
+
 def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:
     from tightfit.run.interrupts import heeding_interrupts
     from tightfit.run.progress import showing_progress
@@ -224,7 +256,7 @@ def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:
     job.prepare()
     for warning in job.warnings():
         typer.secho(warning, err=True, fg="yellow")
-    with _say("planning and loading" if job.limits else "loading"):
+    with say("planning and loading" if job.limits else "loading"):
         job.load()
     with heeding_interrupts() as check, showing_progress(job.fitted, watch=watch) as told:
 
@@ -240,69 +272,6 @@ def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:
         typer.echo(f"wrote {path}")
     if as_json:
         typer.echo(json.dumps(job.summary()))
-
-
-@contextlib.contextmanager
-def _say(what: str) -> Iterator[None]:
-    """Shows `what` is going on, where somebody is looking."""
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"{what} …"):
-        yield
-
-
-@contextlib.contextmanager
-def _log_to_stderr(wanted: bool) -> Iterator[None]:
-    """tightfit's own log, one line per call, on stderr."""
-    logger, handler = logging.getLogger("tightfit"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-    level = logger.level
-    if wanted:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keeps transformers' notices off the terminal. diffusers' stay: they say what was done to the request."""
-    from transformers.utils import logging as library
-
-    level = library.get_verbosity()
-    library.set_verbosity_error()
-    try:
-        yield
-    finally:
-        library.set_verbosity(level)
-
-
-@contextlib.contextmanager
-def _errors_as_lines(as_json: bool) -> Iterator[None]:
-    """Ends the command with one line on stderr and the right exit code, whatever goes wrong."""
-    try:
-        yield
-    except TightfitError as error:
-        raise _ended(error, str(error), error.exit_code, as_json, error.facts) from error
-    except KeyboardInterrupt as error:
-        raise _ended(error, "interrupted: no half-written file is left", 130, as_json) from error
-    except Exception as error:
-        line = f"{type(error).__name__}: {error}"[:500]
-        raise _ended(error, line, 1, as_json) from error
-
-
-def _ended(
-    error: BaseException, message: str, code: int, as_json: bool, facts: dict[str, object] | None = None
-) -> typer.Exit:
-    message = " ".join(message.split())
-    typer.secho(f"tightfit: {message}", err=True, fg="red")
-    if as_json:
-        told = {"type": type(error).__name__, "message": message, **(facts or {})}
-        typer.echo(json.dumps({"error": told}, default=str))
-    return typer.Exit(code)
 
 
 if __name__ == "__main__":

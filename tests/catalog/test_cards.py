@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from tightfit.catalog.known import card_called, card_names, known_card
+from tightfit.errors import InputError
+
 FIELDS = {
     "title",
     "bytes",
@@ -120,3 +123,18 @@ def test_well_known_figures(name: str, gib: int, memory_rate: float, kind: str, 
     assert card["bytes"] == gib * GIB
     assert card["memory_rate"] == pytest.approx(memory_rate)
     assert card["arithmetic_rates"][kind] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(("name", "own"), [("RTX 4090", "rtx4090"), ("a100 80GB", "a100-80gb"), ("rtx4090", "rtx4090")])
+def test_a_name_may_be_written_otherwise(name: str, own: str) -> None:
+    assert card_called(name) == own
+    assert known_card(name).name == CARDS[own]["title"]
+
+
+def test_no_two_cards_have_the_same_name_without_punctuation() -> None:
+    assert [card_called(name.replace("-", "").upper()) for name in card_names()] == list(card_names())
+
+
+def test_an_unknown_card_comes_with_the_nearest() -> None:
+    with pytest.raises(InputError, match="unknown card 'rtx4091': did you mean 'rtx4090'"):
+        known_card("rtx4091")

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tightfit.catalog.known import known_model, model_called, model_names
+from tightfit.errors import InputError
+
 FIELDS = {"name", "title", "repository", "source", "pipeline", "options", "request", "components", "absent"}
 FIELDS |= {"request_source", "dtype_source"}
 PLACES = ("https://", "diffusers 0.42.1, ", "from memory")  # what a source names, one of them at least
@@ -96,6 +99,25 @@ def built(library: str, name: str, config: str) -> torch.nn.Module:
         )
     assert isinstance(network, torch.nn.Module)
     return network
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("wan2.1-14b", "wan-2.1-14b"), ("FLUX1 dev", "flux.1-dev"), ("SD_1.5", "sd-1.5"), ("sdxl", "sdxl")],
+)
+def test_a_name_may_be_written_otherwise(name: str, own: str) -> None:
+    assert model_called(name) == own
+    assert known_model(name).name == own
+
+
+def test_no_two_models_have_the_same_name_without_punctuation() -> None:
+    assert [model_called(name.replace("-", "").replace(".", "")) for name in model_names()] == list(model_names())
+
+
+@pytest.mark.parametrize("name", ["", "-", "wan2.1", "flux.1-dex"])
+def test_an_unknown_model_comes_with_the_nearest(name: str) -> None:
+    with pytest.raises(InputError, match=r"unknown model in the catalog .*: (did you mean|there are)"):
+        known_model(name)
 
 
 def test_there_are_models() -> None:

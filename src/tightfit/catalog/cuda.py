@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["PAGEABLE", "workspace_bytes"]
+__all__ = ["CONTEXT", "PAGEABLE", "workspace_bytes"]
 
+CONTEXT = 512 * 2**20  # bytes of a card that its context and the driver keep (an assumption)
 PAGEABLE = 0.5  # of the link's rate: the driver copies through a pinned buffer of its own (an assumption)
 
 

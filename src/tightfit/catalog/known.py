@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -14,7 +16,16 @@ from tightfit.footprint import Positive
 from tightfit.record import Record
 from tightfit.records import Accelerator, Request
 
-__all__ = ["KnownComponent", "KnownModel", "card_names", "known_card", "known_model", "model_names"]
+__all__ = [
+    "KnownComponent",
+    "KnownModel",
+    "card_called",
+    "card_names",
+    "known_card",
+    "known_model",
+    "model_called",
+    "model_names",
+]
 
 # What eager PyTorch reaches of a card's nominal rates, by kind of work (assumptions, the same for every card and model,
 # until `tightfit machine` has measured the one at hand)
@@ -57,11 +68,15 @@ def model_names() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))
 
 
+def model_called(name: str) -> str:
+    """What the catalog calls the model `name`: "flux.1-dev" for "FLUX1 dev", too. InputError with the nearest name."""
+    return _own_name("model in the catalog", name, model_names())
+
+
 def known_model(name: str) -> KnownModel:
     """The known model called `name`, e.g. "flux.1-dev"; InputError with the nearest name if there is none."""
-    if name not in model_names():
-        raise InputError(unknown_name("model in the catalog", name, model_names()), name=name)
-    return KnownModel.from_text((files("tightfit.catalog") / "models" / f"{name}.json").read_text())
+    own = model_called(name)
+    return KnownModel.from_text((files("tightfit.catalog") / "models" / f"{own}.json").read_text())
 
 
 @functools.cache
@@ -74,14 +89,17 @@ def card_names() -> tuple[str, ...]:
     return tuple(sorted(_cards()))
 
 
+def card_called(name: str) -> str:
+    """What the catalog calls the card `name`: "rtx4090" for "RTX 4090", too. InputError with the nearest name."""
+    return _own_name("card", name, card_names())
+
+
 def known_card(name: str) -> Accelerator:
     """The known card called `name`, e.g. "rtx4090", at the rates that eager PyTorch is assumed to reach on it.
 
     InputError with the nearest name if there is none.
     """
-    if name not in _cards():
-        raise InputError(unknown_name("card", name, card_names()), name=name)
-    facts = _cards()[name]
+    facts = _cards()[card_called(name)]
     nominal = facts["arithmetic_rates"]
     rates = {f"{kind}.{dtype}": share * rate for kind, share in SHARES.items() for dtype, rate in nominal.items()}
     return Accelerator(
@@ -94,3 +112,15 @@ def known_card(name: str) -> Accelerator:
         link_rate=facts["link_rate"],
         launch_overhead=LAUNCH_OVERHEAD,
     )
+
+
+def _own_name(what: str, name: str, names: Sequence[str]) -> str:
+    """The one of `names` that is `name`, punctuation and capitals aside."""
+    alike = [own for own in names if _plain(own) == _plain(name)]
+    if not alike:
+        raise InputError(unknown_name(what, name, names), name=name)
+    return alike[0]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

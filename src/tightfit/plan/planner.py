@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from tightfit.catalog.cuda import CONTEXT
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.branch import Found
 from tightfit.plan.forecast import forecast
@@ -24,7 +25,7 @@ from tightfit.records import (
 )
 from tightfit.units import format_bytes
 
-__all__ = ["make_plan"]
+__all__ = ["GUESSED_DISK", "SPARE", "computer_with", "make_plan"]
 
 # of an ordinary card of 2020, where nothing was measured
 GUESSED: Mapping[str, object] = {
@@ -87,6 +88,12 @@ def make_plan(
             placed = [*found.branch.reasons(found, room.size), *_remarks(known, accelerator, room, budget)]
             return _plan(search, machine, budget, room.size, found, placed)
     raise _too_small(Search(footprint, accelerator, disk_rate, {}), machine, room, allowed)
+
+
+def computer_with(card: Accelerator) -> Machine:
+    """Whatever computer has `card`, of which CUDA keeps its own bytes: RAM without end, an ordinary disk."""
+    left = card.model_copy(update={"bytes": max(card.bytes - CONTEXT, 1)})
+    return Machine(accelerators=(left,), ram=2**50, pinnable=2**50, cores=1, disk_rate=GUESSED_DISK)
 
 
 def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Room:

@@ -1,6 +1,6 @@
 """What `tightfit COMMAND --help` says first."""
 
-__all__ = ["EXAMPLES", "MACHINE_EXAMPLES", "PLAN_EXAMPLES", "RUN_EXAMPLES", "TRACE_EXAMPLES"]
+__all__ = ["CHART_EXAMPLES", "EXAMPLES", "MACHINE_EXAMPLES", "PLAN_EXAMPLES", "RUN_EXAMPLES", "TRACE_EXAMPLES"]
 
 EXAMPLES = """Any diffusers pipeline, any memory budget, the same pictures.
 
@@ -64,4 +64,20 @@ Examples:
 
 The file holds no weights and no code. It is refused for other shapes, another
 dtype, another configuration and other versions of torch and diffusers.
+"""
+
+CHART_EXAMPLES = """Say what known models do on known cards: level, time, peak, largest.
+
+Examples:
+
+  tightfit chart --models sd-1.5,flux.1-dev --cards rtx4060,rtx4090
+  tightfit chart --models sdxl --ram 16GB
+  tightfit chart --models sdxl,ltx-video-2b --out chart.png
+  tightfit chart --level-table wan2.1-14b --cards rtx4090
+
+What a model does is measured once, in seconds to minutes for each size, and
+kept: another card is a matter of seconds, and an interrupted chart goes on
+where it was. All known models may take hours the first time. Time and peak
+are those of the plan that tightfit makes for the card, which is lossless.
+Neither weights nor cards are needed.
 """

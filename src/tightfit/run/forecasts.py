@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tightfit.catalog.known import known_card
+from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
-from tightfit.plan.planner import make_plan
-from tightfit.records import Accelerator, Machine, Plan, Prediction, Request
+from tightfit.plan.planner import computer_with, make_plan
+from tightfit.records import Accelerator, Plan, Prediction, Request
 from tightfit.run.predictions import find_subject, remembered
 from tightfit.run.wishes import Limits
 
@@ -32,8 +32,10 @@ def forecast(
     None. What takes a while is done inside `say(…)`. InputError for unknown names, PlanError and RequestError for what
     is illegal, BudgetTooSmall where nothing fits.
     """
+    card = card if card is None else card_called(card)
     accelerator = known_card(card) if card is not None else None  # before anything slow
     which, mark = find_subject(model)
+    title = which if isinstance(which, str) else model
     fields = {name: value for name, value in choices.items() if name != "device"} or {"level": 0}
     Plan.from_mapping(fields)
     accelerator = accelerator or _own_device(say)
@@ -47,21 +49,18 @@ def forecast(
         with say("rehearsing on a pretend card"):
             from tightfit.run.rehearsal import rehearse
 
-            return rehearse(which, accelerator, fields, asked, title=model or "the demo model", card=card)
+            return rehearse(which, accelerator, fields, asked, title=title or "the demo model", card=card)
 
     on = card or accelerator.to_mapping() | {"free": None}
-    question = {"model": mark, "title": model, "card": on, "choices": fields, "request": asked.to_mapping()}
+    question = {"model": mark, "title": title, "card": on, "choices": fields, "request": asked.to_mapping()}
     return remembered(Prediction, question, rehearsal)
 
 
 def _planned(which: str | ModelFolder, accelerator: Accelerator, asked: Request, limits: Limits) -> dict[str, Any]:
     from tightfit.run.footprints import measure_footprint
-    from tightfit.run.rehearsal import CONTEXT
 
     footprint = measure_footprint(which if isinstance(which, str) else which.path, asked)
-    left = accelerator.model_copy(update={"bytes": max(accelerator.bytes - CONTEXT, 1)})
-    host = Machine(accelerators=(left,), ram=2**50, pinnable=2**50, cores=1)  # of whatever computer has that card
-    plan = make_plan(footprint, host, limits.budget, limits.allow)
+    plan = make_plan(footprint, computer_with(accelerator), limits.budget, limits.allow)
     return plan.model_dump(mode="json", exclude={"device", "request"})
 
 

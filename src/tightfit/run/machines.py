@@ -8,10 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Iterator
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightfit.devices.choice import find_machine
 from tightfit.devices.memory import trim_heap
@@ -22,7 +18,7 @@ from tightfit.measure.kept import kept_file, known_accelerator, machine_key, rea
 from tightfit.measure.rates import Told, measure_rates
 from tightfit.records import Accelerator, Machine
 
-__all__ = ["machine_now", "machine_of", "measured_machine", "showing_steps", "with_less_taken"]
+__all__ = ["machine_now", "machine_of", "measured_machine", "with_less_taken"]
 
 _RATES = ("arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "channels_last_gains")
 
@@ -70,16 +66,6 @@ def with_less_taken(machine: Machine, size: int) -> Machine:
     free = None if device.free is None else min(device.free + size, device.bytes)
     taken = max((machine.ram_taken or 0) - size, 0) if device.is_cpu else machine.ram_taken
     return machine.model_copy(update={"accelerators": (device.model_copy(update={"free": free}),), "ram_taken": taken})
-
-
-@contextlib.contextmanager
-def showing_steps() -> Iterator[Told]:
-    """Yields what `measured_machine` tells its steps to, and shows them with the time left on stderr, if a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None, visible=False)
-        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total, visible=True)
 
 
 def _known_machine() -> Machine:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tightfit.catalog.known import model_names
+from tightfit.catalog.known import model_called, model_names
 from tightfit.checkpoint.folder import ModelFolder
-from tightfit.errors import InputError, TightfitError, unknown_name
+from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, code_mark, replacing
 from tightfit.record import Record
 from tightfit.run.models import find_model
@@ -31,7 +31,8 @@ def find_subject(name: str | None) -> tuple[str | ModelFolder, str]:
     if name in model_names():
         return name, name
     if name is not None and not Path(name).exists() and "/" not in name:
-        raise InputError(unknown_name("model in the catalog", name, model_names()), name=name)
+        name = model_called(name)
+        return name, name
     folder = find_model(name)
     return folder, _fingerprint(folder)
 

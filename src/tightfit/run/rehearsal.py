@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tightfit.catalog.cuda import CONTEXT
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.pretend.allocator import CardFull
 from tightfit.pretend.card import Card
@@ -11,9 +12,7 @@ from tightfit.pretend.history import replay
 from tightfit.records import Accelerator, Prediction, Request
 from tightfit.run.stage import Stage, roomy_card
 
-__all__ = ["CONTEXT", "rehearse"]
-
-CONTEXT = 512 * 2**20  # bytes of a card that CUDA's context and the driver keep (an assumption)
+__all__ = ["rehearse"]
 
 
 def rehearse(

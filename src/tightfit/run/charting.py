@@ -1,0 +1,165 @@
+"""Names of models and cards → a Chart, or one model's LevelTable, from footprints that are measured once and kept.
+
+Only footprints and rehearsals of levels take long, and neither depends on a card's size or speed (a level table's
+rehearsals do): whoever is interrupted goes on with what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tightfit.catalog.known import card_called, known_card, known_model, model_called, model_names
+from tightfit.chart import Cell, Chart, ChartedCard, ChartedModel, LevelTable, Preset
+from tightfit.errors import InputError
+from tightfit.plan.cells import cell_of, charted_card, fits_card, level_rows
+from tightfit.records import Accelerator, Footprint, Request
+from tightfit.run.ladder import climb, rungs_above
+from tightfit.run.presets import LEVELS, rehearsed_preset
+from tightfit.units import parse_bytes
+
+__all__ = ["CARDS", "Sources", "Told", "asked_chart", "chart_of", "level_table"]
+
+# one of each size
+CARDS = ("gtx1650", "rtx2060", "rtx4060", "rtx3080", "rtx3060", "rtx4080", "rtx4090", "rtx5090", "rtx6000-ada", "h100")
+TABLE_CARD = "rtx4090"
+ANY_CARD = Accelerator(name="any card", kind="pretend", bytes=1)  # as footprints are measured on
+
+Told = Callable[[str, int, int], None]  # what is done now; how many things are done, of how many
+
+
+class Sources(NamedTuple):
+    """Who is asked what models do: for a footprint, and for a level on a card without end."""
+
+    footprint: Callable[[str, Request], Footprint]
+    preset: Callable[[str, int, Footprint, Accelerator], Preset]
+
+
+def chart_of(
+    models: Sequence[str] = (),
+    cards: Sequence[str] = (),
+    ram: int | None = None,
+    *,
+    told: Told = lambda what, done, total: None,
+    sources: Sources | None = None,
+) -> Chart:
+    """What `models` (of the catalog; none: all) do on `cards` (none: one of each size), with so many bytes of RAM.
+
+    InputError for unknown names.
+    """
+    names = list(dict.fromkeys(map(model_called, models))) or list(model_names())
+    known = {name: known_card(name) for name in dict.fromkeys(map(card_called, cards or CARDS))}
+    columns = sorted((charted_card(name, card) for name, card in known.items()), key=lambda card: card.bytes)
+    asked = {name: known_model(name).request for name in names}
+    steps = {name: len(LEVELS) + 1 + len(rungs_above(usual)) for name, usual in asked.items()}
+    rows, cells, before = [], [], 0
+    for name in names:
+        progress = _Progress(told, before, sum(steps.values()))
+        work = _Work(name, asked[name], columns, known, ram, sources or Sources(_measured, rehearsed_preset), progress)
+        rows.append(work.model)
+        cells += work.cells()
+        before += steps[name]
+    told("", before, before)
+    return Chart(cards=tuple(columns), models=tuple(rows), cells=tuple(cells), ram=ram)
+
+
+def level_table(
+    model: str,
+    cards: Sequence[str] = (),
+    ram: int | None = None,
+    *,
+    told: Told = lambda what, done, total: None,
+    sources: Sources | None = None,
+) -> LevelTable:
+    """Levels 0–3 of `model`, rehearsed on a card like the one of `cards` (none: an RTX 4090), and what is made for it.
+
+    InputError for unknown names, and for more than one card.
+    """
+    name = model_called(model)
+    if len(cards) > 1:
+        raise InputError(f"a level table is of one card, not of {len(cards)}: {', '.join(cards)}", cards=list(cards))
+    card = card_called(cards[0] if cards else TABLE_CARD)
+    accelerator, asked = known_card(card), known_model(name).request
+    ask, progress = sources or Sources(_measured, rehearsed_preset), _Progress(told, 0, len(LEVELS) + 1)
+    progress.next(f"{name}, {asked.described}")
+    footprint = ask.footprint(name, asked)
+    presets = []
+    for level in LEVELS:
+        progress.next(f"{name}, level {level}")
+        presets.append(ask.preset(name, level, footprint, accelerator))
+    column = charted_card(card, accelerator)
+    rows = tuple(level_rows(footprint, column, accelerator, presets, ram))
+    return LevelTable(model=name, request=asked, card=column, rows=rows)
+
+
+def asked_chart(
+    models: str | None, cards: str | None, ram: str | None, level_table_of: str | None, told: Told
+) -> Chart | LevelTable:
+    """What the command line's words ask for: names with commas between, and a size. InputError for anything else."""
+    names, size = _names(cards), None if ram is None else parse_bytes(ram)
+    if level_table_of is None:
+        return chart_of(_names(models), names, size, told=told)
+    if models is not None:
+        raise InputError(f"--level-table {level_table_of} is of one model: leave out --models {models}", models=models)
+    return level_table(level_table_of, names, size, told=told)
+
+
+def _names(words: str | None) -> list[str]:
+    return [name.strip() for name in words.split(",")] if words is not None else []
+
+
+@dataclass
+class _Progress:
+    told: Told
+    done: int
+    total: int
+
+    def next(self, what: str) -> None:
+        self.told(what, min(self.done, self.total), self.total)
+        self.done += 1
+
+
+class _Work:
+    """One model on all cards."""
+
+    def __init__(
+        self,
+        name: str,
+        usual: Request,
+        columns: Sequence[ChartedCard],
+        known: Mapping[str, Accelerator],
+        ram: int | None,
+        sources: Sources,
+        progress: _Progress,
+    ) -> None:
+        self._name, self._usual, self._columns, self._known = name, usual, columns, known
+        self._ram, self._sources, self._progress = ram, sources, progress
+        self._footprint = self._measured(usual)
+        self.model = ChartedModel(name=name, request=usual, presets=tuple(self._presets()))
+
+    def cells(self) -> list[Cell]:
+        largest = climb(self._usual, [card.name for card in self._columns], self._fitting)
+        return [
+            cell_of(self.model, self._footprint, card, self._known[card.name], self._ram, largest.get(card.name))
+            for card in self._columns
+        ]
+
+    def _presets(self) -> Iterator[Preset]:
+        for level in LEVELS:
+            self._progress.next(f"{self._name}, level {level}")
+            yield self._sources.preset(self._name, level, self._footprint, ANY_CARD)
+
+    def _fitting(self, asked: Request, cards: Collection[str]) -> set[str]:
+        footprint = self._footprint if asked == self._usual else self._measured(asked)
+        return {card for card in cards if fits_card(footprint, self._known[card], self._ram)}
+
+    def _measured(self, asked: Request) -> Footprint:
+        self._progress.next(f"{self._name}, {asked.described}")
+        return self._sources.footprint(self._name, asked)
+
+
+def _measured(model: str, asked: Request) -> Footprint:
+    from tightfit.run.footprints import measure_footprint
+
+    return measure_footprint(model, asked)

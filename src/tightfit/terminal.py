@@ -1,0 +1,90 @@
+"""What a command shows beside its answer: what is going on, a log, and errors as one line with the right exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+
+import typer
+
+from tightfit.errors import TightfitError
+
+__all__ = ["errors_as_lines", "log_to_stderr", "quiet_transformers", "say", "showing_steps"]
+
+
+@contextlib.contextmanager
+def say(what: str) -> Iterator[None]:
+    """Shows `what` is going on, where somebody is looking."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what} …"):
+        yield
+
+
+@contextlib.contextmanager
+def showing_steps() -> Iterator[Callable[[str, int, int], None]]:
+    """Yields what is told what is done now and how many steps are done, of how many: shown with the time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total, visible=True)
+
+
+@contextlib.contextmanager
+def log_to_stderr(wanted: bool) -> Iterator[None]:
+    """tightfit's own log, one line per call, on stderr."""
+    logger, handler = logging.getLogger("tightfit"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    level = logger.level
+    if wanted:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps transformers' notices off the terminal. diffusers' stay: they say what was done to the request."""
+    from transformers.utils import logging as library
+
+    level = library.get_verbosity()
+    library.set_verbosity_error()
+    try:
+        yield
+    finally:
+        library.set_verbosity(level)
+
+
+@contextlib.contextmanager
+def errors_as_lines(as_json: bool) -> Iterator[None]:
+    """Ends the command with one line on stderr and the right exit code, whatever goes wrong."""
+    try:
+        yield
+    except TightfitError as error:
+        raise _ended(error, str(error), error.exit_code, as_json, error.facts) from error
+    except KeyboardInterrupt as error:
+        raise _ended(error, "interrupted: no half-written file is left", 130, as_json) from error
+    except Exception as error:
+        line = f"{type(error).__name__}: {error}"[:500]
+        raise _ended(error, line, 1, as_json) from error
+
+
+def _ended(
+    error: BaseException, message: str, code: int, as_json: bool, facts: dict[str, object] | None = None
+) -> typer.Exit:
+    message = " ".join(message.split())
+    typer.secho(f"tightfit: {message}", err=True, fg="red")
+    if as_json:
+        told = {"type": type(error).__name__, "message": message, **(facts or {})}
+        typer.echo(json.dumps({"error": told}, default=str))
+    return typer.Exit(code)

@@ -1,0 +1,215 @@
+"""bench/results/chart-pretend.json and tools/guides/*.md → docs/*.md and docs/chart.png: every number in them.
+
+python tools/make_guides.py          # write them
+python tools/make_guides.py --check  # exit 1 if that would change a page
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from make_readme import read, table
+from tightfit.catalog.cuda import CONTEXT
+from tightfit.catalog.known import card_names, model_names
+from tightfit.chart import Cell, Chart, ChartedCard, LevelTable
+from tightfit.plan.levels import LEVEL_TILE
+from tightfit.plan.parts import SEGMENT
+from tightfit.plan.planner import GUESSED_DISK, SPARE
+from tightfit.report.chart import NONE, as_markdown, card_words, largest_words, levels_as_markdown, numbers
+from tightfit.report.heatmap import draw_chart
+from tightfit.units import format_bytes
+
+ROOT = Path(__file__).parent.parent
+GUIDES = sorted((ROOT / "tools/guides").glob("*.md"))
+WORST = 8  # rows of what offloading costs most
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    return read("chart-pretend")
+
+
+@functools.cache
+def the_chart() -> Chart:
+    return Chart.from_mapping(facts()["chart"])
+
+
+def column(name: str) -> ChartedCard:
+    return next(card for card in the_chart().cards if card.name == name)
+
+
+def chart() -> str:
+    return as_markdown(the_chart()).rstrip()
+
+
+def cards() -> str:
+    rows = [(card_words(card), format_bytes(card.room)) for card in the_chart().cards]
+    return table(("card", "for a plan"), rows)
+
+
+def card(name: str) -> str:
+    """All models on one card."""
+    return _cells(the_chart(), name)
+
+
+def within_ram() -> str:
+    made = Chart.from_mapping(facts()["with_ram"])
+    return "\n\n".join(f"{card_words(card)}:\n\n{_cells(made, card.name)}" for card in made.cards)
+
+
+def _cells(made: Chart, name: str) -> str:
+    cells = [(model, made.cell(model.name, name)) for model in made.models]
+    rows = [(model.name, model.request.described, *numbers(cell), cell.words) for model, cell in cells if cell]
+    return table(("", "usual request", "level", "peak", "time", "slower", "largest", "plan"), rows)
+
+
+def weights() -> str:
+    """What level 3 leaves in RAM: everything."""
+    rows = [(model.name, format_bytes(max(p.host_bytes for p in model.presets))) for model in the_chart().models]
+    return table(("", "weights"), rows)
+
+
+def ram() -> str:
+    return f"{facts()['with_ram']['ram'] / 10**9:.0f}GB"
+
+
+def largest() -> str:
+    made = the_chart()
+    rows = [(model.name, *(_largest(made.cell(model.name, card.name)) for card in made.cards)) for model in made.models]
+    head = ("", *(f"{card.name}<br>{format_bytes(card.bytes)}" for card in made.cards))
+    return table(head, rows).replace("\n", "\n   ")  # inside of a list
+
+
+def _largest(cell: Cell | None) -> str:
+    return "" if cell is None else largest_words(cell.largest)
+
+
+def slowest() -> str:
+    """The most expensive card of each model."""
+    rows = []
+    for model in the_chart().models:
+        cells = [cell for cell in the_chart().cells if cell.model == model.name and cell.slowdown is not None]
+        worst = max(cells, key=lambda cell: cell.slowdown or 0)
+        rows.append((model.name, model.request.described, card_words(column(worst.card)), f"{worst.slowdown:.2f} ×"))
+    return table(("", "usual request", "card", "slower"), rows)
+
+
+def offloading() -> str:
+    """What a step costs with less memory, where it costs most."""
+    steps: dict[tuple[str, str, str], dict[float, float]] = {}
+    for row in read("budgets-pretend")["rows"]:
+        if "played" in row:
+            about = row["model"], row["request"], row["card"]
+            steps.setdefault(about, {})[row["share"]] = row["played"]["denoise"]
+    shares = sorted({share for by in steps.values() for share in by})
+    ratios = {about: {share: by[share] / min(by.values()) for share in by} for about, by in steps.items()}
+    worst = sorted(ratios, key=lambda about: -max(ratios[about].values()))
+    shown = [*worst[:WORST], *worst[-2:]]
+    rows = [(*about, *(_times(ratios[about].get(share)) for share in shares)) for about in shown]
+    return table(("", "request", "card", *(f"{share:.0%}" for share in shares)), rows)
+
+
+def _times(ratio: float | None) -> str:
+    return "refused" if ratio is None else f"{ratio:.2f} ×"
+
+
+def level_table(which: str) -> LevelTable:
+    tables = [LevelTable.from_mapping(each) for each in facts()["levels"]]
+    return next(each for each in tables if each.model.startswith(which))
+
+
+def plan(name: str) -> str:
+    asked = facts()["plans"][name]
+    return f"```\n$ {asked['command']}\n{asked['said']}\n```"
+
+
+def plan_exit(name: str) -> str:
+    return str(facts()["plans"][name]["exit"])
+
+
+def plan_command(name: str) -> str:
+    return str(facts()["plans"][name]["command"])
+
+
+def verdict(name: str) -> str:
+    """What its first line says after the colon."""
+    first: str = facts()["plans"][name]["said"].splitlines()[0]
+    return first.partition(": ")[2].partition(";")[0]
+
+
+def _in_verdict(which: int) -> str:
+    found = re.match(r"fits, (\S+ \S+) of (\S+ \S+)$", verdict("fits"))
+    if found is None:
+        raise ValueError(f"the first line of a plan has changed: {verdict('fits')!r}")
+    return found[which]
+
+
+WORDS: dict[str, Callable[..., str]] = {
+    "card": card,
+    "card_count": lambda: str(len(card_names())),
+    "cards": cards,
+    "chart": chart,
+    "context": lambda: format_bytes(CONTEXT),
+    "disk": lambda: f"{GUESSED_DISK / 10**9:.0f} GB",
+    "fits.capacity": lambda: _in_verdict(2),
+    "fits.needed": lambda: _in_verdict(1),
+    "half": lambda name: f"{column(name).bytes // 2**31}GB",
+    "largest": largest,
+    "levels": lambda which: levels_as_markdown(level_table(which)).rstrip(),
+    "levels.card": lambda which: level_table(which).card.name,
+    "levels.model": lambda which: level_table(which).model,
+    "model_count": lambda: str(len(model_names())),
+    "none": lambda: NONE,
+    "offloading": offloading,
+    "plan": plan,
+    "plan_command": plan_command,
+    "plan_exit": plan_exit,
+    "ram": ram,
+    "segment": lambda: format_bytes(SEGMENT),
+    "share": lambda: f"{1 - SPARE:.0%}",
+    "size": lambda name: format_bytes(column(name).bytes),
+    "slowest": slowest,
+    "spare": lambda: f"{SPARE:.0%}",
+    "tile": lambda: str(LEVEL_TILE),
+    "verdict": verdict,
+    "weights": weights,
+    "within_ram": within_ram,
+}
+
+
+def fill(template: str) -> str:
+    def word(match: re.Match[str]) -> str:
+        name, *arguments = match[1].split()
+        return WORDS[name](*arguments)
+
+    return re.sub(r"\{\{ (.+?) \}\}", word, template)
+
+
+def pages() -> dict[Path, str]:
+    """What each page should say."""
+    return {ROOT / "docs" / guide.name: fill(guide.read_text()) for guide in GUIDES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = [page for page, text in pages().items() if not page.exists() or page.read_text() != text]
+    for page in stale:
+        if check:
+            print(f"{page.relative_to(ROOT)} does not say what bench/results says: run tools/make_guides.py")
+        else:
+            page.write_text(pages()[page])
+    if not check:
+        draw_chart(the_chart(), ROOT / "docs/chart.png", "png")
+    sys.exit(1 if check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()
