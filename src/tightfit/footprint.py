@@ -21,6 +21,7 @@ __all__ = [
     "Pass",
     "Phase",
     "Positive",
+    "Rate",
     "Real",
     "Request",
     "Role",
@@ -34,6 +35,7 @@ __all__ = [
 Count = Annotated[int, Strict(), Field(ge=0)]  # strict: True is no number
 Positive = Annotated[int, Strict(), Field(gt=0)]
 Real = Annotated[float, Strict(), Field(ge=0)]
+Rate = Annotated[float, Strict(), Field(gt=0)]
 Maps = Literal["device", "host", "again"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
 
@@ -131,6 +133,7 @@ class Pass(Record):
     runs: Positive = 1
     peak: Count  # bytes of activations
     uses: tuple[Use, ...]  # in their true order
+    pace: Rate = 1.0  # times as long as a machine's rates say that its work takes: learned from runs
 
 
 class Way(Record):
@@ -165,6 +168,11 @@ class Phase(Record):
         if counted != [each.runs for each in self.passes]:
             raise ValueError(f"order names passes {counted} times, their runs say {[p.runs for p in self.passes]}")
         return self
+
+    @property
+    def pace(self) -> float:
+        """Of its passes, which all have the same."""
+        return self.passes[0].pace if self.passes else 1.0
 
 
 class Footprint(Record):
