@@ -14,11 +14,12 @@ from tightfit.measure.meter import TensorMeter
 from tightfit.records import PhaseTrace, Sample, Trace
 from tightfit.units import format_bytes
 
-__all__ = ["LiveNumbers", "Moment", "Recorder"]
+__all__ = ["UNCOUNTED", "LiveNumbers", "Moment", "Recorder"]
 
 MAX_SAMPLES = 4096
 FINEST = 0.0005  # seconds between samples, until there are too many
 RSS_EVERY = 0.02  # seconds
+UNCOUNTED = "activations were not counted (count_activations=False): peaks are of weights alone"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Recorder:
             if self.count_activations:
                 self._meter = TensorMeter(self._activations_changed)
             else:
-                self.note("activations were not counted (count_activations=False): peaks are of weights alone")
+                self.note(UNCOUNTED)
         self.device.reset_peak()
         self._running = True
 

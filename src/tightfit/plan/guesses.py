@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tightfit.records import Accelerator
+from tightfit.records import Accelerator, Machine
 
-__all__ = ["rated"]
+__all__ = ["rated", "rated_disk"]
 
 # of an ordinary card of 2020
 GUESSED: Mapping[str, object] = {
@@ -20,6 +20,7 @@ GUESSED_CPU: Mapping[str, object] = {
     "memory_rate": 2e10,
     "launch_overhead": 5e-6,
 }
+GUESSED_DISK = 1e9
 
 
 def rated(accelerator: Accelerator) -> Accelerator:
@@ -28,3 +29,8 @@ def rated(accelerator: Accelerator) -> Accelerator:
     known = {name: rate for name in guessed if (rate := getattr(accelerator, name))}
     lacking = guessed.keys() - known.keys() - {"launch_overhead"}  # a host may launch in no time
     return accelerator.model_copy(update={**guessed, **known}) if lacking else accelerator
+
+
+def rated_disk(machine: Machine, accelerator: Accelerator) -> float | None:
+    """Bytes per second of the disk, guessed where nothing but the disk could do."""
+    return machine.disk_rate or (GUESSED_DISK if accelerator.is_cpu else None)

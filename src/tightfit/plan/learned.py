@@ -84,7 +84,8 @@ def experience_of(
             pace = _pace(_player(footprint, number, plan, device, disk_rate), seen.seconds)
             if pace is not None and pace < 1 and not first and not _stays(phase, plan):
                 pace = None
-        more = _more(told[number], seen.peak_bytes, device) if trace.beside <= most_beside(device) else 0
+        ahead = told[number + 1 : number + 2] if not first else ()
+        more = _more(told[number], seen.peak_bytes, device, ahead) if trace.beside <= most_beside(device) else 0
         lived.append(
             PhaseExperience(
                 name=phase.name, runs=seen.runs, foreseen_seconds=told[number].seconds, seconds=seen.seconds,
@@ -132,9 +133,14 @@ def _stays(phase: Phase, plan: Plan) -> bool:
     return all(plan.components[done.component].placement == "resident" for done in phase.passes)
 
 
-def _more(told: Told, peak: int, device: Accelerator) -> int:
-    """The bytes for activations by which a forecast says `peak`, and no segment more; 0 where it says as much."""
-    if peak <= told.peak(device):
+def _more(told: Told, peak: int, device: Accelerator, ahead: Sequence[Told]) -> int:
+    """The bytes for activations by which a forecast says `peak`, and no segment more; 0 where it says as much.
+
+    Weights that come `ahead` for the next phase come into what this one gives up: both take no more than the larger.
+    """
+    own = told.peak(device)
+    peak -= max([0, *(one.peak(device) - own for one in ahead)])
+    if peak <= own:
         return 0
     return max(most_weights(up(peak), told.room, device) - told.weights, 0)
 
@@ -160,19 +166,22 @@ def _pace(played: Callable[[float], float], seconds: float) -> float | None:
     plain = played(1.0)
     if not plain or not 1 / MOST < seconds / plain < MOST:
         return None
+
+    def follows(pace: float, there: float) -> bool:
+        return played(pace * (1 + STEP)) - there >= SHARE * STEP * there
+
     guess = seconds / plain
-    low, high = (guess, MOST) if guess >= 1 else (1 / MOST, guess)
-    found = guess if abs(played(guess) / seconds - 1) <= EXACT else None
-    if found is None and played(low) <= seconds <= played(high):
-        while high / low > 1 + EXACT:
-            middle = (low * high) ** 0.5
-            low, high = (low, middle) if played(middle) >= seconds else (middle, high)
-        found = high
-    if found is None:
+    if guess >= 1 and not follows(1.0, plain):  # the slower it computes, the more it does
         return None
-    at = min(found, 1.0)  # at the higher of both, arithmetic is the larger part
-    there = played(at)
-    return found if played(at * (1 + STEP)) - there >= SHARE * STEP * there else None
+    if abs(played(guess) / seconds - 1) <= EXACT:
+        return guess
+    low, high = (guess, MOST) if guess >= 1 else (1 / MOST, guess)
+    if not played(low) <= seconds <= played(high):
+        return None
+    while high / low > 1 + EXACT:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if played(middle) >= seconds else (middle, high)
+    return high if guess >= 1 or follows(high, seconds) else None
 
 
 # what is made of it

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.forecast import forecast
-from tightfit.plan.guesses import rated
+from tightfit.plan.guesses import rated, rated_disk
 from tightfit.plan.learned import learned
 from tightfit.plan.levels import plan_for
 from tightfit.plan.search import Found, Search
@@ -29,7 +29,6 @@ from tightfit.units import format_bytes
 __all__ = ["make_plan"]
 
 Stored = Mapping[str, Storage]
-GUESSED_DISK = 1e9
 SPARE = 0.05  # of what is free: left alone where nobody names a budget
 
 
@@ -69,9 +68,7 @@ def make_plan(
     if not footprint.phases:
         raise PlanError(f"this footprint of {footprint.pipeline} tells of no call: measure it with a request")
     known = _accelerator(machine, device)
-    accelerator, disk_rate = rated(known), machine.disk_rate
-    if accelerator.is_cpu:
-        disk_rate = disk_rate or GUESSED_DISK
+    accelerator, disk_rate = rated(known), rated_disk(machine, known)
     room = _room(accelerator, machine, budget)
 
     def searched(storages: Stored) -> Search:
