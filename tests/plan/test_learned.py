@@ -134,7 +134,7 @@ def test_a_call_that_took_longer_is_foreseen_the_next_time(
         if one.pace is not None:
             assert found[number].seconds == pytest.approx(truth[number].seconds, rel=0.025)
         elif one.seconds and stays and whole:
-            assert first
+            assert first or times < 1
             assert one.runs < SEVERAL
         assert one.more == 0
 
@@ -214,11 +214,15 @@ def test_what_is_done_once_is_no_rate() -> None:
     assert found.phases[0].pace == pytest.approx(1.5, rel=0.01)  # where there are later calls, first ones count nothing
 
 
-def test_faster_is_not_believed_where_weights_may_have_come_ahead() -> None:
-    plan = WHOLE.model_copy(update={"components": WHOLE.components | {"vae": ComponentPlan(placement="per-phase")}})
-    trace = call_of(SMALL, plan, slower(0.5))
-    assert paces(experience_of(SMALL, plan, CARD, trace))[1] is None
-    assert paces(experience_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(0.5))))[1] is not None
+def test_faster_is_not_believed_where_something_may_have_been_done_ahead() -> None:
+    """Weights that came, in later calls; kernels of one pass that were launched before."""
+    moving = ComponentPlan(placement="per-phase")
+    plan = WHOLE.model_copy(update={"components": WHOLE.components | {"unet": moving}})
+    for call, told in ((1, True), (2, False)):
+        taught = experience_of(SMALL, plan, CARD, call_of(SMALL, plan, slower(0.7), call))
+        assert [pace is not None for pace in paces(taught)] == [told, False]
+    taught = experience_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(0.7)))
+    assert paces(taught) == [pytest.approx(0.7, rel=0.01), None]
 
 
 def test_another_number_of_passes_is_another_call() -> None:

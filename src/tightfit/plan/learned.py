@@ -8,8 +8,9 @@ Pace. Copies take as long as the link says; only arithmetic and launches are slo
 was measured is explained by playing the same plan's forecast once more at another pace, until it takes as long. Where
 less than half of a phase's time follows its arithmetic, it waits for weights, and tells nothing about arithmetic.
 Nor does a phase with few passes in a first call, where a process loads kernels and chooses among them, or on a device
-that is still busy when the host goes on to the next phase. In later calls weights may have come ahead of their phase,
-which looks like a faster device: there a phase is believed to be faster only if nothing comes.
+that is still busy when the host goes on to the next phase. What looks like a faster device may be weights that came
+ahead of their phase, in later calls, or kernels that were launched during the one before: so faster is believed only of
+phases with several passes (on a CPU, of any), and in later calls only where nothing comes.
 
 Bytes. A peak within what was said teaches nothing: that is what the margin is for. One above it does, and never less
 than by the highest of all calls: nothing ever shrinks.
@@ -82,7 +83,8 @@ def experience_of(
         pace = None
         if seen.runs == runs and (runs >= SEVERAL or not (first or spread)):
             pace = _pace(_player(footprint, number, plan, device, disk_rate), seen.seconds)
-            if pace is not None and pace < 1 and not first and not _stays(phase, plan):
+            alone = (first or _stays(phase, plan)) and (runs >= SEVERAL or device.is_cpu)
+            if pace is not None and pace < 1 and not alone:
                 pace = None
         ahead = told[number + 1 : number + 2] if not first else ()
         more = _more(told[number], seen.peak_bytes, device, ahead) if trace.beside <= most_beside(device) else 0
@@ -196,11 +198,12 @@ def learned(footprint: Footprint, experiences: Sequence[Experience], stored: Map
     working = {done.component for phase in footprint.phases for done in phase.passes}
     storages = {name: storage for name, storage in stored.items() if name in working}
     alike = [each for each in experiences if each.stored == storages]
-    phases, reasons = [], []
+    phases, reasons, told = [], list[Reason](), True
     for number, phase in enumerate(footprint.phases):
         lived = [(each.first, one) for each in alike for at, one in _lived(footprint, each) if at == number]
         paces = [one.pace for first, one in lived if one.pace and not first]
         paces = paces or [one.pace for _, one in lived if one.pace]
+        told = told and bool(paces)
         pace = statistics.median_low(paces) if paces else 1.0
         if abs(pace - 1) > NOTABLE:
             phase = _paced(phase, pace)  # noqa: PLW2901 - what becomes of it
@@ -214,7 +217,8 @@ def learned(footprint: Footprint, experiences: Sequence[Experience], stored: Map
             reasons.append(Reason(decision=decision, because=_in(lived)))
         phases.append(phase)
     if alike and not reasons:
-        reasons.append(Reason(decision="times and bytes are what rates and shapes say", because=_in(alike)))
+        decision = "times and bytes are what rates and shapes say" if told else "no more bytes than shapes say"
+        reasons.append(Reason(decision=decision, because=_in(alike)))
     return Learned(footprint.model_copy(update={"phases": tuple(phases)}), tuple(reasons))
 
 

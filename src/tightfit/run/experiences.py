@@ -19,7 +19,7 @@ import torch
 from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, replacing
 from tightfit.plan.guesses import rated, rated_disk
-from tightfit.plan.learned import experience_of
+from tightfit.plan.learned import experience_of, learned, stored_in
 from tightfit.plan.planner import make_plan
 from tightfit.records import Accelerator, Experience, Footprint, Machine, Plan, Trace
 from tightfit.run.predictions import key_of
@@ -50,7 +50,7 @@ class Past:
 
     def read(self) -> tuple[Experience, ...]:
         """From the oldest to the newest."""
-        with contextlib.suppress(OSError, ValueError, RecursionError, TightfitError):
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError, TightfitError):
             kept = json.loads(self._file.read_text()) if self._file else []
             return tuple(Experience.from_mapping(fields) for fields in kept)
         return ()
@@ -76,6 +76,11 @@ class Basis(NamedTuple):
     def plan(self, limits: Limits) -> Plan:
         """The plan within `limits`, by all that was learned. Raises BudgetTooSmall."""
         return make_plan(self.footprint, self.machine, *limits, experiences=self.past.read())
+
+    def paces(self, plan: Plan) -> dict[str, float]:
+        """How many times as long as rates say phases take under `plan`, by name, where that is not once."""
+        known = learned(self.footprint, self.past.read(), stored_in(plan)).footprint
+        return {phase.name: phase.pace for phase in known.phases if phase.pace != 1}
 
     def learn(self, plan: Plan, trace: Trace, *, spread: bool) -> None:
         """Keeps what `trace` teaches of a call under `plan`; `spread`: see `experience_of`."""

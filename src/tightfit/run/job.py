@@ -26,12 +26,10 @@ from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.pupil import Pupil
 from tightfit.run.replanning import Replanner
 from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.wishes import Limits
+from tightfit.run.wishes import Limits, demo_request
 from tightfit.run.within import Made, plan_within
 
 __all__ = ["Job"]
-
-DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
 
 
 @dataclass
@@ -83,9 +81,8 @@ class Job:
 
     def load(self) -> None:
         """Loads the model and fits it to the plan."""
-        if self.model is None:  # diffusers' usual 50 steps at guidance 7.5 do not suit it
-            given = {name: value for name, value in self.request if value is not None}
-            self.request = Request(**{**DEMO_DEFAULTS, **given})
+        if self.model is None:
+            self.request = demo_request(self.request)
         elapsed = stopwatch()
         default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
         choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
