@@ -22,7 +22,7 @@ import hashlib
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tightfit.plan.forecast import Told, most_weights, needed_bytes, play
 from tightfit.plan.parts import up
@@ -41,6 +41,8 @@ from tightfit.records import (
 from tightfit.units import format_bytes
 
 __all__ = ["SEVERAL", "Learned", "experience_of", "learned", "most_beside", "stored_in"]
+
+Seen = TypeVar("Seen", PhaseTrace, PhaseExperience)
 
 SEVERAL = 4  # passes, among which what is done once does not weigh much
 NOTABLE = 0.02  # a pace that differs by less is the one that rates say
@@ -73,18 +75,14 @@ def experience_of(
     `footprint` is as it was measured, and `device` has rates. `spread` says that only phases with several passes tell
     their times: the device runs behind the host.
     """
-    told = play(footprint, plan, device, disk_rate)
-    found = dict(_alike(footprint, trace.phases))
-    first = trace.call == 1
-    lived = []
-    for number, seen in found.items():
+    told, first, lived = play(footprint, plan, device, disk_rate), trace.call == 1, []
+    for number, seen in _matched(footprint, trace.phases):
         phase = footprint.phases[number]
-        runs = sum(done.runs for done in phase.passes)
+        several = len(phase.order) >= SEVERAL
         pace = None
-        if seen.runs == runs and (runs >= SEVERAL or not (first or spread)):
+        if seen.runs == len(phase.order) and (several or not (first or spread)):
             pace = _pace(_player(footprint, number, plan, device, disk_rate), seen.seconds)
-            alone = (first or _stays(phase, plan)) and (runs >= SEVERAL or device.is_cpu)
-            if pace is not None and pace < 1 and not alone:
+            if pace is not None and pace < 1 and not ((several or device.is_cpu) and (first or _stays(phase, plan))):
                 pace = None
         ahead = told[number + 1 : number + 2] if not first else ()
         more = _more(told[number], seen.peak_bytes, device, ahead) if trace.beside <= most_beside(device) else 0
@@ -114,13 +112,12 @@ def _digest(plan: Plan) -> str:
     return hashlib.sha256(decided.to_json().encode()).hexdigest()[:16]
 
 
-def _alike(footprint: Footprint, seen: Iterable[PhaseTrace]) -> Iterator[tuple[int, PhaseTrace]]:
-    """The phases that were seen of those that were foreseen, by number: the nth of a name is the nth of that name."""
+def _matched(footprint: Footprint, seen: Sequence[Seen]) -> Iterator[tuple[int, Seen]]:
+    """What was seen of the phases that `footprint` tells of, by number: the nth of a name is the nth of that name."""
     numbers = {key: number for number, key in enumerate(_counted(phase.name for phase in footprint.phases))}
-    seen = list(seen)
-    for key, phase in zip(_counted(phase.name for phase in seen), seen, strict=True):
+    for key, one in zip(_counted(one.name for one in seen), seen, strict=True):
         if key in numbers:
-            yield numbers[key], phase
+            yield numbers[key], one
 
 
 def _counted(names: Iterable[str]) -> Iterator[tuple[str, int]]:
@@ -163,7 +160,8 @@ def _player(
 def _pace(played: Callable[[float], float], seconds: float) -> float | None:
     """The pace at which a phase takes `seconds`; None where it does not tell.
 
-    What waits for copies takes less than twice as long at half the speed: that bounds it on one side.
+    Copies take their time at any pace, so a phase that is n times as long computes at least n times as long, and one
+    that is shorter is so for at least as much faster arithmetic: that is one bound.
     """
     plain = played(1.0)
     if not plain or not 1 / MOST < seconds / plain < MOST:
@@ -200,7 +198,7 @@ def learned(footprint: Footprint, experiences: Sequence[Experience], stored: Map
     alike = [each for each in experiences if each.stored == storages]
     phases, reasons, told = [], list[Reason](), True
     for number, phase in enumerate(footprint.phases):
-        lived = [(each.first, one) for each in alike for at, one in _lived(footprint, each) if at == number]
+        lived = [(each.first, one) for each in alike for at, one in _matched(footprint, each.phases) if at == number]
         paces = [one.pace for first, one in lived if one.pace and not first]
         paces = paces or [one.pace for _, one in lived if one.pace]
         told = told and bool(paces)
@@ -210,23 +208,16 @@ def learned(footprint: Footprint, experiences: Sequence[Experience], stored: Map
             reasons.append(
                 Reason(decision=f"times of {phase.name} are {pace:.3g} × what rates say", because=_in(paces))
             )
-        more = max((one.more for _, one in lived), default=0)
+        more = [one.more for _, one in lived if one.more]
         if more:
-            phase = _roomier(phase, more)  # noqa: PLW2901
-            decision = f"{phase.name} takes {format_bytes(more)} more than shapes say"
-            reasons.append(Reason(decision=decision, because=_in(lived)))
+            phase = _roomier(phase, max(more))  # noqa: PLW2901
+            decision = f"{phase.name} takes {format_bytes(max(more))} more than shapes say"
+            reasons.append(Reason(decision=decision, because=_in(more)))
         phases.append(phase)
     if alike and not reasons:
         decision = "times and bytes are what rates and shapes say" if told else "no more bytes than shapes say"
         reasons.append(Reason(decision=decision, because=_in(alike)))
     return Learned(footprint.model_copy(update={"phases": tuple(phases)}), tuple(reasons))
-
-
-def _lived(footprint: Footprint, experience: Experience) -> Iterator[tuple[int, PhaseExperience]]:
-    numbers = {key: number for number, key in enumerate(_counted(phase.name for phase in footprint.phases))}
-    for key, one in zip(_counted(one.name for one in experience.phases), experience.phases, strict=True):
-        if key in numbers:
-            yield numbers[key], one
 
 
 def _in(runs: Sequence[object]) -> str:

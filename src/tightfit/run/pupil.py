@@ -21,9 +21,9 @@ class Pupil:
     """Learns from calls on `device` that are like those for which plans were made.
 
     A call teaches something if it came to its end under one plan, asked for what that was made for, and if all went as
-    planned: a report without notes (but that nobody counted activations, whose peaks are too low to be believed then,
-    and whose times are right). Nothing is learned from a call that changed numbers by more than stored weights, nor
-    while torch's profiler watches it. After eight calls nothing new is learned in the same process.
+    planned: a report without notes (but that nobody counted activations, whose peaks are too low then
+    to teach anything). While torch's profiler watches, nothing is learned, nor after eight calls in one process: a
+    service has better things to do.
     """
 
     def __init__(self, device: Device) -> None:
