@@ -140,14 +140,19 @@ def test_a_call_that_took_longer_is_foreseen_the_next_time(
 
 
 @settings(deadline=None, max_examples=12)
-@given(footprints(), budgets, st.lists(st.integers(0, 3 * GIB), min_size=3, max_size=3))
-def test_what_ran_within_a_budget_is_never_refused_for_it(footprint: Footprint, size: int, more: list[int]) -> None:
-    """However much more than was said it took: the same plan is foreseen to take what it took."""
+@given(footprints(), budgets, st.lists(st.integers(0, 3 * GIB), min_size=3, max_size=3), st.integers(1, 2))
+def test_what_ran_within_a_budget_is_never_refused_for_it(
+    footprint: Footprint, size: int, more: list[int], call: int
+) -> None:
+    """However much more than was said it took: the same plan is foreseen to take what it took.
+
+    In later calls a phase may hold as much as the next one, whose weights have come: that teaches nothing.
+    """
     plan = planned(footprint, size)
     if plan is None:
         return
     most = size // (2 * MIB) * 2 * MIB  # an allocator takes whole segments
-    trace = call_of(footprint, plan, CARD)
+    trace = call_of(footprint, plan, CARD, call)
     phases = [
         seen.model_copy(update={"peak_bytes": max(min(seen.peak_bytes + grown, most), seen.peak_bytes)})
         for seen, grown in zip(trace.phases, more, strict=True)
@@ -155,7 +160,8 @@ def test_what_ran_within_a_budget_is_never_refused_for_it(footprint: Footprint, 
     taught = experience_of(footprint, plan, CARD, trace.model_copy(update={"phases": tuple(phases)}))
     told = forecast(learned(footprint, [taught], {}).footprint, plan, CARD)
     for foreseen, seen in zip(told, phases, strict=True):
-        assert seen.peak_bytes <= foreseen.peak_bytes <= size
+        assert foreseen.peak_bytes <= size
+        assert call == 2 or seen.peak_bytes <= foreseen.peak_bytes
     assert again(footprint, size, [taught]) is not None
 
 
