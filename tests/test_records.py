@@ -21,10 +21,12 @@ from tightfit.records import (
     Budget,
     Component,
     ComponentPlan,
+    Experience,
     Footprint,
     Machine,
     Pass,
     Phase,
+    PhaseExperience,
     PhaseForecast,
     PhaseTrace,
     Plan,
@@ -68,7 +70,7 @@ COMPONENT = Component(
 WORKLOAD = Workload(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
 TURN = Turn(leaf="transformer_blocks.0.ff.net.2", work=(WORKLOAD,))
 USE = Use(unit="transformer_blocks.0", waiting=32, peak=64, turns=(TURN,))
-PASS = Pass(component="unet", method="forward", runs=2, peak=65, uses=(USE,))
+PASS = Pass(component="unet", method="forward", runs=2, peak=65, uses=(USE,), pace=1.5)
 WAY = Way(strips=2**26, maps="host", room=4, host=5, kernels=6, bytes_in=7, bytes_out=8)
 STRETCH = Phase(
     name="denoise", peak=66, outside=65, room=67, passes=(PASS,), order=(0, 0), between=(WORKLOAD,),
@@ -98,13 +100,18 @@ PHASE = PhaseTrace(
     bytes_out=6, runs=20, on_demand=3, waited=0.5,
 )  # fmt: skip
 TRACE = Trace(
-    call=2, device="cuda:1", seconds=3.5, phases=(PHASE,), samples=(SAMPLE,), rss_peak_bytes=5, lossy=("fp8",),
-    notes=("it rained",),
+    call=2, device="cuda:1", seconds=3.5, phases=(PHASE,), samples=(SAMPLE,), beside=4, rss_peak_bytes=5,
+    lossy=("fp8",), notes=("it rained",),
 )  # fmt: skip
+LIVED = PhaseExperience(
+    name="denoise", runs=20, foreseen_seconds=2.0, seconds=2.5, foreseen_bytes=8, peak_bytes=9, activations=1,
+    peak_reserved=10, pace=1.25, more=3,
+)  # fmt: skip
+EXPERIENCE = Experience(plan="c0ffee", first=True, stored={"unet": "int8"}, phases=(LIVED,))
 PREDICTION = Prediction(model="sdxl", card="rtx3060", capacity=11, fits=True, plan=PLAN, trace=TRACE)
 EXAMPLES = [
     REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, WAY, STRETCH, VARIANT, FOOTPRINT,
-    REASON, VAE, STORED, TRACED, FORECAST, PLAN, SAMPLE, PHASE, TRACE, PREDICTION,
+    REASON, VAE, STORED, TRACED, FORECAST, PLAN, SAMPLE, PHASE, TRACE, LIVED, EXPERIENCE, PREDICTION,
 ]  # fmt: skip
 
 each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)

@@ -18,9 +18,10 @@ from make_readme import read, table
 from tightfit.catalog.cuda import CONTEXT
 from tightfit.catalog.known import card_names, model_names
 from tightfit.chart import Cell, Chart, ChartedCard, LevelTable
+from tightfit.plan.guesses import GUESSED_DISK
 from tightfit.plan.levels import LEVEL_TILE
 from tightfit.plan.parts import SEGMENT
-from tightfit.plan.planner import GUESSED_DISK, SPARE
+from tightfit.plan.planner import SPARE
 from tightfit.report.chart import NONE, as_markdown, card_words, largest_words, levels_as_markdown, numbers
 from tightfit.report.heatmap import draw_chart
 from tightfit.units import format_bytes

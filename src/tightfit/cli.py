@@ -181,7 +181,7 @@ def predict(
 @app.command(help=MACHINE_EXAMPLES)
 def machine(
     *,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew, whatever is kept.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew, and forget what runs taught.")] = False,
     as_json: AsJson = False,
 ) -> None:
     with errors_as_lines(as_json):

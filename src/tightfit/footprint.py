@@ -21,6 +21,7 @@ __all__ = [
     "Pass",
     "Phase",
     "Positive",
+    "Rate",
     "Real",
     "Request",
     "Role",
@@ -35,6 +36,7 @@ __all__ = [
 Count = Annotated[int, Strict(), Field(ge=0)]  # strict: True is no number
 Positive = Annotated[int, Strict(), Field(gt=0)]
 Real = Annotated[float, Strict(), Field(ge=0)]
+Rate = Annotated[float, Strict(), Field(gt=0)]
 Maps = Literal["device", "host", "again"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
 
@@ -132,6 +134,7 @@ class Pass(Record):
     runs: Positive = 1
     peak: Count  # bytes of activations
     uses: tuple[Use, ...]  # in their true order
+    pace: Rate = 1.0  # times as long as a machine's rates say that its work takes: learned from runs
 
 
 class Way(Record):
@@ -166,6 +169,11 @@ class Phase(Record):
         if counted != [each.runs for each in self.passes]:
             raise ValueError(f"order names passes {counted} times, their runs say {[p.runs for p in self.passes]}")
         return self
+
+    @property
+    def pace(self) -> float:
+        """Of its passes, which all have the same."""
+        return self.passes[0].pace if self.passes else 1.0
 
 
 class Variant(Record):
@@ -212,8 +220,10 @@ class Footprint(Record):
         phases = enumerate(self.phases)
         return tuple(place for place, phase in phases if any(done.component in names for done in phase.passes))
 
-    def varied(self, variant: Variant) -> Footprint:
-        """The same with denoisers at work as `variant` says."""
+    def varied(self, variant: Variant | None) -> Footprint:
+        """The same with denoisers at work as `variant` says; None: as they do here."""
+        if variant is None:
+            return self
         phases = list(self.phases)
         for place, phase in zip(self.denoising, variant.phases, strict=True):
             phases[place] = phase

@@ -33,6 +33,7 @@ from tightfit.footprint import (
     Pass,
     Phase,
     Positive,
+    Rate,
     Real,
     Request,
     Turn,
@@ -52,6 +53,7 @@ __all__ = [
     "Budget",
     "Component",
     "ComponentPlan",
+    "Experience",
     "Footprint",
     "Grain",
     "Home",
@@ -59,6 +61,7 @@ __all__ = [
     "Maps",
     "Pass",
     "Phase",
+    "PhaseExperience",
     "PhaseForecast",
     "PhaseTrace",
     "Placement",
@@ -78,8 +81,6 @@ __all__ = [
     "Workload",
     "check_techniques",
 ]
-
-Rate = Annotated[float, Strict(), Field(gt=0)]  # per second
 
 
 class Budget(Record):
@@ -222,6 +223,7 @@ class Trace(Record):
     seconds: Real
     phases: tuple[PhaseTrace, ...]
     samples: tuple[Sample, ...] = ()
+    beside: Count = 0  # bytes of the device that others than its weights had when it began
     rss_peak_bytes: Count = 0
     lossy: tuple[str, ...] = ()  # techniques that really changed numbers in this call
     notes: tuple[str, ...] = ()  # what happened that nobody planned
@@ -240,6 +242,7 @@ class Trace(Record):
                 "seconds": self.seconds + late,
                 "phases": (*before.phases, *phases),
                 "samples": (*before.samples, *samples),
+                "beside": before.beside,
                 "rss_peak_bytes": max(before.rss_peak_bytes, self.rss_peak_bytes),
                 "lossy": tuple(dict.fromkeys((*before.lossy, *self.lossy))),
                 "notes": tuple(dict.fromkeys((*before.notes, *self.notes))),
@@ -248,6 +251,30 @@ class Trace(Record):
 
     def __str__(self) -> str:
         return f"call {self.call} on {self.device}: {self.seconds:.3g} s, peak {format_bytes(self.peak_bytes)}"
+
+
+class PhaseExperience(Record):
+    """What one call showed of a phase, beside what plain rates and shapes had foreseen for it under the same plan."""
+
+    name: str
+    runs: Positive  # how many forward passes
+    foreseen_seconds: Real
+    seconds: Real
+    foreseen_bytes: Count  # with the margin
+    peak_bytes: Count  # of tensors on the device
+    activations: Count  # of these, what was there beyond weights
+    peak_reserved: Count = 0  # what the device's allocator held; it keeps some that nobody needs
+    pace: Rate | None = None  # how many times as long its arithmetic takes as rates say; None: that cannot be told
+    more: Count = 0  # bytes more that its activations want
+
+
+class Experience(Record):
+    """What one call under a budget's plan was like: one that ended well, and in which nothing happened unplanned."""
+
+    plan: str  # a digest of what it decided
+    first: bool = False  # of its pipeline in its process: some of its time was for what is done once
+    stored: dict[str, Storage] = Field(default_factory=dict)  # components whose weights were not as loaded
+    phases: tuple[PhaseExperience, ...]
 
 
 class Prediction(Record):

@@ -24,6 +24,7 @@ from tightfit import cli, fit
 from tightfit.devices import choice, seam
 from tightfit.devices.choice import choose_device, find_machine
 from tightfit.devices.seam import CpuDevice, LoopbackDevice, pinnable_bytes, ram_bytes, ram_free, ram_limit
+from tightfit.files import cache_folder
 from tightfit.measure import rates
 from tightfit.measure.kept import known_accelerator
 from tightfit.measure.rates import Work, device_rates, disk_rate, measure_rates, rate_of
@@ -253,8 +254,13 @@ def test_rates_are_measured_once(count: list[Machine]) -> None:
 
 
 def test_rates_are_measured_again_where_that_is_wanted(count: list[Machine]) -> None:
+    taught = cache_folder() / "experiences" / "of-some-runs.json"
+    taught.parent.mkdir(parents=True)
+    taught.write_text("[]")
     measured_machine()
+    assert taught.exists()
     again = measured_machine(again=True)
+    assert not taught.exists()  # what runs taught stands on the rates
     assert len(count) == 2
     assert again.accelerators[0].memory_rate == 1e9 + 1
     assert kept_rates(measured_machine()) == kept_rates(again)

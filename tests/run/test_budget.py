@@ -21,8 +21,8 @@ from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, Trace
 from tightfit.run.footprints import measure_footprint
-from tightfit.run.replanning import request_of
 from tightfit.run.request import Prompt, call_arguments
+from tightfit.run.shape import request_of
 from tiny_pipelines import CASES, TinyCase, run
 
 MIB = 2**20

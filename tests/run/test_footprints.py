@@ -247,6 +247,19 @@ def test_what_may_change_unseen_has_no_mark() -> None:
     assert mark_of(half) not in ("", mark_of(make()))
 
 
+@pytest.mark.parametrize("name", ["StableDiffusionXL", "StableDiffusion3", "Wan", "LTX"])
+def test_what_calls_leave_behind_is_no_other_pipeline(name: str) -> None:
+    """Schedulers' steps, transformers' own hooks, what the last call asked for."""
+    case = named(name)
+    pipe = case.make()
+    before = mark_of(pipe)
+    run(pipe, case)
+    assert mark_of(pipe) == before != ""
+    scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, num_train_timesteps=77)
+    pipe.scheduler = scheduler
+    assert mark_of(pipe) not in ("", before)
+
+
 def refusals() -> Iterator[tuple[Any, Mapping[str, Any], type[Exception], str]]:
     yield "flux.1-dve", {}, InputError, "did you mean 'flux.1-dev'?"
     yield Path("/no/such/folder"), {}, InputError, "/no/such/folder"

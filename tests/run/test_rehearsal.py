@@ -76,7 +76,7 @@ def test_left_out_the_model_is_the_demo_model() -> None:
     assert result.stdout.startswith("the demo model on rtx3060: fits, ")
     told = json.loads(result.stdout.splitlines()[-1])
     assert told["lossless"] is True  # level 3 allows tiles, but not for pictures as small as these
-    assert [phase["runs"] for phase in told["phases"]] == [2, 50, 1]
+    assert [phase["runs"] for phase in told["phases"]] == [2, 20, 1]  # as tightfit run asks it
 
 
 def test_the_command_says_by_phase_what_would_happen_and_remembers_it(monkeypatch: pytest.MonkeyPatch) -> None:

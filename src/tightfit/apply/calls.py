@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,9 +16,12 @@ from tightfit.errors import BudgetTooSmall
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.differences import differences
 from tightfit.records import Plan, Trace
+from tightfit.report.summary import Report
 from tightfit.units import format_bytes
 
-__all__ = ["Calls", "Follower", "Replans"]
+__all__ = ["Calls", "Follower", "Learner", "Replans"]
+
+logger = logging.getLogger("tightfit")
 
 
 class Replans(Protocol):
@@ -28,6 +32,13 @@ class Replans(Protocol):
 
     def for_less(self, pipe: Any, now: Plan, size: int) -> Plan:
         """The plan for the same call within `size` bytes of the device. Raises BudgetTooSmall."""
+
+
+class Learner(Protocol):
+    """Who learns from calls."""
+
+    def ended(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan, trace: Trace) -> None:
+        """A call with these arguments came to its end, all of it under `plan`."""
 
 
 class Follower(Protocol):
@@ -43,12 +54,15 @@ class Follower(Protocol):
 
     def follow(self, pipe: Any, plan: Plan) -> None: ...
 
+    def report(self) -> Report: ...
+
 
 class Calls:
     """One after another, on `device`; `replans` makes other plans where they are needed (None: nobody does)."""
 
     def __init__(self, device: Device, replans: Replans | None) -> None:
         self._device, self._replans = device, replans
+        self.learner: Learner | None = None
         self._remarks: list[str] = []  # for the report
         self._before: list[Trace] = []  # of the call that is being made, until memory ran out
         self.finished = Finished(device) if replans is not None and device.separate else None  # a CPU has no such error
@@ -57,14 +71,33 @@ class Calls:
         self, follower: Follower, pipe: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """`call(pipe, *args, **kwargs)`, under another plan if it asks for something else, or memory runs out."""
-        if self._replans is None or follower.recorder.running:
+        if follower.recorder.running:  # it is part of another
             return self._once(follower, pipe, call, args, kwargs)
-        self._suit(follower, self._replans, pipe, args, kwargs)
-        if self.finished is None:
-            return self._once(follower, pipe, call, args, kwargs)
-        self.finished.forget()
+        if self._replans is not None:
+            self._suit(follower, self._replans, pipe, args, kwargs)
+        suited = follower.plan
+        if self._replans is None or self.finished is None:
+            found = self._once(follower, pipe, call, args, kwargs)
+        else:
+            found = self._to_the_end(follower, self._replans, self.finished, pipe, call, args, kwargs)
+        if follower.plan is suited:
+            self._tell(follower, pipe, args, kwargs)
+        return found
+
+    def _to_the_end(
+        self,
+        follower: Follower,
+        replans: Replans,
+        finished: Finished,
+        pipe: Any,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """The call, made again under another plan where memory runs out."""
+        finished.forget()
         draws, handled = Draws(kwargs, self._device), sys.exception()  # by who calls
-        self.finished.active = True
+        finished.active = True
         try:
             while True:
                 try:
@@ -72,13 +105,21 @@ class Calls:
                 except torch.OutOfMemoryError as error:
                     failure = let_go(error, handled)
                 self._before.append(follower.recorder.trace())
-                self._make_do(follower, self._replans, pipe, failure)
+                self._make_do(follower, replans, pipe, failure)
                 draws.rewind()
-                self.finished.begin_again()
+                finished.begin_again()
         finally:
-            self.finished.active = False
-            self.finished.forget()
+            finished.active = False
+            finished.forget()
             self._before.clear()
+
+    def _tell(self, follower: Follower, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The learner is told of the call that is over: whatever comes of that, the call has come to its end."""
+        if self.learner is not None:
+            try:
+                self.learner.ended(pipe, args, kwargs, follower.plan, follower.report().trace)
+            except Exception:
+                logger.warning("nothing was learned from this call", exc_info=True)
 
     def whole(self, trace: Trace) -> Trace:
         """`trace` of the call that is being made, and what came before memory ran out."""

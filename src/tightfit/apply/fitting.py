@@ -22,7 +22,7 @@ from tightfit.apply.activations.feed_forward import chunk_feed_forwards
 from tightfit.apply.activations.guidance import joined
 from tightfit.apply.activations.layout import channels_last
 from tightfit.apply.activations.waiting import move_waiting
-from tightfit.apply.calls import Calls, Replans
+from tightfit.apply.calls import Calls, Learner, Replans
 from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import watch
 from tightfit.apply.methods import computing, exported, refused
@@ -277,6 +277,10 @@ class Fitted:
     def live(self) -> LiveNumbers:
         """What the pipeline is doing right now; may be asked from another thread."""
         return self._recorder.live()
+
+    def tell(self, learner: Learner) -> None:
+        """From now on `learner` is told of each call that came to its end under one plan."""
+        self._calls.learner = learner
 
     def report(self) -> Report:
         """What was measured of the last call; RunError before the first."""

@@ -23,6 +23,7 @@ class CudaDevice(Device):
     kind = "cuda"
     separate = True
     plain_copies_block = True
+    runs_ahead = True
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)

@@ -29,6 +29,7 @@ class Device(ABC):
     torch_device: torch.device
     separate: bool  # False: host memory is its memory, and moving weights "off the device" means nothing
     plain_copies_block = False  # whether the host waits for copies from memory that is not page-locked
+    runs_ahead = False  # whether the clock may be read while the device is still busy with what it was given
     takes_threads = True  # whether any thread may send copies
     swaps_parameters = False  # True: `parameter.data` of a host parameter cannot become a tensor of this device
 

@@ -14,11 +14,12 @@ from tightfit.measure.meter import TensorMeter
 from tightfit.records import PhaseTrace, Sample, Trace
 from tightfit.units import format_bytes
 
-__all__ = ["LiveNumbers", "Moment", "Recorder"]
+__all__ = ["UNCOUNTED", "LiveNumbers", "Moment", "Recorder"]
 
 MAX_SAMPLES = 4096
 FINEST = 0.0005  # seconds between samples, until there are too many
 RSS_EVERY = 0.02  # seconds
+UNCOUNTED = "activations were not counted (count_activations=False): peaks are of weights alone"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Recorder:
     weights: int = 0
     _always: int = 0  # of the weights, those that nobody holds for a while only
     _held: dict[int, int] = field(default_factory=dict)  # bytes by who holds them
+    _beside: int = 0  # bytes of the device that others had when the call began
     _calls: int = 0
     _running: bool = False
     _activations: int = 0
@@ -108,11 +110,13 @@ class Recorder:
         self._lossy.clear()
         self._notes.clear()
         self._ran_out.clear()
-        if self.device.allocated_bytes() is None:
+        allocated = self.device.allocated_bytes()
+        self._beside = max((allocated or 0) - self.weights, 0)
+        if allocated is None:
             if self.count_activations:
                 self._meter = TensorMeter(self._activations_changed)
             else:
-                self.note("activations were not counted (count_activations=False): peaks are of weights alone")
+                self.note(UNCOUNTED)
         self.device.reset_peak()
         self._running = True
 
@@ -281,6 +285,7 @@ class Recorder:
             seconds=seconds,
             phases=phases,
             samples=tuple(Sample(**moment._asdict()) for moment in moments),
+            beside=self._beside,
             rss_peak_bytes=max(self._rss[2], int(self._process.memory_info().rss)),
             lossy=tuple(self._lossy),
             notes=(*self._notes, *self._told()),

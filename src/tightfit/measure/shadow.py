@@ -13,6 +13,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline, SchedulerMixin
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -60,7 +61,9 @@ def mark_of(pipe: Any) -> str:
 _LIBRARIES = {"PIL", "builtins", "collections", "diffusers", "numpy", "tokenizers", "torch", "transformers"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 _NOTES = {"_name_or_path", "_use_default_values"}  # in configurations: whence it comes, and a list in any order
-_OWN = {"_forward_hooks", "_forward_pre_hooks", "forward"}  # of a module: empty, or not there, where nobody meddled
+# what calls leave behind: transformers' hooks, which do nothing unless asked to, diffusers' registry of none, a cache
+_LEFT = {"_forward_hooks", "_output_capturing_hooks_installed", "_diffusers_hook"}
+_LEFT |= {f"{half}_{name}" for half in ("", "_enc") for name in ("conv_num", "conv_idx", "feat_map")}
 
 
 def _facts(path: str, value: Any, seen: set[int]) -> Iterator[str | None]:
@@ -78,11 +81,20 @@ def _facts(path: str, value: Any, seen: set[int]) -> Iterator[str | None]:
     else:
         seen.add(id(value))
         yield f"{path}:{type(value).__module__}.{type(value).__qualname__}"
-        if isinstance(value, nn.Module) and any(vars(value).get(name) for name in _OWN):
+        if isinstance(value, nn.Module) and _meddled(value):
             yield None
         for name, item in _items(value):
-            if name not in _NOTES:
+            if name not in _NOTES | _LEFT:
                 yield from _facts(f"{path}.{name}", item, seen)
+
+
+def _meddled(module: nn.Module) -> bool:
+    """Whether anybody but transformers' own watching has set hooks, or another forward pass."""
+    own = vars(module)
+    hooks = [getattr(hook, "__module__", None) for hook in own["_forward_hooks"].values()]
+    registry = own.get("_diffusers_hook")
+    others = own["_forward_pre_hooks"] or "forward" in own or (registry is not None and registry.hooks)
+    return bool(others) or any(home != "transformers.utils.output_capturing" for home in hooks)
 
 
 def _home(value: Any) -> str:
@@ -94,7 +106,12 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from value.items()
     elif isinstance(value, list | tuple | set | frozenset):
         yield from enumerate(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
-    yield from vars(value).items() if hasattr(value, "__dict__") else ()
+    if isinstance(value, SchedulerMixin | DiffusionPipeline):  # what else is private of these is a call's
+        yield "config", value.config  # itself: another's address could be a later one's
+        parts = vars(value) if isinstance(value, DiffusionPipeline) else {}
+        yield from ((name, part) for name, part in parts.items() if not name.startswith("_"))
+    else:
+        yield from vars(value).items() if hasattr(value, "__dict__") else ()
 
 
 def _shadow(name: str, tensor: torch.Tensor) -> torch.Tensor:

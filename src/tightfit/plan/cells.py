@@ -8,8 +8,9 @@ from tightfit.catalog.cuda import workspace_bytes
 from tightfit.chart import Cell, ChartedCard, ChartedModel, Largest, LevelRow, Preset
 from tightfit.errors import BudgetTooSmall
 from tightfit.plan.brief import few_words, there_while_working
+from tightfit.plan.guesses import computer_with
 from tightfit.plan.levels import plan_for
-from tightfit.plan.planner import SPARE, computer_with, make_plan
+from tightfit.plan.planner import SPARE, make_plan
 from tightfit.records import Accelerator, Budget, Footprint, Plan
 from tightfit.units import format_bytes
 

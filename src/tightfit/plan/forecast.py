@@ -8,23 +8,43 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import NamedTuple
 
 from tightfit.catalog.cuda import workspace_bytes
 from tightfit.plan.pace import Pace, alone, stretch_of
 from tightfit.plan.parts import SEGMENT, Part, up
 from tightfit.records import Accelerator, Footprint, Phase, PhaseForecast, Plan, VaePlan, Way
 
-__all__ = ["ALTERNATIONS", "forecast", "more_seconds", "most_weights", "needed_bytes", "way_of"]
+__all__ = ["ALTERNATIONS", "Told", "forecast", "more_seconds", "most_weights", "needed_bytes", "play", "way_of"]
 
 ALTERNATIONS = 4  # changes of turn between two components in one call, after which they stay together
 PERCENT, MARGIN = 1, 32 * 2**20  # by which a peak may be higher than its parts say …
 MARGIN_CPU = 128 * 2**20  # … where libraries load code and keep buffers in the same memory
 
 
+class Told(NamedTuple):
+    """What a phase takes."""
+
+    name: str
+    seconds: float
+    weights: int  # bytes that are there of them
+    room: int  # bytes that an allocator wants for activations
+
+    def peak(self, device: Accelerator) -> int:
+        """What an allocator takes of `device` for both, with the margin."""
+        return needed_bytes(self.weights, self.room, device)
+
+
 def forecast(
     footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None
 ) -> tuple[PhaseForecast, ...]:
     """What the first call under `plan` will be like on `device`, phase by phase."""
+    told = play(footprint, plan, device, disk_rate)
+    return tuple(PhaseForecast(name=t.name, seconds=t.seconds, peak_bytes=t.peak(device)) for t in told)
+
+
+def play(footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None) -> tuple[Told, ...]:
+    """The same, before the margin is added."""
     call = _Call(footprint, plan, device, disk_rate)
     return tuple(call.phase(phase) for phase in footprint.phases)
 
@@ -76,7 +96,7 @@ class _Call:
         self._last: str | None = None
         self._now = 0.0
 
-    def phase(self, phase: Phase) -> PhaseForecast:
+    def phase(self, phase: Phase) -> Told:
         began, weights = self._now, 0
         for index, group in itertools.groupby(phase.order):
             done = phase.passes[index]
@@ -84,10 +104,9 @@ class _Call:
             weights = max(weights, sum(self._parts[name].comes for name in self._aboard))
             self._now = self._parts[done.component].work(done, len(list(group)), self._now)
         way = way_of(phase, self._vae)
-        self._now += alone([stretch_of(phase.between, self._device)]) + more_seconds(way, self._device)
+        self._now += phase.pace * alone([stretch_of(phase.between, self._device)]) + more_seconds(way, self._device)
         weights += sum(part.always for part in self._parts.values())
-        peak = needed_bytes(weights, way.room if way else phase.room, self._device)
-        return PhaseForecast(name=phase.name, seconds=self._now - began, peak_bytes=peak)
+        return Told(phase.name, self._now - began, weights, way.room if way else phase.room)
 
     def _comes(self, name: str) -> None:
         """Whoever does not share the device with `name` goes."""

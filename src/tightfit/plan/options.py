@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 from tightfit.plan.pace import Pace, Stretch, alone
 from tightfit.plan.parts import Part
 from tightfit.plan.streaming import ALIGNMENT, BLOCKS_FROM, least_and_most, parcel_sizes, spread_evenly
-from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Pass, Reason, Storage, Variant
+from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Pass, Plan, Reason, Storage, Variant
 from tightfit.units import format_bytes, format_seconds
 
-__all__ = ["Menu", "Option", "Task", "Where", "why_there"]
+__all__ = ["Menu", "Option", "Task", "Where", "variant_of", "why_there"]
 
 Where = Literal["resident", "host", "disk"]  # the home of what comes and goes
 Runs = Sequence[tuple[Pass, int]]  # passes of one phase, and how often each is done at a time
@@ -120,15 +120,13 @@ class Task:
         storage: Storage = "as-loaded",
         variant: Variant | None = None,
     ) -> Menu:
-        """What can be done with its weights being `where`, if it works as usual, or as `variant` says.
-
-        What works on parts block by block streams, and what does so as a whole does not.
-        """
+        """What can be done with its weights being `where`, if it works as usual, or as `variant` says."""
         plans = _plans(self.component, where, storage, self._by_leaf, SIZES if variant is None else FEWER)
-        asked = plans
         if variant is not None:
-            kept = (p for p in plans if not variant.in_parts or variant.by_blocks == (p.placement == "per-unit"))
-            asked = [plan.model_copy(update=variant.fields) for plan in kept]
+            changed = (plan.model_copy(update=variant.fields) for plan in plans)
+            asked = [plan for plan in changed if _suits(variant, plan)]
+        else:
+            asked = plans
         part = Part(self.component, plans[0], self.device, self._pace, disk_rate)
         least = _Least(part, self._work, self._pace)
 
@@ -194,6 +192,22 @@ class _Least:
         stretches = pace.stretches(done)
         needed = sum(self._sizes.get(leaf, 0) for leaf in {stretch.parcel for stretch in stretches})
         return runs, alone(stretches), needed
+
+
+def variant_of(footprint: Footprint, plan: Plan) -> Variant | None:
+    """How denoisers work by `plan`, of what `footprint` tells of; None: as usual."""
+    parts = [plan.components[name] for name in footprint.denoisers if name in plan.components]
+    return next((variant for variant in footprint.variants if all(_suits(variant, part) for part in parts)), None)
+
+
+def _suits(variant: Variant, part: ComponentPlan) -> bool:
+    """Whether a denoiser under `part` of a plan works as `variant` says.
+
+    What streams works on parts block by block, and what does not as a whole.
+    """
+    if variant.in_parts and variant.by_blocks != (part.placement == "per-unit"):
+        return False
+    return all(getattr(part, name) == value for name, value in variant.fields.items())
 
 
 def why_there(task: Task, option: Option, left: int, phase: str) -> Reason:

@@ -60,7 +60,8 @@ class Pace:
         parcels, joined = self._parcels[grain], list[Stretch]()
         for use in done.uses:
             for turn in use.turns:
-                found = stretch_of(turn.work, self._device, _parcel(parcels, use, turn.leaf))
+                plain = stretch_of(turn.work, self._device, _parcel(parcels, use, turn.leaf))
+                found = Stretch(plain.parcel, plain.seconds * done.pace, plain.launching * done.pace)
                 if joined and joined[-1].parcel == found.parcel:
                     before = joined.pop()
                     found = Stretch(found.parcel, before.seconds + found.seconds, before.launching + found.launching)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tightfit.catalog.cuda import CONTEXT
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.branch import Found
 from tightfit.plan.forecast import forecast
+from tightfit.plan.guesses import rated, rated_disk
+from tightfit.plan.learned import learned
 from tightfit.plan.levels import plan_for
 from tightfit.plan.search import Search
 from tightfit.records import (
     Accelerator,
     Budget,
     ComponentPlan,
+    Experience,
     Footprint,
     Home,
     Machine,
@@ -25,21 +27,9 @@ from tightfit.records import (
 )
 from tightfit.units import format_bytes
 
-__all__ = ["GUESSED_DISK", "SPARE", "computer_with", "make_plan"]
+__all__ = ["SPARE", "make_plan"]
 
-# of an ordinary card of 2020, where nothing was measured
-GUESSED: Mapping[str, object] = {
-    "arithmetic_rates": {"float32": 5e12, "float16": 2e13, "bfloat16": 2e13},
-    "memory_rate": 3e11,
-    "link_rate": 1e10,
-    "launch_overhead": 1e-5,
-}
-GUESSED_CPU: Mapping[str, object] = {
-    "arithmetic_rates": {"float32": 1e11},
-    "memory_rate": 2e10,
-    "launch_overhead": 5e-6,
-}
-GUESSED_DISK = 1e9
+Stored = Mapping[str, Storage]
 SPARE = 0.05  # of what is free: left alone where nobody names a budget
 
 
@@ -65,11 +55,13 @@ def make_plan(
     allow: Sequence[str] = (),
     *,
     device: str | None = None,
+    experiences: Sequence[Experience] = (),
 ) -> Plan:
     """The best plan for the call that `footprint` tells of, within `budget` on `machine`'s `device` (None: its first).
 
     Without a budget: within 95 % of what was free. On a CPU bytes of the device and of RAM are the same, and what
     this process holds already counts. Lossless where that fits at all; else by the lossy techniques that `allow` names.
+    What calls like this one were like on this machine, its `experiences`, corrects what shapes and rates say.
     Raises PlanError for a footprint without a request, unknown devices and techniques, and BudgetTooSmall where nothing
     fits.
     """
@@ -77,23 +69,22 @@ def make_plan(
     if not footprint.phases:
         raise PlanError(f"this footprint of {footprint.pipeline} tells of no call: measure it with a request")
     known = _accelerator(machine, device)
-    accelerator, disk_rate = _rated(known), machine.disk_rate
-    if accelerator.is_cpu:
-        disk_rate = disk_rate or GUESSED_DISK
+    accelerator, disk_rate = rated(known), rated_disk(machine, known)
     room = _room(accelerator, machine, budget)
+
+    def searched(storages: Stored) -> Search:
+        return Search(learned(footprint, experiences, storages).footprint, accelerator, disk_rate, storages)
+
     for storages in _storages(footprint, allowed):
-        search = Search(footprint, accelerator, disk_rate, storages)
+        search = searched(storages)
         found = search.best(room.size, room.ram)
         if found is not None:
             placed = [*found.branch.reasons(found, room.size), *_remarks(known, accelerator, room, budget)]
+            placed += learned(footprint, experiences, storages).reasons
             return _plan(search, machine, budget, room.size, found, placed)
-    raise _too_small(Search(footprint, accelerator, disk_rate, {}), machine, room, allowed)
-
-
-def computer_with(card: Accelerator) -> Machine:
-    """Whatever computer has `card`, of which CUDA keeps its own bytes: RAM without end, an ordinary disk."""
-    left = card.model_copy(update={"bytes": max(card.bytes - CONTEXT, 1)})
-    return Machine(accelerators=(left,), ram=2**50, pinnable=2**50, cores=1, disk_rate=GUESSED_DISK)
+    others = [name for name in ("fp8", "int8") if name not in allowed]
+    lossy = {name: [searched(stored) for stored in _storages(footprint, [name]) if stored] for name in others}
+    raise _too_small(searched({}), lossy, machine, room)
 
 
 def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Room:
@@ -120,8 +111,8 @@ def _remarks(known: Accelerator, rated: Accelerator, room: _Room, budget: Budget
         yield Reason(decision="times are guesses", because=because)
 
 
-def _too_small(search: Search, machine: Machine, room: _Room, allowed: Sequence[str]) -> BudgetTooSmall:
-    """What would fit: more of the device, or more RAM, or what is lossy and was not allowed."""
+def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: Machine, room: _Room) -> BudgetTooSmall:
+    """What would fit: more of the device, or more RAM, or what is `lossy` and was not allowed."""
     footprint, device, (size, ram, taken) = search.footprint, search.device, room
     needed, host = search.least(ram), None
     if needed is None:  # however large the device is
@@ -134,18 +125,13 @@ def _too_small(search: Search, machine: Machine, room: _Room, allowed: Sequence[
     said += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
     would = [f"{format_bytes(needed + taken)} would do, for {phase}" if needed and needed > size else ""]
     would += [f"{format_bytes(host)} of RAM would do" if host else ""]
-    lossy = [name for name in ("fp8", "int8") if name not in allowed and _fits(search, size, ram, name)]
-    would += [f"allow={' or '.join(lossy)} would do"] if lossy else []
+    smaller = [name for name, searches in lossy.items() if any(each.best(size, ram) for each in searches)]
+    would += [f"allow={' or '.join(smaller)} would do"] if smaller else []
     would += ["something smaller may do"]
     return BudgetTooSmall(
         f"{said}: {'; '.join(filter(None, would))}",
         needed_bytes=needed and needed + taken, needed_ram=host, phase=phase,
     )  # fmt: skip
-
-
-def _fits(search: Search, size: int, ram: int | None, name: str) -> bool:
-    about = search.footprint, search.device, search.disk_rate
-    return any(Search(*about, storages).fits(size, ram) for storages in list(_storages(search.footprint, [name]))[1:])
 
 
 def _accelerator(machine: Machine, device: str | None) -> Accelerator:
@@ -156,15 +142,7 @@ def _accelerator(machine: Machine, device: str | None) -> Accelerator:
     raise PlanError(f"no device {device} in this machine: there is {names}", device=device)
 
 
-def _rated(accelerator: Accelerator) -> Accelerator:
-    """`accelerator` with rates where it has none: those of an ordinary card, so that what is faster is still found."""
-    guessed = GUESSED_CPU if accelerator.is_cpu else GUESSED
-    known = {name: rate for name in guessed if (rate := getattr(accelerator, name))}
-    lacking = guessed.keys() - known.keys() - {"launch_overhead"}  # a host may launch in no time
-    return accelerator.model_copy(update={**guessed, **known}) if lacking else accelerator
-
-
-def _storages(footprint: Footprint, allowed: Sequence[str]) -> Iterator[Mapping[str, Storage]]:
+def _storages(footprint: Footprint, allowed: Sequence[str]) -> Iterator[Stored]:
     """In what components are stored: as they are; where that does not fit, more and more of them in eight bits."""
     yield {}
     storages: list[Storage] = ["float8_e4m3fn"] * ("fp8" in allowed) + ["int8"] * ("int8" in allowed)  # type: ignore[assignment]

@@ -40,6 +40,7 @@ class Card:
     base: int = field(default_factory=lambda: next(_bases))  # of its addresses, which are nobody else's
     timeline: Timeline = field(init=False)
     allocator: CachingAllocator = field(init=False)
+    pace: float = 1.0  # times as long as its rates say that it computes and launches: see `at_pace`
     bytes_in: int = 0  # what has crossed the link
     bytes_out: int = 0
     watchers: list[Callable[[Work], None]] = field(default_factory=list)  # told of each kernel while it runs
@@ -58,6 +59,10 @@ class Card:
             yield
         finally:
             self.stream = before
+
+    def at_pace(self, pace: float) -> None:
+        """From now on all that it computes and launches takes `pace` times as long as its rates say."""
+        self.pace, self.timeline.launch = pace, round(self.accelerator.launch_overhead * pace * 1e9)
 
     def new_stream(self) -> int:
         """A stream that nobody else has."""
@@ -87,7 +92,7 @@ class Card:
             watch(work)
         for block in held:
             self.allocator.free(block)
-        self.timeline.run(self.stream, "compute", duration(work, self.accelerator))
+        self.timeline.run(self.stream, "compute", round(duration(work, self.accelerator) * self.pace))
         if self.accelerator.is_cpu:  # it computes by itself what it would launch elsewhere
             self.record().wait()
 

@@ -17,7 +17,8 @@ _HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "reserved
 def describe(prediction: Prediction) -> str:
     """A headline, a table by phase, and what the plan decided."""
     trace, plan = prediction.trace, prediction.plan
-    asked = f", {plan.request.described}," if plan.request and plan.request != Request() else ""
+    words = (plan.request or Request()).described
+    asked = "" if words == Request().described else f", {words},"
     return "\n".join(
         [
             f"{prediction.model}{asked} on {prediction.card}: {_verdict(prediction)}; "

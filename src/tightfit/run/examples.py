@@ -51,7 +51,8 @@ Examples:
   tightfit machine --json
 
 Memory is what is free now. Rates are measured once, in less than 20 s, and
-kept; --again measures them anew.
+kept; --again measures them anew. What runs with a budget took corrects the next
+plan for the same; --again forgets that, too.
 """
 
 TRACE_EXAMPLES = """Export a model's denoiser to a file, for one size of request.

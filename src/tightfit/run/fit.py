@@ -83,4 +83,6 @@ def _fit_within(
     replanner = Replanner(pipe, limits, target)
     asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
     plan = replanner.plan(pipe, asked)
-    return apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner)
+    fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner)
+    fitted.tell(replanner.pupil)
+    return fitted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from tightfit.run.predictions import find_subject, remembered
 from tightfit.run.stage import Stage, roomy_card
 from tightfit.run.variants import measure_variants
 
-__all__ = ["measure_footprint", "measurer_of"]
+__all__ = ["Measurer", "measure_footprint"]
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 CARD = Accelerator(name="any card", kind="pretend", bytes=1)  # what is measured depends on no card's size and rates
@@ -67,9 +67,7 @@ def measure_footprint(
     asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
     if isinstance(subject, str | Path):
         model, mark = find_subject(str(subject))
-        if dtype is not None and dtype not in DTYPES:
-            raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
-        return _kept(mark, asked, inputs, model, dtype)
+        return _kept(mark, asked, inputs, model, _checked(dtype))
     if dtype is not None:
         raise InputError(f"a {type(subject).__name__} that is loaded has its own dtype: leave dtype={dtype} out")
     module, method = (subject.__self__, subject.__name__) if inspect.ismethod(subject) else (subject, "forward")
@@ -84,10 +82,34 @@ def measure_footprint(
     return _kept(mark_of(subject), asked, inputs, subject)
 
 
-def measurer_of(pipe: Any) -> Callable[[Request], Footprint]:
-    """What measures calls of a pipeline as it is now, whatever becomes of it. Raises as `measure_footprint` does."""
-    double, mark = shadow_of(pipe), mark_of(pipe)
-    return lambda asked: _kept(mark, asked, None, double)
+class Measurer:
+    """Measures calls of a pipeline as it is now, whatever becomes of it; or of a folder or a known model, by name.
+
+    Raises as `measure_footprint` does.
+    """
+
+    def __init__(self, subject: Any, dtype: str | None = None) -> None:
+        named = isinstance(subject, str | Path)
+        self._model: Any = None
+        self._model, self._mark = find_subject(str(subject)) if named else (shadow_of(subject), mark_of(subject))
+        self._dtype = _checked(dtype)
+
+    def measure(self, asked: Request) -> Footprint:
+        return _kept(self._mark, asked, None, self._model, self._dtype)
+
+    def question(self, asked: Request) -> dict[str, Any] | None:
+        """What the answer is kept under; None where it is not kept."""
+        return _question(self._mark, asked, self._dtype) if self._mark else None
+
+
+def _checked(dtype: str | None) -> str | None:
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
+    return dtype
+
+
+def _question(mark: str, asked: Request, dtype: str | None) -> dict[str, Any]:
+    return {"model": mark, "request": asked.to_mapping(), "dtype": dtype}
 
 
 def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: str | None = None) -> Footprint:
@@ -100,7 +122,7 @@ def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: s
 
     if inputs or not mark:
         return measure()
-    return remembered(Footprint, {"model": mark, "request": asked.to_mapping(), "dtype": dtype}, measure)
+    return remembered(Footprint, _question(mark, asked, dtype), measure)
 
 
 def _measure_call(model: Any, asked: Request, inputs: Mapping[str, Any], dtype: str | None) -> Footprint:
@@ -133,7 +155,7 @@ def _choices(footprint: Footprint, variant: Variant) -> dict[str, Any]:
     return {"level": 0, "components": dict.fromkeys(footprint.denoisers, fields)}
 
 
-class _Denoised(Exception):  # noqa: N818
+class _Denoised(Exception):
     """All denoisers have done their work."""
 
 

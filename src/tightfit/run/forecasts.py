@@ -8,10 +8,11 @@ from typing import Any
 
 from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
-from tightfit.plan.planner import computer_with, make_plan
+from tightfit.plan.guesses import computer_with
 from tightfit.records import Accelerator, Plan, Prediction, Request
+from tightfit.run.models import stored_dtype
 from tightfit.run.predictions import find_subject, remembered
-from tightfit.run.wishes import Limits
+from tightfit.run.wishes import Limits, demo_request
 
 __all__ = ["forecast"]
 
@@ -36,32 +37,45 @@ def forecast(
     accelerator = known_card(card) if card is not None else None  # before anything slow
     which, mark = find_subject(model)
     title = which if isinstance(which, str) else model
+    asked = demo_request(asked) if model is None else asked
     fields = {name: value for name, value in choices.items() if name != "device"} or {"level": 0}
     Plan.from_mapping(fields)
+    own = accelerator is None
     accelerator = accelerator or _own_device(say)
+    paces: dict[str, float] = {}
     if limits is None and not choices and not accelerator.is_cpu:
         limits = Limits(None)  # all that the card has
     if limits is not None:
         with say("planning"):
-            fields = _planned(which, accelerator, asked, limits)
+            fields, paces = _planned(which, accelerator, asked, limits, own=own)
 
     def rehearsal() -> Prediction:
         with say("rehearsing on a pretend card"):
             from tightfit.run.rehearsal import rehearse
 
-            return rehearse(which, accelerator, fields, asked, title=title or "the demo model", card=card)
+            name = title or "the demo model"
+            return rehearse(which, accelerator, fields, asked, title=name, card=card, paces=paces)
 
     on = card or accelerator.to_mapping() | {"free": None}
     question = {"model": mark, "title": title, "card": on, "choices": fields, "request": asked.to_mapping()}
+    question["paces"] = paces
     return remembered(Prediction, question, rehearsal)
 
 
-def _planned(which: str | ModelFolder, accelerator: Accelerator, asked: Request, limits: Limits) -> dict[str, Any]:
-    from tightfit.run.footprints import measure_footprint
+def _planned(
+    which: str | ModelFolder, accelerator: Accelerator, asked: Request, limits: Limits, *, own: bool
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The plan's fields, and the paces of phases that runs have shown, where it is for this computer's `own` device."""
+    from tightfit.run.experiences import Basis, Past
+    from tightfit.run.footprints import Measurer
 
-    footprint = measure_footprint(which if isinstance(which, str) else which.path, asked)
-    plan = make_plan(footprint, computer_with(accelerator), limits.budget, limits.allow)
-    return plan.model_dump(mode="json", exclude={"device", "request"})
+    folder = None if isinstance(which, str) else which
+    usual = None if folder is None else "float32" if accelerator.is_cpu else stored_dtype(folder.components)
+    measurer = Measurer(which if folder is None else folder.path, usual)  # as `tightfit run` does
+    past = Past(measurer.question(asked) if own else None, accelerator)
+    basis = Basis(measurer.measure(asked), computer_with(accelerator), past)
+    plan = basis.plan(limits)
+    return plan.model_dump(mode="json", exclude={"device", "request"}), basis.paces(plan)
 
 
 def _own_device(say: Say) -> Accelerator:

@@ -23,14 +23,13 @@ from tightfit.run.files import check_timeline, check_writable, output_paths, sav
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
 from tightfit.run.load import load
 from tightfit.run.models import DTYPES, find_model, stored_dtype
+from tightfit.run.pupil import Pupil
 from tightfit.run.replanning import Replanner
 from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.wishes import Limits
-from tightfit.run.within import plan_within
+from tightfit.run.wishes import Limits, demo_request
+from tightfit.run.within import Made, plan_within
 
 __all__ = ["Job"]
-
-DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
 
 
 @dataclass
@@ -82,21 +81,22 @@ class Job:
 
     def load(self) -> None:
         """Loads the model and fits it to the plan."""
-        if self.model is None:  # diffusers' usual 50 steps at guidance 7.5 do not suit it
-            given = {name: value for name, value in self.request if value is not None}
-            self.request = Request(**{**DEMO_DEFAULTS, **given})
+        if self.model is None:
+            self.request = demo_request(self.request)
         elapsed = stopwatch()
         default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
         choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
         if self.limits is None and not self.choices and self._target.kind == "cuda":
             self.limits = Limits(None)
-        made: Plan | None = None
+        made: Made | None = None
         if self.limits is not None:
             made = plan_within(self._folder.path, self.request, self._target, self.limits, self.dtype or default)
-            choices = made.model_dump(mode="json", exclude={"device", "request"})
+            choices = made.plan.model_dump(mode="json", exclude={"device", "request"})
         wishes: dict[str, Any] = {"plan": choices, "request": self.request, "device": self._target}
         if any(component.home == "disk" for component in Plan.from_mapping(choices).components.values()):
             self._pipe, fitted = load(self._folder.path, dtype=self.dtype or default, **wishes)
+            if made is not None:
+                fitted.tell(Pupil.of(self._target, (fitted.plan, made.basis)))
             call_arguments(self._pipe, self.prompt, self.request)
         else:
             self._pipe = load_pipeline(self._folder, getattr(torch, self.dtype or default))
@@ -105,7 +105,8 @@ class Job:
                 fitted = fit(self._pipe, **wishes)
             else:
                 replans = Replanner(self._pipe, self.limits, self._target, made)
-                fitted = apply_plan(self._pipe, made, self._target, replans=replans)
+                fitted = apply_plan(self._pipe, made.plan, self._target, replans=replans)
+                fitted.tell(replans.pupil)
         self.fitted: Fitted = fitted
         self._loading = elapsed()
 

@@ -20,9 +20,10 @@ from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.measure.modules import leaf_weights
 from tightfit.records import Budget, ComponentPlan, Plan, Request
 from tightfit.run.models import DTYPES, find_model, stored_dtype
+from tightfit.run.pupil import Pupil
 from tightfit.run.replanning import Replanner
 from tightfit.run.wishes import limits_for
-from tightfit.run.within import plan_within
+from tightfit.run.within import Made, plan_within
 
 __all__ = ["Loaded", "load"]
 
@@ -68,17 +69,20 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
     dtype = dtype or _usual(path, folder, target)
+    made: Made | None = None
     if limits is not None:
         if folder is None:
             raise PlanError(f"a budget is for a whole pipeline: give the network in {path} a level or a plan")
-        decided = plan_within(path, request, target, limits, dtype)
+        asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
+        made = plan_within(path, asked, target, limits, dtype)
     straight = build_straight(path, folder, getattr(torch, dtype))
-    if limits is None:
-        decided = decide(straight.pipe, choices, request, target)
+    decided = made.plan if made is not None else decide(straight.pipe, choices, request, target)
 
     stored = straight.fill(lambda name, network: _unread(network, decided.components[name], target))
-    replans = None if limits is None or stored else Replanner(straight.pipe, limits, target, decided)
+    replans = Replanner(straight.pipe, limits, target, made) if made and limits and not stored else None
     fitted = Fitted(straight.pipe, decided, target, count_activations=count_activations, stored=stored, replans=replans)
+    if made is not None:
+        fitted.tell(replans.pupil if replans is not None else Pupil.of(target, made))
     return Loaded(straight.pipe, fitted)
 
 

@@ -17,6 +17,7 @@ from tightfit.files import replacing
 from tightfit.measure.kept import kept_file, known_accelerator, machine_key, read_kept
 from tightfit.measure.rates import Told, measure_rates
 from tightfit.records import Accelerator, Machine
+from tightfit.run.experiences import forget
 
 __all__ = ["machine_now", "machine_of", "measured_machine", "with_less_taken"]
 
@@ -26,8 +27,11 @@ _RATES = ("arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "laun
 def measured_machine(*, again: bool = False, told: Told = lambda name, done, total: None) -> Machine:
     """This computer: what it has, what of it is free now, and its rates.
 
-    Rates are measured where none are kept, or `again`, which takes up to 20 s and is `told` step by step.
+    Rates are measured where none are kept, or `again`, which takes up to 20 s and is `told` step by step. What runs
+    have taught beside the rates is forgotten then.
     """
+    if again:
+        forget()
     machine, file = find_machine(), kept_file()
     key, kept = machine_key(machine), read_kept()
     rated = None if again else _rated(kept.get(key), machine)

@@ -21,7 +21,7 @@ from tightfit.files import cache_folder, code_mark, replacing
 from tightfit.record import Record
 from tightfit.run.models import find_model
 
-__all__ = ["find_subject", "remembered"]
+__all__ = ["find_subject", "key_of", "remembered"]
 
 Answer = TypeVar("Answer", bound=Record)
 
@@ -39,7 +39,7 @@ def find_subject(name: str | None) -> tuple[str | ModelFolder, str]:
 
 def remembered(kind: type[Answer], question: dict[str, Any], answer: Callable[[], Answer]) -> Answer:
     """The answer to `question` (plain values) from the cache; else `answer()`, which is then kept."""
-    file = cache_folder() / f"{kind.__name__.lower()}s" / f"{_key(question)}.json"
+    file = cache_folder() / f"{kind.__name__.lower()}s" / f"{key_of(question)}.json"
     with contextlib.suppress(OSError, UnicodeDecodeError, TightfitError):
         return kind.from_text(file.read_text())
     found = answer()
@@ -50,7 +50,8 @@ def remembered(kind: type[Answer], question: dict[str, Any], answer: Callable[[]
     return found
 
 
-def _key(question: dict[str, Any]) -> str:
+def key_of(question: dict[str, Any]) -> str:
+    """What tells `question` (plain values) and all that an answer depends on from others."""
     return hashlib.sha256(f"{json.dumps(question, sort_keys=True)}\0{code_mark()}".encode()).hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tightfit.catalog.cuda import CONTEXT
@@ -23,16 +24,21 @@ def rehearse(
     *,
     title: str | None = None,
     card: str | None = None,
+    paces: Mapping[str, float] | None = None,
 ) -> Prediction:
     """What `model`, a known one's name or a checked folder, would do on `accelerator`, under `choices` of Plan fields.
 
     What `asked` leaves open is a known model's usual request, or the pipeline's own defaults. The prediction calls
-    the model `title` and the accelerator `card`. InputError for unknown names, ModelError for a folder that makes no
+    the model `title` and the accelerator `card`. Phases by name are played at the `paces` that runs have shown.
+    InputError for unknown names, ModelError for a folder that makes no
     pipeline, RequestError and PlanError for what is illegal.
     """
     with roomy_card(accelerator) as pretend:
         stage = Stage(model, pretend, choices, asked)
-        pretend.watchers.append(lambda _: stage.fitted.recorder.look())
+        recorder = stage.fitted.recorder
+        pretend.watchers.append(lambda _: recorder.look())
+        if paces:
+            pretend.watchers.append(lambda _: pretend.at_pace(paces.get(recorder.live().phase, 1.0)))
         stage.play()
     shares = not accelerator.is_cpu  # a card is shared with its driver's own bytes
     plan = stage.fitted.plan

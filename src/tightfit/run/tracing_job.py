@@ -18,9 +18,9 @@ from tightfit.errors import InputError, unknown_name
 from tightfit.records import Accelerator, Request
 from tightfit.run.aside import aside
 from tightfit.run.files import check_writable
-from tightfit.run.job import DEMO_DEFAULTS
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.stage import Stage, roomy_card
+from tightfit.run.wishes import demo_request
 
 __all__ = ["trace_model"]
 
@@ -54,7 +54,7 @@ def trace_model(
     folder = find_model(model)
     request = asked or Request()
     if model is None:
-        request = Request(**DEMO_DEFAULTS | {field: value for field, value in request if value is not None})
+        request = demo_request(request)
     usual = "float32" if on_cpu else stored_dtype(folder.components)
     traced = aside(_trace, folder, getattr(torch, dtype or usual), request, name, inputs)
     traced.save(out)

@@ -11,7 +11,9 @@ import yaml
 from tightfit.errors import PlanError
 from tightfit.records import Budget, Plan, Request, check_techniques
 
-__all__ = ["Limits", "call_request", "limits_for", "limits_of", "plan_fields"]
+__all__ = ["Limits", "call_request", "demo_request", "limits_for", "limits_of", "plan_fields"]
+
+DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
 
 
 def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dict[str, Any]:
@@ -82,6 +84,11 @@ def call_request(choices: dict[str, Any], **asked: Any) -> Request:
     if options.get("batch") == 1:
         del options["batch"]  # as good as not said
     return Request.from_mapping(given | options if isinstance(given, dict) else given)
+
+
+def demo_request(request: Request) -> Request:
+    """`request` of the demo model, which diffusers' usual 50 steps at guidance 7.5 do not suit."""
+    return Request(**{**DEMO_DEFAULTS, **{name: value for name, value in request if value is not None}})
 
 
 # what a complete plan has settled because of a field that now changes

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tightfit.devices.seam import Device
-from tightfit.plan.planner import make_plan
 from tightfit.records import Plan, Request
-from tightfit.run.footprints import measure_footprint
+from tightfit.run.experiences import Basis, Past
+from tightfit.run.footprints import Measurer
 from tightfit.run.machines import machine_now
 from tightfit.run.wishes import Limits
 
-__all__ = ["plan_within"]
+__all__ = ["Made", "plan_within"]
 
 
-def plan_within(
-    subject: Any, request: Request | Mapping[str, Any] | None, target: Device, limits: Limits, dtype: str | None = None
-) -> Plan:
+class Made(NamedTuple):
+    """A plan, and what it was made from."""
+
+    plan: Plan
+    basis: Basis
+
+
+def plan_within(subject: Any, request: Request, target: Device, limits: Limits, dtype: str | None = None) -> Made:
     """The plan for `request` of `subject` (see `measure_footprint`) on `target`, within `limits`.
 
     On a CPU what this process holds by now is part of the budget: what measuring left behind goes first.
     """
-    footprint = measure_footprint(subject, request, dtype=dtype)
-    return make_plan(footprint, machine_now(target), *limits)
+    measurer = Measurer(subject, dtype)
+    footprint = measurer.measure(request)
+    machine = machine_now(target)
+    basis = Basis(footprint, machine, Past(measurer.question(request), *machine.accelerators))
+    return Made(basis.plan(limits), basis)

@@ -1,0 +1,43 @@
+"""An accelerator whose rates nobody measured → the same with those of an ordinary one, so that faster is told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tightfit.catalog.cuda import CONTEXT
+from tightfit.records import Accelerator, Machine
+
+__all__ = ["GUESSED_DISK", "computer_with", "rated", "rated_disk"]
+
+# of an ordinary card of 2020
+GUESSED: Mapping[str, object] = {
+    "arithmetic_rates": {"float32": 5e12, "float16": 2e13, "bfloat16": 2e13},
+    "memory_rate": 3e11,
+    "link_rate": 1e10,
+    "launch_overhead": 1e-5,
+}
+GUESSED_CPU: Mapping[str, object] = {
+    "arithmetic_rates": {"float32": 1e11},
+    "memory_rate": 2e10,
+    "launch_overhead": 5e-6,
+}
+GUESSED_DISK = 1e9
+
+
+def rated(accelerator: Accelerator) -> Accelerator:
+    """`accelerator` with guessed rates where it has none."""
+    guessed = GUESSED_CPU if accelerator.is_cpu else GUESSED
+    known = {name: rate for name in guessed if (rate := getattr(accelerator, name))}
+    lacking = guessed.keys() - known.keys() - {"launch_overhead"}  # a host may launch in no time
+    return accelerator.model_copy(update={**guessed, **known}) if lacking else accelerator
+
+
+def rated_disk(machine: Machine, accelerator: Accelerator) -> float | None:
+    """Bytes per second of the disk, guessed where nothing but the disk could do."""
+    return machine.disk_rate or (GUESSED_DISK if accelerator.is_cpu else None)
+
+
+def computer_with(card: Accelerator) -> Machine:
+    """Whatever computer has `card`, of which CUDA keeps its own bytes: RAM without end, an ordinary disk."""
+    left = card.model_copy(update={"bytes": max(card.bytes - CONTEXT, 1)})
+    return Machine(accelerators=(left,), ram=2**50, pinnable=2**50, cores=1, disk_rate=GUESSED_DISK)

@@ -1,0 +1,93 @@
+"""What calls under a budget's plan were like, kept on disk beside the footprint from which that plan was made.
+
+The key is everything that makes a measurement comparable: the footprint's own (the question, the code, the versions of
+the libraries), which device computed and what is known of its rates, and how many threads or which CUDA it had. What
+was measured under anything else is not found, and so never trusted. A file that cannot be read is no experience; one
+that cannot be written is no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tightfit.errors import TightfitError
+from tightfit.files import cache_folder, replacing
+from tightfit.plan.guesses import rated, rated_disk
+from tightfit.plan.learned import experience_of, learned, stored_in
+from tightfit.plan.planner import make_plan
+from tightfit.records import Accelerator, Experience, Footprint, Machine, Plan, Trace
+from tightfit.run.predictions import key_of
+from tightfit.run.wishes import Limits
+
+__all__ = ["MOST", "Basis", "Past", "forget"]
+
+MOST = 8  # calls that are kept
+_PASSING = {"name", "bytes", "free"}  # of an accelerator: what is no part of how fast it is
+
+
+def forget() -> None:
+    """Nothing that was learned from calls is known any more."""
+    with contextlib.suppress(OSError):
+        for file in _folder().glob("*.json"):
+            file.unlink()
+
+
+class Past:
+    """The last calls of what `question` asks for, on `device`. None of a question that nobody keeps answers to."""
+
+    def __init__(self, question: Mapping[str, Any] | None, device: Accelerator) -> None:
+        self._file: Path | None = None
+        if question is not None:
+            by = torch.get_num_threads() if device.is_cpu else torch.version.cuda
+            asked = {"call": dict(question), "on": device.model_dump(mode="json", exclude=_PASSING), "by": by}
+            self._file = _folder() / f"{key_of(asked)}.json"
+
+    def read(self) -> tuple[Experience, ...]:
+        """From the oldest to the newest."""
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError, TightfitError):
+            kept = json.loads(self._file.read_text()) if self._file else []
+            return tuple(Experience.from_mapping(fields) for fields in kept)
+        return ()
+
+    def add(self, experience: Experience) -> None:
+        """Keeps it; of those before, as many as there is room for."""
+        if self._file is None:
+            return
+        kept = [*self.read(), experience][-MOST:]
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self._file) as partial:
+                partial.write_text(json.dumps([each.to_mapping() for each in kept]))
+
+
+class Basis(NamedTuple):
+    """What plans are made from."""
+
+    footprint: Footprint  # as it was measured
+    machine: Machine  # with one accelerator
+    past: Past
+
+    def plan(self, limits: Limits) -> Plan:
+        """The plan within `limits`, by all that was learned. Raises BudgetTooSmall."""
+        return make_plan(self.footprint, self.machine, *limits, experiences=self.past.read())
+
+    def paces(self, plan: Plan) -> dict[str, float]:
+        """How many times as long as rates say phases take under `plan`, by name, where that is not once."""
+        known = learned(self.footprint, self.past.read(), stored_in(plan)).footprint
+        return {phase.name: phase.pace for phase in known.phases if phase.pace != 1}
+
+    def learn(self, plan: Plan, trace: Trace, *, spread: bool) -> None:
+        """Keeps what `trace` teaches of a call under `plan`; `spread`: see `experience_of`."""
+        (known,) = self.machine.accelerators
+        disk_rate = rated_disk(self.machine, known)
+        self.past.add(experience_of(self.footprint, plan, rated(known), trace, disk_rate, spread=spread))
+
+
+def _folder() -> Path:
+    return cache_folder() / "experiences"
