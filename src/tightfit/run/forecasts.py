@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.plan.guesses import computer_with
-from tightfit.records import Accelerator, Plan, Prediction, Request
+from tightfit.records import Accelerator, Machine, Plan, Prediction, Request
+from tightfit.run.counting import counted, reads_disk
 from tightfit.run.models import stored_dtype
 from tightfit.run.predictions import find_subject, remembered
 from tightfit.run.wishes import Limits, demo_request
+
+if TYPE_CHECKING:
+    from tightfit.run.footprints import Measurer
 
 __all__ = ["forecast"]
 
@@ -40,20 +44,24 @@ def forecast(
     asked = demo_request(asked) if model is None else asked
     fields = {name: value for name, value in choices.items() if name != "device"} or {"level": 0}
     Plan.from_mapping(fields)
-    own = accelerator is None
-    accelerator = accelerator or _own_device(say)
+    own = _own_machine(say) if accelerator is None else None
+    accelerator = accelerator or own.accelerators[0]  # type: ignore[union-attr]
     paces: dict[str, float] = {}
     if limits is None and not choices and not accelerator.is_cpu:
         limits = Limits(None)  # all that the card has
     if limits is not None:
         with say("planning"):
-            fields, paces = _planned(which, accelerator, asked, limits, own=own)
+            fields, paces = _planned(which, accelerator, asked, limits, own)
+    name = title or "the demo model"
+    if reads_disk(fields):
+        with say("counting"):
+            footprint = _measurer(which, accelerator).measure(asked)
+            return counted(footprint, accelerator, fields, title=name, card=card, machine=own)
 
     def rehearsal() -> Prediction:
         with say("rehearsing on a pretend card"):
             from tightfit.run.rehearsal import rehearse
 
-            name = title or "the demo model"
             return rehearse(which, accelerator, fields, asked, title=name, card=card, paces=paces)
 
     on = card or accelerator.to_mapping() | {"free": None}
@@ -63,23 +71,29 @@ def forecast(
 
 
 def _planned(
-    which: str | ModelFolder, accelerator: Accelerator, asked: Request, limits: Limits, *, own: bool
+    which: str | ModelFolder, accelerator: Accelerator, asked: Request, limits: Limits, own: Machine | None
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The plan's fields, and the paces of phases that runs have shown, where it is for this computer's `own` device."""
     from tightfit.run.experiences import Basis, Past
-    from tightfit.run.footprints import Measurer
 
-    folder = None if isinstance(which, str) else which
-    usual = None if folder is None else "float32" if accelerator.is_cpu else stored_dtype(folder.components)
-    measurer = Measurer(which if folder is None else folder.path, usual)  # as `tightfit run` does
-    past = Past(measurer.question(asked) if own else None, accelerator)
-    basis = Basis(measurer.measure(asked), computer_with(accelerator), past)
+    measurer = _measurer(which, accelerator)
+    past = Past(measurer.question(asked) if own is not None else None, accelerator)
+    machine = own if own is not None and accelerator.is_cpu else computer_with(accelerator)
+    basis = Basis(measurer.measure(asked), machine.model_copy(update={"accelerators": machine.accelerators[:1]}), past)
     plan = basis.plan(limits)
     return plan.model_dump(mode="json", exclude={"device", "request"}), basis.paces(plan)
 
 
-def _own_device(say: Say) -> Accelerator:
+def _measurer(which: str | ModelFolder, accelerator: Accelerator) -> Measurer:
+    """Who measures it in the dtype in which `tightfit run` computes there."""
+    from tightfit.run.footprints import Measurer
+
+    usual = None if isinstance(which, str) else stored_dtype(which.components)
+    return Measurer(which if isinstance(which, str) else which.path, "float32" if accelerator.is_cpu else usual)
+
+
+def _own_machine(say: Say) -> Machine:
     with say("looking at this computer"):
         from tightfit.run.machines import measured_machine
 
-        return measured_machine().accelerators[0]
+        return measured_machine()

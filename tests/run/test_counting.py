@@ -1,0 +1,56 @@
+"""`tightfit plan` where RAM is short: weights come from the disk, and what that means is counted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tightfit.cli import app
+from tightfit.run.counting import reads_disk
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "counted"))  # for all of this file
+
+
+def told(*words: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["plan", "sd-1.5", "--height", "256", "--width", "256", *words, "--json"])
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_less_ram_is_slower_on_a_card_and_keeps_within_both() -> None:
+    plenty = told("--card", "rtx3060", "--budget", "1GB")
+    short = told("--card", "rtx3060", "--budget", "1GB", "--ram", "800MB")
+    homes = {part["home"] for part in short["plan"]["components"].values() if part["placement"] != "resident"}
+    assert "disk" in homes
+    assert short["fits"]
+    assert short["predicted"]["peak_reserved_bytes"] <= 10**9
+    assert short["predicted"]["seconds"] > plenty["predicted"]["seconds"]
+
+
+def test_on_this_computers_processor() -> None:
+    """Budgets below the weights' bytes stream from the disk; what this process holds is taken already."""
+    short = told("--ram", "1.7GB")
+    assert short["fits"]
+    assert any(part["home"] == "disk" for part in short["plan"]["components"].values())
+    assert short["predicted"]["peak_reserved_bytes"] <= short["capacity_bytes"] < 1.7e9
+
+
+def test_fields_that_somebody_chose() -> None:
+    changes = ("components.unet.home=disk", "components.unet.placement=per-unit")
+    chosen = told("--card", "rtx3060", *(word for change in changes for word in ("--set", change)))
+    assert chosen["plan"]["components"]["unet"]["home"] == "disk"
+    assert chosen["phases"][1]["predicted_peak_weights"] < 10**9  # of 1.7 GB
+    assert chosen["phases"][1]["runs"] > 1
+
+
+def test_what_stays_is_not_read_again() -> None:
+    assert reads_disk({"components": {"unet": {"home": "disk", "placement": "per-phase"}}})
+    assert not reads_disk({"components": {"unet": {"home": "disk"}}})
+    assert not reads_disk({"level": 3})
