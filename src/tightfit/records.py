@@ -95,6 +95,11 @@ class Budget(Record):
             raise PlanError("a budget needs device bytes, RAM bytes or both, e.g. Budget(device='8GB')")
         return self
 
+    @property
+    def of_cpu(self) -> int:
+        """Bytes, where the two are the same memory."""
+        return min(size for size in (self.device, self.ram) if size is not None)
+
 
 class Accelerator(Record):
     """A device that computes. Rates are None until they are measured.

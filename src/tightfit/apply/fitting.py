@@ -155,8 +155,9 @@ class Fitted:
         with ExitStack() as undo:
             if plan.growing_segments:
                 undo.callback(device.grow_segments())
-            if plan.forecast and plan.budget is not None and plan.budget.device is not None:
-                undo.callback(device.cap(plan.budget.device))  # it was made to keep within that
+            most = plan.budget and (plan.budget.device if device.separate else plan.budget.of_cpu)
+            if plan.forecast and most:
+                undo.callback(device.cap(most))  # it was made to keep within that
             for name, module in find_components(pipe).items():
                 self._fit_component(name, module, plan.components.get(name, ComponentPlan()), device, undo)
             if not isinstance(pipe, nn.Module):

@@ -77,6 +77,7 @@ class Session:
         with self.call():
             outermost = name not in self._working
             if outermost:
+                self._residency.keep_within(name)
                 self._residency.make_room(name)  # what goes belongs to the phase before, what comes to this one
                 self._recorder.enter(find_phase(name, role, method))
                 self._residency.bring(name, method)

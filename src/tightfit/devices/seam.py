@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from tightfit.devices.lane import HostLane, Lane
-from tightfit.devices.memory import arena, own_maps
+from tightfit.devices.memory import arena, own_maps, trim_heap
 from tightfit.errors import InputError
 
 __all__ = ["CpuDevice", "Device", "LoopbackDevice", "pinnable_bytes", "ram_bytes", "ram_free", "ram_limit"]
@@ -126,9 +126,13 @@ class Device(ABC):
     def cap(self, size: int) -> Callable[[], None]:
         """From now on the allocator holds at most `size` bytes, or is out of memory; returns an undo.
 
-        Where there is no such allocator, nothing is changed.
+        A CPU has no such allocator: there `over` tells. Elsewhere nothing is changed.
         """
         return lambda: None
+
+    def over(self, held: int) -> int:
+        """By how many bytes a process that holds `held` in RAM is beyond what it may; 0 where nobody has said that."""
+        return 0
 
     def release_cache(self) -> None:  # noqa: B027
         """Gives memory that the allocator keeps for later back to the driver."""
@@ -152,9 +156,20 @@ class CpuDevice(Device):
     name = kind = "cpu"
     torch_device = torch.device("cpu")
     separate = False
+    _most: int | None = None  # bytes of RAM that the process may hold
 
     def grow_segments(self) -> Callable[[], None]:
         return own_maps()
+
+    def cap(self, size: int) -> Callable[[], None]:
+        self._most = size
+        return lambda: setattr(self, "_most", None)
+
+    def over(self, held: int) -> int:
+        return max(held - self._most, 0) if self._most is not None else 0
+
+    def release_cache(self) -> None:
+        trim_heap()
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -83,6 +83,7 @@ class Recorder:
     _latest: Moment | None = None  # newer than the last sample, and lower
     _resolution: float = 0.0
     _rss: tuple[float, int, int] = (0.0, 0, 0)  # when, last, peak
+    _rss_since: int = 0  # peak since somebody asked
     _lossy: dict[str, None] = field(default_factory=dict)
     _notes: dict[str, None] = field(default_factory=dict)
     _ran_out: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -223,7 +224,12 @@ class Recorder:
         self._add(Moment(now, self.weights, max(self._activations, 0)))
         if now - self._rss[0] > RSS_EVERY:
             rss = int(self._process.memory_info().rss)
-            self._rss = (now, rss, max(rss, self._rss[2]))
+            self._rss, self._rss_since = (now, rss, max(rss, self._rss[2])), max(rss, self._rss_since)
+
+    def highest_rss(self) -> int:
+        """The most bytes of RAM that the process was seen to hold since this was asked last."""
+        most, self._rss_since = max(self._rss_since, int(self._process.memory_info().rss)), 0
+        return most
 
     def _add(self, moment: Moment) -> None:
         """Of what happens within one resolution, the highest and the last are kept."""

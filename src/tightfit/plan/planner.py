@@ -93,8 +93,7 @@ def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Room
         free = device.bytes if device.free is None else device.free
         return _Room(int(free * (1 - SPARE)), None, taken)
     if device.is_cpu:
-        size = min(limit for limit in (budget.device, budget.ram, device.bytes) if limit is not None)
-        return _Room(max(size - taken, 0), None, taken)
+        return _Room(max(min(budget.of_cpu, device.bytes) - taken, 0), None, taken)
     free = device.bytes if device.free is None else device.free
     return _Room(min(budget.device or free, device.bytes), budget.ram)
 

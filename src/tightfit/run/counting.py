@@ -68,8 +68,7 @@ def _capacity(plan: Plan, accelerator: Accelerator, machine: Machine) -> int:
     """Bytes that there are for tensors."""
     budget = plan.budget
     if accelerator.is_cpu:
-        limits = (budget.device, budget.ram) if budget else ()
-        most: int = min(limit for limit in (*limits, accelerator.bytes) if limit is not None)
+        most = min(budget.of_cpu, accelerator.bytes) if budget else accelerator.bytes
         return max(most - (machine.ram_taken or 0), 1)
     asked = budget.device if budget and budget.device else accelerator.bytes
     return max(min(asked, accelerator.bytes - CONTEXT), 1)

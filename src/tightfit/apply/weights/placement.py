@@ -244,6 +244,21 @@ class Residency:
                 return True
         return False
 
+    def keep_within(self, name: str) -> None:
+        """`name` is about to work: where the process held more RAM than it may, some of what stays gives up its place.
+
+        A card's allocator says by itself when there is no more; a computer's memory does not.
+        """
+        beyond = self._device.over(self._recorder.highest_rss())
+        for shed in self._sheds(name) if beyond else ():
+            while beyond > 0 and (given_up := shed()):
+                self._recorder.ran_out("this process held more RAM than it may", given_up)
+                beyond -= given_up
+        if beyond:
+            self._device.release_cache()
+        if beyond > 0:
+            self._recorder.note("this process held more RAM than it may, and no weights were left that could go")
+
     def _sheds(self, name: str) -> list[Callable[[], int]]:
         first = [self._streamers[name]] if name in self._streamers else []
         return [streamer.shed for streamer in (*first, *self._streamers.values())]

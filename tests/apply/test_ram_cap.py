@@ -1,0 +1,61 @@
+"""On a CPU nobody refuses memory: a process that holds more than its budget gives up what stays, and goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tightfit import fit
+from tightfit.devices.seam import CpuDevice
+from tightfit.measure.modules import find_components, weight_bytes
+from tiny_pipelines import CASES, run
+
+
+def test_the_cap_is_a_number_until_it_is_undone() -> None:
+    device = CpuDevice()
+    assert device.over(150) == 0
+    undo = device.cap(100)
+    assert (device.over(150), device.over(100), device.over(50)) == (50, 0, 0)
+    undo()
+    assert device.over(150) == 0
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 10**12])
+def test_what_stays_goes_where_the_process_holds_more(beyond: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk where that is enough; all of them, and a word about it, where nothing is; the picture is the same."""
+    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 2**13)
+    case = next(case for case in CASES if case.name == "StableDiffusion")
+    pipe = case.make()
+    untouched = run(pipe, case)
+    most = weight_bytes(find_components(pipe)["unet"]) * 3 // 4
+    plan: dict[str, Any] = {"components": {"unet": {"placement": "per-unit", "home": "disk", "weights": most}}}
+    fitted = fit(pipe, plan=plan, device="cpu")
+    for _ in range(2):  # the first call does not know in which order layers come
+        assert torch.equal(run(pipe, case), untouched)
+    before = fitted.report().trace
+    asked = []
+
+    def over(self: CpuDevice, held: int) -> int:
+        assert held > 10**7  # of this very process
+        asked.append(held)
+        return beyond if len(asked) == 4 else 0
+
+    monkeypatch.setattr(CpuDevice, "over", over)
+    assert torch.equal(run(pipe, case), untouched)
+    after = fitted.report().trace
+    told = [note for note in after.notes if "more RAM than it may" in note]
+    assert len(told) == (0, 1, 2)[(beyond > 0) + (beyond > 1)]
+    assert len(asked) > 4
+    bytes_in = [sum(phase.bytes_in for phase in trace.phases) for trace in (before, after)]
+    assert (bytes_in[1] > bytes_in[0]) == (beyond > 0)
+
+
+def test_a_budget_is_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    caps: list[int] = []
+    monkeypatch.setattr(CpuDevice, "cap", lambda self, size: caps.append(size) or (lambda: None))
+    pipe = next(case for case in CASES if case.name == "StableDiffusion").make()
+    request = {"height": 16, "width": 16, "steps": 1}
+    fit(pipe, budget="30GB", ram="20GB", device="cpu", request=request).undo()
+    assert caps == [20 * 10**9]
