@@ -1,0 +1,105 @@
+"""Denoisers that work on parts: which ways a footprint offers, and that a plan which takes one comes true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from plan.test_planner import component, passes_of, phase
+from tightfit import Budget, Footprint, Machine, Request, make_plan, measure_footprint
+from tightfit.catalog.known import known_card
+from tightfit.errors import BudgetTooSmall, PlanError
+from tightfit.pretend.backend import use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
+from tightfit.records import Phase, Variant
+from tightfit.run.stage import Stage
+from tightfit.run.variants import measure_variants
+
+MIB = 2**20
+
+
+def footprint_of(batch: int, room: int = 1000 * MIB) -> Footprint:
+    part = component("unet", "denoiser", [MIB], 0)
+    done = passes_of(part, [10**6], 2, room)
+    phases = (phase("denoise", done, room),)
+    return Footprint(pipeline="Tried", components=(part,), request=Request(batch=batch), phases=phases)
+
+
+def played(room: Callable[[Variant], int]) -> Callable[[Variant], tuple[Phase, ...]]:
+    part = component("unet", "denoiser", [MIB], 0)
+    return lambda variant: (phase("denoise", passes_of(part, [10**6], 2, MIB), room(variant)),)
+
+
+def asked(found: tuple[Variant, ...]) -> list[tuple[object, ...]]:
+    return [(v.guidance, v.batch, v.feed_forward and v.feed_forward // MIB, v.by_blocks) for v in found]
+
+
+def test_what_saves_nothing_is_left_out() -> None:
+    assert measure_variants(footprint_of(1), played(lambda variant: 960 * MIB)) == ()
+
+
+def test_the_finer_is_tried_as_long_as_it_saves() -> None:
+    def room(variant: Variant) -> int:
+        whole = 600 if variant.in_parts else 1000
+        return (whole - 100 * (variant.feed_forward is not None) + 50 * variant.by_blocks) * MIB
+
+    assert asked(measure_variants(footprint_of(1), played(room))) == [
+        (None, None, 125, False),
+        ("apart", None, None, False),
+        ("apart", None, 125, False),
+        ("apart", None, None, True),
+        ("apart", None, 125, True),
+    ]
+
+
+def test_a_batch_is_halved_down_to_single_items() -> None:
+    found = measure_variants(footprint_of(4), played(lambda variant: 100 * MIB * (variant.batch or 10)))
+    assert asked(found) == [(None, batch, None, by_blocks) for batch in (4, 2, 1) for by_blocks in (False, True)]
+
+
+def test_what_cannot_be_done_is_no_variant() -> None:
+    def play(variant: Variant) -> tuple[Phase, ...]:
+        if variant.by_blocks:
+            raise PlanError("injected for block by block")
+        return played(lambda _: MIB)(variant)
+
+    found = measure_variants(footprint_of(1), play)
+    assert found
+    assert not any(variant.by_blocks for variant in found)
+
+
+@pytest.fixture
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "varied"))  # for all of this file
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_where_little_fits_the_two_predictions_go_apart_and_take_what_was_said() -> None:
+    """On a card of that size. Without variants this budget would be refused."""
+    request = Request(height=512, width=512, steps=4)
+    footprint = measure_footprint("sd-1.5", request)
+    usual = max(footprint.phases[place].room for place in footprint.denoising)
+    assert {variant.by_blocks for variant in footprint.variants if variant.guidance} == {False, True}
+    assert all(variant.phases[0].room < usual for variant in footprint.variants)
+    card = known_card("rtx3060")
+    machine = Machine(accelerators=(card,), ram=2**40, pinnable=2**40, cores=1)
+    with pytest.raises(BudgetTooSmall) as refused:
+        make_plan(footprint, machine, Budget(device=MIB))
+    size = int(str(refused.value.facts["needed_bytes"]))
+    plan = make_plan(footprint, machine, Budget(device=size))
+    assert plan.components["unet"].guidance == "apart"
+    with pytest.raises(BudgetTooSmall, match="cannot do"):
+        make_plan(footprint.model_copy(update={"variants": ()}), machine, Budget(device=size))
+    limited = Card(0, card.model_copy(update={"bytes": size}), Host())
+    use_cards([limited])
+    try:
+        stage = Stage("sd-1.5", limited, plan.model_dump(mode="json", exclude={"device"}), request)
+        stage.play()
+    finally:
+        use_cards([])
+    told = {phase.name: phase.seconds for phase in plan.forecast}
+    (denoise,) = [phase for phase in stage.fitted.report().trace.phases if phase.name == "denoise"]
+    assert denoise.seconds == pytest.approx(told["denoise"], rel=0.03)
+    assert not stage.fitted.report().trace.notes
