@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from make_readme import read, table
+from make_readme import all_budgets, read, table
 from tightfit.catalog.cuda import CONTEXT
 from tightfit.catalog.known import card_names, model_names
 from tightfit.chart import Cell, Chart, ChartedCard, LevelTable
@@ -152,6 +152,7 @@ def _in_verdict(which: int) -> str:
 
 
 WORDS: dict[str, Callable[..., str]] = {
+    "budgets": all_budgets,
     "card": card,
     "card_count": lambda: str(len(card_names())),
     "cards": cards,
