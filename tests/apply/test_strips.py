@@ -153,6 +153,7 @@ KINDS = {
     "tokens": lambda self, x: F.softmax(x.flatten(2).transpose(1, 2) @ x.flatten(2), -1) @ x.flatten(2).transpose(1, 2),
     "positions": lambda self, x: x + torch.arange(x.shape[2], device=x.device)[:, None] * 0.1,
     "written in place": lambda self, x: x.relu_().mul_(2),
+    "more where it is higher": lambda self, x: F.relu(x) if x.shape[2] < 15 else F.relu(x[:, :, :9].sum(2, True) + x),
     "a part written": lambda self, x: x.index_fill(1, torch.tensor([1], device=x.device), 0.5),
 }
 

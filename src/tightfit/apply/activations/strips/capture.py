@@ -66,7 +66,8 @@ def _check_length(work: _Entry, inputs: Sequence[torch.Tensor]) -> None:
 def _at_two_heights(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program:
     """The program at the height of `inputs`; another that does the same things tells what rows are.
 
-    Twice the height first. Some cut their work into parts by the bytes that it takes: those want a height close by.
+    Twice the height first. Some cut their work into parts by the bytes that it takes: those want a height close by,
+    and if a cut lies just above, one below.
     """
     rows = inputs[0].shape[-2]
     one = _nodes(_export(work, inputs))
@@ -75,9 +76,12 @@ def _at_two_heights(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program:
         other = _nodes(_export(work, [_taller(x, rows, taller) for x in inputs]))
         return replace(one, nodes=_with_axes(one.nodes, other.nodes))
 
-    with contextlib.suppress(NotTakenApart):
-        return compared(2 * rows)
-    return compared(rows + math.gcd(rows, MOST_GRANULE))
+    close = math.gcd(rows, MOST_GRANULE)
+    heights = [2 * rows, rows + close] + ([rows - close] if rows > close else [])
+    for height in heights[:-1]:
+        with contextlib.suppress(NotTakenApart):
+            return compared(height)
+    return compared(heights[-1])
 
 
 def _long_clip(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program | None:
