@@ -27,6 +27,7 @@ from plan.test_planner import (
 from tightfit.errors import BudgetTooSmall
 from tightfit.plan.forecast import forecast, play
 from tightfit.plan.learned import SEVERAL, experience_of, learned, most_beside, stored_in
+from tightfit.plan.options import variant_of
 from tightfit.plan.planner import make_plan
 from tightfit.records import (
     Accelerator,
@@ -40,11 +41,13 @@ from tightfit.records import (
     Plan,
     Request,
     Trace,
+    Variant,
 )
 
 
 def call_of(footprint: Footprint, plan: Plan, device: Accelerator, call: int = 2, more: int = 0, **facts: Any) -> Trace:
     """A call as it would be on `device`, if it is as forecasts say, with `more` bytes than that."""
+    footprint = footprint.varied(variant_of(footprint, plan))
     told = play(footprint, plan, device, HERE.disk_rate)
     phases = tuple(
         PhaseTrace(
@@ -277,3 +280,24 @@ def test_a_plan_is_known_by_what_it_decides() -> None:
     smaller = make_plan(SMALL, HERE, Budget(device=500 * MIB))
     names = [experience_of(SMALL, plan, CARD, trace).plan for plan in (WHOLE, other, smaller)]
     assert names[0] == names[1] != names[2]
+
+
+def test_what_a_variant_took_is_learned_of_all_ways_of_working() -> None:
+    """Its passes are others than usual; what is learned of their pace is true of the usual ones too."""
+    part = component("unet", "denoiser", [MIB] * 4, 0)
+    usual = passes_of(part, [10**11] * 4, 8, GIB)
+    apart = passes_of(part, [5 * 10**10] * 4, 16, GIB // 4)
+    footprint = Footprint(
+        pipeline="Tried", components=(part,), request=Request(height=64), phases=(phase("denoise", usual, GIB),),
+        variants=(Variant(guidance="apart", phases=(phase("denoise", apart, GIB // 4),)),),
+    )  # fmt: skip
+    plan = make_plan(footprint, HERE, Budget(device=GIB // 2))
+    assert plan.components["unet"].guidance == "apart"
+    lesson = experience_of(footprint, plan, CARD, call_of(footprint, plan, slower(2.0)), HERE.disk_rate)
+    assert lesson.phases[0].pace == pytest.approx(2.0, rel=0.01)
+    corrected = learned(footprint, [lesson], {}).footprint
+    assert {done.pace for done in (*corrected.phases[0].passes, *corrected.variants[0].phases[0].passes)} == {
+        lesson.phases[0].pace
+    }
+    second = make_plan(footprint, HERE, Budget(device=GIB // 2), experiences=[lesson])
+    assert second.forecast[0].seconds == pytest.approx(2 * plan.forecast[0].seconds, rel=0.02)

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from tightfit.catalog.cuda import workspace_bytes
+from tightfit.plan.options import variant_of
 from tightfit.plan.pace import Pace, alone, stretch_of
 from tightfit.plan.parts import SEGMENT, Part, up
 from tightfit.records import Accelerator, Footprint, Phase, PhaseForecast, Plan, VaePlan, Way
@@ -45,6 +46,7 @@ def forecast(
 
 def play(footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None) -> tuple[Told, ...]:
     """The same, before the margin is added."""
+    footprint = footprint.varied(variant_of(footprint, plan))
     call = _Call(footprint, plan, device, disk_rate)
     return tuple(call.phase(phase) for phase in footprint.phases)
 
