@@ -356,8 +356,8 @@ def test_plan_knows_what_run_has_seen(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
     """On this computer's CPU, whose rates nobody measured."""
-    cpu = find_machine().accelerators[0]
-    monkeypatch.setattr(forecasts, "_own_device", lambda say: cpu)
+    here = find_machine()
+    monkeypatch.setattr(forecasts, "_own_machine", lambda say: here)
     asked, limits = Request(height=64, width=64, steps=STEPS), Limits(Budget(ram="20GB"))
     job = Job(Prompt("a fox", 1), asked, choices={}, limits=limits, model=str(tiny_model), device="cpu", out=tmp_path)
     job.prepare()
