@@ -114,13 +114,27 @@ class Branch:
                 if soonest is not None:
                     yield Chance(soonest + longer, longer, vae, placed, self)
 
+    def holds(self, chance: Chance, size: int, ram: int | None) -> bool:
+        """Whether anything comes of it."""
+        for crew, left in self._left(chance.wheres, self._rooms(chance.vae), size):
+            leasts = [self._menu(name, chance.wheres[name]).least for name in crew.names]
+            if None in leasts or sum(least or 0 for least in leasts) > left:
+                return False
+        return ram is None or self._ram(chance) <= ram
+
+    def _ram(self, chance: Chance) -> int:
+        """Bytes of host memory for masters and for maps that wait."""
+        waiting = max(way.host if way else 0 for way in self._ways(chance.vae))
+        return waiting + sum(
+            self.task(name).component.bytes for name, where in chance.wheres.items() if where == "host"
+        )
+
     def find(self, chance: Chance, size: int, ram: int | None) -> Found | None:
         """The best that comes of a chance; None where nothing does."""
-        found = self._combined(chance.wheres, self._rooms(chance.vae), size)
-        waiting = max(way.host if way else 0 for way in self._ways(chance.vae))
-        if found is None or (ram is not None and found.ram + waiting > ram):
+        if ram is not None and self._ram(chance) > ram:
             return None
-        return found._replace(seconds=found.seconds + chance.longer, vae=chance.vae)
+        found = self._combined(chance.wheres, self._rooms(chance.vae), size)
+        return found and found._replace(seconds=found.seconds + chance.longer, vae=chance.vae)
 
     def _left(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Iterator[tuple[_Crew, int]]:
         """How many bytes each crew has for what comes and goes, of `size`."""

@@ -50,14 +50,21 @@ class Option(NamedTuple):
 class Offer:
     """An option that is worked out when it is asked for; before, what it takes at the least."""
 
-    def __init__(self, seconds: float, comes: int, work_out: Callable[[], Option]) -> None:
+    def __init__(self, seconds: float, comes: int, settle: Callable[[], Part], time: Callable[[Part], float]) -> None:
+        """`settle` decides what the plan leaves open, and `time` plays it, which is long."""
         self.seconds = seconds * (1 - ROUNDING)
         self.comes = comes
-        self._work_out = work_out
+        self._settle, self._time = settle, time
+
+    @cached_property
+    def part(self) -> Part:
+        return self._settle()
 
     @cached_property
     def option(self) -> Option:
-        return self._work_out()
+        part = self.part
+        ram = part.component.bytes if part.plan.home == "host" and not part.remains else 0
+        return Option(part.comes, self._time(part), ram, part.always, part.plan)
 
     def may_beat(self, other: Option) -> bool:
         """Whether it may be faster than `other`, or as fast and take less."""
@@ -77,11 +84,20 @@ class Menu:
         for offer in self.offers:
             if best is not None and offer.seconds > best.seconds:
                 break
-            if offer.comes <= size and (best is None or offer.may_beat(best)):
-                option = offer.option
-                if option.comes <= size and (best is None or _rank(option) < _rank(best)):
-                    best = option
+            hopeful = offer.comes <= size and (best is None or offer.may_beat(best))
+            if hopeful and offer.part.comes <= size and (best is None or _rank(offer.option) < _rank(best)):
+                best = offer.option
         return best
+
+    @cached_property
+    def least(self) -> int | None:
+        """The fewest bytes that come for any of them; None if there is none."""
+        least: int | None = None
+        for offer in sorted(self.offers, key=lambda offer: offer.comes):
+            if least is not None and offer.comes >= least:
+                break
+            least = offer.part.comes if least is None else min(least, offer.part.comes)
+        return least
 
     def soonest(self, size: int) -> float | None:
         """Seconds at the least of whatever at most `size` bytes come for; None if there is nothing."""
@@ -132,18 +148,22 @@ class Task:
 
         def offer(plan: ComponentPlan) -> Offer:
             seconds, comes = (self.seconds, 0) if part.remains else least.of(plan)
-            return Offer(seconds, comes if self._work else 0, lambda: self._option(plan, disk_rate))
+
+            def settle() -> Part:
+                return Part(self.component, plan, self.device, self._pace, disk_rate, self._by_leaf)
+
+            return Offer(seconds, comes, settle, self._time)
 
         return Menu(map(offer, asked), part.always)
 
-    def _option(self, plan: ComponentPlan, disk_rate: float | None) -> Option:
-        part, spent = Part(self.component, plan, self.device, self._pace, disk_rate, self._by_leaf), 0.0
+    def _time(self, part: Part) -> float:
+        """Seconds of its work as `part` does it."""
+        spent = 0.0
         for runs in self._work:
             spent = spent if part.remains else part.come(spent)
             for done, count in runs:
                 spent = part.work(done, count, spent)
-        ram = self.component.bytes if plan.home == "host" and not part.remains else 0
-        return Option(part.comes if self._work else 0, spent, ram, part.always, part.plan)
+        return spent
 
 
 class _Least:

@@ -124,7 +124,7 @@ def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: M
     said += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
     would = [f"{format_bytes(needed + taken)} would do, for {phase}" if needed and needed > size else ""]
     would += [f"{format_bytes(host)} of RAM would do" if host else ""]
-    smaller = [name for name, searches in lossy.items() if any(each.best(size, ram) for each in searches)]
+    smaller = [name for name, searches in lossy.items() if any(each.fits(size, ram) for each in searches)]
     would += [f"allow={' or '.join(smaller)} would do"] if smaller else []
     would += ["something smaller may do"]
     return BudgetTooSmall(

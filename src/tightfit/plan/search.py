@@ -62,7 +62,7 @@ class Search:
     def fits(self, size: int, ram: int | None) -> bool:
         """Whether anything does."""
         chances = (chance for branch in self._branches for chance in branch.chances(size, ram))
-        return any(chance.branch.find(chance, size, ram) is not None for chance in chances)
+        return any(chance.branch.holds(chance, size, ram) for chance in chances)
 
 
 def _fewest(enough: Callable[[int], bool]) -> int | None:
