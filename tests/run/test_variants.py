@@ -59,10 +59,11 @@ def test_a_batch_is_halved_down_to_single_items() -> None:
     assert asked(found) == [(None, batch, None, by_blocks) for batch in (4, 2, 1) for by_blocks in (False, True)]
 
 
-def test_what_cannot_be_done_is_no_variant() -> None:
+@pytest.mark.parametrize("kind", [PlanError, RuntimeError])
+def test_what_cannot_be_done_is_no_variant(kind: type[Exception]) -> None:
     def play(variant: Variant) -> tuple[Phase, ...]:
         if variant.by_blocks:
-            raise PlanError("injected for block by block")
+            raise kind("injected for block by block")
         return played(lambda _: MIB)(variant)
 
     found = measure_variants(footprint_of(1), play)

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tightfit.errors import TightfitError
 from tightfit.footprint import Footprint, Phase, Variant
 
 __all__ = ["measure_variants"]
@@ -49,7 +48,7 @@ def _parts(batch: int) -> Iterator[dict[str, Any]]:
 def _finer(room: int, steps: list[dict[str, Any]], play: Play) -> list[Variant]:
     """The first of `steps`, each finer than the one before, as far as each saves bytes of `room`."""
     found: list[Variant] = []
-    with contextlib.suppress(TightfitError):  # what cannot be done is no variant
+    with contextlib.suppress(Exception):  # whatever stops it here would stop it on a card: it is no variant
         for step in steps:
             variant = Variant(**step, phases=())
             variant = variant.model_copy(update={"phases": play(variant)})
