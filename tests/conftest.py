@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tiny_pipelines import CASES
+
+# transformers swaps torch.linspace while it loads, and torch would remember that one for `with torch.device`
+torch.utils._device._device_constructors()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -209,9 +209,10 @@ class _Least:
         return now
 
     def _pass(self, pace: Pace, done: Pass, runs: int) -> tuple[int, float, int]:
+        """What a later pass takes of the device: its host may have launched while weights of the first were awaited."""
         stretches = pace.stretches(done)
         needed = sum(self._sizes.get(leaf, 0) for leaf in {stretch.parcel for stretch in stretches})
-        return runs, alone(stretches), needed
+        return runs, sum(stretch.seconds for stretch in stretches), needed
 
 
 def variant_of(footprint: Footprint, plan: Plan) -> Variant | None:
