@@ -34,6 +34,7 @@ def test_less_ram_is_slower_on_a_card_and_keeps_within_both() -> None:
     assert short["predicted"]["seconds"] > plenty["predicted"]["seconds"]
 
 
+@pytest.mark.slow
 def test_on_this_computers_processor() -> None:
     """Budgets below the weights' bytes stream from the disk; what this process holds is taken already."""
     short = told("--ram", "1.7GB")
