@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from tightfit.apply.activations.strips.peaks import Kept, Peak, peak_of, taken
@@ -39,7 +40,16 @@ class Course:
     in_host: frozenset[int]  # what is kept in host memory
     passes: tuple[Pass, ...]
     peak: Peak  # bytes beside weights and inputs, and what kernels hold for themselves
-    room: int  # bytes that an allocator whose segments grow needs on the device, with what kernels hold
+
+    @cached_property
+    def room(self) -> int:
+        """Bytes that an allocator whose segments grow needs on the device, with what kernels hold.
+
+        For plans: it takes as long to find as half of the course, and who only runs it need not know.
+        """
+        moves: list[int] = []
+        peak_of_passes(self.graph, self.in_host, self.passes, moves)
+        return least_capacity(list(steps_of(moves)), expandable=True, within=ROUGH)
 
     @property
     def most_strips(self) -> int:
@@ -92,10 +102,8 @@ class _Draft:
         return max(ways) if ahead else sum(ways)
 
     def course(self) -> Course:
-        passes, moves = passes_of(self.graph, self.stages), list[int]()
-        peak = peak_of_passes(self.graph, self.in_host, passes, moves)
-        room = least_capacity(list(steps_of(moves)), expandable=True, within=ROUGH)
-        return Course(self.graph, self.in_host, passes, peak, room)
+        passes = passes_of(self.graph, self.stages)
+        return Course(self.graph, self.in_host, passes, peak_of_passes(self.graph, self.in_host, passes))
 
 
 def peak_of_passes(

@@ -86,7 +86,6 @@ def written_course(course: Course) -> dict[str, Any]:
         "in_host": sorted(course.in_host),
         "passes": passes,
         "peak": list(course.peak),
-        "room": course.room,
     }
 
 
@@ -94,5 +93,4 @@ def read_course(written: Mapping[str, Any], program: Program) -> Course:
     """The course of `program` that is `written`. For what is none it raises whatever Python has to say to it."""
     graph = Graph(program, in_order=written["in_order"])
     planned = ((Stage(*map(tuple, indices)), count, ahead) for *indices, count, ahead in written["passes"])
-    in_host, room = frozenset(written["in_host"]), int(written["room"])
-    return Course(graph, in_host, passes_of(graph, planned), Peak(*written["peak"]), room)
+    return Course(graph, frozenset(written["in_host"]), passes_of(graph, planned), Peak(*written["peak"]))
