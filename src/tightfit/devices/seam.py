@@ -130,8 +130,11 @@ class Device(ABC):
         """
         return lambda: None
 
-    def over(self, held: int) -> int:
-        """By how many bytes a process that holds `held` in RAM is beyond what it may; 0 where nobody has said that."""
+    def over(self, held: Callable[[], int]) -> int:
+        """By how many bytes a process that holds `held()` in RAM is beyond what it may; 0 where nobody has said that.
+
+        There it is not asked either.
+        """
         return 0
 
     def release_cache(self) -> None:  # noqa: B027
@@ -165,8 +168,8 @@ class CpuDevice(Device):
         self._most = size
         return lambda: setattr(self, "_most", None)
 
-    def over(self, held: int) -> int:
-        return max(held - self._most, 0) if self._most is not None else 0
+    def over(self, held: Callable[[], int]) -> int:
+        return max(held() - self._most, 0) if self._most is not None else 0
 
     def release_cache(self) -> None:
         trim_heap()

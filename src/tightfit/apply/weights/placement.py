@@ -249,7 +249,7 @@ class Residency:
 
         A card's allocator says by itself when there is no more; a computer's memory does not.
         """
-        beyond = self._device.over(self._recorder.highest_rss())
+        beyond = self._device.over(self._recorder.highest_rss)
         for shed in self._sheds(name) if beyond else ():
             while beyond > 0 and (given_up := shed()):
                 self._recorder.ran_out("this process held more RAM than it may", given_up)
