@@ -116,7 +116,7 @@ class Branch:
 
     def holds(self, chance: Chance, size: int, ram: int | None) -> bool:
         """Whether anything comes of it."""
-        for crew, left in self._left(chance.wheres, self._rooms(chance.vae), size):
+        for crew, _, left in self._left(chance.wheres, self._rooms(chance.vae), size):
             leasts = [self._menu(name, chance.wheres[name]).least for name in crew.names]
             if None in leasts or sum(least or 0 for least in leasts) > left:
                 return False
@@ -136,17 +136,21 @@ class Branch:
         found = self._combined(chance.wheres, self._rooms(chance.vae), size)
         return found and found._replace(seconds=found.seconds + chance.longer, vae=chance.vae)
 
-    def _left(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Iterator[tuple[_Crew, int]]:
-        """How many bytes each crew has for what comes and goes, of `size`."""
-        always = self._idle + sum(self._menu(name, where).always for name, where in wheres.items())
+    def _always(self, wheres: Mapping[str, Where]) -> int:
+        """Bytes of weights that are there in all phases."""
+        return self._idle + sum(self._menu(name, where).always for name, where in wheres.items())
+
+    def _left(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Iterator[tuple[_Crew, int, int]]:
+        """What activations want while each crew works, and how many bytes of `size` it has for what comes and goes."""
+        always = self._always(wheres)
         for crew in self._crews:
             room = max(rooms[number] for number in crew.phases)
-            yield crew, most_weights(size, room, self.device) - always
+            yield crew, room, most_weights(size, room, self.device) - always
 
     def _soonest(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> float | None:
         """Seconds at the least; None where nothing fits."""
         spent = 0.0
-        for crew, left in self._left(wheres, rooms, size):
+        for crew, _, left in self._left(wheres, rooms, size):
             for name in crew.names:
                 seconds = self._menu(name, wheres[name]).soonest(left)
                 if seconds is None:
@@ -156,15 +160,13 @@ class Branch:
 
     def _combined(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Found | None:
         """The best within `size` with components where they are said to be, and so much for activations by phases."""
-        always = self._idle + sum(self._menu(name, where).always for name, where in wheres.items())
+        always, peak = self._always(wheres), 0
         options: dict[str, Option] = {}
-        peak = 0
-        for crew, left in self._left(wheres, rooms, size):
+        for crew, room, left in self._left(wheres, rooms, size):
             chosen = _fastest([self._menu(name, wheres[name]) for name in crew.names], left)
             if chosen is None:
                 return None
             options |= zip(crew.names, chosen, strict=True)
-            room = max(rooms[number] for number in crew.phases)
             peak = max(peak, needed_bytes(always + sum(option.comes for option in chosen), room, self.device))
         ram = sum(option.ram for option in options.values())
         seconds = sum(option.seconds for option in options.values())
