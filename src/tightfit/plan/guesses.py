@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tightfit.catalog.cuda import CONTEXT
 from tightfit.records import Accelerator, Machine
 
-__all__ = ["GUESSED_DISK", "computer_with", "rated", "rated_disk"]
+__all__ = ["ANY_CARD", "GUESSED_DISK", "computer_with", "rated", "rated_disk"]
 
 # of an ordinary card of 2020
 GUESSED: Mapping[str, object] = {
@@ -22,6 +22,7 @@ GUESSED_CPU: Mapping[str, object] = {
     "launch_overhead": 5e-6,
 }
 GUESSED_DISK = 1e9
+ANY_CARD = Accelerator(name="any card", kind="pretend", bytes=1)  # for what depends on no card's size and rates
 
 
 def rated(accelerator: Accelerator) -> Accelerator:

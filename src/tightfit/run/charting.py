@@ -14,6 +14,7 @@ from tightfit.catalog.known import card_called, known_card, known_model, model_c
 from tightfit.chart import Cell, Chart, ChartedCard, ChartedModel, LevelTable, Preset
 from tightfit.errors import InputError
 from tightfit.plan.cells import cell_of, charted_card, fits_card, level_rows
+from tightfit.plan.guesses import ANY_CARD
 from tightfit.records import Accelerator, Footprint, Request
 from tightfit.run.ladder import climb, rungs_above
 from tightfit.run.presets import LEVELS, rehearsed_preset
@@ -24,7 +25,6 @@ __all__ = ["CARDS", "Sources", "Told", "asked_chart", "chart_of", "level_table"]
 # one of each size
 CARDS = ("gtx1650", "rtx2060", "rtx4060", "rtx3080", "rtx3060", "rtx4080", "rtx4090", "rtx5090", "rtx6000-ada", "h100")
 TABLE_CARD = "rtx4090"
-ANY_CARD = Accelerator(name="any card", kind="pretend", bytes=1)  # as footprints are measured on
 
 Told = Callable[[str, int, int], None]  # what is done now; how many things are done, of how many
 

@@ -25,7 +25,8 @@ from tightfit.footprint import Footprint, Phase, Variant
 from tightfit.measure.ledger import Ledger
 from tightfit.measure.modules import find_components, find_role, inspect_pipeline
 from tightfit.measure.shadow import mark_of, shadow_of
-from tightfit.records import Accelerator, Request
+from tightfit.plan.guesses import ANY_CARD
+from tightfit.records import Request
 from tightfit.run.aside import aside
 from tightfit.run.models import DTYPES
 from tightfit.run.predictions import find_subject, remembered
@@ -35,7 +36,6 @@ from tightfit.run.variants import measure_variants
 __all__ = ["Measurer", "measure_footprint"]
 
 Inputs = Mapping[str, Any] | Sequence[Any]
-CARD = Accelerator(name="any card", kind="pretend", bytes=1)  # what is measured depends on no card's size and rates
 
 
 def measure_footprint(
@@ -127,7 +127,7 @@ def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: s
 
 def _measure_call(model: Any, asked: Request, inputs: Mapping[str, Any], dtype: str | None) -> Footprint:
     precision = getattr(torch, dtype) if dtype else None
-    with roomy_card(CARD) as card, ExitStack() as undo:
+    with roomy_card(ANY_CARD) as card, ExitStack() as undo:
         stage = Stage(_untouched(model), card, {"level": 0}, asked, precision)
         ledger, calls = Ledger(card), _Calls(stage.components, undo)
         ledger.follow(stage.components, undo)
@@ -137,7 +137,7 @@ def _measure_call(model: Any, asked: Request, inputs: Mapping[str, Any], dtype: 
         footprint = made.model_copy(update={"request": stage.request, "phases": phases})
 
     def denoise(variant: Variant) -> tuple[Phase, ...]:
-        with roomy_card(CARD) as card, ExitStack() as undo:
+        with roomy_card(ANY_CARD) as card, ExitStack() as undo:
             stage = Stage(_untouched(model), card, _choices(footprint, variant), asked, precision)
             return _denoised(stage, variant, inputs, undo)
 
@@ -229,7 +229,7 @@ def _shape_of(value: Any) -> Any:
 def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint:
     dtype = next((p.dtype for p in double.parameters() if p.is_floating_point()), torch.float32)
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    with roomy_card(CARD) as card, ExitStack() as undo, torch.no_grad(), quietly():
+    with roomy_card(ANY_CARD) as card, ExitStack() as undo, torch.no_grad(), quietly():
         fit(double, level=0, device="pretend:0")
         given = [_placed(value, dtype) for value in args]
         named = {name: _placed(value, dtype) for name, value in kwargs.items()}
