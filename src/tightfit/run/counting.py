@@ -14,7 +14,7 @@ from tightfit.plan.levels import plan_for
 from tightfit.plan.options import variant_of
 from tightfit.records import Accelerator, Footprint, Machine, PhaseTrace, Plan, Prediction, Trace
 
-__all__ = ["counted", "reads_disk"]
+__all__ = ["capacity_of", "counted", "reads_disk"]
 
 NOTE = (
     "weights come from the disk: this is counted from what the model does, not rehearsed; what is brought is not told"
@@ -53,7 +53,7 @@ def counted(
             )
         )  # fmt: skip
         now += seconds
-    name, capacity = card or accelerator.title or accelerator.name, _capacity(plan, accelerator, host)
+    name, capacity = card or accelerator.title or accelerator.name, capacity_of(plan, accelerator, host.ram_taken or 0)
     return Prediction(
         model=title,
         card=name,
@@ -64,11 +64,11 @@ def counted(
     )
 
 
-def _capacity(plan: Plan, accelerator: Accelerator, machine: Machine) -> int:
-    """Bytes that there are for tensors."""
+def capacity_of(plan: Plan, accelerator: Accelerator, taken: int = 0) -> int:
+    """Bytes that there are for tensors; of a CPU's memory, `taken` are in use already."""
     budget = plan.budget
     if accelerator.is_cpu:
         most = min(budget.of_cpu, accelerator.bytes) if budget else accelerator.bytes
-        return max(most - (machine.ram_taken or 0), 1)
+        return max(most - taken, 1)
     asked = budget.device if budget and budget.device else accelerator.bytes
     return max(min(asked, accelerator.bytes - CONTEXT), 1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tightfit.catalog.cuda import CONTEXT
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.pretend.allocator import CardFull
 from tightfit.pretend.card import Card
 from tightfit.pretend.history import replay
 from tightfit.records import Accelerator, Prediction, Request
+from tightfit.run.counting import capacity_of
 from tightfit.run.stage import Stage, roomy_card
 
 __all__ = ["rehearse"]
@@ -42,8 +42,7 @@ def rehearse(
         stage.play()
     shares = not accelerator.is_cpu  # a card is shared with its driver's own bytes
     plan = stage.fitted.plan
-    budget = plan.budget.device if plan.budget and plan.budget.device else accelerator.bytes
-    capacity = max(min(budget, accelerator.bytes - CONTEXT * shares), 1)
+    capacity = capacity_of(plan, accelerator)
     name = card or accelerator.title or accelerator.name
     trace = stage.fitted.report().trace
     return Prediction(
