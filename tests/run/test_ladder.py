@@ -96,3 +96,13 @@ def test_rungs_are_what_the_model_takes(model: str) -> None:
 
 def test_pictures_too_small_to_be_halved_stay() -> None:
     assert rungs_below(Request(height=64, width=64)) == []
+
+
+def test_a_smaller_size_that_a_model_does_not_take_is_passed_over() -> None:
+    class Picky(Cards):
+        def __call__(self, asked: Request, cards: Collection[str]) -> set[str]:
+            if asked.height == 768:
+                raise ValueError("768 is no height")
+            return super().__call__(asked, cards)
+
+    assert climb(PICTURE, ["small"], Picky({"small": 800}))["small"].request.height == 512

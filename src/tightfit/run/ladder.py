@@ -14,9 +14,7 @@ from tightfit.records import Request
 
 __all__ = ["Fitting", "climb", "rungs_above", "rungs_below"]
 
-Fitting = Callable[
-    [Request, Collection[str]], set[str]
-]  # which of these cards hold it; REFUSALS: the model takes none such
+Fitting = Callable[[Request, Collection[str]], set[str]]  # which of these cards hold it
 
 REFUSALS = (ValueError, RuntimeError, IndexError)  # of a pipeline, or of torch in the middle of a network
 
@@ -38,6 +36,8 @@ def rungs_below(usual: Request) -> list[Request]:
 def climb(usual: Request, cards: Collection[str], fitting: Fitting) -> dict[str, Largest]:
     """The largest rung that each of `cards` holds, and what keeps it from more. Who holds none is left out.
 
+    What a model takes no call of, `fitting` answers by raising one of REFUSALS.
+
     Rungs are tried as long as any card holds the one before: first upwards, then downwards for those that do not hold
     the usual request.
     """
@@ -58,7 +58,10 @@ def climb(usual: Request, cards: Collection[str], fitting: Fitting) -> dict[str,
     for rung in rungs_below(usual):
         if not refused:
             break
-        held = fitting(rung, refused)
+        try:
+            held = fitting(rung, refused)
+        except REFUSALS:  # a size between others that the model does not take
+            continue
         found |= {card: Largest(request=rung, limit="card") for card in held}
         refused -= held
     return found
