@@ -74,7 +74,7 @@ def test_a_budget_is_kept_to(tiny_model: Path) -> None:
     )
     told = last_line(within)
     assert told["lossless"] is True
-    assert told["plan"]["budget"] == {"device": 150_000_000, "ram": None}
+    assert told["plan"]["budget"] == {"device": 150_000_000, "devices": {}, "ram": None}
     assert 0 < told["measured"]["peak_bytes"] <= told["predicted"]["peak_bytes"] <= 150_000_000
     assert all(phase["predicted_peak_bytes"] for phase in told["phases"] if phase["name"] != "load")
     assert Image.open("plain.png").tobytes() == Image.open("within.png").tobytes()

@@ -50,6 +50,7 @@ from tightfit.records import (
 
 REQUEST = Request(height=768, width=512, frames=81, batch=2, steps=20, guidance=3.5)
 BUDGET = Budget(device=8 * 10**9, ram=32 * 2**30)
+BUDGETS = Budget(devices={"cuda:0": 8 * 10**9, "cuda:1": 6 * 10**9})
 CARD = Accelerator(
     name="cuda:0", kind="cuda", bytes=80 * 2**30, free=79 * 2**30, title="NVIDIA H100", compute_capability="9.0",
     arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13}, memory_rate=3.35e12, link_rate=5.5e10,
@@ -83,13 +84,13 @@ FOOTPRINT = Footprint(
 REASON = Reason(decision="transformer per-unit", because="it is larger than “the card”")
 VAE = VaePlan(slicing=True, strips=2**28, maps="host", tile=512, overlap=0.125)
 STORED = ComponentPlan(
-    placement="per-unit", home="disk", pinned=False, weights=4 * 2**30, grain="block", ring=2**30,
+    device="cuda:0", placement="per-unit", home="disk", pinned=False, weights=4 * 2**30, grain="block", ring=2**30,
     stays=("transformer_blocks.0", "proj_out"), storage="float8_e4m3fn", compute_dtype="bfloat16",
     skip=("norm", "^proj_out$"), channels_last=True, batch=2, guidance="together", feed_forward=2**20,
     attention="chunked",
 )  # fmt: skip
 TRACED = ComponentPlan(traced="unet.trace", compiled=True)
-FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68)
+FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68, elsewhere={"cuda:0": 7})
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,
     offload_activations=True, growing_segments=True, reasons=(REASON,), forecast=(FORECAST,),
@@ -97,7 +98,7 @@ PLAN = Plan(
 SAMPLE = Sample(seconds=0.25, weights=3, activations=4)
 PHASE = PhaseTrace(
     name="denoise", start=0.1, seconds=2.5, peak_bytes=9, peak_weights=8, peak_reserved=10, bytes_in=7,
-    bytes_out=6, runs=20, on_demand=3, waited=0.5,
+    bytes_out=6, runs=20, on_demand=3, waited=0.5, elsewhere={"cuda:0": 7},
 )  # fmt: skip
 TRACE = Trace(
     call=2, device="cuda:1", seconds=3.5, phases=(PHASE,), samples=(SAMPLE,), beside=4, rss_peak_bytes=5,
@@ -108,10 +109,12 @@ LIVED = PhaseExperience(
     peak_reserved=10, pace=1.25, more=3,
 )  # fmt: skip
 EXPERIENCE = Experience(plan="c0ffee", first=True, stored={"unet": "int8"}, phases=(LIVED,))
-PREDICTION = Prediction(model="sdxl", card="rtx3060", capacity=11, fits=True, plan=PLAN, trace=TRACE)
+PREDICTION = Prediction(
+    model="sdxl", card="rtx3060", capacity=11, elsewhere={"cuda:0": 8}, fits=True, plan=PLAN, trace=TRACE,
+)  # fmt: skip
 EXAMPLES = [
-    REQUEST, BUDGET, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, WAY, STRETCH, VARIANT, FOOTPRINT,
-    REASON, VAE, STORED, TRACED, FORECAST, PLAN, SAMPLE, PHASE, TRACE, LIVED, EXPERIENCE, PREDICTION,
+    REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, WAY, STRETCH, VARIANT,
+    FOOTPRINT, REASON, VAE, STORED, TRACED, FORECAST, PLAN, SAMPLE, PHASE, TRACE, LIVED, EXPERIENCE, PREDICTION,
 ]  # fmt: skip
 
 each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
@@ -619,8 +622,8 @@ def test_an_unknown_name_comes_with_the_nearest_or_all(known: list[str], sentenc
 def test_a_plan_says_everything_it_decides() -> None:
     assert str(PLAN).splitlines() == [
         "plan: level 3 on cuda:1",
-        "  transformer: per-unit, from disk, by block, 2 stay, ring of 1 GiB, stored as float8_e4m3fn, channels-last, "
-        "at most 2 items at a time, guidance together, feed-forward within 1 MiB, attention by chunked",
+        "  transformer: on cuda:0, per-unit, from disk, by block, 2 stay, ring of 1 GiB, stored as float8_e4m3fn, "
+        "channels-last, at most 2 items at a time, guidance together, feed-forward within 1 MiB, attention by chunked",
         "  autoencoder: exact strips within 256 MiB, maps kept in host memory, "
         "where that cannot be in tiles of 512 px, one item at a time",
         "  waiting activations: moved to host memory",

@@ -21,13 +21,13 @@ FILES = sorted(SRC.rglob("*.py"))
 
 # each may import from its own folder and from what stands to its left
 ORDER = (
-    "errors", "units", "files", "record", "footprint", "decisions", "records", "chart", "catalog", "demo", "report",
-    "pretend", "devices", "measure", "plan", "apply", "checkpoint", "run", "terminal", "cli",
+    "errors", "units", "files", "record", "footprint", "decisions", "trace", "records", "chart", "catalog", "demo",
+    "report", "pretend", "devices", "measure", "plan", "apply", "checkpoint", "run", "terminal", "cli",
 )  # fmt: skip
 # all that plan and report may see
-PURE = {"errors", "units", "record", "footprint", "decisions", "records", "chart", "catalog"}
+PURE = {"errors", "units", "record", "footprint", "decisions", "trace", "records", "chart", "catalog"}
 
-WITHOUT_TORCH = ["footprint", "decisions", "records", "chart", "errors", "units", "report.summary"]
+WITHOUT_TORCH = ["footprint", "decisions", "trace", "records", "chart", "errors", "units", "report.summary"]
 WITHOUT_TORCH += [".".join(file.relative_to(SRC).with_suffix("").parts) for file in (SRC / "plan").glob("[!_]*.py")]
 
 LONGEST_FILE, LONGEST_UNEXPLAINED = 320, 60

@@ -67,6 +67,7 @@ class PhaseForecast(Record):
     name: str
     seconds: Real
     peak_bytes: Count  # that an allocator takes of the device
+    elsewhere: dict[str, Count] = Field(default_factory=dict)  # and of the plan's other devices, by name
 
 
 class VaePlan(Record):
@@ -112,6 +113,7 @@ class ComponentPlan(Record):
     to the planner.
     """
 
+    device: str | None = None  # on which it computes; None: on the plan's
     placement: Placement = "resident"
     home: Home = "host"  # where the masters are
     pinned: bool | None = None  # whether host memory is page-locked; None: where the system lets us
@@ -165,7 +167,8 @@ class ComponentPlan(Record):
     @property
     def described(self) -> str:
         """All that differs from the usual, on one line."""
-        said = [self.placement] + (["from disk"] if self.home == "disk" else [])
+        said = [f"on {self.device}"] if self.device else []
+        said += [self.placement] + (["from disk"] if self.home == "disk" else [])
         if self.ring is not None and self.stays is not None:
             said += [f"by {self.grain}", f"{len(self.stays)} stay", f"ring of {format_bytes(self.ring)}"]
         said += ["page-locked"] if self.pinned else []

@@ -1,4 +1,4 @@
-"""The nouns: Request and Footprint (from footprint.py), Budget, Machine, Plan (its parts from decisions.py), Trace.
+"""The nouns: Request and Footprint (footprint.py), Budget, Machine, Plan (its parts: decisions.py), Trace (trace.py).
 
 All are frozen, validated once when made, equal by value, and go to JSON and YAML and back. No torch here.
 What is illegal raises RequestError or PlanError with one line that says what would be legal.
@@ -44,6 +44,7 @@ from tightfit.footprint import (
     Workload,
 )
 from tightfit.record import Record
+from tightfit.trace import PhaseTrace, Sample, Trace
 from tightfit.units import format_bytes
 
 __all__ = [
@@ -84,16 +85,33 @@ __all__ = [
 
 
 class Budget(Record):
-    """Bytes that may be used: of each accelerator, and of RAM. At least one of the two is set."""
+    """Bytes that may be used: of the accelerator, or of each of several by name, and of RAM. At least one is set."""
 
     device: Size | None = None
+    devices: dict[str, Size] = Field(default_factory=dict)  # instead of `device`
     ram: Size | None = None
 
     @model_validator(mode="after")
     def _set(self) -> Self:
-        if self.device is None and self.ram is None:
+        if self.device is None and self.ram is None and not self.devices:
             raise PlanError("a budget needs device bytes, RAM bytes or both, e.g. Budget(device='8GB')")
+        if self.device is not None and self.devices:
+            named = ", ".join(self.devices)
+            raise PlanError(
+                f"a budget of device={self.device} bytes says nothing of which: {named} are named beside it"
+            )
         return self
+
+    def of(self, name: str) -> int | None:
+        """Bytes of the device `name`; None where it is not limited."""
+        return self.devices.get(name) if self.devices else self.device
+
+    @property
+    def described(self) -> str:
+        """Its bytes, in words."""
+        said = [f"{format_bytes(size)} on {name}" for name, size in self.devices.items()]
+        said += [format_bytes(self.device)] if self.device else []
+        return " and ".join([*said, *([f"{format_bytes(self.ram)} of RAM"] if self.ram else [])])
 
     @property
     def of_cpu(self) -> int:
@@ -181,6 +199,22 @@ class Plan(Record):
     def lossless(self) -> bool:
         return not self.lossy
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """On which components compute, the pipeline's own first."""
+        others = (component.device for component in self.components.values() if component.device is not None)
+        return tuple(dict.fromkeys((self.device, *others)))
+
+    def device_of(self, name: str) -> str:
+        """On which the component `name` computes."""
+        component = self.components.get(name)
+        return self.device if component is None or component.device is None else component.device
+
+    def told_peak(self, name: str) -> int:
+        """The most bytes that an allocator takes of the device `name`, as foreseen; 0 where nothing was."""
+        own = name == self.device
+        return max((phase.peak_bytes if own else phase.elsewhere.get(name, 0) for phase in self.forecast), default=0)
+
     def _one_tile(self) -> bool:
         sides = (self.request.height, self.request.width) if self.request else (None, None)
         return all(side is not None and self.vae.tile is not None and side <= self.vae.tile for side in sides)
@@ -194,68 +228,6 @@ class Plan(Record):
         lines += [f"  lossy: {text}" for text in self.lossy] or ["  lossless"]
         lines += [f"  because: {reason.decision}: {reason.because}" for reason in self.reasons]
         return "\n".join(lines)
-
-
-class Sample(Record):
-    """Tensor bytes on the device at one moment, `seconds` after the start."""
-
-    seconds: Real
-    weights: Count
-    activations: Count
-
-
-class PhaseTrace(Record):
-    """What was measured of one stretch in which the same component worked."""
-
-    name: str
-    start: Real  # seconds after the start of the trace
-    seconds: Real
-    peak_bytes: Count  # of tensors on the device
-    peak_weights: Count = 0
-    peak_reserved: Count = 0  # what the device's allocator held for them; 0 where there is none
-    bytes_in: Count = 0  # host to device
-    bytes_out: Count = 0
-    runs: Positive = 1  # how many forward passes
-    on_demand: Count = 0  # weights that came only when they were needed
-    waited: Real = 0.0  # seconds that the host waited for weights
-
-
-class Trace(Record):
-    """What was measured of one call."""
-
-    call: Positive = 1
-    device: str = "cpu"
-    seconds: Real
-    phases: tuple[PhaseTrace, ...]
-    samples: tuple[Sample, ...] = ()
-    beside: Count = 0  # bytes of the device that others than its weights had when it began
-    rss_peak_bytes: Count = 0
-    lossy: tuple[str, ...] = ()  # techniques that really changed numbers in this call
-    notes: tuple[str, ...] = ()  # what happened that nobody planned
-
-    @property
-    def peak_bytes(self) -> int:
-        return max((phase.peak_bytes for phase in self.phases), default=0)
-
-    def after(self, before: Trace) -> Trace:
-        """`before`, and then this, as one call."""
-        late = before.seconds
-        phases = [phase.model_copy(update={"start": phase.start + late}) for phase in self.phases]
-        samples = [sample.model_copy(update={"seconds": sample.seconds + late}) for sample in self.samples]
-        return self.model_copy(
-            update={
-                "seconds": self.seconds + late,
-                "phases": (*before.phases, *phases),
-                "samples": (*before.samples, *samples),
-                "beside": before.beside,
-                "rss_peak_bytes": max(before.rss_peak_bytes, self.rss_peak_bytes),
-                "lossy": tuple(dict.fromkeys((*before.lossy, *self.lossy))),
-                "notes": tuple(dict.fromkeys((*before.notes, *self.notes))),
-            }
-        )
-
-    def __str__(self) -> str:
-        return f"call {self.call} on {self.device}: {self.seconds:.3g} s, peak {format_bytes(self.peak_bytes)}"
 
 
 class PhaseExperience(Record):
@@ -288,6 +260,7 @@ class Prediction(Record):
     model: str
     card: str
     capacity: Positive  # bytes that the card has for tensors
+    elsewhere: dict[str, Positive] = Field(default_factory=dict)  # and others on which components compute, by name
     fits: bool
     plan: Plan
     trace: Trace

@@ -13,11 +13,10 @@ from tightfit.apply.again import Draws, Finished, let_go
 from tightfit.apply.session import Session
 from tightfit.devices.seam import Device
 from tightfit.errors import BudgetTooSmall
-from tightfit.measure.recorder import Recorder
+from tightfit.measure.joint import JointRecorder
 from tightfit.plan.differences import differences
 from tightfit.records import Plan, Trace
 from tightfit.report.summary import Report
-from tightfit.units import format_bytes
 
 __all__ = ["Calls", "Follower", "Learner", "Replans"]
 
@@ -30,8 +29,8 @@ class Replans(Protocol):
     def for_call(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], now: Plan) -> Plan | None:
         """The plan for a call with these arguments; None where the one that it follows `now` will do."""
 
-    def for_less(self, pipe: Any, now: Plan, size: int) -> Plan:
-        """The plan for the same call within `size` bytes of the device. Raises BudgetTooSmall."""
+    def for_less(self, pipe: Any, now: Plan, free: Mapping[str, int]) -> Plan:
+        """The plan for the same call within the bytes that are `free` of its devices. Raises BudgetTooSmall."""
 
 
 class Learner(Protocol):
@@ -47,7 +46,10 @@ class Follower(Protocol):
     plan: Plan
 
     @property
-    def recorder(self) -> Recorder: ...
+    def devices(self) -> Sequence[Device]: ...
+
+    @property
+    def recorder(self) -> JointRecorder: ...
 
     @property
     def session(self) -> Session: ...
@@ -148,15 +150,16 @@ class Calls:
 
     def _make_do(self, follower: Follower, replans: Replans, pipe: Any, failure: BaseException) -> None:
         """Memory ran out: another plan for what there is. Raises BudgetTooSmall."""
-        self._device.release_cache()
-        free = self._device.free_bytes() + follower.recorder.weights
+        free = {}
+        for device in follower.devices:
+            device.release_cache()
+            free[device.name] = device.free_bytes() + follower.recorder.of(device.name).weights
         try:
             after = replans.for_less(pipe, follower.plan, free)
         except BudgetTooSmall as error:
             raise error from failure
         done = self.finished.count if self.finished else 0
-        budget = after.budget.device if after.budget else None
-        within = f" within {format_bytes(budget)}" if budget else ""
+        within = f" within {after.budget.described}" if after.budget else ""
         said = f"out of memory: planned anew{within}, and went on after {done} passes that were done"
         self._follow(follower, pipe, after, said)
 

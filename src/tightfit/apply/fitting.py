@@ -23,25 +23,26 @@ from tightfit.apply.activations.guidance import joined
 from tightfit.apply.activations.layout import channels_last
 from tightfit.apply.activations.waiting import move_waiting
 from tightfit.apply.calls import Calls, Learner, Replans
+from tightfit.apply.choices import choices_of, decide
+from tightfit.apply.crossing import Crossing
 from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import watch
 from tightfit.apply.methods import computing, exported, refused
 from tightfit.apply.session import Session
 from tightfit.apply.weights.disk import Stored
-from tightfit.apply.weights.placement import Residency
+from tightfit.apply.weights.places import Places
 from tightfit.apply.weights.rescue import rescued
 from tightfit.apply.weights.storage import check_storage
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
-from tightfit.measure.kept import known_accelerator
-from tightfit.measure.modules import HANDLE, compiled_around, find_components, find_role, has_skips, inspect_pipeline
+from tightfit.measure.joint import JointRecorder
+from tightfit.measure.modules import HANDLE, compiled_around, find_components, find_role, has_skips
 from tightfit.measure.recorder import LiveNumbers, Recorder
-from tightfit.plan.levels import plan_for
 from tightfit.records import ComponentPlan, Plan, Request, Trace
 from tightfit.report.summary import Report
 
-__all__ = ["Fitted", "apply_plan", "choices_of", "decide", "fit"]
+__all__ = ["Fitted", "apply_plan", "fit"]
 
 logger = logging.getLogger("tightfit")
 
@@ -58,47 +59,6 @@ def fit(
     """Makes `pipe` run as a level or a plan says; `tightfit.fit` says what all of it means, and takes budgets too."""
     choices, target = choices_of(level, plan, device)
     return apply_plan(pipe, decide(pipe, choices, request, target), target, count_activations=count_activations)
-
-
-def choices_of(
-    level: int | None,
-    plan: Plan | Mapping[str, Any] | str | Path | None,
-    device: str | torch.device | Device | None,
-) -> tuple[dict[str, Any], Device]:
-    """What a user chose, as fields of a Plan without the device, and the device. PlanError or InputError."""
-    if (level is None) == (plan is None):
-        raise PlanError("fit takes exactly one of level=0…3 and plan=…")
-    choices: dict[str, Any] = {"level": level} if plan is None else _fields(plan)
-    wanted: str | None = choices.pop("device", None)
-    target = choose_device(device if device is not None else wanted)
-    if wanted is not None and choose_device(wanted).name != target.name:
-        raise PlanError(f"the plan is for {wanted}, but device={target.name} was asked for: leave one out")
-    return choices, target
-
-
-def decide(pipe: Any, choices: dict[str, Any], request: Request | Mapping[str, Any] | None, target: Device) -> Plan:
-    """The plan for `pipe` on `target` by these choices. Reads only."""
-    if isinstance(request, Mapping):
-        request = Request.from_mapping(request)
-    plan = plan_for(
-        inspect_pipeline(pipe),
-        target.name,
-        separate=target.separate,
-        choices=choices,
-        request=request,
-        pinnable=target.pinnable(),
-        accelerator=known_accelerator(target),
-    )
-    check_storage(plan)
-    return plan
-
-
-def _fields(plan: Plan | Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    if isinstance(plan, Plan):
-        return plan.model_dump(mode="json", exclude_unset=True)  # what was not said is the level's to say
-    if isinstance(plan, Mapping):
-        return dict(plan)
-    return Plan.fields_from_file(plan)
 
 
 def apply_plan(
@@ -139,7 +99,7 @@ class Fitted:
         stored: Mapping[int, Stored] | None = None,
         replans: Replans | None = None,
     ) -> None:
-        self._device, self._recorder = device, Recorder(device, count_activations)
+        self._device, self._recorder = device, JointRecorder(device, count_activations)
         self._calls = Calls(device, replans)
         self._trace: Trace | None = None
         self._undo: ExitStack | None = None
@@ -148,69 +108,93 @@ class Fitted:
     def follow(self, pipe: Any, plan: Plan, stored: Mapping[int, Stored] | None = None) -> None:
         """From now on `pipe`, which is the same as before, follows `plan` instead."""
         self.undo()
-        self.plan, device = plan, self._device
-        self._residency = Residency(device, self._recorder, stored)
+        self.plan, devices = plan, self._devices(plan)
+        self._places = Places(plan, devices, self._recorder, stored)
         alone = isinstance(pipe, nn.Module)  # nobody else wants its place
-        self._session = Session(self._residency, self._recorder, self._finished, keeps=alone)
+        self._session = Session(self._places, self._recorder, self._finished, keeps=alone)
         with ExitStack() as undo:
-            if plan.growing_segments:
-                undo.callback(device.grow_segments())
-            most = plan.budget and (plan.budget.device if device.separate else plan.budget.of_cpu)
-            if plan.forecast and most:
-                undo.callback(device.cap(most))  # it was made to keep within that
+            for device in devices.values():
+                self._limit(device, plan, undo)
             for name, module in find_components(pipe).items():
-                self._fit_component(name, module, plan.components.get(name, ComponentPlan()), device, undo)
+                chosen, device = plan.components.get(name, ComponentPlan()), devices[plan.device_of(name)]
+                self._fit_component(name, module, chosen, device, undo)
             if not isinstance(pipe, nn.Module):
                 undo.callback(disguise(pipe, **self._pipeline_members(type(pipe)), **{HANDLE: self}))
-            undo.callback(self._residency.clear)
+            undo.callback(self._places.clear)
             self._undo = undo.pop_all()
+
+    def _devices(self, plan: Plan) -> dict[str, Device]:
+        """On which components compute by `plan`, by name; all of them are measured."""
+        devices = {name: self._device if name == plan.device else choose_device(name) for name in plan.devices}
+        others = {name: device for name, device in devices.items() if device is not self._device}
+        for name, device in devices.items():
+            if others and device.allocated_bytes() is None:
+                raise PlanError(f"several devices have to be cards, which count bytes: {name} is none", device=name)
+        known = self._recorder.others
+        self._recorder.others = {name: known.get(name) or Recorder(device) for name, device in others.items()}
+        return devices
+
+    def _limit(self, device: Device, plan: Plan, undo: ExitStack) -> None:
+        """What the plan and its budget say of the allocator."""
+        if plan.growing_segments:
+            undo.callback(device.grow_segments())
+        most = plan.budget and (plan.budget.of(device.name) if device.separate else plan.budget.of_cpu)
+        if plan.forecast and most:
+            undo.callback(device.cap(most))  # it was made to keep within that
 
     def _fit_component(
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
     ) -> None:
         """Layout, place, storage, moving activations; then the module learns to say when it works."""
+        residency, recorder = self._places.of(name), self._recorder.of(device.name)
         forward = exported(module, plan)  # before anything is changed: it is compared with the module
         if plan.channels_last:
             undo.callback(channels_last(module))
         copied = plan.placement == "resident" and device.swaps_parameters  # then copies come as they are stored
         if copied:
-            self._store(module, plan, undo, counted=False)
-        self._residency.place(module, plan, undo)
+            self._store(name, module, plan, undo, counted=False)
+        residency.place(module, plan, undo)
         if not copied:
-            self._store(module, plan, undo, counted=plan.placement == "resident" or not device.separate)
-        self._residency.stream(name, module, plan, undo)
-        note = self._recorder.note
+            self._store(name, module, plan, undo, counted=plan.placement == "resident" or not device.separate)
+        residency.stream(name, module, plan, undo)
+        note = recorder.note
         if plan.feed_forward is not None:
             chunk_feed_forwards(module, plan.feed_forward, undo)
         if _in_parts(plan) and plan.placement == "per-unit":  # block by block: the weights come once for all parts
             chunk_blocks(module, plan.batch, undo, note)
         if self.plan.offload_activations and has_skips(module) and not forward:
-            move_waiting(module, device, self._recorder, undo)
+            move_waiting(module, device, recorder, undo)
         members = self._component_members(name, module, plan, device, undo)
         undo.callback(disguise(module, **members, **forward))
         for child in module.children():
+            if device is not self._device:
+                crossing = Crossing(self._device, device)
+                crossing.watch(child, lambda: not self._session.at_work(name), undo.callback)
             watch(child, functools.partial(self._session.touch, name), None, undo.callback)
 
-    def _store(self, module: nn.Module, plan: ComponentPlan, undo: ExitStack, *, counted: bool) -> None:
+    def _store(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack, *, counted: bool) -> None:
         """Weights that are always on the device are `counted` once, in the form in which they are there."""
         if plan.storage == "as-loaded":
             return
-        grown = self._residency.store(module, plan, undo)
+        grown = self._places.of(name).store(module, plan, undo)
         if counted:
-            self._recorder.weights_changed(grown)
-            undo.callback(self._recorder.weights_changed, -grown)
+            recorder = self._recorder.of(self.plan.device_of(name))
+            recorder.weights_changed(grown)
+            undo.callback(recorder.weights_changed, -grown)
 
     def _component_members(
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
     ) -> dict[str, Any]:
         role, original, session = find_role(name, module), type(module), self._session
-        lossy, recorder, finished = plan.lossy(name), self._recorder, self._calls.finished
+        lossy, finished, host = plan.lossy(name), self._calls.finished, self._device
+        recorder, residency = self._recorder.of(device.name), self._places.of(name)
         seam = AttentionSeam(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
         # what is compiled has chosen already, and would be compiled anew
         attends = plan.attention != "auto" or not compiled_around(module)
 
         def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-            inner = rescued(inner, lambda: self._residency.make_more_room(name, ""))
+            inner = inner if device is host else Crossing(host, device).around(inner)
+            inner = rescued(inner, lambda: residency.make_more_room(name, ""))
 
             @functools.wraps(inner)
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +224,8 @@ class Fitted:
         if plan.home == "disk" and hasattr(original, "save_pretrained"):
             members["save_pretrained"] = refused(name)
         if hasattr(original, "device"):
-            members["device"] = property(lambda self: device.torch_device)
+            # its own code asks while it works; else the pipeline does, which is on the host as all that it holds
+            members["device"] = property(lambda _: (device if session.at_work(name) else host).torch_device)
         return members
 
     def _pipeline_members(self, original: type) -> dict[str, Any]:
@@ -271,7 +256,12 @@ class Fitted:
         return self._session
 
     @property
-    def recorder(self) -> Recorder:
+    def devices(self) -> tuple[Device, ...]:
+        """On which components compute, the pipeline's own first."""
+        return tuple(self._devices(self.plan).values())
+
+    @property
+    def recorder(self) -> JointRecorder:
         """Who measures; may be told of what others do on the device."""
         return self._recorder
 

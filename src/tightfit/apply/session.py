@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from tightfit.apply.activations.attention_functions import Attends, attenders, only_attend
-from tightfit.apply.weights.placement import Residency
+from tightfit.apply.weights.places import Places
 from tightfit.footprint import Role
 from tightfit.measure.modules import find_phase
 from tightfit.measure.recorder import Recorder
@@ -17,15 +17,15 @@ __all__ = ["Session"]
 
 
 class Session:
-    """Told when calls and components begin and end; tells the residency and the recorder.
+    """Told when calls and components begin and end; tells the recorder, and where weights are.
 
     One call at a time: another thread's waits. With `keeps`, what is on the device stays there from call to call.
     """
 
     def __init__(
-        self, residency: Residency, recorder: Recorder, done: Callable[[Trace], None], *, keeps: bool = False
+        self, places: Places, recorder: Recorder, done: Callable[[Trace], None], *, keeps: bool = False
     ) -> None:
-        self._residency = residency
+        self._places = places
         self._recorder = recorder
         self._done = done
         self._keeps = keeps
@@ -47,13 +47,13 @@ class Session:
             self._attenders = attenders()  # of another pipeline, in whose call this one is made
             self._calls, self._clean = 1, False
             try:
-                self._residency.begin(steps)
+                self._places.begin(steps)
                 with self._recorder.call():
                     yield
-                    self._residency.end()
+                    self._places.end()
                     self._done(self._recorder.trace())
                 if self._keeps:
-                    self._residency.rest()
+                    self._places.rest()
                     self._clean = True
             finally:
                 self._calls = 0
@@ -66,26 +66,30 @@ class Session:
         """Whether a component is at work."""
         return bool(self._working)
 
+    def at_work(self, name: str) -> bool:
+        """Whether the component `name` is."""
+        return name in self._working
+
     def _clear(self) -> None:
         only_attend(self._attenders)
-        self._residency.clear()
+        self._places.clear()
         self._clean = True
 
     @contextlib.contextmanager
     def work(self, name: str, role: Role, method: str = "forward") -> Iterator[None]:
         """The component `name` works; outside a call, its work is a call of its own."""
         with self.call():
-            outermost = name not in self._working
+            outermost, residency = not self.at_work(name), self._places.of(name)
             if outermost:
-                self._residency.keep_within(name)
-                self._residency.make_room(name)  # what goes belongs to the phase before, what comes to this one
+                residency.keep_within(name)
+                residency.make_room(name)  # what goes belongs to the phase before, what comes to this one
                 self._recorder.enter(find_phase(name, role, method))
-                self._residency.bring(name, method)
+                residency.bring(name, method)
             self._working.append(name)
             try:
                 yield
                 if outermost:
-                    self._residency.finish(name)
+                    residency.finish(name)
             finally:
                 if self._working:
                     self._working.pop()
@@ -93,5 +97,5 @@ class Session:
 
     def touch(self, name: str) -> None:
         """A part of `name` is about to work without `name` having been called: its weights come all the same."""
-        if name not in self._working:
-            self._residency.enter(name)
+        if not self.at_work(name):
+            self._places.of(name).enter(name)

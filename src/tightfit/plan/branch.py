@@ -16,7 +16,7 @@ from tightfit.plan.forecast import ALTERNATIONS, more_seconds, most_weights, nee
 from tightfit.plan.options import Menu, Option, Task, Where, why_there
 from tightfit.records import Accelerator, Footprint, Reason, Storage, VaePlan, Variant, Way
 
-__all__ = ["Branch", "Chance", "Found"]
+__all__ = ["Branch", "Chance", "Found", "Known"]
 
 
 class _Crew(NamedTuple):
@@ -47,6 +47,14 @@ class Chance(NamedTuple):
     branch: Branch
 
 
+class Known:
+    """What was worked out of components that work in one way."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, Task] = {}
+        self.menus: dict[tuple[str, Where], Menu] = {}
+
+
 @dataclass
 class Branch:
     """The combinations for one way of storing components, with denoisers at work as `footprint` says.
@@ -60,8 +68,7 @@ class Branch:
     storages: Mapping[str, Storage]
     variant: Variant | None = None
     usual: Branch | None = None
-    _tasks: dict[str, Task] = field(default_factory=dict, init=False)
-    _menus: dict[tuple[str, Where], Menu] = field(default_factory=dict, init=False)
+    known: Known = field(default_factory=Known)
 
     def reasons(self, found: Found, size: int) -> Iterator[Reason]:
         """Why weights are where they are."""
@@ -90,10 +97,10 @@ class Branch:
         """What the component `name` does."""
         if self.usual is not None and name not in self.footprint.denoisers:
             return self.usual.task(name)
-        if name not in self._tasks:
+        if name not in self.known.tasks:
             component = next(component for component in self.footprint.components if component.name == name)
-            self._tasks[name] = Task(component, self.footprint, self.device)
-        return self._tasks[name]
+            self.known.tasks[name] = Task(component, self.footprint, self.device)
+        return self.known.tasks[name]
 
     def chances(self, size: int, ram: int | None) -> Iterator[Chance]:
         """What may fit into `size` bytes of the device and `ram` of host memory (None: as many as wanted)."""
@@ -113,6 +120,10 @@ class Branch:
                 soonest = self._soonest(placed, rooms, size)
                 if soonest is not None:
                     yield Chance(soonest + longer, longer, vae, placed, self)
+
+    def ram_of(self, found: Found) -> int:
+        """Bytes of host memory for masters and for maps that wait."""
+        return found.ram + max((way.host for way in self._ways(found.vae) if way), default=0)
 
     def holds(self, chance: Chance, size: int, ram: int | None) -> bool:
         """Whether anything comes of it."""
@@ -201,17 +212,18 @@ class Branch:
         return [_Crew(names, self._phases_of(names)) for names in distinct.values()]
 
     def _phases_of(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        phases = enumerate(self.footprint.phases)
-        return tuple(number for number, phase in phases if {p.component for p in phase.passes}.intersection(names))
+        """Those in which any of `names` works, and those in which everybody at work is elsewhere: who came stays."""
+        workers = [{done.component for done in phase.passes} for phase in self.footprint.phases]
+        return tuple(number for number, there in enumerate(workers) if there.intersection(names) or not there)
 
     def _menu(self, name: str, where: Where) -> Menu:
         """Worked out when it is asked for: who never reads from the disk need not know how long that takes."""
         if self.usual is not None and name not in self.footprint.denoisers:
             return self.usual._menu(name, where)
-        if (name, where) not in self._menus:
+        if (name, where) not in self.known.menus:
             storage: Storage = self.storages.get(name, "as-loaded")
-            self._menus[name, where] = self.task(name).menu(where, self.disk_rate, storage, self.variant)
-        return self._menus[name, where]
+            self.known.menus[name, where] = self.task(name).menu(where, self.disk_rate, storage, self.variant)
+        return self.known.menus[name, where]
 
 
 def _fastest(menus: Sequence[Menu], most: int) -> tuple[Option, ...] | None:

@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from tightfit.catalog.cuda import workspace_bytes
 from tightfit.plan.options import variant_of
 from tightfit.plan.pace import Pace, alone, stretch_of
 from tightfit.plan.parts import SEGMENT, Part, up
+from tightfit.plan.shares import share_of
 from tightfit.records import Accelerator, Footprint, Phase, PhaseForecast, Plan, VaePlan, Way
 
-__all__ = ["ALTERNATIONS", "Told", "forecast", "more_seconds", "most_weights", "needed_bytes", "play", "way_of"]
+__all__ = [
+    "ALTERNATIONS",
+    "Told",
+    "forecast",
+    "more_seconds",
+    "most_weights",
+    "needed_bytes",
+    "play",
+    "play_together",
+    "together",
+    "way_of",
+]
 
 ALTERNATIONS = 4  # changes of turn between two components in one call, after which they stay together
 PERCENT, MARGIN = 1, 32 * 2**20  # by which a peak may be higher than its parts say …
@@ -49,6 +62,31 @@ def play(footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float
     footprint = footprint.varied(variant_of(footprint, plan))
     call = _Call(footprint, plan, device, disk_rate)
     return tuple(call.phase(phase) for phase in footprint.phases)
+
+
+def together(
+    footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None = None
+) -> tuple[PhaseForecast, ...]:
+    """The same where components compute on several `devices`, by name."""
+    told = play_together(footprint, plan, devices, disk_rate)
+    return tuple(_joined(plan.device, phases, devices) for phases in told)
+
+
+def play_together(
+    footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None = None
+) -> list[dict[str, Told]]:
+    """Phase by phase, what each of a plan's devices does, by name, before the margin is added."""
+    footprint = footprint.varied(variant_of(footprint, plan))
+    names = {name: {c.name for c in footprint.components if plan.device_of(c.name) == name} for name in plan.devices}
+    shares = {name: share_of(footprint, names[name], hosts=name == plan.device) for name in names}
+    told = [play(shares[name], plan, devices[name], disk_rate) for name in names]
+    return [dict(zip(names, phases, strict=True)) for phases in zip(*told, strict=True)]
+
+
+def _joined(host: str, told: Mapping[str, Told], devices: Mapping[str, Accelerator]) -> PhaseForecast:
+    peaks = {name: each.peak(devices[name]) for name, each in told.items() if name == host or each.weights or each.room}
+    seconds = sum(each.seconds for each in told.values())
+    return PhaseForecast(name=told[host].name, seconds=seconds, peak_bytes=peaks.pop(host), elsewhere=peaks)
 
 
 def needed_bytes(weights: int, room: int, device: Accelerator) -> int:
@@ -99,7 +137,7 @@ class _Call:
         self._now = 0.0
 
     def phase(self, phase: Phase) -> Told:
-        began, weights = self._now, 0
+        began, weights = self._now, 0 if phase.order else sum(self._parts[name].comes for name in self._aboard)
         for index, group in itertools.groupby(phase.order):
             done = phase.passes[index]
             self._comes(done.component)

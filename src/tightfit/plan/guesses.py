@@ -38,7 +38,7 @@ def rated_disk(machine: Machine, accelerator: Accelerator) -> float | None:
     return machine.disk_rate or (GUESSED_DISK if accelerator.is_cpu else None)
 
 
-def computer_with(card: Accelerator) -> Machine:
-    """Whatever computer has `card`, of which CUDA keeps its own bytes: RAM without end, an ordinary disk."""
-    left = card.model_copy(update={"bytes": max(card.bytes - CONTEXT, 1)})
-    return Machine(accelerators=(left,), ram=2**50, pinnable=2**50, cores=1, disk_rate=GUESSED_DISK)
+def computer_with(*cards: Accelerator) -> Machine:
+    """Whatever computer has `cards`, of which CUDA keeps its own bytes: RAM without end, an ordinary disk."""
+    left = tuple(card.model_copy(update={"bytes": max(card.bytes - CONTEXT, 1)}) for card in cards)
+    return Machine(accelerators=left, ram=2**50, pinnable=2**50, cores=1, disk_rate=GUESSED_DISK)

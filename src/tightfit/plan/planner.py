@@ -9,9 +9,10 @@ from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.branch import Found
 from tightfit.plan.forecast import forecast
 from tightfit.plan.guesses import rated, rated_disk
+from tightfit.plan.jointly import plan_jointly
 from tightfit.plan.learned import learned
 from tightfit.plan.levels import plan_for
-from tightfit.plan.search import Search
+from tightfit.plan.search import Search, Stored, storages_of
 from tightfit.records import (
     Accelerator,
     Budget,
@@ -22,14 +23,12 @@ from tightfit.records import (
     Machine,
     Plan,
     Reason,
-    Storage,
     check_techniques,
 )
 from tightfit.units import format_bytes
 
 __all__ = ["SPARE", "make_plan"]
 
-Stored = Mapping[str, Storage]
 SPARE = 0.05  # of what is free: left alone where nobody names a budget
 
 
@@ -59,6 +58,9 @@ def make_plan(
 ) -> Plan:
     """The best plan for the call that `footprint` tells of, within `budget` on `machine`'s `device` (None: its first).
 
+    A budget that names several devices is for all of them together; `device` is then where denoisers compute (None:
+    wherever that is best), and `experiences`, which are of one device, teach nothing.
+
     Without a budget: within 95 % of what was free. On a CPU bytes of the device and of RAM are the same, and what
     this process holds already counts. Lossless where that fits at all; else by the lossy techniques that `allow` names.
     What calls like this one were like on this machine, its `experiences`, corrects what shapes and rates say.
@@ -68,6 +70,8 @@ def make_plan(
     allowed = check_techniques(allow)
     if not footprint.phases:
         raise PlanError(f"this footprint of {footprint.pipeline} tells of no call: measure it with a request")
+    if budget is not None and budget.devices:
+        return plan_jointly(footprint, machine, budget, allowed, device)
     known = _accelerator(machine, device)
     accelerator, disk_rate = rated(known), rated_disk(machine, known)
     room = _room(accelerator, machine, budget)
@@ -75,7 +79,7 @@ def make_plan(
     def searched(storages: Stored) -> Search:
         return Search(learned(footprint, experiences, storages).footprint, accelerator, disk_rate, storages)
 
-    for storages in _storages(footprint, allowed):
+    for storages in storages_of(footprint, allowed):
         search = searched(storages)
         found = search.best(room.size, room.ram)
         if found is not None:
@@ -83,7 +87,7 @@ def make_plan(
             placed += learned(footprint, experiences, storages).reasons
             return _plan(search, machine, budget, room.size, found, placed)
     others = [name for name in ("fp8", "int8") if name not in allowed]
-    lossy = {name: [searched(stored) for stored in _storages(footprint, [name]) if stored] for name in others}
+    lossy = {name: [searched(stored) for stored in storages_of(footprint, [name]) if stored] for name in others}
     raise _too_small(searched({}), lossy, machine, room)
 
 
@@ -139,16 +143,6 @@ def _accelerator(machine: Machine, device: str | None) -> Accelerator:
             return accelerator
     names = ", ".join(accelerator.name for accelerator in machine.accelerators)
     raise PlanError(f"no device {device} in this machine: there is {names}", device=device)
-
-
-def _storages(footprint: Footprint, allowed: Sequence[str]) -> Iterator[Stored]:
-    """In what components are stored: as they are; where that does not fit, more and more of them in eight bits."""
-    yield {}
-    storages: list[Storage] = ["float8_e4m3fn"] * ("fp8" in allowed) + ["int8"] * ("int8" in allowed)  # type: ignore[assignment]
-    roles = {role: [c.name for c in footprint.components if c.role == role] for role in ("denoiser", "encoder")}
-    for storage in storages:
-        for some in ([roles["denoiser"]], [roles["encoder"]], [*roles.values()]):
-            yield {name: storage for names in some for name in names}
 
 
 def _plan(

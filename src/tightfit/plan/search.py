@@ -6,14 +6,16 @@ does too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 
-from tightfit.plan.branch import Branch, Found
+from tightfit.plan.branch import Branch, Found, Known
 from tightfit.plan.parts import SEGMENT
 from tightfit.records import Accelerator, Footprint, Storage
 
-__all__ = ["Search"]
+__all__ = ["Search", "Stored", "storages_of"]
+
+Stored = Mapping[str, Storage]
 
 _ALL = 2**60
 
@@ -26,18 +28,24 @@ class Search:
         footprint: Footprint,
         device: Accelerator,
         disk_rate: float | None,
-        storages: Mapping[str, Storage],
+        storages: Stored,
+        known: dict[int, Known] | None = None,
     ) -> None:
+        """`known` is what was worked out already of the same call on devices as fast, by the number of the variant."""
         self.footprint, self.device, self.disk_rate = footprint, device, disk_rate
-        self._storages = storages
+        self._storages, self._known = storages, {} if known is None else known
 
     @cached_property
     def _branches(self) -> list[Branch]:
         """The usual way of working, and the others."""
         about = self.device, self.disk_rate, self._storages
-        usual = Branch(self.footprint, *about)
-        variants = self.footprint.variants
-        return [usual, *(Branch(self.footprint.varied(variant), *about, variant, usual) for variant in variants)]
+        known = [self._known.setdefault(number, Known()) for number in range(len(self.footprint.variants) + 1)]
+        usual = Branch(self.footprint, *about, known=known[0])
+        others = zip(self.footprint.variants, known[1:], strict=True)
+        return [
+            usual,
+            *(Branch(self.footprint.varied(other), *about, other, usual, known=menus) for other, menus in others),
+        ]
 
     def best(self, size: int, ram: int | None) -> Found | None:
         """The best within `size` bytes of the device and `ram` of host memory (None: as many as wanted), if any."""
@@ -51,6 +59,11 @@ class Search:
                 best = found
         return best
 
+    def soonest(self, size: int, ram: int | None) -> float | None:
+        """Seconds that anything within so much takes at the least; None where it is certain that nothing fits."""
+        chances = (chance.soonest for branch in self._branches for chance in branch.chances(size, ram))
+        return min(chances, default=None)
+
     def least(self, ram: int | None) -> int | None:
         """The fewest bytes of the device with which anything fits; None if nothing ever does."""
         return _fewest(lambda size: self.fits(size, ram))
@@ -63,6 +76,16 @@ class Search:
         """Whether anything does."""
         chances = (chance for branch in self._branches for chance in branch.chances(size, ram))
         return any(chance.branch.holds(chance, size, ram) for chance in chances)
+
+
+def storages_of(footprint: Footprint, allowed: Collection[str]) -> Iterator[Stored]:
+    """In what components are stored: as they are; where that does not fit, more and more of them in eight bits."""
+    yield {}
+    storages: list[Storage] = ["float8_e4m3fn"] * ("fp8" in allowed) + ["int8"] * ("int8" in allowed)  # type: ignore[assignment]
+    roles = {role: [c.name for c in footprint.components if c.role == role] for role in ("denoiser", "encoder")}
+    for storage in storages:
+        for some in ([roles["denoiser"]], [roles["encoder"]], [*roles.values()]):
+            yield {name: storage for names in some for name in names}
 
 
 def _fewest(enough: Callable[[int], bool]) -> int | None:

@@ -26,6 +26,7 @@ def describe(prediction: Prediction) -> str:
             f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else "lossless: the same numbers as with all of it there",
             "",
             *align([_HEADINGS, *(_row(phase) for phase in fold_phases(trace.phases))]),
+            *_elsewhere(prediction),
             "",
             *(_in_words(plan) if plan.forecast else _by_fields(plan)),
             *(f"note: {note}" for note in trace.notes),
@@ -49,15 +50,32 @@ def _by_fields(plan: Plan) -> Iterator[str]:
 
 def as_report(prediction: Prediction) -> Report:
     """The prediction as if it had been measured, with what the card has for a budget: for its picture."""
-    asked = prediction.plan.budget.device if prediction.plan.budget else None
-    budget = Budget(device=min(asked or prediction.capacity, prediction.capacity))
+    budget = Budget(device=prediction.capacity)
     return Report(prediction.plan.model_copy(update={"budget": budget}), prediction.trace)
+
+
+def _elsewhere(prediction: Prediction) -> Iterator[str]:
+    """What other cards hold, of which the table does not tell."""
+    for name, capacity in prediction.elsewhere.items():
+        peak, phase = _fullest(prediction, name)
+        yield f"  {name} holds at most {format_bytes(peak)} of {format_bytes(capacity)}, in {phase}"
+
+
+def _fullest(prediction: Prediction, name: str) -> tuple[int, str]:
+    """The most that another card holds, and in which phase."""
+    return max((phase.elsewhere.get(name, 0), phase.name) for phase in prediction.trace.phases)
 
 
 def _verdict(prediction: Prediction) -> str:
     need, has = format_bytes(prediction.peak_reserved), format_bytes(prediction.capacity)
     if not prediction.fits:
-        return f"does not fit, it needs {need} and the card has {has} for tensors"
+        others = ((name, _fullest(prediction, name)[0], size) for name, size in prediction.elsewhere.items())
+        short = [
+            f", and {name} needs {format_bytes(peak)} of {format_bytes(size)}"
+            for name, peak, size in others
+            if peak > size
+        ]
+        return f"does not fit, it needs {need} and the card has {has} for tensors{''.join(short)}"
     if prediction.peak_reserved > prediction.capacity:
         return f"fits into {has} by giving cached memory back, with {need} it would not have to"
     return f"fits, {need} of {has}"
@@ -76,6 +94,7 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
         "model": prediction.model,
         "card": prediction.card,
         "capacity_bytes": prediction.capacity,
+        "elsewhere": dict(prediction.elsewhere),
         "lossless": not trace.lossy,
         "predicted": {
             "peak_bytes": trace.peak_bytes,
@@ -88,6 +107,7 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
                 "predicted_peak_bytes": phase.peak_bytes,
                 "predicted_peak_weights": phase.peak_weights,
                 "predicted_reserved_bytes": phase.peak_reserved,
+                "elsewhere": dict(phase.elsewhere),
                 "seconds": phase.seconds,
                 "bytes_in": phase.bytes_in,
                 "bytes_out": phase.bytes_out,

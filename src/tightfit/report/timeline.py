@@ -71,7 +71,7 @@ def _save(figure: Figure, path: Path, kind: str) -> None:
 def _compose(report: Report, title: str | None) -> Figure:
     """The picture, from top to bottom."""
     curve = Curve.of(report.trace)
-    limit = report.plan.budget.device if report.plan.budget else None
+    limit = report.plan.budget.of(report.plan.device) if report.plan.budget else None
     drawn_limit = limit if limit and limit <= FAR * max(curve.peak, 1) else None
     top = 1.2 * max(curve.peak, drawn_limit or 0, 1)
     memory, time = bytes_scale(top), seconds_scale(curve.end)

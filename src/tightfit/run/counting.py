@@ -5,10 +5,11 @@ A pretend card has no disk. What a plan says of it is arithmetic on a footprint,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tightfit.catalog.cuda import CONTEXT
-from tightfit.plan.forecast import play
+from tightfit.plan.forecast import play_together
 from tightfit.plan.guesses import computer_with, rated, rated_disk
 from tightfit.plan.levels import plan_for
 from tightfit.plan.options import variant_of
@@ -29,36 +30,46 @@ def reads_disk(choices: dict[str, Any]) -> bool:
 
 def counted(
     footprint: Footprint, accelerator: Accelerator, choices: dict[str, Any], *, title: str, card: str | None,
-    machine: Machine | None = None,
+    others: Sequence[Accelerator] = (), machine: Machine | None = None,
 ) -> Prediction:  # fmt: skip
     """What the call that `footprint` tells of takes on `accelerator`, under `choices` of Plan fields.
 
-    Of a CPU's memory, what this process holds by now is taken already: `machine` knows.
+    With `others`, components compute on those of them that the choices name as their device. Of a CPU's memory, what
+    this process holds by now is taken already: `machine` knows.
     """
     host = machine or computer_with(accelerator)
     shares = not accelerator.is_cpu
+    usual = choices["device"] if others and "device" in choices else "cuda:0" if shares else "cpu"
     plan = plan_for(
-        footprint, "cuda:0" if shares else "cpu", separate=shares, choices=choices, request=footprint.request,
+        footprint, usual, separate=shares, choices=choices, request=footprint.request,
         pinnable=host.pinnable or 0, accelerator=accelerator,
     )  # fmt: skip
-    device, working = rated(accelerator), footprint.varied(variant_of(footprint, plan))
+    devices = {each.name: rated(each) for each in (accelerator, *others)} if others else {usual: rated(accelerator)}
     said = {phase.name: phase.seconds for phase in plan.forecast}
     phases, now = list[PhaseTrace](), 0.0
-    for phase, told in zip(working.phases, play(working, plan, device, rated_disk(host, accelerator)), strict=True):
-        seconds = said.get(told.name, told.seconds)
+    played = play_together(footprint, plan, devices, rated_disk(host, accelerator))
+    for phase, told in zip(footprint.varied(variant_of(footprint, plan)).phases, played, strict=True):
+        own, peaks = told[plan.device], {name: each.peak(devices[name]) for name, each in told.items()}
+        seconds = said.get(phase.name, sum(each.seconds for each in told.values()))
         phases.append(
             PhaseTrace(
-                name=told.name, start=now, seconds=seconds, peak_bytes=told.weights + told.room,
-                peak_weights=told.weights, peak_reserved=told.peak(device), runs=len(phase.order),
+                name=phase.name, start=now, seconds=seconds, peak_bytes=own.weights + own.room,
+                peak_weights=own.weights, peak_reserved=peaks.pop(plan.device), runs=len(phase.order), elsewhere=peaks,
             )
         )  # fmt: skip
         now += seconds
-    name, capacity = card or accelerator.title or accelerator.name, capacity_of(plan, accelerator, host.ram_taken or 0)
+    name = card or accelerator.title or accelerator.name
+    capacities = {each: capacity_of(plan, known, host.ram_taken or 0) for each, known in devices.items()}
+    capacity = capacities.pop(plan.device)
+    elsewhere = {each: size for each, size in capacities.items() if each in plan.devices}
+    fits = [phase.peak_reserved <= capacity for phase in phases]
+    fits += [phase.elsewhere[each] <= size for phase in phases for each, size in elsewhere.items()]
     return Prediction(
         model=title,
         card=name,
         capacity=capacity,
-        fits=max(phase.peak_reserved for phase in phases) <= capacity,
+        elsewhere=elsewhere,
+        fits=all(fits),
         plan=plan,
         trace=Trace(device=name, seconds=now, phases=tuple(phases), lossy=plan.lossy, notes=(NOTE,)),
     )
@@ -70,5 +81,5 @@ def capacity_of(plan: Plan, accelerator: Accelerator, taken: int = 0) -> int:
     if accelerator.is_cpu:
         most = min(budget.of_cpu, accelerator.bytes) if budget else accelerator.bytes
         return max(most - taken, 1)
-    asked = budget.device if budget and budget.device else accelerator.bytes
+    asked = (budget.of(accelerator.name) if budget else None) or accelerator.bytes
     return max(min(asked, accelerator.bytes - CONTEXT), 1)

@@ -19,6 +19,7 @@ Examples:
   tightfit run "a red circle on the left and a small blue square on the right"
   tightfit run ./sdxl "an astronaut riding a horse" --level 3 --out horse.png
   tightfit run ./flux "a lighthouse" --budget 8GB --ram 16GB
+  tightfit run ./flux "a lighthouse" --budget cuda:0=10GB,cuda:1=8GB
   tightfit run ./flux "a lighthouse" --level 2 --set vae.tile=256
   tightfit run "a green triangle at the top" --level 3 --timeline memory.png
 
@@ -32,14 +33,16 @@ Examples:
 
   tightfit plan flux.1-dev --card rtx4090 --budget 8GB
   tightfit plan flux.1-dev --card rtx4090 --level 3
+  tightfit plan sdxl --card rtx3060,rtx4060 --budget rtx3060=6GB,rtx4060=4GB
   tightfit plan sdxl --card rtx3060 --level 1 --height 1024 --width 1024
   tightfit plan wan-2.1-14b --card a100-80gb --frames 81 --json
   tightfit plan flux.1-dev --card rtx3060 --level 3 --timeline memory.png
 
 MODEL is a known model, a diffusers folder or a hub id (only its small files
 and the headers of its weights are read); left out, the demo model. CARD is a
-known card; left out, this computer, measured once (tightfit machine). A wrong
-name is answered with those near it. Exit code 3: it does not fit.
+known card, or several with commas between; left out, this computer, measured
+once (tightfit machine). A wrong name is answered with those near it. Exit code
+3: it does not fit.
 """
 
 MACHINE_EXAMPLES = """Say what this computer has, and measure what it reaches.

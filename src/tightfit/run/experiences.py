@@ -70,12 +70,13 @@ class Basis(NamedTuple):
     """What plans are made from."""
 
     footprint: Footprint  # as it was measured
-    machine: Machine  # with one accelerator
+    machine: Machine  # with one accelerator, or with all that the budget names
     past: Past
 
     def plan(self, limits: Limits) -> Plan:
         """The plan within `limits`, by all that was learned. Raises BudgetTooSmall."""
-        return make_plan(self.footprint, self.machine, *limits, experiences=self.past.read())
+        budget, allow, host = limits
+        return make_plan(self.footprint, self.machine, budget, allow, device=host, experiences=self.past.read())
 
     def paces(self, plan: Plan) -> dict[str, float]:
         """How many times as long as rates say phases take under `plan`, by name, where that is not once."""

@@ -11,13 +11,13 @@ from torch import nn
 
 from tightfit.apply import fitting
 from tightfit.apply.fitting import Fitted, apply_plan
-from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE
-from tightfit.records import Budget, Plan, Request
+from tightfit.records import Plan, Request
 from tightfit.run.replanning import Replanner
-from tightfit.run.wishes import Limits, limits_for
+from tightfit.run.wishes import Wish, limits_for
+from tightfit.run.within import Site, site_of
 
 __all__ = ["fit"]
 
@@ -25,7 +25,7 @@ __all__ = ["fit"]
 def fit(
     pipe: Any,
     *,
-    budget: Budget | str | int | None = None,
+    budget: Wish = None,
     level: int | None = None,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     request: Request | Mapping[str, Any] | None = None,
@@ -39,7 +39,9 @@ def fit(
     At most one of `budget`, `level` (0 to 3) and `plan` is given. A budget is what the device's allocator may hold,
     as bytes or in words ("8GB" is 8·10⁹, "8GiB" 8·2³⁰), or a Budget; with `ram`, so many bytes of host memory may
     wait for the device. On a CPU both are the process's resident set, of which Python and its libraries take some
-    hundred megabytes. Given nothing, the plan is for 95 % of what is free on the device.
+    hundred megabytes. Given nothing, the plan is for 95 % of what is free on the device. Of several cards each has its
+    own: `budget={"cuda:0": "10GB", "cuda:1": "8GB"}`; each component computes on one of them, and the pipeline where
+    its denoiser does (`device`, or where that is best).
 
     A budget is planned for `request` (default: the pipeline's own defaults) from a footprint, which is measured once,
     and from a card's rates, which are measured once too (up to 20 s). Numbers stay the same; only where nothing fits
@@ -62,27 +64,22 @@ def fit(
     """
     limits = limits_for(budget, ram, allow, level, plan)
     if limits is not None:
-        return _fit_within(pipe, limits, request, choose_device(device), count_activations)
+        return _fit_within(pipe, site_of(limits, device), request, count_activations)
     return fitting.fit(
         pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations
     )
 
 
-def _fit_within(
-    pipe: Any,
-    limits: Limits,
-    request: Request | Mapping[str, Any] | None,
-    target: Device,
-    count_activations: bool,
-) -> Fitted:
+def _fit_within(pipe: Any, site: Site, request: Request | Mapping[str, Any] | None, count_activations: bool) -> Fitted:
     if isinstance(pipe, nn.Module):
         raise PlanError(f"a budget is for a whole pipeline: give a single {type(pipe).__name__} a level or a plan")
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()
-    replanner = Replanner(pipe, limits, target)
+    replanner = Replanner(pipe, site)
     asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
     plan = replanner.plan(pipe, asked)
+    target = next(device for device in site.devices if device.name == plan.device)
     fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner)
     fitted.tell(replanner.pupil)
     return fitted

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
+from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.plan.guesses import computer_with
-from tightfit.records import Accelerator, Machine, Plan, Prediction, Request
+from tightfit.records import Accelerator, Budget, Machine, Plan, Prediction, Request
 from tightfit.run.counting import counted, reads_disk
 from tightfit.run.models import stored_dtype
 from tightfit.run.predictions import find_subject, remembered
@@ -33,55 +34,96 @@ def forecast(
 ) -> Prediction:
     """What `model` (a known one, a folder, a hub id; None: the demo model) would do under `choices` of Plan fields.
 
-    Or under the plan that is made within `limits`. On a known card, or on this computer's own device if `card` is
-    None. What takes a while is done inside `say(…)`. InputError for unknown names, PlanError and RequestError for what
-    is illegal, BudgetTooSmall where nothing fits.
+    Or under the plan that is made within `limits`. On a known card, or several with commas between, or on this
+    computer's own device if `card` is None, or on those that a budget names. What takes a while is done inside
+    `say(…)`. InputError for unknown names, PlanError and RequestError for what is illegal, BudgetTooSmall where nothing
+    fits.
     """
-    card = card if card is None else card_called(card)
-    accelerator = known_card(card) if card is not None else None  # before anything slow
+    known = _known_cards(card)  # before anything slow
     which, mark = find_subject(model)
     title = which if isinstance(which, str) else model
     asked = demo_request(asked) if model is None else asked
-    fields = {name: value for name, value in choices.items() if name != "device"} or {"level": 0}
+    several = len(known) > 1
+    fields = {name: value for name, value in choices.items() if several or name != "device"} or {"level": 0}
     Plan.from_mapping(fields)
-    own = _own_machine(say) if accelerator is None else None
-    accelerator = accelerator or own.accelerators[0]  # type: ignore[union-attr]
+    own = None if known else _own_machine(say)
+    accelerator, *others = known or _own_devices(own, limits)
     paces: dict[str, float] = {}
     if limits is None and not choices and not accelerator.is_cpu:
         limits = Limits(None)  # all that the card has
     if limits is not None:
         with say("planning"):
-            fields, paces = _planned(which, accelerator, asked, limits, own)
+            fields, paces = _planned(which, (accelerator, *others), asked, limits, own)
     name = title or "the demo model"
+    card = " and ".join(each.name for each in (accelerator, *others)) if others else card and card_called(card)
     if reads_disk(fields):
         with say("counting"):
             footprint = _measurer(which, accelerator).measure(asked)
-            return counted(footprint, accelerator, fields, title=name, card=card, machine=own)
+            return counted(footprint, accelerator, fields, others=others, title=name, card=card, machine=own)
 
     def rehearsal() -> Prediction:
         with say("rehearsing on a pretend card"):
             from tightfit.run.rehearsal import rehearse
 
-            return rehearse(which, accelerator, fields, asked, title=name, card=card, paces=paces)
+            return rehearse(which, accelerator, fields, asked, others=others, title=name, card=card, paces=paces)
 
-    on = card or accelerator.to_mapping() | {"free": None}
+    on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
     question = {"model": mark, "title": title, "card": on, "choices": fields, "request": asked.to_mapping()}
     question["paces"] = paces
     return remembered(Prediction, question, rehearsal)
 
 
+def _known_cards(names: str | None) -> list[Accelerator]:
+    """Known cards; of several, each has the name that its budget is called by: "rtx3060", a second one "rtx3060#2"."""
+    called = [card_called(name) for name in names.split(",")] if names is not None else []
+    if len(called) < 2:
+        return [known_card(name) for name in called]
+    numbers = [called[: place + 1].count(name) for place, name in enumerate(called)]
+    named = [name if number == 1 else f"{name}#{number}" for name, number in zip(called, numbers, strict=True)]
+    return [
+        known.model_copy(update={"name": name, "title": known.name})
+        for name, known in zip(named, map(known_card, called), strict=True)
+    ]
+
+
+def _own_devices(own: Machine | None, limits: Limits | None) -> list[Accelerator]:
+    """This computer's first device, or those that a budget names. InputError for unknown ones."""
+    assert own is not None
+    budget = limits.budget if limits is not None else None
+    by_name = {accelerator.name: accelerator for accelerator in own.accelerators}
+    for name in budget.devices if budget else ():
+        if name not in by_name:
+            raise InputError(unknown_name("device of this computer", name, by_name), name=name)
+    return [by_name[name] for name in budget.devices] if budget and budget.devices else [own.accelerators[0]]
+
+
 def _planned(
-    which: str | ModelFolder, accelerator: Accelerator, asked: Request, limits: Limits, own: Machine | None
+    which: str | ModelFolder, accelerators: Sequence[Accelerator], asked: Request, limits: Limits, own: Machine | None
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The plan's fields, and the paces of phases that runs have shown, where it is for this computer's `own` device."""
     from tightfit.run.experiences import Basis, Past
 
-    measurer = _measurer(which, accelerator)
-    past = Past(measurer.question(asked) if own is not None else None, accelerator)
-    machine = own if own is not None and accelerator.is_cpu else computer_with(accelerator)
-    basis = Basis(measurer.measure(asked), machine.model_copy(update={"accelerators": machine.accelerators[:1]}), past)
+    first, *others = accelerators
+    measurer = _measurer(which, first)
+    past = Past(measurer.question(asked) if own is not None and not others else None, first)
+    machine = own if own is not None and first.is_cpu else computer_with(*accelerators)
+    machine = machine.model_copy(update={"accelerators": machine.accelerators[: len(accelerators)]})
+    if others:
+        limits = limits._replace(budget=_for_each(machine.accelerators, limits.budget))
+    basis = Basis(measurer.measure(asked), machine, past)
     plan = basis.plan(limits)
-    return plan.model_dump(mode="json", exclude={"device", "request"}), basis.paces(plan)
+    left_out = {"request"} if others else {"device", "request"}
+    return plan.model_dump(mode="json", exclude=left_out), {} if others else basis.paces(plan)
+
+
+def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Budget:
+    """A budget that names each of several cards: all that they have, unless it does so itself. PlanError if unclear."""
+    if budget is not None and budget.devices:
+        return budget
+    if budget is not None and budget.device is not None:
+        example = ",".join(f"{each.name}={budget.device // 10**9 or 1}GB" for each in accelerators)
+        raise PlanError(f"{budget.device} bytes of which card? Say it of each: --budget {example}")
+    return Budget(devices={each.name: each.bytes for each in accelerators}, ram=budget.ram if budget else None)
 
 
 def _measurer(which: str | ModelFolder, accelerator: Accelerator) -> Measurer:

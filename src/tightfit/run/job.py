@@ -27,7 +27,7 @@ from tightfit.run.pupil import Pupil
 from tightfit.run.replanning import Replanner
 from tightfit.run.request import Prompt, call_arguments
 from tightfit.run.wishes import Limits, demo_request
-from tightfit.run.within import Made, plan_within
+from tightfit.run.within import Made, Site, plan_within, site_of
 
 __all__ = ["Job"]
 
@@ -51,7 +51,9 @@ class Job:
     def prepare(self) -> None:
         """Everything that can be wrong is found here, before anything is loaded or written."""
         Plan.from_mapping(self.choices)
-        self._target: Device = choose_device(self.device or self.choices.get("device"))
+        self._site: Site | None = site_of(self.limits, self.device) if self.limits is not None else None
+        named = self.device or self.choices.get("device")
+        self._target: Device = self._site.devices[0] if self._site else choose_device(named)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InputError(unknown_name("dtype", self.dtype, DTYPES), dtype=self.dtype)
         if self.snapshot is not None:
@@ -86,12 +88,13 @@ class Job:
         elapsed = stopwatch()
         default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
         choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
-        if self.limits is None and not self.choices and self._target.kind == "cuda":
-            self.limits = Limits(None)
+        if self._site is None and not self.choices and self._target.kind == "cuda":
+            self._site = Site(Limits(None), (self._target,))
         made: Made | None = None
-        if self.limits is not None:
-            made = plan_within(self._folder.path, self.request, self._target, self.limits, self.dtype or default)
+        if self._site is not None:
+            made = plan_within(self._folder.path, self.request, self._site, self.dtype or default)
             choices = made.plan.model_dump(mode="json", exclude={"device", "request"})
+            self._target = next(each for each in self._site.devices if each.name == made.plan.device)
         wishes: dict[str, Any] = {"plan": choices, "request": self.request, "device": self._target}
         if any(component.home == "disk" for component in Plan.from_mapping(choices).components.values()):
             self._pipe, fitted = load(self._folder.path, dtype=self.dtype or default, **wishes)
@@ -101,10 +104,10 @@ class Job:
         else:
             self._pipe = load_pipeline(self._folder, getattr(torch, self.dtype or default))
             call_arguments(self._pipe, self.prompt, self.request)
-            if made is None or self.limits is None:
+            if made is None or self._site is None:
                 fitted = fit(self._pipe, **wishes)
             else:
-                replans = Replanner(self._pipe, self.limits, self._target, made)
+                replans = Replanner(self._pipe, self._site, made)
                 fitted = apply_plan(self._pipe, made.plan, self._target, replans=replans)
                 fitted.tell(replans.pupil)
         self.fitted: Fitted = fitted

@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tightfit.apply.fitting import Fitted, choices_of, decide
+from tightfit.apply.choices import choices_of, decide
+from tightfit.apply.fitting import Fitted
 from tightfit.apply.weights.storage import storable_in
 from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.headers import names_in
 from tightfit.checkpoint.straight import build_straight
-from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.measure.modules import leaf_weights
-from tightfit.records import Budget, ComponentPlan, Plan, Request
+from tightfit.records import ComponentPlan, Plan, Request
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.pupil import Pupil
 from tightfit.run.replanning import Replanner
-from tightfit.run.wishes import limits_for
-from tightfit.run.within import Made, plan_within
+from tightfit.run.wishes import Wish, limits_for
+from tightfit.run.within import Made, plan_within, site_of
 
 __all__ = ["Loaded", "load"]
 
@@ -38,7 +38,7 @@ class Loaded(NamedTuple):
 def load(
     model: str | Path,
     *,
-    budget: Budget | str | int | None = None,
+    budget: Wish = None,
     level: int | None = None,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     request: Request | Mapping[str, Any] | None = None,
@@ -64,22 +64,24 @@ def load(
     computed; PlanError, RequestError, InputError and BudgetTooSmall as `fit` does.
     """
     limits = limits_for(budget, ram, allow, level, plan)
-    choices, target = ({}, choose_device(device)) if limits is not None else choices_of(level, plan, device)
+    site = site_of(limits, device) if limits is not None else None
+    choices, target = ({}, site.devices[0]) if site is not None else choices_of(level, plan, device)
     path, folder = _find(model)
     if dtype is not None and dtype not in DTYPES:
         raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
     dtype = dtype or _usual(path, folder, target)
     made: Made | None = None
-    if limits is not None:
+    if site is not None:
         if folder is None:
             raise PlanError(f"a budget is for a whole pipeline: give the network in {path} a level or a plan")
         asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
-        made = plan_within(path, asked, target, limits, dtype)
+        made = plan_within(path, asked, site, dtype)
+        target = next(each for each in site.devices if each.name == made.plan.device)
     straight = build_straight(path, folder, getattr(torch, dtype))
     decided = made.plan if made is not None else decide(straight.pipe, choices, request, target)
 
     stored = straight.fill(lambda name, network: _unread(network, decided.components[name], target))
-    replans = Replanner(straight.pipe, limits, target, made) if made and limits and not stored else None
+    replans = Replanner(straight.pipe, site, made) if made and site and not stored else None
     fitted = Fitted(straight.pipe, decided, target, count_activations=count_activations, stored=stored, replans=replans)
     if made is not None:
         fitted.tell(replans.pupil if replans is not None else Pupil.of(target, made))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+from collections.abc import Mapping
 
 from tightfit.devices.choice import find_machine
 from tightfit.devices.memory import trim_heap
@@ -45,31 +46,42 @@ def measured_machine(*, again: bool = False, told: Told = lambda name, done, tot
     return rated
 
 
-def machine_of(target: Device) -> Machine:
-    """This computer with `target` for its only accelerator.
+def machine_of(*targets: Device) -> Machine:
+    """This computer with `targets` for its only accelerators.
 
     A card's rates are measured where none are kept; a CPU has those that are, and a pretend card those it was given.
     """
-    machine = measured_machine() if target.kind == "cuda" else _known_machine()
-    same = [accelerator for accelerator in machine.accelerators if accelerator.name == target.name]
-    known = same[0] if same else known_accelerator(target).model_copy(update={"name": target.name})
-    return machine.model_copy(update={"accelerators": (known,), "pinnable": target.pinnable()})
+    machine = measured_machine() if targets[0].kind == "cuda" else _known_machine()
+    by_name = {accelerator.name: accelerator for accelerator in machine.accelerators}
+    accelerators = tuple(by_name.get(each.name) or _accelerator(each) for each in targets)
+    return machine.model_copy(update={"accelerators": accelerators, "pinnable": targets[0].pinnable()})
 
 
-def machine_now(target: Device) -> Machine:
-    """`machine_of(target)`, of which nothing is taken that is not needed any more: on a CPU garbage goes first."""
-    if not target.separate:
+def machine_now(*targets: Device) -> Machine:
+    """`machine_of(targets)`, of which nothing is taken that is not needed any more: on a CPU garbage goes first."""
+    if not targets[0].separate:
         gc.collect()
         trim_heap()
-    return machine_of(target)
+    return machine_of(*targets)
 
 
-def with_less_taken(machine: Machine, size: int) -> Machine:
-    """`machine` as if `size` bytes of what is taken on its only accelerator were free."""
-    (device,) = machine.accelerators
+def with_less_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
+    """`machine` as if so many bytes of what is taken on each of its accelerators, by name, were free."""
+    (first, *_), taken = machine.accelerators, machine.ram_taken
+    accelerators = tuple(_freer(each, sizes.get(each.name, 0)) for each in machine.accelerators)
+    if first.is_cpu:
+        taken = max((taken or 0) - sizes.get(first.name, 0), 0)
+    return machine.model_copy(update={"accelerators": accelerators, "ram_taken": taken})
+
+
+def _freer(device: Accelerator, size: int) -> Accelerator:
     free = None if device.free is None else min(device.free + size, device.bytes)
-    taken = max((machine.ram_taken or 0) - size, 0) if device.is_cpu else machine.ram_taken
-    return machine.model_copy(update={"accelerators": (device.model_copy(update={"free": free}),), "ram_taken": taken})
+    return device.model_copy(update={"free": free})
+
+
+def _accelerator(target: Device) -> Accelerator:
+    """What is known of a device that is none of this computer's usual ones."""
+    return known_accelerator(target).model_copy(update={"name": target.name})
 
 
 def _known_machine() -> Machine:

@@ -48,6 +48,8 @@ class Pupil:
         basis = self._bases.get(plan.request) if plan.request else None
         if basis is None or plan.request is None or self._learned[plan.request] == MOST:
             return
+        if plan.budget is not None and plan.budget.devices:
+            return  # of which device would that be true?
         asked = request_of(pipe, args, kwargs)
         disturbed = set(trace.notes) - {UNCOUNTED} or torch._C._autograd._profiler_enabled()
         if asked is None or disturbed or shape_of(pipe, asked) != shape_of(pipe, plan.request):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tightfit.checkpoint.folder import ModelFolder
+from tightfit.errors import PlanError, unknown_name
 from tightfit.pretend.allocator import CardFull
 from tightfit.pretend.card import Card
 from tightfit.pretend.history import replay
-from tightfit.records import Accelerator, Prediction, Request
+from tightfit.records import Accelerator, Plan, Prediction, Request, Trace
 from tightfit.run.counting import capacity_of
-from tightfit.run.stage import Stage, roomy_card
+from tightfit.run.stage import Stage, roomy_cards
 
 __all__ = ["rehearse"]
 
@@ -22,37 +23,75 @@ def rehearse(
     choices: dict[str, Any],
     asked: Request,
     *,
+    others: Sequence[Accelerator] = (),
     title: str | None = None,
     card: str | None = None,
     paces: Mapping[str, float] | None = None,
 ) -> Prediction:
     """What `model`, a known one's name or a checked folder, would do on `accelerator`, under `choices` of Plan fields.
 
-    What `asked` leaves open is a known model's usual request, or the pipeline's own defaults. The prediction calls
-    the model `title` and the accelerator `card`. Phases by name are played at the `paces` that runs have shown.
-    InputError for unknown names, ModelError for a folder that makes no
-    pipeline, RequestError and PlanError for what is illegal.
+    With `others`, components compute on those of them that the choices name as their device. What `asked` leaves open
+    is a known model's usual request, or the pipeline's own defaults. The prediction calls the model `title` and the
+    accelerators `card`. Phases by name are played at the `paces` that runs have shown. InputError for unknown names,
+    ModelError for a folder that makes no pipeline, RequestError and PlanError for what is illegal.
     """
-    with roomy_card(accelerator) as pretend:
-        stage = Stage(model, pretend, choices, asked)
+    all_of_them, shares = (accelerator, *others), not accelerator.is_cpu  # a card is shared with its driver's own bytes
+    ours = [each.name for each in all_of_them] if others else ["cuda:0" if shares else "cpu"]
+    theirs = [f"pretend:{index}" for index in range(len(ours))]
+    chosen = Plan.from_mapping({"device": ours[0]} | choices)
+    if chosen.device not in ours:
+        raise PlanError(unknown_name("device", chosen.device, ours), device=chosen.device)
+    with roomy_cards(all_of_them) as cards:
+        pretend = cards[ours.index(chosen.device)]
+        stage = Stage(model, pretend, _renamed(chosen, dict(zip(ours, theirs, strict=True))), asked)
         recorder = stage.fitted.recorder
         pretend.watchers.append(lambda _: recorder.look())
         if paces:
             pretend.watchers.append(lambda _: pretend.at_pace(paces.get(recorder.live().phase, 1.0)))
         stage.play()
-    shares = not accelerator.is_cpu  # a card is shared with its driver's own bytes
-    plan = stage.fitted.plan
-    capacity = capacity_of(plan, accelerator)
+    called = dict(zip(theirs, ours, strict=True))
+    plan, trace = _renamed(stage.fitted.plan, called), stage.fitted.report().trace
+    capacities = {name: capacity_of(plan, each) for name, each in zip(ours, all_of_them, strict=True)}
+    there = zip(cards, capacities.values(), strict=True)
+    fits = all(_fits(card, capacity, expandable=plan.growing_segments) for card, capacity in there)
     name = card or accelerator.title or accelerator.name
-    trace = stage.fitted.report().trace
     return Prediction(
         model=title or (model if isinstance(model, str) else model.path.name),
         card=name,
-        capacity=capacity,
-        fits=_fits(pretend, capacity, expandable=plan.growing_segments),
-        plan=plan.model_copy(update={"device": "cuda:0" if shares else "cpu"}),
-        trace=trace.model_copy(update={"device": name, "rss_peak_bytes": 0}),
+        capacity=capacities.pop(plan.device),
+        elsewhere={other: capacity for other, capacity in capacities.items() if other in plan.devices},
+        fits=fits,
+        plan=plan,
+        trace=_on(trace, name, called),
     )
+
+
+def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """`plan` for devices that are called otherwise."""
+
+    def keyed(sizes: Mapping[str, int]) -> dict[str, int]:
+        return {names.get(name, name): size for name, size in sizes.items()}
+
+    changes: dict[str, Any] = {"device": names.get(plan.device, plan.device)}
+    changes["components"] = {
+        name: part.model_copy(update={"device": names.get(part.device, part.device)}) if part.device else part
+        for name, part in plan.components.items()
+    }
+    if plan.budget is not None and plan.budget.devices:
+        changes["budget"] = plan.budget.model_copy(update={"devices": keyed(plan.budget.devices)})
+    if plan.forecast:
+        told = (phase.model_copy(update={"elsewhere": keyed(phase.elsewhere)}) for phase in plan.forecast)
+        changes["forecast"] = tuple(told)
+    return plan.model_copy(update=changes)
+
+
+def _on(trace: Trace, name: str, names: Mapping[str, str]) -> Trace:
+    """`trace` as of a device called `name`, and of others that are called otherwise."""
+    phases = (
+        phase.model_copy(update={"elsewhere": {names[other]: peak for other, peak in phase.elsewhere.items()}})
+        for phase in trace.phases
+    )
+    return trace.model_copy(update={"device": name, "rss_peak_bytes": 0, "phases": tuple(phases)})
 
 
 def _fits(card: Card, capacity: int, *, expandable: bool) -> bool:

@@ -17,8 +17,7 @@ from tightfit.run.footprints import Measurer
 from tightfit.run.machines import machine_now, with_less_taken
 from tightfit.run.pupil import Pupil
 from tightfit.run.shape import Shape, request_of, shape_of
-from tightfit.run.wishes import Limits
-from tightfit.run.within import Made
+from tightfit.run.within import Made, Site
 
 __all__ = ["Replanner"]
 
@@ -26,22 +25,24 @@ LESS = 0.95  # of what a plan wanted that ran out of memory
 
 
 class Replanner:
-    """Makes plans for a pipeline, as it was when this was made, within the same limits on the same device.
+    """Makes plans for a pipeline, as it was when this was made, for the same site.
 
     `made` is one that was made for it already, and what from. The `pupil` is told what every plan is made from.
     """
 
-    def __init__(self, pipe: Any, limits: Limits, target: Device, made: Made | None = None) -> None:
-        self._limits, self._target, self._own = limits, target, _bytes_of(pipe, target)
+    def __init__(self, pipe: Any, site: Site, made: Made | None = None) -> None:
+        self._limits, self._devices = site
+        self._own = {device.name: _bytes_of(pipe, device) for device in self._devices}
         self._measurer = Measurer(pipe)
         self._machine: Machine | None = None  # as it was before the pipeline followed any plan
         self._bases: dict[Shape, Basis] = {}
         self._plans: dict[Shape, Plan] = {}
-        self.pupil = Pupil(target)
+        self.pupil = Pupil(self._devices[0])
         if made is not None and made.plan.request is not None:
             self._machine = self._free_machine()
             shape = shape_of(pipe, made.plan.request)
             self._plans[shape], self._bases[shape] = made
+            self._stays_on(made.plan)
             self.pupil.studies(*made)
 
     def plan(self, pipe: Any, request: Request) -> Plan:
@@ -51,18 +52,24 @@ class Replanner:
             basis = self._bases.get(shape) or self._basis(request)
             plan = self._plans[shape] = basis.plan(self._limits)
             self._bases[shape] = basis
+            self._stays_on(plan)
             self.pupil.studies(plan, basis)
         return self._plans[shape]
+
+    def _stays_on(self, plan: Plan) -> None:
+        """Of several devices, the one on which the pipeline computes stays the same."""
+        if len(self._devices) > 1:
+            self._limits = self._limits._replace(host=plan.device)
 
     def _basis(self, request: Request) -> Basis:
         footprint = self._measurer.measure(request)
         self._machine = self._machine or self._free_machine()
-        past = Past(self._measurer.question(request), *self._machine.accelerators)
+        past = Past(self._measurer.question(request), self._machine.accelerators[0])
         return Basis(footprint, self._machine, past)
 
     def _free_machine(self) -> Machine:
         """This computer as if the pipeline were not there, of whose weights it has so much now."""
-        return with_less_taken(machine_now(self._target), self._own)
+        return with_less_taken(machine_now(*self._devices), self._own)
 
     def for_call(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], now: Plan) -> Plan | None:
         """The plan for a call of `pipe` with these arguments; None where the plan that it follows now is for it.
@@ -77,15 +84,23 @@ class Replanner:
             return None
         return self.plan(pipe, asked)
 
-    def for_less(self, pipe: Any, now: Plan, size: int) -> Plan:
-        """The plan for what `now` was made for, within `size` bytes of the device, and less than that needs.
+    def for_less(self, pipe: Any, now: Plan, free: Mapping[str, int]) -> Plan:
+        """The plan for what `now` was made for, within the bytes that are `free` of its devices, by name.
 
-        From now on nothing is planned for more. Raises BudgetTooSmall.
+        And within less than it needs: of the devices that have less, or if none has, of all. From now on nothing is
+        planned for more. Raises BudgetTooSmall.
         """
         assert now.request is not None
-        told = max((phase.peak_bytes for phase in now.forecast), default=size)
-        budget, allow = self._limits
-        self._limits = Limits(Budget(device=max(min(size, int(told * LESS)), 1), ram=budget and budget.ram), allow)
+        told = {name: now.told_peak(name) for name in free}
+        short = [name for name, size in free.items() if size < told[name]] or list(free)
+        sizes = {name: min(size, int(told[name] * LESS)) if name in short else size for name, size in free.items()}
+        budget = self._limits.budget or Budget(device=1)
+        if budget.devices:
+            less = {name: max(min(size, sizes.get(name, size)), 1) for name, size in budget.devices.items()}
+            budget = budget.model_copy(update={"devices": less})
+        else:
+            budget = budget.model_copy(update={"device": max(sizes[now.device], 1)})
+        self._limits = self._limits._replace(budget=budget)
         self._plans.clear()
         return self.plan(pipe, now.request)
 

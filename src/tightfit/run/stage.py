@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ from tightfit.measure.shadow import PROMPT
 from tightfit.pretend.backend import cards_in_use, use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
-from tightfit.records import Accelerator, Request
+from tightfit.records import Accelerator, Plan, Request
 from tightfit.run.models import stored_dtype
 from tightfit.run.remembering import remembering
 from tightfit.run.request import NAMES, Prompt, call_arguments
 from tightfit.run.stand_ins import stand_ins
 
-__all__ = ["Stage", "roomy_card"]
+__all__ = ["Stage", "roomy_card", "roomy_cards"]
 
 ROOM = 2**60  # bytes: what is tried out never runs out
 
@@ -38,16 +38,24 @@ ROOM = 2**60  # bytes: what is tried out never runs out
 @contextlib.contextmanager
 def roomy_card(like: Accelerator) -> Iterator[Card]:
     """A pretend card like `like`, with memory without end, in use as "pretend:0" meanwhile."""
-    before, card = cards_in_use(), Card(0, like.model_copy(update={"bytes": ROOM}), Host())
-    use_cards([card])
-    try:
+    with roomy_cards([like]) as (card,):
         yield card
+
+
+@contextlib.contextmanager
+def roomy_cards(likes: Sequence[Accelerator]) -> Iterator[list[Card]]:
+    """The same of several in one computer, from "pretend:0" on."""
+    before, host = cards_in_use(), Host()
+    cards = [Card(index, like.model_copy(update={"bytes": ROOM}), host) for index, like in enumerate(likes)]
+    use_cards(cards)
+    try:
+        yield cards
     finally:
         use_cards(before)
 
 
 class Stage:
-    """A pipeline without weights that follows a plan on `card`.
+    """A pipeline without weights that follows a plan on `card`, and on others in use where the plan says so.
 
     `model` is a known one's name or a checked folder, both computed in `dtype`, or a live pipeline's shadow; what
     `asked` leaves open is a known model's usual request, or the pipeline's own defaults. InputError for unknown names,
@@ -55,7 +63,7 @@ class Stage:
     """
 
     def __init__(
-        self, model: Any, card: Card, choices: dict[str, Any], asked: Request, dtype: torch.dtype | None = None
+        self, model: Any, card: Card, choices: Plan | dict[str, Any], asked: Request, dtype: torch.dtype | None = None
     ) -> None:
         # on a CPU, what is loaded is computed in float32, as `tightfit run` does
         self.pipe, usual = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
@@ -63,7 +71,7 @@ class Stage:
         self.pipe.set_progress_bar_config(disable=True)
         self.request = Request(**_usual(self.pipe, usual) | {name: value for name, value in asked if value is not None})
         self.components = find_components(self.pipe)
-        self.fitted = fit(self.pipe, plan=choices, request=self.request, device="pretend:0")
+        self.fitted = fit(self.pipe, plan=choices, request=self.request, device=f"pretend:{card.index}")
         for name, part in self.components.items():
             if find_role(name, part) == "denoiser":
                 streams = self.fitted.plan.components[name].placement == "per-unit"

@@ -11,8 +11,9 @@ import yaml
 from tightfit.errors import PlanError
 from tightfit.records import Budget, Plan, Request, check_techniques
 
-__all__ = ["Limits", "call_request", "demo_request", "limits_for", "limits_of", "plan_fields"]
+__all__ = ["Limits", "Wish", "call_request", "demo_request", "limits_for", "limits_of", "plan_fields"]
 
+Wish = Budget | Mapping[str, str | int] | str | int | None  # of a budget: bytes, of several devices by name
 DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
 
 
@@ -42,10 +43,11 @@ class Limits(NamedTuple):
 
     budget: Budget | None  # None: what is free
     allow: tuple[str, ...] = ()
+    host: str | None = None  # of several devices, that on which denoisers compute; None: where that is best
 
 
 def limits_for(
-    budget: Budget | str | int | None, ram: str | int | None, allow: Sequence[str], level: int | None, plan: object
+    budget: Wish, ram: str | int | None, allow: Sequence[str], level: int | None, plan: object
 ) -> Limits | None:
     """What `fit` and `load` are told to keep within; None where a `level` or a `plan` says all. PlanError for both."""
     if level is None and plan is None:
@@ -57,12 +59,25 @@ def limits_for(
     return None
 
 
-def _budget(size: Budget | str | int | None, ram: str | int | None) -> Budget | None:
+def _budget(size: Wish, ram: str | int | None) -> Budget | None:
+    if isinstance(size, Mapping):
+        return Budget(devices=dict(size), ram=ram)
     if not isinstance(size, Budget):
         return None if size is None and ram is None else Budget(device=size, ram=ram)
     if ram is not None:
         raise PlanError(f"budget says {size.ram} bytes of RAM, ram={ram}: leave one out")
     return size
+
+
+def _named_sizes(text: str) -> Budget | Mapping[str, str] | str:
+    """What --budget says: one size, or several by name, with commas between."""
+    if "=" not in text:
+        return text
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    sizes = {name.strip(): size.strip() for name, _, size in pairs}
+    if len(sizes) < len(pairs) or not all(name and size for name, size in sizes.items()):
+        raise PlanError(f"--budget {text!r} is not DEVICE=SIZE,DEVICE=SIZE, e.g. cuda:0=10GB,cuda:1=8GB")
+    return sizes
 
 
 def limits_of(budget: str | None, ram: str | None, allow: list[str], choices: Mapping[str, Any]) -> Limits | None:
@@ -74,7 +89,7 @@ def limits_of(budget: str | None, ram: str | None, allow: list[str], choices: Ma
     if choices:
         said = ", ".join(choices)
         raise PlanError(f"--budget makes the plan: leave out what else decides about it ({said}), or leave it out")
-    return Limits(Budget(device=budget, ram=ram), check_techniques(allow))
+    return Limits(_budget(None if budget is None else _named_sizes(budget), ram), check_techniques(allow))
 
 
 def call_request(choices: dict[str, Any], **asked: Any) -> Request:

@@ -1,0 +1,61 @@
+"""What a user chose, as a level, fields or a file → the Plan for a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.apply.weights.storage import check_storage
+from tightfit.devices.choice import choose_device
+from tightfit.devices.seam import Device
+from tightfit.errors import PlanError
+from tightfit.measure.kept import known_accelerator
+from tightfit.measure.modules import inspect_pipeline
+from tightfit.plan.levels import plan_for
+from tightfit.records import Plan, Request
+
+__all__ = ["choices_of", "decide"]
+
+
+def choices_of(
+    level: int | None,
+    plan: Plan | Mapping[str, Any] | str | Path | None,
+    device: str | torch.device | Device | None,
+) -> tuple[dict[str, Any], Device]:
+    """What a user chose, as fields of a Plan without the device, and the device. PlanError or InputError."""
+    if (level is None) == (plan is None):
+        raise PlanError("fit takes exactly one of level=0…3 and plan=…")
+    choices: dict[str, Any] = {"level": level} if plan is None else _fields(plan)
+    wanted: str | None = choices.pop("device", None)
+    target = choose_device(device if device is not None else wanted)
+    if wanted is not None and choose_device(wanted).name != target.name:
+        raise PlanError(f"the plan is for {wanted}, but device={target.name} was asked for: leave one out")
+    return choices, target
+
+
+def decide(pipe: Any, choices: dict[str, Any], request: Request | Mapping[str, Any] | None, target: Device) -> Plan:
+    """The plan for `pipe` on `target` by these choices. Reads only."""
+    if isinstance(request, Mapping):
+        request = Request.from_mapping(request)
+    plan = plan_for(
+        inspect_pipeline(pipe),
+        target.name,
+        separate=target.separate,
+        choices=choices,
+        request=request,
+        pinnable=target.pinnable(),
+        accelerator=known_accelerator(target),
+    )
+    check_storage(plan)
+    return plan
+
+
+def _fields(plan: Plan | Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    if isinstance(plan, Plan):
+        return plan.model_dump(mode="json", exclude_unset=True)  # what was not said is the level's to say
+    if isinstance(plan, Mapping):
+        return dict(plan)
+    return Plan.fields_from_file(plan)

@@ -1,0 +1,51 @@
+"""Each device's weights: the Residency of the device on which a component computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tightfit.apply.weights.disk import Stored
+from tightfit.apply.weights.placement import Residency
+from tightfit.devices.seam import Device
+from tightfit.measure.joint import JointRecorder
+from tightfit.records import Plan
+
+__all__ = ["Places"]
+
+
+class Places:
+    """Where the components of a pipeline that follows `plan` are, on each of `devices` by name."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        devices: Mapping[str, Device],
+        recorder: JointRecorder,
+        stored: Mapping[int, Stored] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._all = {name: Residency(device, recorder.of(name), stored) for name, device in devices.items()}
+
+    def of(self, name: str) -> Residency:
+        """That of the component `name`."""
+        return self._all[self._plan.device_of(name)]
+
+    def begin(self, steps: int | None) -> None:
+        """A call begins that asks for `steps` steps (None: the usual number)."""
+        for each in self._all.values():
+            each.begin(steps)
+
+    def end(self) -> None:
+        """The call has come to its end."""
+        for each in self._all.values():
+            each.end()
+
+    def rest(self) -> None:
+        """What is small goes, so that at the next call the modules are looked through for new weights."""
+        for each in self._all.values():
+            each.rest()
+
+    def clear(self) -> None:
+        """Everything that came goes."""
+        for each in self._all.values():
+            each.clear()

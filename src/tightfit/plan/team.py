@@ -1,0 +1,170 @@
+"""Several devices, each with its own budget: who computes where, and what is done about weights there.
+
+Each component computes on one of them. What a device does for its components depends on no other device, so the best
+of all is made of each one's best; only RAM is everybody's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from tightfit.plan.branch import Found, Known
+from tightfit.plan.search import Search, Stored
+from tightfit.plan.shares import share_of
+from tightfit.records import Accelerator, Footprint
+
+__all__ = ["Member", "Post", "Team", "Together"]
+
+_NEVER = float("inf")
+_OWN = {"name", "bytes", "free", "title"}  # of an accelerator: what says nothing of how fast it is
+
+
+class Member(NamedTuple):
+    """A device, and how many of its bytes may be used."""
+
+    device: Accelerator
+    size: int
+
+
+class Post(NamedTuple):
+    """Components that compute on one member, by its number; it `hosts` the pipeline where denoisers are."""
+
+    member: int
+    names: frozenset[str]
+    hosts: bool
+
+
+class Together(NamedTuple):
+    """What all do, the better the less."""
+
+    seconds: float
+    peaks: int  # bytes of all devices
+    ram: int
+    shares: tuple[tuple[Post, Found], ...]  # the host's first
+
+
+class Team:
+    """What `members` could do together in the call that `footprint` tells of, with components stored in one way.
+
+    `host` is the number of the member on which denoisers compute, if that is settled.
+    """
+
+    def __init__(
+        self,
+        footprint: Footprint,
+        members: Sequence[Member],
+        disk_rate: float | None,
+        storages: Stored,
+        host: int | None = None,
+    ) -> None:
+        self.footprint, self.members = footprint, members
+        self._disk_rate, self._storages, self._host = disk_rate, storages, host
+        self._kinds = [member.device.model_dump_json(exclude=_OWN) for member in members]
+        self._known: dict[str, dict[int, Known]] = {}
+        self._searches: dict[tuple[str, frozenset[str], bool], Search] = {}
+
+    def search(self, post: Post) -> Search:
+        """What the device of a post could do for its components; devices as fast share it."""
+        kind = self._kinds[post.member]
+        key = kind, post.names, post.hosts
+        if key not in self._searches:
+            share, device = share_of(self.footprint, post.names, hosts=post.hosts), self.members[post.member].device
+            known = self._known.setdefault(kind, {})
+            self._searches[key] = Search(share, device, self._disk_rate, self._storages, known)
+        return self._searches[key]
+
+    def best(self, ram: int | None, alone: int | None = None) -> Together | None:
+        """The best within the members' bytes and `ram` of host memory (None: as many as wanted), if any.
+
+        With `alone`, the member of this number does all of it.
+        """
+        postings = self._postings() if alone is None else [(Post(alone, frozenset().union(*self._groups), True),)]
+        bounds = [(self._soonest(posts, ram), posts) for posts in postings]
+        best: Together | None = None
+        for bound, posts in sorted(bounds, key=lambda each: each[0]):
+            if bound > (best.seconds if best else _NEVER):
+                break
+            for found in self._found(posts, ram):
+                best = found if best is None or found[:3] < best[:3] else best
+        return best
+
+    def fits(self, ram: int | None) -> bool:
+        """Whether anything does."""
+        return any(self._needed_ram(posts, ram) is not None for posts in self._postings())
+
+    def least(self, member: int, ram: int | None) -> int | None:
+        """The fewest bytes of one member with which anything fits, the others as they are; None if nothing does."""
+        leasts = []
+        for posts in self._postings():
+            own = [post for post in posts if post.member == member]
+            needed = self._needed_ram([post for post in posts if post.member != member], ram)
+            if own and needed is not None:
+                leasts.append(self.search(own[0]).least(None if ram is None else ram - needed))
+        return min((least for least in leasts if least is not None), default=None)
+
+    @cached_property
+    def _groups(self) -> list[frozenset[str]]:
+        """Who computes on the same device: denoisers, with those that never work; autoencoders; all others alone."""
+        used = {done.component for phase in self.footprint.phases for done in phase.passes}
+        by_role: dict[str, set[str]] = {"denoiser": set()}
+        for component in self.footprint.components:
+            alone = component.role not in ("denoiser", "autoencoder")
+            place = component.name if alone else component.role
+            by_role.setdefault(place if component.name in used else "denoiser", set()).add(component.name)
+        return [frozenset(names) for names in by_role.values() if names]
+
+    def _postings(self) -> Iterator[tuple[Post, ...]]:
+        """Who could compute where, the host's first; of members that are as good as each other, one is as good."""
+        for places in self._places(()):
+            members = dict.fromkeys(places)
+            together = {
+                m: [group for group, place in zip(self._groups, places, strict=True) if place == m] for m in members
+            }
+            yield tuple(Post(m, frozenset().union(*groups), m == places[0]) for m, groups in together.items())
+
+    def _places(self, taken: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """A member for each group; those of the first groups are `taken`."""
+        if len(taken) == len(self._groups):
+            yield taken
+            return
+        tried = set()
+        for number, member in enumerate(self.members):
+            kind = number if number in taken else (self._kinds[number], member.size)
+            if kind not in tried and (taken or self._host in (None, number)):
+                tried.add(kind)
+                yield from self._places((*taken, number))
+
+    def _soonest(self, posts: Sequence[Post], ram: int | None) -> float:
+        bounds = [self.search(post).soonest(self.members[post.member].size, ram) for post in posts]
+        return sum(_NEVER if bound is None else bound for bound in bounds)
+
+    def _needed_ram(self, posts: Sequence[Post], ram: int | None) -> int | None:
+        """How much of `ram` they need at the least, where it is limited (else 0); None where they cannot do with it."""
+        needed = 0
+        for post in posts:
+            search, size = self.search(post), self.members[post.member].size
+            least = search.least_ram(size) if ram is not None else 0 if search.fits(size, None) else None
+            if least is None or needed + least > (ram or 0):
+                return None
+            needed += least
+        return needed
+
+    def _found(self, posts: Sequence[Post], ram: int | None) -> Iterator[Together]:
+        """What all of them could do together, if any."""
+        for chosen in itertools.product(*(list(self._front(post, ram)) for post in posts)):
+            waiting = sum(found.branch.ram_of(found) for found in chosen)
+            if ram is None or waiting <= ram:
+                seconds, peaks = sum(found.seconds for found in chosen), sum(found.peak for found in chosen)
+                yield Together(seconds, peaks, waiting, tuple(zip(posts, chosen, strict=True)))
+
+    def _front(self, post: Post, ram: int | None) -> Iterator[Found]:
+        """The best that a device can do, and where RAM is limited, the best with less and less of it."""
+        search, size = self.search(post), self.members[post.member].size
+        found = search.best(size, ram)
+        while found is not None:
+            yield found
+            less = found.branch.ram_of(found) - 1
+            found = None if ram is None or less < 0 else search.best(size, less)
