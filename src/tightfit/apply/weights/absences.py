@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tightfit.apply.weights.away import AwayWeight
-from tightfit.apply.weights.homes import plain_parts
+from tightfit.apply.weights.homes import version_of, write_back
 from tightfit.apply.weights.parcels import Parcel
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
@@ -56,7 +56,7 @@ class Absences:
     def keep_changed(self, parcel: Parcel, weights: list[nn.Parameter], versions: Versions) -> None:
         """Somebody wrote into weights that will be forgotten (a LoRA fused in a callback, say)."""
         for away, weight, version in zip(self._of[parcel], weights, versions, strict=True):
-            if _version(weight) != version:
+            if version_of(weight) != version:
                 with torch.no_grad(), self._recorder.uncounted():
                     away.absence.written = weight.detach().clone()
 
@@ -71,12 +71,7 @@ class Absences:
                 if not parcel.home.writable:
                     away.absence.written = self._device.store(written)
                     continue
-                if (written.dtype, written.shape) == (master.dtype, master.shape):
-                    master.data.copy_(written)
-                else:
-                    stored = self._device.store(written)
-                    known = master.is_meta or not stored.is_meta  # a pretend card may know shapes alone
-                    master.data = stored if known else torch.zeros_like(stored, device=master.device)
+                write_back(master, written, self._device)
                 self._recorder.moved(bytes_out=written.nbytes)
                 away.absence.written = None
 
@@ -101,8 +96,4 @@ class Absences:
 
 def versions_of(weights: Sequence[torch.Tensor]) -> Versions:
     """What changes when somebody writes into `weights`, or gives them other data."""
-    return [_version(weight) for weight in weights]
-
-
-def _version(weight: torch.Tensor) -> tuple[Any, ...]:
-    return tuple((part._version, part.data_ptr(), part.dtype) for part in plain_parts(weight))
+    return [version_of(weight) for weight in weights]

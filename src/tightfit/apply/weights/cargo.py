@@ -8,12 +8,12 @@ and whatever was loaded, fused or replaced in the meantime is simply what is fou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from tightfit.apply.weights.homes import plain_parts, rebuilt
+from tightfit.apply.weights.homes import plain_parts, rebuilt, version_of, write_back
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
@@ -27,7 +27,7 @@ class _Slot(NamedTuple):
     name: str
     master: torch.Tensor
     copy: torch.Tensor
-    version: int
+    version: tuple[Any, ...]
 
 
 class Cargo:
@@ -68,7 +68,7 @@ class Cargo:
                 copy = copies.get(id(master))
                 if copy is None:
                     copy = copies[id(master)] = self._copy(master)
-                slots.append(_Slot(table, name, master, copy, copy._version))
+                slots.append(_Slot(table, name, master, copy, version_of(copy)))
         return slots
 
     def evict(self) -> None:
@@ -76,9 +76,9 @@ class Cargo:
         for table, name, master, copy, version in self._slots:
             if table.get(name) is not copy:
                 continue  # replaced by somebody while it was here: theirs stands
-            if copy._version != version:
+            if version_of(copy) != version:  # a LoRA was fused in a callback, say, or the dtype changed
                 with torch.no_grad(), self._recorder.uncounted():
-                    master.data.copy_(copy.data)  # written to while it was here (a LoRA fused in a callback, say)
+                    write_back(master, copy.data, self._device)
                 self._recorder.moved(bytes_out=copy.nbytes)
             table[name] = master
         self._slots = []

@@ -18,7 +18,7 @@ from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.memory import arena
 from tightfit.devices.seam import Device
 
-__all__ = ["Home", "HostHome", "Layout", "plain_parts", "rebuilt"]
+__all__ = ["Home", "HostHome", "Layout", "plain_parts", "rebuilt", "version_of", "write_back"]
 
 ALIGNMENT = 128  # bytes: what the most demanding of copies within a device wants
 
@@ -106,6 +106,22 @@ class HostHome(Home):
     def anew(self, tensors: Sequence[torch.Tensor]) -> HostHome:
         """A home for what `tensors` are by now."""
         return HostHome(tensors, self._device, self._stager)
+
+
+def write_back(master: torch.Tensor, written: torch.Tensor, device: Device) -> None:
+    """`master`, in host memory, becomes what somebody made of it on `device`, in whatever dtype that is."""
+    stored = device.store(written)
+    if stored.is_meta and not master.is_meta:  # a pretend card may know shapes alone
+        stored = torch.zeros_like(stored, device=master.device)
+    if (stored.dtype, stored.shape) == (master.dtype, master.shape):
+        master.data.copy_(stored)
+    else:
+        master.data = stored
+
+
+def version_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What changes when somebody writes into `tensor`, or gives it other data."""
+    return tuple((part._version, part.data_ptr(), part.dtype) for part in plain_parts(tensor))
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
