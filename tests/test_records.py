@@ -35,6 +35,7 @@ from tightfit.records import (
     Record,
     Request,
     Sample,
+    Stint,
     Trace,
     Turn,
     Unit,
@@ -90,10 +91,11 @@ STORED = ComponentPlan(
     attention="chunked",
 )  # fmt: skip
 TRACED = ComponentPlan(traced="unet.trace", compiled=True)
+STINT = Stint(component="vae", method="decode", runs=2)
 FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68, elsewhere={"cuda:0": 7})
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,
-    offload_activations=True, growing_segments=True, reasons=(REASON,), forecast=(FORECAST,),
+    offload_activations=True, growing_segments=True, order=(STINT,), reasons=(REASON,), forecast=(FORECAST,),
 )  # fmt: skip
 SAMPLE = Sample(seconds=0.25, weights=3, activations=4)
 PHASE = PhaseTrace(
@@ -114,7 +116,7 @@ PREDICTION = Prediction(
 )  # fmt: skip
 EXAMPLES = [
     REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, WAY, STRETCH, VARIANT,
-    FOOTPRINT, REASON, VAE, STORED, TRACED, FORECAST, PLAN, SAMPLE, PHASE, TRACE, LIVED, EXPERIENCE, PREDICTION,
+    FOOTPRINT, REASON, VAE, STORED, TRACED, STINT, FORECAST, PLAN, SAMPLE, PHASE, TRACE, LIVED, EXPERIENCE, PREDICTION,
 ]  # fmt: skip
 
 each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)

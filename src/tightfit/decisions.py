@@ -24,6 +24,7 @@ __all__ = [
     "Placement",
     "Reason",
     "Size",
+    "Stint",
     "Storage",
     "VaePlan",
     "check_techniques",
@@ -68,6 +69,14 @@ class PhaseForecast(Record):
     seconds: Real
     peak_bytes: Count  # that an allocator takes of the device
     elsewhere: dict[str, Count] = Field(default_factory=dict)  # and of the plan's other devices, by name
+
+
+class Stint(Record):
+    """A component at work, some times in a row."""
+
+    component: str
+    method: str = "forward"
+    runs: Positive = 1
 
 
 class VaePlan(Record):

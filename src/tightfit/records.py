@@ -21,6 +21,7 @@ from tightfit.decisions import (
     Placement,
     Reason,
     Size,
+    Stint,
     Storage,
     VaePlan,
     check_techniques,
@@ -71,6 +72,7 @@ __all__ = [
     "Reason",
     "Request",
     "Sample",
+    "Stint",
     "Storage",
     "Trace",
     "Turn",
@@ -183,6 +185,7 @@ class Plan(Record):
     vae: VaePlan = VaePlan()
     offload_activations: bool = False  # activations that wait for a later unit wait in host memory
     growing_segments: bool = False  # of the device's allocator: less of what it holds lies idle between tensors
+    order: tuple[Stint, ...] = ()  # who works after whom: who comes next may come early
     reasons: tuple[Reason, ...] = ()
     forecast: tuple[PhaseForecast, ...] = ()  # of the first call
 

@@ -66,6 +66,22 @@ def test_a_card_of_that_size_is_enough_and_steps_take_what_was_said(mib: int) ->
     fitted.undo()
 
 
+def test_the_first_call_knows_who_comes_next() -> None:
+    card_of(1000 * MIB, known_card("rtx3060"))
+    pipe = build_known(known_model("sd-1.5"))
+    pipe.set_progress_bar_config(disable=True)
+    plan = tightfit.fit(pipe, budget="1000MiB", request=REQUEST, device="pretend:0").plan
+    assert [stint.component for stint in plan.order] == ["text_encoder", "unet", "vae"]
+    told = {phase.name: phase.peak_bytes for phase in plan.forecast}
+    seconds = []
+    for order in (plan.order, ()):
+        card_of(1000 * MIB, known_card("rtx3060"))
+        trace = called(tightfit.fit(pipe, plan=plan.model_copy(update={"order": order})), pipe)
+        assert all(phase.peak_bytes <= max(told.values()) for phase in trace.phases)
+        seconds.append(trace.seconds)
+    assert seconds[0] < seconds[1]
+
+
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
 def test_numbers_are_those_of_the_untouched_pipeline(case: TinyCase) -> None:
     wanted = run(case.make(), case)

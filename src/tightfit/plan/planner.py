@@ -13,6 +13,7 @@ from tightfit.plan.jointly import plan_jointly
 from tightfit.plan.learned import learned
 from tightfit.plan.levels import plan_for
 from tightfit.plan.search import Search, Stored, storages_of
+from tightfit.plan.turns import coming_early, order_of
 from tightfit.records import (
     Accelerator,
     Budget,
@@ -157,14 +158,16 @@ def _plan(
     home: Home = "disk" if device.is_cpu or (budget is not None and budget.ram) else "host"
     idle = ComponentPlan(placement="per-phase", home=home)  # what never works comes if somebody asks for it after all
     chosen = {name: option.plan for name, option in found.options}
+    components, order = {c.name: chosen.get(c.name, idle) for c in footprint.components}, order_of(search.footprint)
     choices = {
-        "components": {c.name: chosen.get(c.name, idle).to_mapping() for c in footprint.components},
+        "components": {name: part.to_mapping() for name, part in components.items()},
         "vae": found.vae.to_mapping(),
         "budget": budget.to_mapping() if budget else None,
+        "order": [stint.to_mapping() for stint in order],
         "growing_segments": not device.is_cpu or size - found.peak < found.branch.most_room(found.vae),
     }
     plan = plan_for(
         footprint, device.name, separate=not device.is_cpu, choices=choices, request=footprint.request,
-        pinnable=machine.pinnable or 0, accelerator=device, placed=placed,
+        pinnable=machine.pinnable or 0, accelerator=device, placed=[*placed, *coming_early(order, components)],
     )  # fmt: skip
     return plan.model_copy(update={"forecast": forecast(footprint, plan, device, search.disk_rate)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -190,6 +190,10 @@ class Residency:
         for other in self._streamers:
             if not self._shared(name, other):
                 self._evict(other)
+
+    def expect(self, steps: int | None, passes: Sequence[Pass]) -> None:
+        """A call that asks for `steps` steps will probably work through `passes`."""
+        self._agenda.expect(steps, passes)
 
     def begin(self, steps: int | None) -> None:
         """A call begins that asks for `steps` steps (None: the usual number)."""

@@ -25,6 +25,11 @@ class Places:
     ) -> None:
         self._plan = plan
         self._all = {name: Residency(device, recorder.of(name), stored) for name, device in devices.items()}
+        if plan.order:
+            passes = [(each.component, each.method) for each in plan.order for _ in range(each.runs)]
+            steps = plan.request.steps if plan.request is not None else None
+            for name, residency in self._all.items():
+                residency.expect(steps, [each for each in passes if plan.device_of(each[0]) == name])
 
     def of(self, name: str) -> Residency:
         """That of the component `name`."""

@@ -1,0 +1,66 @@
+"""Who works after whom, and who may come early because of it."""
+
+from __future__ import annotations
+
+from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned
+from tightfit.plan.planner import make_plan
+from tightfit.plan.turns import coming_early, order_of
+from tightfit.records import Budget, ComponentPlan, Footprint, Phase, Request, Stint
+
+
+def pipeline() -> Footprint:
+    """Two text encoders that take turns, a denoiser, an autoencoder of which a part is called by itself first."""
+    one, two = (component(name, "encoder", [64 * MIB] * 2, 0) for name in ("text_encoder", "text_encoder_2"))
+    unet, vae = component("unet", "denoiser", [256 * MIB] * 4, 0), component("vae", "autoencoder", [64 * MIB], 0)
+    encoding = tuple(passes_of(part, [10**9] * 2, 2, MIB) for part in (one, two))
+    encode = Phase(name="encode", peak=MIB, room=MIB, passes=encoding, order=(0, 1, 0, 1))
+    denoise = phase("denoise", passes_of(unet, [10**10] * 4, 8, MIB), MIB)
+    decoding = tuple(passes_of(vae, [10**9], 1, MIB, method) for method in ("quant_conv", "decode"))
+    decode = Phase(name="decode", peak=MIB, room=MIB, passes=decoding, order=(0, 1))
+    return Footprint(
+        pipeline="Tried", components=(one, two, unet, vae), request=Request(height=64), phases=(encode, denoise, decode)
+    )
+
+
+ORDER = (
+    Stint(component="text_encoder"),
+    Stint(component="text_encoder_2"),
+    Stint(component="text_encoder"),
+    Stint(component="text_encoder_2"),
+    Stint(component="unet", runs=8),
+    Stint(component="vae"),
+    Stint(component="vae", method="decode"),
+)
+
+
+def test_the_order_is_that_of_the_call() -> None:
+    assert order_of(pipeline()) == ORDER
+
+
+def test_who_does_not_stay_comes_early_after_who_does_not_stay_either() -> None:
+    parts = {name: ComponentPlan(placement="per-phase") for name in ("text_encoder", "text_encoder_2", "unet", "vae")}
+    (said,) = coming_early(ORDER, parts)
+    assert said.decision.endswith("text_encoder_2 after text_encoder, text_encoder after text_encoder_2, "
+                                  "unet after text_encoder_2, vae after unet")  # fmt: skip
+    (said,) = coming_early(ORDER, parts | {"text_encoder_2": ComponentPlan()})
+    assert said.decision.endswith(": vae after unet")
+    assert not list(coming_early(ORDER, parts | {"unet": ComponentPlan(), "text_encoder": ComponentPlan()}))
+
+
+def test_nobody_comes_early_on_another_device() -> None:
+    parts = {name: ComponentPlan(placement="per-phase", device="cuda:1") for name in ("text_encoder", "text_encoder_2")}
+    parts |= {name: ComponentPlan(placement="per-phase") for name in ("unet", "vae")}
+    (said,) = coming_early(ORDER, parts)
+    assert "unet after" not in said.decision
+    assert "vae after unet" in said.decision
+
+
+def test_a_plan_has_the_order_and_says_what_it_is_for() -> None:
+    plan, roomy = planned(pipeline(), 400 * MIB), planned(pipeline(), 8 * GIB)
+    assert plan is not None
+    assert roomy is not None
+    assert plan.order == roomy.order == ORDER
+    assert any("starts to come in the last pass" in reason.decision for reason in plan.reasons)
+    assert not any("starts to come in the last pass" in reason.decision for reason in roomy.reasons)
+    two = HERE.model_copy(update={"accelerators": (CARD, CARD.model_copy(update={"name": "cuda:1"}))})
+    assert make_plan(pipeline(), two, Budget(devices={"cuda:0": GIB, "cuda:1": GIB})).order == ORDER
