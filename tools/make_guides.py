@@ -24,7 +24,7 @@ from tightfit.plan.parts import SEGMENT
 from tightfit.plan.planner import SPARE
 from tightfit.report.chart import NONE, as_markdown, card_words, largest_words, levels_as_markdown, numbers
 from tightfit.report.heatmap import draw_chart
-from tightfit.units import format_bytes
+from tightfit.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "tools/guides").glob("*.md"))
@@ -120,6 +120,28 @@ def _times(ratio: float | None) -> str:
     return "refused" if ratio is None else f"{ratio:.2f} ×"
 
 
+def several() -> str:
+    """What two cards do beside one, share by share."""
+    by: dict[tuple[str, str, float], dict[int, dict[str, Any]]] = {}
+    for row in read("several-pretend")["rows"]:
+        by.setdefault((row["model"], row["request"], row["share"]), {})[row["used"]] = row
+    rows = []
+    for (model, request, share), (one, two) in ((about, both.values()) for about, both in by.items()):
+        gain = f"{_call(one) / _call(two):.2f} ×" if "played" in one and "played" in two else ""
+        apart = ", ".join(name for name, said in two.get("placements", {}).items() if said.startswith("on "))
+        size = f"{share:.0%}: {format_bytes(one['budget'])}"
+        rows.append((model, request, size, _taken(one), _taken(two), gain, apart or NONE))
+    return table(("", "request", "each card", "one card", "two cards", "faster", "on the other"), rows)
+
+
+def _call(row: dict[str, Any]) -> float:
+    return float(sum(row["played"].values()))
+
+
+def _taken(row: dict[str, Any]) -> str:
+    return "out of memory" if "failed" in row else "too small" if "refused" in row else format_seconds(_call(row))
+
+
 def level_table(which: str) -> LevelTable:
     tables = [LevelTable.from_mapping(each) for each in facts()["levels"]]
     return next(each for each in tables if each.model.startswith(which))
@@ -176,6 +198,7 @@ WORDS: dict[str, Callable[..., str]] = {
     "segment": lambda: format_bytes(SEGMENT),
     "share": lambda: f"{1 - SPARE:.0%}",
     "size": lambda name: format_bytes(column(name).bytes),
+    "several": several,
     "slowest": slowest,
     "spare": lambda: f"{SPARE:.0%}",
     "tile": lambda: str(LEVEL_TILE),

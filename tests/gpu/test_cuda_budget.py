@@ -8,6 +8,7 @@ import torch
 import tightfit
 from inspection import assert_same, imprint
 from tightfit.devices.cuda import cuda_count
+from tightfit.measure.modules import find_components, find_role
 from tiny_pipelines import CASES, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
@@ -31,3 +32,32 @@ def test_a_budget_is_kept_to_and_capped(name: str) -> None:
     fitted.undo()
     assert_same(before, imprint(pipe))
     torch.empty(SIZE + 2**21, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.skipif(cuda_count() < 2, reason="needs two CUDA cards")
+@pytest.mark.parametrize("placement", ["resident", "per-phase", "per-unit"])
+@pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])
+def test_components_on_another_card_change_no_numbers(name: str, placement: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    pipe = case.make()
+    tightfit.fit(pipe, level=0, device="cuda:0")
+    wanted = run(pipe, case).cpu()
+    parts = find_components(pipe).items()
+    moved = [part for part, module in parts if find_role(part, module) != "denoiser"]
+    elsewhere = {part: {"device": "cuda:1", "placement": placement} for part in moved}
+    fitted = tightfit.fit(pipe, plan={"device": "cuda:0", "components": elsewhere})
+    assert torch.equal(run(pipe, case).cpu(), wanted)
+    assert max(phase.elsewhere["cuda:1"] for phase in fitted.report().trace.phases) > 0
+
+
+@pytest.mark.skipif(cuda_count() < 2, reason="needs two CUDA cards")
+def test_each_card_keeps_to_its_budget() -> None:
+    case = next(case for case in CASES if case.name == "StableDiffusionXL")
+    fitted = tightfit.fit(pipe := case.make(), budget={"cuda:0": SIZE, "cuda:1": SIZE})
+    run(pipe, case)
+    report = str(fitted.report())
+    assert "budget of cuda:0" in report
+    assert "over by" not in report
+    for name in ("cuda:0", "cuda:1"):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(SIZE + 2**21, dtype=torch.uint8, device=name)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from tightfit.plan.forecast import ALTERNATIONS, more_seconds, most_weights, needed_bytes, way_of
+from tightfit.plan.forecast import more_seconds, most_weights, needed_bytes, way_of
+from tightfit.plan.guests import ALTERNATIONS
 from tightfit.plan.options import Menu, Option, Task, Where, why_there
 from tightfit.records import Accelerator, Footprint, Reason, Storage, VaePlan, Variant, Way
 

@@ -7,11 +7,11 @@ whose segments can grow.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from tightfit.catalog.cuda import workspace_bytes
+from tightfit.plan.guests import Guests
 from tightfit.plan.options import variant_of
 from tightfit.plan.pace import Pace, alone, stretch_of
 from tightfit.plan.parts import SEGMENT, Part, up
@@ -19,7 +19,6 @@ from tightfit.plan.shares import share_of
 from tightfit.records import Accelerator, Footprint, Phase, PhaseForecast, Plan, VaePlan, Way
 
 __all__ = [
-    "ALTERNATIONS",
     "Told",
     "forecast",
     "more_seconds",
@@ -31,7 +30,6 @@ __all__ = [
     "way_of",
 ]
 
-ALTERNATIONS = 4  # changes of turn between two components in one call, after which they stay together
 PERCENT, MARGIN = 1, 32 * 2**20  # by which a peak may be higher than its parts say …
 MARGIN_CPU = 128 * 2**20  # … where libraries load code and keep buffers in the same memory
 
@@ -131,32 +129,24 @@ class _Call:
         self._parts = {
             c.name: Part(c, plan.components[c.name], device, Pace(c, device), disk_rate) for c in footprint.components
         }
-        self._aboard: set[str] = set()  # of what comes and goes
-        self._turns: Counter[frozenset[str]] = Counter()
-        self._last: str | None = None
+        self._guests = Guests()
         self._now = 0.0
 
     def phase(self, phase: Phase) -> Told:
-        began, weights = self._now, 0 if phase.order else sum(self._parts[name].comes for name in self._aboard)
+        began, weights = self._now, 0 if phase.order else self._there
         for index, group in itertools.groupby(phase.order):
             done = phase.passes[index]
-            self._comes(done.component)
-            weights = max(weights, sum(self._parts[name].comes for name in self._aboard))
-            self._now = self._parts[done.component].work(done, len(list(group)), self._now)
+            part = self._parts[done.component]
+            if self._guests.works(done.component) and not part.remains:
+                self._now = part.come(self._now)
+            weights = max(weights, self._there)
+            self._now = part.work(done, len(list(group)), self._now)
         way = way_of(phase, self._vae)
         self._now += phase.pace * alone([stretch_of(phase.between, self._device)]) + more_seconds(way, self._device)
         weights += sum(part.always for part in self._parts.values())
         return Told(phase.name, self._now - began, weights, way.room if way else phase.room)
 
-    def _comes(self, name: str) -> None:
-        """Whoever does not share the device with `name` goes."""
-        if self._last not in (None, name):
-            self._turns[frozenset((name, self._last or ""))] += 1
-        self._last = name
-        self._aboard = {other for other in self._aboard if other == name or self._share(name, other)}
-        if name not in self._aboard and not self._parts[name].remains:
-            self._aboard.add(name)
-            self._now = self._parts[name].come(self._now)
-
-    def _share(self, one: str, other: str) -> bool:
-        return self._turns[frozenset((one, other))] > ALTERNATIONS
+    @property
+    def _there(self) -> int:
+        """Bytes of weights on the device, of what comes and goes."""
+        return sum(self._parts[name].comes for name in self._guests.aboard)

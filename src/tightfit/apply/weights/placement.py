@@ -25,7 +25,7 @@ from tightfit.devices.memory import trim_heap
 from tightfit.devices.seam import Device
 from tightfit.measure.modules import find_units, inspect_component, leaf_weights, weight_bytes, weight_tensors
 from tightfit.measure.recorder import Recorder
-from tightfit.plan.forecast import ALTERNATIONS
+from tightfit.plan.guests import ALTERNATIONS
 from tightfit.plan.streaming import settle_streaming
 from tightfit.records import ComponentPlan
 

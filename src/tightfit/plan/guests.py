@@ -1,0 +1,31 @@
+"""Who of those that come and go is on a device while a call goes on: decided by the order of their work alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+__all__ = ["ALTERNATIONS", "Guests"]
+
+ALTERNATIONS = 4  # changes of turn between two components in one call, after which they stay together
+
+
+class Guests:
+    """Components on one device, as if none of them stayed there for good."""
+
+    def __init__(self) -> None:
+        self.aboard: set[str] = set()
+        self._turns: Counter[frozenset[str]] = Counter()
+        self._last: str | None = None
+
+    def works(self, name: str) -> bool:
+        """`name` is at work now, and whoever does not share the device with it goes; whether it had to come."""
+        if self._last not in (None, name):
+            self._turns[frozenset((name, self._last or ""))] += 1
+        self._last = name
+        self.aboard = {other for other in self.aboard if other == name or self._share(name, other)}
+        came = name not in self.aboard
+        self.aboard.add(name)
+        return came
+
+    def _share(self, one: str, other: str) -> bool:
+        return self._turns[frozenset((one, other))] > ALTERNATIONS
