@@ -186,6 +186,21 @@ def test_the_course_knows_its_peak(device: str, maps: Maps) -> None:
     assert 0.8 * course.peak.device <= peak <= course.peak.device + small
 
 
+@pytest.mark.parametrize("strips", [ONE_STRIP, 50_000])
+@pytest.mark.parametrize("mode", ["constant", "replicate", "reflect"])
+def test_a_border_all_around_is_one_copy(mode: str, strips: int) -> None:
+    model = Blocks(lambda self, x: F.conv2d(F.pad(x, (1, 1, 3, 3), mode=mode), WIDE)).eval()
+    x = torch.randn(1, 4, 48, 40)
+    program = capture(without_weights(model), lambda double, x: [double.decode(x)], [x.to("meta")])
+    course = find_course(program, strips, "device")
+    fitted = fit(model, plan={"vae": {"strips": strips}}, device="cpu")
+    with torch.no_grad():
+        model.decode(x)
+    (phase,) = fitted.report().trace.phases
+    fitted.undo()
+    assert 0.9 * course.peak.device <= phase.peak_bytes - phase.peak_weights <= course.peak.device
+
+
 @functools.cache
 def program_of(rows: int) -> Program:
     case, model = prepared("AutoencoderKL without attention")

@@ -134,7 +134,6 @@ def pad(node: Node, sources: Sources) -> Rule | None:
     named = node.op == "aten.pad.default"
     mode = argument(node, 2, "mode", "constant") if named else "constant"
     value = argument(node, 3, "value") if named else argument(node, 2, "value", 0)
-    others = [0 if i in (at, at + 1) else size for i, size in enumerate(pads)]
     rows = source.rows
     if mode not in ("constant", "replicate", "reflect"):
         return None
@@ -154,14 +153,14 @@ def pad(node: Node, sources: Sources) -> Rule | None:
 
     def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
         tensor, has = pieces[0]
-        if mode == "constant":
-            reach, height = needs(span), span.hi - span.lo
-            above = min(max(-reach.lo, 0), height)
-            tensor = padded(tensor, axis, above, height - above - (has.hi - has.lo), value or 0)
-        elif tensor.shape[axis] != span.hi - span.lo or has.lo != span.lo - before:
+        height, inside = span.hi - span.lo, has.hi - has.lo
+        above = min(max(before - span.lo, 0), height)
+        below = min(max(span.hi - before - rows, 0), height)
+        if above + inside + below != height:  # the border is made of rows that are not all wanted themselves
             order = [origin(row) - has.lo for row in range(span.lo, span.hi)]
-            tensor = tensor.index_select(axis, torch.tensor(order, device=tensor.device))
-        return torch.ops.aten.pad.default(tensor, others, mode, value) if any(others) else tensor
+            tensor, above, below = tensor.index_select(axis, torch.tensor(order, device=tensor.device)), 0, 0
+        own = [*pads[:at], above, below, *pads[at + 2 :]] if at < len(pads) else pads
+        return torch.ops.aten.pad.default(tensor, own, mode, value) if any(own) else tensor
 
     return Rule((needs,), make)
 
