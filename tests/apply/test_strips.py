@@ -89,6 +89,20 @@ def test_strips_work_wherever_weights_are(changes: dict[str, Any], device: str) 
     fitted.undo()
 
 
+@pytest.mark.parametrize("grain", ["leaf", "block"])
+def test_the_first_call_knows_the_order_of_layers_in_strips(grain: str) -> None:
+    case, model = prepared("AutoencoderKL without attention")
+    plan = {"placement": "per-unit", "grain": grain}
+    fitted = fit(model, plan={"components": {"model": plan}, "vae": {"strips": 30_000}}, device="loopback")
+    traces = []
+    for batch in (1, 1, 2):
+        decode(model, case, case.latents(6, batch), batch)
+        traces.append(fitted.report().trace)
+    fitted.undo()
+    assert [trace.phases[0].on_demand for trace in traces] == [0, 0, 0]
+    assert [trace.notes for trace in traces] == [(), (), ()]
+
+
 def test_strips_of_stored_weights_are_those_of_whole_pictures() -> None:
     case, model = prepared("AutoencoderKL without attention")
     stored = {"components": {"model": {"storage": "float8_e4m3fn"}}}

@@ -357,6 +357,39 @@ def test_what_is_used_between_passes_does_not_change_what_was_learned() -> None:
     assert work(order, "abc") == [True] * 3
 
 
+def test_what_is_said_in_the_middle_of_a_guess_is_expected_from_there() -> None:
+    order = Order("abcd")
+    order.begin()
+    assert look(order, 2) == "abc"
+    assert order.expect("dbdb")
+    assert order.known
+    assert look(order) == "dbdb"
+    assert [order.used(key) for key in "dbdb"] == [True] * 4
+    order.end()
+    assert work(order, "dbdb") == [True] * 4
+
+
+def test_what_is_said_and_was_known_changes_nothing() -> None:
+    order = learned("abab")
+    assert look(order, 1) == "ab"
+    assert not order.expect("ab")  # one item of two
+    assert [order.used(key) for key in "ab"] == [True] * 2
+    assert not order.expect("ab")
+    assert not order.expect("")
+    assert [order.used(key) for key in "ab"] == [True] * 2
+    assert list(order) == [*"abab"]
+
+
+def test_where_something_else_is_said_it_may_not_be_the_last_of_the_last_pass() -> None:
+    order = learned("ab")
+    order.begin(last=True)
+    assert order.expect("ba")
+    look(order)
+    order.used("b")
+    assert not order.looked_through
+    assert not order.over("b")
+
+
 MOVES = ["begin", "end", "look", "look_again", "spoil", "rewind", *"abcdefz"]
 
 

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-__all__ = ["at_work", "for_all", "is_watched", "only_tells", "watch", "wrap"]
+__all__ = ["at_work", "for_all", "foretell", "is_watched", "only_tells", "watch", "wrap"]
 
 T = TypeVar("T")
-_MARK = "tightfit_watches"  # of hooks that only tell
+Foretold = Callable[[Sequence[nn.Module]], None]
+_MARK = "tightfit_watches"  # of hooks that only tell: who is told beforehand, if anybody
 
 
 def watch(
-    module: nn.Module, before: Callable[[], None], after: Callable[[], None] | None, undo: Callable[..., object]
+    module: nn.Module,
+    before: Callable[[], None],
+    after: Callable[[], None] | None,
+    undo: Callable[..., object],
+    foretold: Foretold | None = None,
 ) -> None:
-    """Calls `before` and `after` each forward pass of `module`, whatever it raises; `undo` is given how to stop it."""
+    """Calls `before` and `after` each forward pass of `module`, whatever it raises; `undo` is given how to stop it.
+
+    Where somebody knows beforehand which modules will be at work, `foretold` is called with those it watches.
+    """
     if module._compiled_call_impl is None:
-        undo(module.register_forward_pre_hook(_hook(before), prepend=True).remove)
+        undo(module.register_forward_pre_hook(_hook(before, foretold), prepend=True).remove)
         if after is not None:
             undo(module.register_forward_hook(_hook(after), always_call=True).remove)
         return
@@ -58,6 +66,18 @@ def for_all(act: Callable[[T], None], items: Sequence[T]) -> Callable[[], None]:
     return act_on_all
 
 
+def foretell(modules: Iterable[nn.Module]) -> None:
+    """Says to whoever watches `modules` that these will be `at_work` next, in this order."""
+    uses: dict[Foretold, list[nn.Module]] = {}
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            foretold = getattr(hook, _MARK, None)
+            if foretold is not None:
+                uses.setdefault(foretold, []).append(module)
+    for foretold, watched in uses.items():
+        foretold(watched)
+
+
 @contextlib.contextmanager
 def at_work(module: nn.Module) -> Iterator[None]:
     """Does what is done before and after each forward pass of `module` for whoever watches it, without one."""
@@ -80,7 +100,7 @@ def only_tells(hook: Callable[..., Any]) -> bool:
     return hasattr(hook, _MARK)
 
 
-def _hook(function: Callable[[], None]) -> Callable[..., None]:
+def _hook(function: Callable[[], None], foretold: Foretold | None = None) -> Callable[..., None]:
     hook = torch.compiler.disable(lambda *_: function())  # type: ignore[no-untyped-call]
-    setattr(hook, _MARK, True)
+    setattr(hook, _MARK, foretold)
     return hook  # type: ignore[no-any-return]

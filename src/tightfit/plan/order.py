@@ -48,6 +48,19 @@ class Order(Generic[K]):
             self.look_again()
         self.known = True
 
+    def expect(self, keys: Sequence[K]) -> bool:
+        """`keys` are what is used next, in this order; returns whether that was not known.
+
+        Whether more follows in the last pass is not known any more then.
+        """
+        length, first = len(self._cycle), self._at + 1
+        known = self.known and all(self._cycle[(first + i) % length] == key for i, key in enumerate(keys))
+        if known or not keys:
+            return False
+        self._set(list(keys))
+        self.known, self._end = True, None
+        return True
+
     def used(self, key: K) -> bool:
         """`key` is used now; returns whether it was known to be next."""
         self._seen.append(key)

@@ -82,7 +82,22 @@ class Absences:
             for index, there in parcel.put_by_others(ours):
                 self._of[parcel][index].absence.written = there.detach()
 
-    def give_back(self, parcel: Parcel) -> None:
+    def set_aside(self) -> None:
+        """Where masters have no values, modules find what stands for them, from now on."""
+        for parcel in self._valueless():
+            parcel.show(parcel.masters, self._of[parcel])
+
+    def give_back(self) -> None:
+        """Masters without values have them again, as others wrote them, and modules find them."""
+        for parcel in self._valueless():
+            parcel.fill()
+            self._write_back(parcel)
+            parcel.show(self._of[parcel], parcel.masters)
+
+    def _valueless(self) -> Iterator[Parcel]:
+        return (parcel for parcel in self._of if not parcel.home.writable)
+
+    def _write_back(self, parcel: Parcel) -> None:
         """The masters, which have come from their home, are as others wrote them."""
         for away, master in zip(self._of[parcel], parcel.masters, strict=True):
             written = away.absence.written

@@ -15,7 +15,7 @@ from tightfit.measure.modules import compiled_around, find_leaves
 from tightfit.plan.streaming import group_leaves
 from tightfit.records import Component, Grain
 
-__all__ = ["Parcel", "Place", "expected_in", "parcels_of"]
+__all__ = ["Parcel", "Place", "behind_gates", "expected_in", "parcels_of"]
 
 Table = dict[str, torch.Tensor | None]
 
@@ -109,6 +109,15 @@ def parcels_of(
             masters = [_emptied(master, of) for master, of in zip(masters, places, strict=True)]
         parcels.append(Parcel(name, gates, masters, likes, places, home))
     return parcels
+
+
+def behind_gates(parcels: Iterable[Parcel]) -> dict[nn.Module, list[Parcel]]:
+    """Which parcels each gate needs."""
+    behind: dict[nn.Module, list[Parcel]] = {}
+    for parcel in parcels:
+        for gate in dict.fromkeys(parcel.gates):
+            behind.setdefault(gate, []).append(parcel)
+    return behind
 
 
 def expected_in(method: str, parcels: Iterable[Parcel]) -> Iterator[Parcel]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from tightfit.apply.gates import for_all, watch
 from tightfit.apply.weights.absences import Absences, versions_of
-from tightfit.apply.weights.parcels import Parcel, expected_in
+from tightfit.apply.weights.parcels import Parcel, behind_gates, expected_in
 from tightfit.apply.weights.rooms import Rooms
 from tightfit.devices.lane import Arrival
 from tightfit.devices.seam import Device
@@ -53,6 +53,7 @@ class Streamer:
         self._orders: dict[str, Order[Parcel]] = {}
         self._order: Order[Parcel] = Order(self._parcels)
         self._away = Absences(parcels, device, recorder, self.fetch)
+        self._behind = behind_gates(self._parcels)
         self._here: dict[Parcel, _Presence] = {}
         self._rooms = Rooms([parcel for parcel in parcels if parcel.name in stays], ring, device, recorder)
         self._began: Any = None  # marks when memory was taken
@@ -68,12 +69,8 @@ class Streamer:
 
     def hook(self, undo: Callable[..., object]) -> None:
         """Lets the modules tell when they work; `undo` is given how to stop it."""
-        behind: dict[nn.Module, list[Parcel]] = {}
-        for parcel in self._parcels:
-            for gate in dict.fromkeys(parcel.gates):
-                behind.setdefault(gate, []).append(parcel)
-        for gate, parcels in behind.items():
-            watch(gate, for_all(self.need, parcels), for_all(self.done, parcels), undo)
+        for gate, parcels in self._behind.items():
+            watch(gate, for_all(self.need, parcels), for_all(self.done, parcels), undo, self.expect)
 
     def begin(self, method: str = "forward", make_way: Callable[[int], None] | None = None) -> None:
         """A pass begins: what is first needed starts to come.
@@ -117,6 +114,14 @@ class Streamer:
         self._order.end()
         self._send_ahead()
 
+    def expect(self, gates: Sequence[nn.Module]) -> None:
+        """Of this pass it is known in which order `gates` are at work from now on."""
+        parcels = [parcel for gate in gates for parcel in self._behind[gate]]
+        if self._complete and self._order.expect(parcels):
+            self._send_ahead()  # what is here already, and is needed soon, is looked at; the rest makes room
+            self._drop(lambda other: not self._order.awaited(other))
+            self._send_ahead()
+
     def need(self, parcel: Parcel) -> None:
         """`parcel` is used from now on, until it is `done`."""
         if not self._complete:
@@ -153,17 +158,11 @@ class Streamer:
 
     def set_aside(self) -> None:
         """Where masters have no values, modules find what fetches them, from now on."""
-        for parcel in self._parcels:
-            if not parcel.home.writable:
-                parcel.show(parcel.masters, self._away[parcel])
+        self._away.set_aside()
 
     def give_back(self) -> None:
         """The masters have their own values again, and what was written in the meantime."""
-        for parcel in self._parcels:
-            if not parcel.home.writable:
-                parcel.fill()
-                self._away.give_back(parcel)
-                parcel.show(self._away[parcel], parcel.masters)
+        self._away.give_back()
 
     def clear(self) -> None:
         """Everything goes, and modules find the masters again; whatever state an interruption left."""

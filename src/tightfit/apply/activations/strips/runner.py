@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
+from torch import nn
 
 from tightfit.apply.activations.strips.course import Pass
 from tightfit.apply.activations.strips.maps import DeviceMap, GivenMap, HostMap, Map
@@ -15,7 +16,7 @@ from tightfit.apply.activations.strips.schedule import Step
 from tightfit.apply.activations.strips.stages import Argument, Graph, Stage
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.weights import LiveWeights
-from tightfit.apply.gates import at_work
+from tightfit.apply.gates import at_work, foretell
 from tightfit.devices.depot import Depot
 from tightfit.measure.recorder import Recorder
 
@@ -57,6 +58,7 @@ class Runner:
                 self._maps[index] = GivenMap(tensor, self._nodes[index].axis or 0)
         upcoming = [taken(stage, strip) for stage, strips, _ in passes for strip in strips][1:]
         following = iter([*upcoming, {}])
+        foretell(self._layers(passes))
         try:
             for stage, strips, ahead in passes:
                 self._begin(stage)
@@ -72,6 +74,13 @@ class Runner:
         if self._depot is not None:
             self._depot.settle()
         return [self._outputs[index] if index in self._outputs else self._values[index] for index in program.outputs]
+
+    def _layers(self, passes: Sequence[Pass]) -> Iterator[nn.Module]:
+        """The layers that will be at work, and the modules around them, in this order."""
+        for stage, strips, _ in passes:
+            made = (s.node for strip in strips for s in strip if s.span.hi > s.span.lo and s.node not in stage.reads)
+            for index in (*stage.whole, *made):
+                yield from self._watched[index]
 
     def _work(self, stage: Stage, strip: Sequence[Step], following: Mapping[int, Span], *, ahead: bool) -> None:
         """One strip; from what is kept, the one after it takes the rows `following`."""
