@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Lease", "Ring"]
+__all__ = ["ALIGNMENT", "Lease", "Ring"]
 
 ALIGNMENT = 4096  # bytes: what direct reads from disks need, and more than any kernel asks for
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from tightfit.apply.weights.parcels import Parcel
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.parts import chunks
-from tightfit.plan.ring import Lease, Ring
+from tightfit.plan.ring import ALIGNMENT, Lease, Ring
 
 __all__ = ["Rooms"]
 
@@ -18,11 +18,16 @@ __all__ = ["Rooms"]
 class Rooms:
     """Taken for a while, in few large pieces, and counted: a place for each that `stays`, and a ring."""
 
-    def __init__(self, stays: Sequence[Parcel], ring: int, device: Device, recorder: Recorder) -> None:
+    def __init__(
+        self, parcels: Sequence[Parcel], stays: Collection[str], ring: int, device: Device, recorder: Recorder
+    ) -> None:
         self._device, self._recorder = device, recorder
-        self._stays, self._ring_size = list(stays), ring
+        self._stays = [parcel for parcel in parcels if parcel.name in stays]
+        self._passing = [parcel for parcel in parcels if parcel.name not in stays]
+        self._planned = self._ring_size = ring
+        self._made_for = _size(self._passing)  # bytes
         self._lent: list[Parcel] = []
-        self.stays = set(stays)  # those that have a place, or will have one
+        self.stays = set(self._stays)  # those that have a place, or will have one
         self._forget()
 
     def _forget(self) -> None:
@@ -34,8 +39,15 @@ class Rooms:
         self._counted = 0
 
     def open(self) -> None:
-        """Memory is taken from now on, until `clear`."""
+        """Memory is taken from now on, until `clear`: in a larger ring where somebody made weights larger."""
         self._expected = list(chunks((parcel for parcel in self._stays if parcel in self.stays), _aligned))
+        grown = _size(self._passing) > self._made_for
+        self._ring_size = self._ring_for(self._passing) if grown else self._planned
+
+    def _ring_for(self, passing: Sequence[Parcel]) -> int:
+        """The bytes in which about as many of `passing` lie as was planned, the largest of them at least."""
+        largest = max(-(-parcel.size // ALIGNMENT) * ALIGNMENT for parcel in passing)
+        return max(self._planned * _size(passing) // self._made_for, largest)
 
     def take_some(self, limit: int) -> None:
         """Takes as much of it as keeps within `limit` bytes, all together; the ring first."""

@@ -55,7 +55,7 @@ class Streamer:
         self._away = Absences(parcels, device, recorder, self.fetch)
         self._behind = behind_gates(self._parcels)
         self._here: dict[Parcel, _Presence] = {}
-        self._rooms = Rooms([parcel for parcel in parcels if parcel.name in stays], ring, device, recorder)
+        self._rooms = Rooms(parcels, stays, ring, device, recorder)
         self._began: Any = None  # marks when memory was taken
         self._spare: tuple[Parcel, torch.Tensor, list[nn.Parameter]] | None = None
 
