@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned
+import itertools
+
+import pytest
+
+from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned, seconds
+from tightfit.plan.guests import Guests
 from tightfit.plan.planner import make_plan
+from tightfit.plan.search import Search
 from tightfit.plan.turns import coming_early, order_of
 from tightfit.records import Budget, ComponentPlan, Footprint, Phase, Request, Stint
 
@@ -64,3 +70,22 @@ def test_a_plan_has_the_order_and_says_what_it_is_for() -> None:
     assert not any("starts to come in the last pass" in reason.decision for reason in roomy.reasons)
     two = HERE.model_copy(update={"accelerators": (CARD, CARD.model_copy(update={"name": "cuda:1"}))})
     assert make_plan(pipeline(), two, Budget(devices={"cuda:0": GIB, "cuda:1": GIB})).order == ORDER
+
+
+def test_who_takes_turns_comes_each_time_and_more_memory_is_never_slower() -> None:
+    plans = [plan for size in range(200, 2400, 40) if (plan := planned(pipeline(), size * MIB)) is not None]
+    assert len(plans) > 40
+    taken = [seconds(plan) for plan in plans]
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(taken))
+    search = Search(pipeline(), CARD, None, {})
+    for plan, size in zip(plans[-len(plans) :], range(2400 - 40 * len(plans), 2400, 40), strict=True):
+        found = search.best(size * MIB, None)
+        assert found is not None
+        assert found.seconds == pytest.approx(seconds(plan))
+
+
+def test_guests_come_each_time_that_another_worked_until_they_stay_together() -> None:
+    guests = Guests()
+    came = [guests.works(name) for name in "aabababbabaac"]
+    assert came == [True, False, True, True, True, True, True, False, False, False, False, False, True]
+    assert guests.aboard == {"c"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,12 @@ from tightfit.run.request import Prompt, call_arguments
 from tightfit.run.shape import request_of
 from tiny_pipelines import CASES, TinyCase, run
 
+pytestmark = pytest.mark.usefixtures("shared_footprints")
+
 MIB = 2**20
 REQUEST = tightfit.Request(height=256, width=256, steps=4)
 NAMES = {"height": "height", "width": "width", "num_frames": "frames", "num_inference_steps": "steps"}
 TINY = [case for case in CASES if case.name in ("StableDiffusionXL", "Flux")]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "footprints"))  # for all of this file
-    yield
-    use_cards([])
 
 
 def card_of(size: int, like: Accelerator, values: Any = "shapes") -> None:
@@ -191,10 +185,10 @@ def test_what_cannot_be_planned_for_leaves_all_as_it_was() -> None:
     card_of(500 * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))
     pipe.set_progress_bar_config(disable=True)
-    fitted = tightfit.fit(pipe, budget="400MiB", request=REQUEST, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget="300MiB", request=REQUEST, device="pretend:0")
     before = fitted.plan
-    with pytest.raises(BudgetTooSmall, match="cannot do 2048×2048, 2 at once within 400 MiB"):
-        pipe(["a fox", "an owl"], height=2048, width=2048)
+    with pytest.raises(BudgetTooSmall, match="cannot do 1024×1024, 2 at once within 300 MiB"):
+        pipe(["a fox", "an owl"], height=1024, width=1024)
     assert fitted.plan is before
     called(fitted, pipe)
 

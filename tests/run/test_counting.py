@@ -11,10 +11,7 @@ from typer.testing import CliRunner
 from tightfit.cli import app
 from tightfit.run.counting import reads_disk
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "counted"))  # for all of this file
+pytestmark = pytest.mark.usefixtures("shared_footprints")
 
 
 def told(*words: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tightfit.records import Accelerator, Budget, ComponentPlan, Experience, Mac
 from tightfit.run import experiences, footprints, forecasts, replanning
 from tightfit.run.experiences import MOST, Past, forget
 from tightfit.run.forecasts import forecast
+from tightfit.run.generate import profiled
 from tightfit.run.job import Job
 from tightfit.run.machines import machine_now
 from tightfit.run.pupil import Pupil
@@ -197,8 +198,7 @@ def test_a_higher_peak_is_reckoned_with(pipe: Any, monkeypatch: pytest.MonkeyPat
 
 def test_only_calls_as_they_were_planned_teach(pipe: Any) -> None:
     fit(pipe)
-    with torch.profiler.profile():
-        call(pipe)
+    profiled(lambda: call(pipe))
     assert not kept()  # it was watched
     call(pipe, height=32, width=32)
     assert not kept()  # it asked for less than was planned for

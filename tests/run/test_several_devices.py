@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,14 +27,9 @@ from tightfit.run.request import Prompt, call_arguments
 from tightfit.run.wishes import limits_of
 from tiny_pipelines import CASES, TinyCase, run
 
+pytestmark = pytest.mark.usefixtures("shared_footprints")
+
 ONE, OTHER = "pretend:0", "pretend:1"
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "several"))  # for all of this file
-    yield
-    use_cards([])
 
 
 def cards_of(*sizes: int, like: Accelerator = ACCELERATOR, values: Any = "real") -> list[Card]:

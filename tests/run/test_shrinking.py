@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,17 +18,12 @@ from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
 from tiny_pipelines import CASES
 
+pytestmark = pytest.mark.usefixtures("shared_footprints")
+
 MIB = 2**20
 SIZE = 250 * MIB
 STEPS = 4
 REQUEST = {"height": 64, "width": 64, "steps": STEPS}
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "shrinking"))  # for all of this file
-    yield
-    use_cards([])
 
 
 def large_unet() -> Any:

@@ -17,6 +17,8 @@ from tightfit.records import Phase, Variant
 from tightfit.run.stage import Stage
 from tightfit.run.variants import measure_variants
 
+pytestmark = pytest.mark.usefixtures("shared_footprints")
+
 MIB = 2**20
 
 

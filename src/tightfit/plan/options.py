@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from tightfit.plan.guests import Guests
 from tightfit.plan.pace import Pace, Stretch, alone
 from tightfit.plan.parts import Part
 from tightfit.plan.streaming import ALIGNMENT, BLOCKS_FROM, least_and_most, parcel_sizes, spread_evenly
@@ -299,9 +300,16 @@ def _with_giants(sizes: Mapping[str, int], seconds: Mapping[str, float] | None) 
 
 
 def _work_of(component: Component, footprint: Footprint) -> list[Runs]:
-    """Its passes, and how often each is done at a time, by phases."""
-    work: list[Runs] = []
-    for phase in footprint.phases:
-        own = [index for index in phase.order if phase.passes[index].component == component.name]
-        work.append([(phase.passes[index], len(list(group))) for index, group in itertools.groupby(own)])
-    return [runs for runs in work if runs]
+    """Its passes, and how often each is done at a time, by the times that it comes, if it does not stay."""
+    guests, work = Guests(), list[list[Pass]]()
+    for done in (phase.passes[index] for phase in footprint.phases for index in phase.order):
+        came = guests.works(done.component)
+        if done.component == component.name:
+            work += [[]] if came else []
+            work[-1].append(done)
+    return [[(group[0], len(group)) for group in _alike(passes)] for passes in work]
+
+
+def _alike(passes: Sequence[Pass]) -> Iterator[list[Pass]]:
+    """The same ones next to each other."""
+    return (list(group) for _, group in itertools.groupby(passes, key=id))
