@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned, seconds, variants
+from tightfit.errors import BudgetTooSmall
 from tightfit.plan.forecast import forecast
+from tightfit.plan.parts import SEGMENT
+from tightfit.plan.planner import make_plan
 from tightfit.plan.streaming import parcel_sizes
-from tightfit.records import Component, ComponentPlan, Footprint, Plan, Request, VaePlan, Variant, Way
+from tightfit.records import Budget, Component, ComponentPlan, Footprint, Plan, Request, VaePlan, Variant, Way
 
 WITHIN = 1.03  # times as long as the best
 
@@ -95,6 +98,16 @@ small_budgets = st.integers(64 * MIB, 3 * GIB)
 @given(small_footprints(), small_budgets)
 def test_the_best_of_all_is_hardly_better(footprint: Footprint, size: int) -> None:
     compare(footprint, size)
+
+
+@settings(deadline=None, max_examples=8)
+@given(small_footprints())
+def test_none_of_all_takes_less_than_what_is_said_to_be_needed(footprint: Footprint) -> None:
+    with pytest.raises(BudgetTooSmall) as error:
+        make_plan(footprint, HERE, Budget(device=1))
+    needed = int(str(error.value.facts["needed_bytes"]))
+    assert best_of_all(footprint, needed) is not None
+    assert best_of_all(footprint, needed - SEGMENT) is None
 
 
 @pytest.mark.slow

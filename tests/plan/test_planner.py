@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.errors import BudgetTooSmall, PlanError
+from tightfit.plan.parts import SEGMENT
 from tightfit.plan.planner import make_plan
 from tightfit.records import (
     Accelerator,
@@ -232,15 +233,21 @@ def test_what_is_allowed_is_only_done_where_nothing_else_fits(footprint: Footpri
         assert lossy == planned(footprint, size, allow=("fp8",))
 
 
-@settings(deadline=None, max_examples=15)
-@given(footprints())
-def test_what_is_said_to_be_needed_is_enough(footprint: Footprint) -> None:
+@settings(deadline=None, max_examples=25)
+@given(footprints(), st.sampled_from((None, 1, 300 * MIB)), st.sampled_from((HERE, CPU_ALONE)))
+def test_what_is_said_to_be_needed_is_enough_and_nothing_less_is(
+    footprint: Footprint, ram: int | None, machine: Machine
+) -> None:
+    ram = None if machine is CPU_ALONE else ram
     with pytest.raises(BudgetTooSmall) as error:
-        make_plan(footprint, HERE, Budget(device=1))
+        make_plan(footprint, machine, Budget(device=1, ram=ram))
     needed = int(str(error.value.facts["needed_bytes"]))
-    assert make_plan(footprint, HERE, Budget(device=needed)).lossless
-    with pytest.raises(BudgetTooSmall):
-        make_plan(footprint, HERE, Budget(device=needed - 4 * MIB))
+    plan = planned(footprint, needed, ram, machine=machine)
+    assert plan is not None
+    highest = max(plan.forecast, key=lambda phase: phase.peak_bytes)
+    assert highest.name == error.value.facts["phase"]
+    assert highest.peak_bytes == needed - (TAKEN if machine is CPU_ALONE else 0)
+    assert planned(footprint, needed - SEGMENT, ram, machine=machine) is None
 
 
 def test_who_takes_turns_is_there_together() -> None:

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from plan.test_exhaustive import WITHIN, every_plan_of, small_footprints
 from plan.test_planner import CARD, CPU, GIB, HERE, MIB, component, footprints, passes_of, phase, seconds
+from plan.test_turns import pipeline as turns
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.forecast import forecast, together
 from tightfit.plan.planner import make_plan
 from tightfit.plan.shares import share_of
+from tightfit.plan.team import Member, Team
 from tightfit.records import Accelerator, Budget, Footprint, Machine, Plan, Request, VaePlan
 
 OTHER = CARD.model_copy(update={"name": "cuda:1"})
@@ -180,3 +182,18 @@ def test_one_device_is_told_as_it_is_alone() -> None:
     plan = planned(pipeline(), 8 * GIB, machine=machine_with(CARD))
     assert plan is not None
     assert together(pipeline(), plan, DEVICES) == forecast(pipeline(), plan, CARD)
+
+
+def test_encoders_that_take_turns_are_counted_each_time_that_they_come() -> None:
+    """On one device they send each other away, on two they do not: what is known of one split is not of another."""
+    plans = [planned(turns(), size * MIB, 3 * size * MIB // 4) for size in range(120, 1400, 40)]
+    taken = [seconds(plan) for plan in plans if plan is not None]
+    assert len(taken) > 20
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(taken))
+    for ram in (None, 300 * MIB, 900 * MIB):
+        team = Team(turns(), [Member(card, 500 * MIB) for card in BOTH.accelerators], HERE.disk_rate, {})
+        found, plan = team.best(ram), planned(turns(), 500 * MIB, 500 * MIB, ram=ram)
+        assert found is not None
+        assert plan is not None
+        assert found.seconds == pytest.approx(seconds(plan))
+        assert ram is None or found.ram <= ram

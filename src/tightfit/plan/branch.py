@@ -13,11 +13,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from tightfit.plan.forecast import more_seconds, most_weights, needed_bytes, way_of
-from tightfit.plan.guests import ALTERNATIONS
+from tightfit.plan.guests import ALTERNATIONS, visits
 from tightfit.plan.options import Menu, Option, Task, Where, why_there
 from tightfit.records import Accelerator, Footprint, Reason, Storage, VaePlan, Variant, Way
 
 __all__ = ["Branch", "Chance", "Found", "Known"]
+
+
+_Visitor = tuple[str, tuple[int, ...]]
 
 
 class _Crew(NamedTuple):
@@ -25,6 +28,14 @@ class _Crew(NamedTuple):
 
     names: tuple[str, ...]
     phases: tuple[int, ...]
+
+
+class _Placement(NamedTuple):
+    """Where components are to be, and the fewest bytes that this takes."""
+
+    wheres: Mapping[str, Where]
+    weights: tuple[int, ...]  # on the device, while each crew works
+    ram: int  # of host memory
 
 
 class Found(NamedTuple):
@@ -45,15 +56,17 @@ class Chance(NamedTuple):
     longer: float  # of them, what strips take more than whole maps
     vae: VaePlan
     wheres: Mapping[str, Where]
+    ram: int  # bytes of host memory for masters and for maps that wait
     branch: Branch
 
 
 class Known:
-    """What was worked out of components that work in one way."""
+    """What was worked out of components that work in one way, by their names and visits to the device."""
 
     def __init__(self) -> None:
-        self.tasks: dict[str, Task] = {}
-        self.menus: dict[tuple[str, Where], Menu] = {}
+        self.tasks: dict[_Visitor, Task] = {}
+        self.menus: dict[tuple[_Visitor, Where], Menu] = {}
+        self.leasts: dict[tuple[_Visitor, Where], int | None] = {}
 
 
 @dataclass
@@ -70,6 +83,7 @@ class Branch:
     variant: Variant | None = None
     usual: Branch | None = None
     known: Known = field(default_factory=Known)
+    _placed: dict[bool, list[_Placement]] = field(default_factory=dict, init=False)  # with host memory limited or not
 
     def reasons(self, found: Found, size: int) -> Iterator[Reason]:
         """Why weights are where they are."""
@@ -98,59 +112,93 @@ class Branch:
         """What the component `name` does."""
         if self.usual is not None and name not in self.footprint.denoisers:
             return self.usual.task(name)
-        if name not in self.known.tasks:
+        visitor = self._visitors[name]
+        if visitor not in self.known.tasks:
             component = next(component for component in self.footprint.components if component.name == name)
-            self.known.tasks[name] = Task(component, self.footprint, self.device)
-        return self.known.tasks[name]
+            usual = None if self.usual is None else self.usual.task(name)
+            self.known.tasks[visitor] = Task(component, self.footprint, self.device, usual)
+        return self.known.tasks[visitor]
+
+    @cached_property
+    def _visitors(self) -> dict[str, _Visitor]:
+        """As what each component is known: how often it comes depends on who else works on this device."""
+        known = visits(self.footprint)
+        return {
+            component.name: (component.name, known.get(component.name, ())) for component in self.footprint.components
+        }
 
     def chances(self, size: int, ram: int | None) -> Iterator[Chance]:
-        """What may fit into `size` bytes of the device and `ram` of host memory (None: as many as wanted)."""
-        wheres: tuple[Where, ...] = ("resident", "host", "disk")
-        if self.device.is_cpu:  # host memory is its own
-            wheres = ("resident", "disk")
-        elif ram is None:
-            wheres = ("resident", "host")
-        used = [name for crew in self._crews for name in crew.names]
+        """What fits into `size` bytes of the device and `ram` of host memory (None: as many as wanted)."""
         for vae in self._vaes:
-            ways, rooms = self._ways(vae), self._rooms(vae)
-            if ram is not None and max(way.host if way else 0 for way in ways) > ram:
-                continue
+            ways, rooms, waiting = self._ways(vae), self._rooms(vae), self._waiting(vae)
             longer = sum(more_seconds(way, self.device) for way in ways)
-            for chosen in itertools.product(wheres, repeat=len(used)):
-                placed = dict(zip(used, chosen, strict=True))
-                soonest = self._soonest(placed, rooms, size)
+            for placed, needed in self._needed(vae, ram):
+                soonest = self._soonest(placed.wheres, rooms, size) if needed <= size else None
                 if soonest is not None:
-                    yield Chance(soonest + longer, longer, vae, placed, self)
+                    yield Chance(soonest + longer, longer, vae, placed.wheres, placed.ram + waiting, self)
 
     def ram_of(self, found: Found) -> int:
         """Bytes of host memory for masters and for maps that wait."""
-        return found.ram + max((way.host for way in self._ways(found.vae) if way), default=0)
+        return found.ram + self._waiting(found.vae)
 
-    def holds(self, chance: Chance, size: int, ram: int | None) -> bool:
-        """Whether anything comes of it."""
-        for crew, _, left in self._left(chance.wheres, self._rooms(chance.vae), size):
-            leasts = [self._menu(name, chance.wheres[name]).least for name in crew.names]
-            if None in leasts or sum(least or 0 for least in leasts) > left:
-                return False
-        return ram is None or self._ram(chance) <= ram
+    def _waiting(self, vae: VaePlan) -> int:
+        """Bytes of host memory for maps that wait."""
+        return max((way.host for way in self._ways(vae) if way), default=0)
 
-    def _ram(self, chance: Chance) -> int:
-        """Bytes of host memory for masters and for maps that wait."""
-        waiting = max(way.host if way else 0 for way in self._ways(chance.vae))
-        return waiting + sum(
-            self.task(name).component.bytes for name, where in chance.wheres.items() if where == "host"
-        )
+    def least(self, ram: int | None) -> int | None:
+        """The fewest bytes of the device with which anything does; None if nothing ever does."""
+        return min((needed for vae in self._vaes for _, needed in self._needed(vae, ram)), default=None)
 
-    def find(self, chance: Chance, size: int, ram: int | None) -> Found | None:
+    def _needed(self, vae: VaePlan, ram: int | None) -> Iterator[tuple[_Placement, int]]:
+        """Where components may be within `ram`, and the fewest bytes of the device with which they can."""
+        rooms, waiting = self._rooms(vae), self._waiting(vae)
+        wanted = [max(rooms[number] for number in crew.phases) for crew in self._crews]
+        for placed in self._placements(limited=ram is not None):
+            if ram is None or placed.ram + waiting <= ram:
+                whole = max(map(sum, zip(placed.weights, wanted, strict=True)), default=0)
+                yield placed, needed_bytes(whole, 0, self.device)
+
+    def _placements(self, *, limited: bool) -> list[_Placement]:
+        """Wherever components may be, if host memory is `limited`, or if there is as much as wanted."""
+        if limited not in self._placed:
+            wheres: tuple[Where, ...] = ("resident", "host", "disk") if limited else ("resident", "host")
+            if self.device.is_cpu:  # host memory is its own
+                wheres = ("resident", "disk")
+            names = [name for crew in self._crews for name in crew.names]
+            chosen = itertools.product(wheres, repeat=len(names))
+            found = (self._placement(dict(zip(names, each, strict=True))) for each in chosen)
+            self._placed[limited] = [placement for placement in found if placement is not None]
+        return self._placed[limited]
+
+    def _placement(self, wheres: Mapping[str, Where]) -> _Placement | None:
+        """None where some component cannot do anything like that."""
+        always, weights = self._always(wheres), []
+        for crew in self._crews:
+            leasts = [self._least(name, wheres[name]) for name in crew.names]
+            if None in leasts:
+                return None
+            weights.append(always + sum(least or 0 for least in leasts))
+        masters = (self.task(name).component.bytes for name, where in wheres.items() if where == "host")
+        return _Placement(wheres, tuple(weights), sum(masters))
+
+    def _least(self, name: str, where: Where) -> int | None:
+        """The fewest bytes that come of a component."""
+        if self.usual is not None and name not in self.footprint.denoisers:
+            return self.usual._least(name, where)
+        key = self._visitors[name], where
+        if key not in self.known.leasts:
+            storage: Storage = self.storages.get(name, "as-loaded")
+            self.known.leasts[key] = self.task(name).least(where, storage, self.variant)
+        return self.known.leasts[key]
+
+    def find(self, chance: Chance, size: int) -> Found | None:
         """The best that comes of a chance; None where nothing does."""
-        if ram is not None and self._ram(chance) > ram:
-            return None
         found = self._combined(chance.wheres, self._rooms(chance.vae), size)
         return found and found._replace(seconds=found.seconds + chance.longer, vae=chance.vae)
 
     def _always(self, wheres: Mapping[str, Where]) -> int:
         """Bytes of weights that are there in all phases."""
-        return self._idle + sum(self._menu(name, where).always for name, where in wheres.items())
+        return self._idle + sum(self.task(name).always(where) for name, where in wheres.items())
 
     def _left(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Iterator[tuple[_Crew, int, int]]:
         """What activations want while each crew works, and how many bytes of `size` it has for what comes and goes."""
@@ -197,7 +245,7 @@ class Branch:
         """Bytes that are there of components which never work."""
         used = {name for crew in self._crews for name in crew.names}
         idle = [component for component in self.footprint.components if component.name not in used]
-        return sum(self._menu(component.name, "disk").always for component in idle)
+        return sum(self.task(component.name).always("disk") for component in idle)
 
     @cached_property
     def _crews(self) -> list[_Crew]:
@@ -221,10 +269,11 @@ class Branch:
         """Worked out when it is asked for: who never reads from the disk need not know how long that takes."""
         if self.usual is not None and name not in self.footprint.denoisers:
             return self.usual._menu(name, where)
-        if (name, where) not in self.known.menus:
+        key = self._visitors[name], where
+        if key not in self.known.menus:
             storage: Storage = self.storages.get(name, "as-loaded")
-            self.known.menus[name, where] = self.task(name).menu(where, self.disk_rate, storage, self.variant)
-        return self.known.menus[name, where]
+            self.known.menus[key] = self.task(name).menu(where, self.disk_rate, storage, self.variant)
+        return self.known.menus[key]
 
 
 def _fastest(menus: Sequence[Menu], most: int) -> tuple[Option, ...] | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-__all__ = ["ALTERNATIONS", "Guests"]
+from tightfit.footprint import Footprint
+
+__all__ = ["ALTERNATIONS", "Guests", "visits"]
 
 ALTERNATIONS = 4  # changes of turn between two components in one call, after which they stay together
 
@@ -29,3 +31,13 @@ class Guests:
 
     def _share(self, one: str, other: str) -> bool:
         return self._turns[frozenset((one, other))] > ALTERNATIONS
+
+
+def visits(footprint: Footprint) -> dict[str, tuple[int, ...]]:
+    """For each component that works, how many passes it works through each time that it comes, if it does not stay."""
+    guests, passes = Guests(), dict[str, list[int]]()
+    for done in (phase.passes[index] for phase in footprint.phases for index in phase.order):
+        own = passes.setdefault(done.component, [])
+        own += [0] if guests.works(done.component) else []
+        own[-1] += 1
+    return {name: tuple(counts) for name, counts in passes.items()}

@@ -1,8 +1,7 @@
 """Everything that can be done about one component's weights, with what each would take and how long it would work.
 
-There are finitely many, and which there are does not depend on a budget: so what fits into a smaller budget fits into
-a larger one, and more budget is never slower. Of each it is known at once what it takes at the least; what it takes
-indeed is worked out only if it may be the best.
+Which plans there are does not depend on a budget. Of each it is known at once how long it takes at the least, and how
+many bytes; what it takes indeed is worked out only if it may be the best.
 """
 
 from __future__ import annotations
@@ -12,11 +11,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from tightfit.plan.guests import Guests
+from tightfit.plan.guests import visits
 from tightfit.plan.pace import Pace, Stretch, alone
-from tightfit.plan.parts import Part
-from tightfit.plan.streaming import ALIGNMENT, BLOCKS_FROM, least_and_most, parcel_sizes, spread_evenly
-from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Pass, Plan, Reason, Storage, Variant
+from tightfit.plan.parts import Part, always, up
+from tightfit.plan.sketches import Sketch, sketches
+from tightfit.plan.streaming import ALIGNMENT, BLOCKS_FROM, Parcels, loose_bytes, parcel_sizes
+from tightfit.records import (
+    Accelerator,
+    Component,
+    ComponentPlan,
+    Footprint,
+    Grain,
+    Home,
+    Pass,
+    Plan,
+    Reason,
+    Storage,
+    Variant,
+)
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["Menu", "Option", "Task", "Where", "variant_of", "why_there"]
@@ -24,12 +36,10 @@ __all__ = ["Menu", "Option", "Task", "Where", "variant_of", "why_there"]
 Where = Literal["resident", "host", "disk"]  # the home of what comes and goes
 Runs = Sequence[tuple[Pass, int]]  # passes of one phase, and how often each is done at a time
 
-FEW = 6  # layers, of which all selections are tried
-GIANTS, GIANT = 5, 1.5  # so many layers stay for their size, if each is so many times as large as the next, …
-SHARES = 4  # … and of the rest none to three fourths
 ENOUGH = 0.9  # of what is left: who takes less would gain nothing by more
 SIZES = 24  # between the least that a component streams with and all of it, each larger by the same factor, …
 FEWER = 12  # … and so many where denoisers work otherwise than usual
+GRAINS: tuple[Grain, ...] = ("leaf", "block")
 ROUNDING = 1e-11  # by which sums of the same seconds may differ, of themselves
 
 
@@ -73,11 +83,10 @@ class Offer:
 
 
 class Menu:
-    """Options by size: which is the fastest within some bytes. By any of them, `always` are there all along."""
+    """Options by size: which is the fastest within some bytes."""
 
-    def __init__(self, offers: Iterable[Offer], always: int) -> None:
+    def __init__(self, offers: Iterable[Offer]) -> None:
         self.offers = sorted(offers, key=lambda offer: (offer.seconds, offer.comes))
-        self.always = always
 
     def within(self, size: int) -> Option | None:
         """The fastest, and of those the least, for which at most `size` bytes come; None if there is none."""
@@ -89,16 +98,6 @@ class Menu:
             if hopeful and offer.part.comes <= size and (best is None or _rank(offer.option) < _rank(best)):
                 best = offer.option
         return best
-
-    @cached_property
-    def least(self) -> int | None:
-        """The fewest bytes that come for any of them; None if there is none."""
-        least: int | None = None
-        for offer in sorted(self.offers, key=lambda offer: offer.comes):
-            if least is not None and offer.comes >= least:
-                break
-            least = offer.part.comes if least is None else min(least, offer.part.comes)
-        return least
 
     def soonest(self, size: int) -> float | None:
         """Seconds at the least of whatever at most `size` bytes come for; None if there is nothing."""
@@ -120,15 +119,32 @@ def _rank(option: Option) -> tuple[float, int, int]:
 class Task:
     """What `component` does on `device` in the call that `footprint` tells of."""
 
-    def __init__(self, component: Component, footprint: Footprint, device: Accelerator) -> None:
-        self.component, self.device = component, device
-        self._work, self._pace = _work_of(component, footprint), Pace(component, device)
-        self._by_leaf = self._pace.leaf_seconds(footprint, component)
+    def __init__(
+        self, component: Component, footprint: Footprint, device: Accelerator, usual: Task | None = None
+    ) -> None:
+        """`usual` is what it does in another call."""
+        self.component, self.device, self._footprint = component, device, footprint
+        self._known: dict[tuple[Home, Storage], dict[Grain, Parcels]] = usual._known if usual else {}
 
     @cached_property
     def seconds(self) -> float:
         """How long it works where all weights are there."""
         return sum(count * alone(self._pace.stretches(done)) for runs in self._work for done, count in runs)
+
+    def always(self, where: Where) -> int:
+        """Bytes on the device all along, with its weights being `where`."""
+        return always(self.component, self.device, remains=where == "resident")
+
+    def least(self, where: Where, storage: Storage = "as-loaded", variant: Variant | None = None) -> int | None:
+        """The fewest bytes that come for anything on its menu; None if there is nothing."""
+        least: int | None = None
+        for sketch in sorted(self._sketches(where, storage, variant), key=lambda sketch: sketch.comes):
+            if least is not None and sketch.comes >= least:
+                break
+            if _goes_with(variant, sketch.draft):
+                comes = sketch.comes if sketch.exact else self._part(sketch.plan(self._by_leaf)).comes
+                least = comes if least is None else min(least, comes)
+        return least
 
     def menu(
         self,
@@ -138,24 +154,47 @@ class Task:
         variant: Variant | None = None,
     ) -> Menu:
         """What can be done with its weights being `where`, if it works as usual, or as `variant` says."""
-        plans = _plans(self.component, where, storage, self._by_leaf, SIZES if variant is None else FEWER)
-        if variant is not None:
-            changed = (plan.model_copy(update=variant.fields) for plan in plans)
-            asked = [plan for plan in changed if _suits(variant, plan)]
-        else:
-            asked = plans
-        part = Part(self.component, plans[0], self.device, self._pace, disk_rate)
-        least = _Least(part, self._work, self._pace)
+        every, changes = self._sketches(where, storage, variant), variant.fields if variant else {}
+        asked = [sketch.plan(self._by_leaf) for sketch in every if _goes_with(variant, sketch.draft)]
+        part = self._part(every[0].draft, disk_rate)
+        least = None if part.remains else _Least(part, self._parcels(part.plan), self._work, self._pace)
 
         def offer(plan: ComponentPlan) -> Offer:
-            seconds, comes = (self.seconds, 0) if part.remains else least.of(plan)
+            seconds, comes = least.of(plan) if least else (self.seconds, 0)
+            return Offer(seconds, comes, lambda: self._part(plan.model_copy(update=changes), disk_rate), self._time)
 
-            def settle() -> Part:
-                return Part(self.component, plan, self.device, self._pace, disk_rate, self._by_leaf)
+        return Menu(map(offer, asked))
 
-            return Offer(seconds, comes, settle, self._time)
+    def _sketches(self, where: Where, storage: Storage, variant: Variant | None) -> list[Sketch]:
+        """All that is tried; what is there as a whole comes first."""
+        if where == "resident":
+            return [Sketch(ComponentPlan(placement="resident", storage=storage), 0)]
+        whole = ComponentPlan(placement="per-phase", home=where, storage=storage)
+        small = 0 if self.device.is_cpu else up(loose_bytes(self.component))
+        count = SIZES if variant is None else FEWER
+        found = sketches(self.component, whole, self._parcels(whole), count)
+        return [sketch._replace(comes=sketch.comes + small) for sketch in found]
 
-        return Menu(map(offer, asked), part.always)
+    def _parcels(self, plan: ComponentPlan) -> Mapping[Grain, Parcels]:
+        key = plan.home, plan.storage
+        if key not in self._known:
+            self._known[key] = {grain: Parcels(parcel_sizes(self.component, grain, plan)) for grain in GRAINS}
+        return self._known[key]
+
+    def _part(self, plan: ComponentPlan, disk_rate: float | None = None) -> Part:
+        return Part(self.component, plan, self.device, self._pace, disk_rate, self._by_leaf)
+
+    @cached_property
+    def _work(self) -> list[Runs]:
+        return _work_of(self.component, self._footprint)
+
+    @cached_property
+    def _pace(self) -> Pace:
+        return Pace(self.component, self.device)
+
+    @cached_property
+    def _by_leaf(self) -> dict[str, float] | None:
+        return self._pace.leaf_seconds(self._footprint, self.component)
 
     def _time(self, part: Part) -> float:
         """Seconds of its work as `part` does it."""
@@ -170,16 +209,14 @@ class Task:
 class _Least:
     """What all plans have in common for weights at one home, and what each takes at the least."""
 
-    def __init__(self, part: Part, work: Sequence[Runs], pace: Pace) -> None:
-        """`part` is there by phases, or resident."""
+    def __init__(self, part: Part, parcels: Mapping[Grain, Parcels], work: Sequence[Runs], pace: Pace) -> None:
+        """`part` is there by phases."""
         component, self._rate, self._launch = part.component, part.rate, part.launch
-        sizes = parcel_sizes(component, "leaf", part.plan)
-        self._leaf = max(sizes.values(), default=0)
-        self._block = max(parcel_sizes(component, "block", part.plan).values(), default=0)
-        blocks = component.compiled or sum(sizes.values()) >= BLOCKS_FROM * self._block
+        leaves, self._leaf, self._block = parcels["leaf"], parcels["leaf"].largest, parcels["block"].largest
+        blocks = component.compiled or leaves.whole >= BLOCKS_FROM * self._block
         less = ALIGNMENT if blocks else 0  # by which some plan may round them otherwise, together
-        self._sizes = {leaf: size - less for leaf, size in sizes.items()}
-        self._small = component.bytes - sum(leaf.bytes for leaf in component.leaves)
+        self._sizes = {leaf: size - less for leaf, size in leaves.sizes.items()}
+        self._small = loose_bytes(component)
         self._loose = 0 if part.on_cpu else self._small  # of what comes
         self._first = 0.0  # seconds until all that phases need has come once
         self._again: list[tuple[int, float, int]] = []  # later passes: how many, their seconds, what they need
@@ -227,9 +264,12 @@ def _suits(variant: Variant, part: ComponentPlan) -> bool:
 
     What streams works on parts block by block, and what does not as a whole.
     """
-    if variant.in_parts and variant.by_blocks != (part.placement == "per-unit"):
-        return False
-    return all(getattr(part, name) == value for name, value in variant.fields.items())
+    return _goes_with(variant, part) and all(getattr(part, name) == value for name, value in variant.fields.items())
+
+
+def _goes_with(variant: Variant | None, part: ComponentPlan) -> bool:
+    """Whether it can work like that where its weights are where `part` says."""
+    return variant is None or not variant.in_parts or variant.by_blocks == (part.placement == "per-unit")
 
 
 def why_there(task: Task, option: Option, left: int, phase: str) -> Reason:
@@ -255,61 +295,14 @@ def why_there(task: Task, option: Option, left: int, phase: str) -> Reason:
     )
 
 
-def _plans(
-    component: Component, where: Where, storage: Storage, seconds: Mapping[str, float] | None, count: int
-) -> list[ComponentPlan]:
-    if where == "resident":
-        return [ComponentPlan(placement="resident", storage=storage)]
-    plans = [ComponentPlan(placement="per-phase", home=where, storage=storage)]
-    if component.leaves:
-        streams = ComponentPlan(placement="per-unit", home=where, storage=storage)
-        least, most = least_and_most(component, streams)
-        sizes = {int(least * (most / least) ** (step / count)) for step in range(count)} if least < most else set()
-        plans += [streams.model_copy(update={"weights": size}) for size in sorted(sizes)]
-        plans += _chosen_layers(component, streams, seconds)
-    return plans
-
-
-def _chosen_layers(
-    component: Component, streams: ComponentPlan, seconds: Mapping[str, float] | None
-) -> Iterator[ComponentPlan]:
-    """With few layers, any of them staying; else those that are much larger than all others, and some of the rest."""
-    sizes = {} if component.compiled else parcel_sizes(component, "leaf", streams)
-    if len(sizes) <= FEW:
-        subsets = (itertools.combinations(sizes, count) for count in range(len(sizes)))
-        found = [(set(stays), ahead) for some in subsets for stays in some for ahead in (1, 2, 4)]
-    else:
-        found = list(_with_giants(sizes, seconds))
-    for stays, ahead in found:
-        passing = sorted((size for name, size in sizes.items() if name not in stays), reverse=True)
-        named = tuple(name for name in sizes if name in stays)
-        yield streams.model_copy(update={"grain": "leaf", "stays": named, "ring": sum(passing[:ahead])})
-
-
-def _with_giants(sizes: Mapping[str, int], seconds: Mapping[str, float] | None) -> Iterator[tuple[set[str], int]]:
-    """What stays, and how many of the rest the ring holds."""
-    order = sorted(sizes, key=lambda name: -sizes[name])
-    for count in range(1, GIANTS + 1):
-        giants, next_size = set(order[:count]), sizes[order[count]]
-        if sizes[order[count - 1]] >= GIANT * next_size:
-            rest = {name: size for name, size in sizes.items() if name not in giants}
-            for ahead, share in itertools.product((1, 2, 4), range(SHARES)):
-                ring = ahead * next_size
-                capacity = max(sum(rest.values()) - ring, 0) * share // SHARES
-                yield giants | spread_evenly(rest, capacity, ring, seconds), ahead
-
-
 def _work_of(component: Component, footprint: Footprint) -> list[Runs]:
     """Its passes, and how often each is done at a time, by the times that it comes, if it does not stay."""
-    guests, work = Guests(), list[list[Pass]]()
-    for done in (phase.passes[index] for phase in footprint.phases for index in phase.order):
-        came = guests.works(done.component)
-        if done.component == component.name:
-            work += [[]] if came else []
-            work[-1].append(done)
-    return [[(group[0], len(group)) for group in _alike(passes)] for passes in work]
+    passes = (phase.passes[index] for phase in footprint.phases for index in phase.order)
+    own = (done for done in passes if done.component == component.name)
+    work = (list(itertools.islice(own, count)) for count in visits(footprint).get(component.name, ()))
+    return [[(done[0], len(done)) for done in map(list, _alike(some))] for some in work]
 
 
-def _alike(passes: Sequence[Pass]) -> Iterator[list[Pass]]:
+def _alike(passes: Sequence[Pass]) -> Iterator[Iterator[Pass]]:
     """The same ones next to each other."""
-    return (list(group) for _, group in itertools.groupby(passes, key=id))
+    return (group for _, group in itertools.groupby(passes, key=id))

@@ -8,10 +8,10 @@ from typing import TypeVar
 from tightfit.catalog.cuda import PAGEABLE
 from tightfit.plan.flow import Flow
 from tightfit.plan.pace import Pace, alone
-from tightfit.plan.streaming import parcel_sizes, settle_streaming
+from tightfit.plan.streaming import loose_bytes, parcel_sizes, settle_streaming
 from tightfit.records import Accelerator, Component, ComponentPlan, Pass
 
-__all__ = ["SEGMENT", "Part", "chunks", "up"]
+__all__ = ["SEGMENT", "Part", "always", "chunks", "taken", "up"]
 
 Parcel = TypeVar("Parcel")
 
@@ -39,7 +39,7 @@ class Part:
         self._device, self._pace = device, pace
         self._sizes = {} if self.remains else parcel_sizes(component, self.plan.grain or "leaf", self.plan)
         self._stays = set(self._sizes if plan.placement == "per-phase" else self.plan.stays or ())
-        self._loose = component.bytes - sum(leaf.bytes for leaf in component.leaves)
+        self._loose = loose_bytes(component)
         link = device.link_rate or float("inf")
         self.rate = min(link, disk_rate or link) if plan.home == "disk" else link  # bytes a second from its home
         self.launch = device.launch_overhead  # seconds of the host for each piece of work
@@ -47,10 +47,8 @@ class Part:
 
     @property
     def always(self) -> int:
-        """Bytes on the device all along. On a CPU what is small has no other place."""
-        if self.remains:
-            return self.component.room or self.component.bytes
-        return up(self._loose) if self._device.is_cpu else 0
+        """Bytes on the device all along."""
+        return always(self.component, self._device, remains=self.remains)
 
     @property
     def on_cpu(self) -> bool:
@@ -63,8 +61,7 @@ class Part:
         if self.remains:
             return 0
         stays = (size for name, size in self._sizes.items() if name in self._stays)
-        room = sum(up(sum(chunk)) for chunk in chunks(stays, int)) + up(self.plan.ring or 0)
-        return room if self._device.is_cpu else room + up(self._loose)
+        return taken(stays, self.plan.ring or 0) + (0 if self._device.is_cpu else up(self._loose))
 
     def come(self, now: float) -> float:
         """It comes `now`; when what is small is there."""
@@ -108,6 +105,18 @@ def chunks(parcels: Iterable[Parcel], size: Callable[[Parcel], int]) -> Iterator
         whole += size(parcel)
     if chunk:
         yield chunk
+
+
+def always(component: Component, device: Accelerator, *, remains: bool) -> int:
+    """Bytes that are on `device` all along if it `remains`, or comes and goes. On a CPU what is small does not."""
+    if remains:
+        return component.room or component.bytes
+    return up(loose_bytes(component)) if device.is_cpu else 0
+
+
+def taken(stays: Iterable[int], ring: int) -> int:
+    """Bytes of a device for what stays, and for the ring."""
+    return sum(up(sum(chunk)) for chunk in chunks(stays, int)) + up(ring)
 
 
 def up(size: int, multiple: int = SEGMENT) -> int:

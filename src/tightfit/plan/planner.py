@@ -116,25 +116,22 @@ def _remarks(known: Accelerator, rated: Accelerator, room: _Room, budget: Budget
 
 
 def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: Machine, room: _Room) -> BudgetTooSmall:
-    """What would fit: more of the device, or more RAM, or what is `lossy` and was not allowed."""
+    """What would fit: more of the device, or what is `lossy` and was not allowed."""
     footprint, device, (size, ram, taken) = search.footprint, search.device, room
-    needed, host = search.least(ram), None
-    if needed is None:  # however large the device is
-        needed, host = search.least(None), search.least_ram(size)
-    found = search.best(needed or size, None if host else ram)
+    needed = search.least(ram)
+    found = search.best(needed, ram)
     told = _plan(search, machine, None, size, found).forecast if found else ()
     phase = max(told, key=lambda phase: phase.peak_bytes).name if told else None
     asked = footprint.request.described if footprint.request else "this call"
     said = f"{footprint.pipeline} cannot do {asked} within {room.described} on {device.called}"
     said += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
-    would = [f"{format_bytes(needed + taken)} would do, for {phase}" if needed and needed > size else ""]
-    would += [f"{format_bytes(host)} of RAM would do" if host else ""]
-    smaller = [name for name, searches in lossy.items() if any(each.fits(size, ram) for each in searches)]
+    would = [f"{format_bytes(needed + taken)} would do, for {phase}"]
+    smaller = [name for name, searches in lossy.items() if any(each.least(ram) <= size for each in searches)]
     would += [f"allow={' or '.join(smaller)} would do"] if smaller else []
     would += ["something smaller may do"]
     return BudgetTooSmall(
-        f"{said}: {'; '.join(filter(None, would))}",
-        needed_bytes=needed and needed + taken, needed_ram=host, phase=phase,
+        f"{said}: {'; '.join(would)}",
+        needed_bytes=needed + taken, needed_ram=None, phase=phase,
     )  # fmt: skip
 
 

@@ -6,18 +6,15 @@ does too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 
 from tightfit.plan.branch import Branch, Found, Known
-from tightfit.plan.parts import SEGMENT
 from tightfit.records import Accelerator, Footprint, Storage
 
 __all__ = ["Search", "Stored", "storages_of"]
 
 Stored = Mapping[str, Storage]
-
-_ALL = 2**60
 
 
 class Search:
@@ -54,28 +51,37 @@ class Search:
         for chance in sorted(chances, key=lambda chance: chance.soonest):
             if best is not None and chance.soonest > best.seconds:
                 break
-            found = chance.branch.find(chance, size, ram)
+            found = chance.branch.find(chance, size)
             if found is not None and (best is None or found[:3] < best[:3]):
                 best = found
         return best
 
+    def front(self, size: int, ram: int) -> list[Found]:
+        """The best within `size` bytes of the device and `ram` of host memory, and the best with less and less of that.
+
+        Each is slower than the one before.
+        """
+        front: list[Found] = []
+        chances = [chance for branch in self._branches for chance in branch.chances(size, ram)]
+        for chance in sorted(chances, key=lambda chance: chance.soonest):
+            if not any(f.seconds <= chance.soonest and f.branch.ram_of(f) <= chance.ram for f in front):
+                found = chance.branch.find(chance, size)
+                front += [found] if found is not None else []
+        kept: list[Found] = []
+        for found in sorted(front, key=lambda found: found[:3]):
+            if not kept or found.branch.ram_of(found) < kept[-1].branch.ram_of(kept[-1]):
+                kept.append(found)
+        return kept
+
     def soonest(self, size: int, ram: int | None) -> float | None:
-        """Seconds that anything within so much takes at the least; None where it is certain that nothing fits."""
+        """Seconds that anything within so much takes at the least; None where nothing fits."""
         chances = (chance.soonest for branch in self._branches for chance in branch.chances(size, ram))
         return min(chances, default=None)
 
-    def least(self, ram: int | None) -> int | None:
-        """The fewest bytes of the device with which anything fits; None if nothing ever does."""
-        return _fewest(lambda size: self.fits(size, ram))
-
-    def least_ram(self, size: int) -> int | None:
-        """The same of host memory."""
-        return _fewest(lambda ram: self.fits(size, ram))
-
-    def fits(self, size: int, ram: int | None) -> bool:
-        """Whether anything does."""
-        chances = (chance for branch in self._branches for chance in branch.chances(size, ram))
-        return any(chance.branch.holds(chance, size, ram) for chance in chances)
+    def least(self, ram: int | None) -> int:
+        """The fewest bytes of the device with which anything fits: something always does, from the disk."""
+        leasts = (branch.least(ram) for branch in self._branches)
+        return min(least for least in leasts if least is not None)
 
 
 def storages_of(footprint: Footprint, allowed: Collection[str]) -> Iterator[Stored]:
@@ -86,17 +92,3 @@ def storages_of(footprint: Footprint, allowed: Collection[str]) -> Iterator[Stor
     for storage in storages:
         for some in ([roles["denoiser"]], [roles["encoder"]], [*roles.values()]):
             yield {name: storage for names in some for name in names}
-
-
-def _fewest(enough: Callable[[int], bool]) -> int | None:
-    """The fewest whole segments of bytes that are `enough`; None if no number is."""
-    most = 1
-    while not enough(most * SEGMENT):
-        most *= 2
-        if most * SEGMENT > _ALL:
-            return None
-    least = most // 2
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (least, middle) if enough(middle * SEGMENT) else (middle, most)
-    return most * SEGMENT

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 from tightfit.errors import PlanError, unknown_name
 from tightfit.records import Component, ComponentPlan, Grain, Unit
 from tightfit.units import format_bytes
 
-__all__ = ["DEFAULT_SKIP", "group_leaves", "least_and_most", "parcel_sizes", "settle_streaming", "spread_evenly"]
+__all__ = [
+    "DEFAULT_SKIP",
+    "Parcels",
+    "group_leaves",
+    "loose_bytes",
+    "parcel_sizes",
+    "settle_streaming",
+    "spread_evenly",
+]
 
 ALIGNMENT = 4096  # bytes: sizes in the ring are rounded up to it
 PADDING = 512  # bytes, of four tensors in a flat buffer
@@ -37,6 +47,71 @@ DEFAULT_SKIP = (
     r"^(\w*modulation\w*|adaln_single|norm_out|final_layer|conv_in|conv_out|proj_in|proj_out|time_\w+)\.",
     r"lora_",
 )
+
+
+class Division(NamedTuple):
+    """What some bytes for weights are for."""
+
+    kept: frozenset[str]  # what is so large that it had better stay
+    keeping: int  # bytes of it
+    ring: int  # bytes
+    largest: int  # bytes of the largest of the rest
+    spare: int = 0  # bytes for more that stays
+
+    @property
+    def least(self) -> int:
+        """Of them, as many as are used at the least: what is left over is less than any that passes through."""
+        return self.keeping + self.ring + max(self.spare - self.largest, 0)
+
+
+class Parcels:
+    """What moves together, in the order of the model, with its bytes."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes, self.whole = sizes, sum(sizes.values())
+        self.largest = max(sizes.values(), default=0)
+
+    @cached_property
+    def order(self) -> list[str]:
+        """From the largest to the smallest."""
+        return sorted(self.sizes, key=lambda name: -self.sizes[name])
+
+    @property
+    def least(self) -> int:
+        """The fewest bytes that do."""
+        return self._divisions[-1].least
+
+    @property
+    def good(self) -> int:
+        """The fewest with which the ring is as large as it had better be."""
+        return self._divisions[0].least
+
+    def divide(self, room: int) -> Division:
+        """What `room` bytes are for. There are less than none to spare where they are too few."""
+        if room >= self.whole:
+            return Division(frozenset(self.sizes), self.whole, 0, 0)
+        good, *tighter = self._divisions
+        if room >= good.least:
+            return good._replace(spare=room - good.least)
+        for divided in tighter:  # all for the ring
+            if room >= divided.least:
+                return divided._replace(ring=room - divided.keeping)
+        return good._replace(spare=room - self.least)
+
+    @cached_property
+    def _divisions(self) -> list[Division]:
+        """With a ring for AHEAD of the largest that pass through, and for fewer and fewer: in the fewest bytes each."""
+        return [self._around(ahead) for ahead in range(AHEAD, 0, -1)]
+
+    def _around(self, ahead: int) -> Division:
+        count, best, keeping, passing = len(self.order), (self.whole, 0, 0), 0, self.whole
+        for number, name in enumerate(self.order):
+            size = self.sizes[name]
+            ring = min(ahead * size, passing)
+            if keeping + ring < sum(best[:2]):
+                count, best = number, (keeping, ring, size)
+            keeping, passing = keeping + size, passing - size
+        return Division(frozenset(self.order[:count]), *best)
 
 
 def group_leaves(component: Component, grain: Grain) -> dict[str, list[str]]:
@@ -66,41 +141,24 @@ def settle_streaming(
     sizes = parcel_sizes(component, grain, chosen)
     if chosen.stays is not None:
         return _checked(component, chosen.model_copy(update={"grain": grain}), sizes)
-    loose = _loose(component)
-    giants, ring = _least(sizes, AHEAD)
-    room = _total(sizes, giants) + ring if chosen.weights is None else chosen.weights - loose
-    if room >= _total(sizes, sizes):
+    parcels, loose = Parcels(sizes), loose_bytes(component)
+    room = parcels.good if chosen.weights is None else chosen.weights - loose
+    if room >= parcels.whole:
         return chosen.model_copy(update={"grain": grain, "stays": tuple(sizes), "ring": 0})
-    for ahead in range(AHEAD, 0, -1):
-        giants, ring = _least(sizes, ahead)
-        kept = _total(sizes, giants)
-        if room >= kept + ring:
-            break
-    else:
-        raise _too_little(component, chosen, loose, loose + kept + ring)
-    if ahead < AHEAD and chosen.weights is not None:  # too little for a good ring: then all for the ring
-        ring = room - kept
-    ring = ring if chosen.ring is None else min(chosen.ring, room - kept)
-    passing = {name: size for name, size in sizes.items() if name not in giants}
-    stays = spread_evenly(passing, room - ring - kept, ring, _by_parcel(component, grain, seconds)).union(giants)
+    divided = parcels.divide(room)
+    if divided.spare < 0:
+        raise _too_little(component, chosen, loose, loose + parcels.least)
+    left = divided.ring + divided.spare
+    ring = divided.ring if chosen.ring is None else min(chosen.ring, left)
+    passing = {name: size for name, size in sizes.items() if name not in divided.kept}
+    stays = spread_evenly(passing, left - ring, ring, _by_parcel(component, grain, seconds)).union(divided.kept)
     named = tuple(name for name in sizes if name in stays)
     return _checked(component, chosen.model_copy(update={"grain": grain, "ring": ring, "stays": named}), sizes)
 
 
-def least_and_most(component: Component, chosen: ComponentPlan) -> tuple[int, int]:
-    """Between how many bytes on the device a component can stream by its layers, and with how many all of it stays."""
-    sizes, loose = parcel_sizes(component, "leaf", chosen), _loose(component)
-    giants, ring = _least(sizes, 1)
-    return loose + _total(sizes, giants) + ring, loose + _total(sizes, sizes)
-
-
-def _loose(component: Component) -> int:
-    """Bytes of what is small, and there as long as the component works."""
+def loose_bytes(component: Component) -> int:
+    """What is small, and there as long as the component works."""
     return component.bytes - sum(leaf.bytes for leaf in component.leaves)
-
-
-def _total(sizes: Mapping[str, int], names: Iterable[str]) -> int:
-    return sum(sizes[name] for name in names)
 
 
 def _too_little(component: Component, chosen: ComponentPlan, loose: int, least: int) -> PlanError:
@@ -131,7 +189,7 @@ def _choose_grain(component: Component, chosen: ComponentPlan) -> Grain:
     if chosen.weights is None:
         return "leaf"
     largest = max(parcel_sizes(component, "block", chosen).values(), default=0)
-    return "block" if chosen.weights - _loose(component) >= BLOCKS_FROM * largest else "leaf"
+    return "block" if chosen.weights - loose_bytes(component) >= BLOCKS_FROM * largest else "leaf"
 
 
 def parcel_sizes(component: Component, grain: Grain, chosen: ComponentPlan) -> dict[str, int]:
@@ -154,18 +212,6 @@ def _stored_bytes(leaf: Unit, chosen: ComponentPlan) -> int:
     return leaf.bytes - narrowed
 
 
-def _least(sizes: Mapping[str, int], ahead: int) -> tuple[list[str], int]:
-    """What is so large that it had better stay, and the ring for `ahead` of the rest: together the fewest bytes."""
-    order = sorted(sizes, key=lambda name: -sizes[name])
-    best, fewest, above, below = (order, 0), sum(sizes.values()), 0, sum(sizes.values())
-    for count, name in enumerate(order):
-        ring = min(ahead * sizes[name], below)
-        if above + ring < fewest:
-            best, fewest = (order[:count], ring), above + ring
-        above, below = above + sizes[name], below - sizes[name]
-    return best
-
-
 def spread_evenly(
     sizes: Mapping[str, int], capacity: int, ring: int, seconds: Mapping[str, float] | None = None
 ) -> set[str]:
@@ -176,6 +222,8 @@ def spread_evenly(
     the time when it is needed passes through, and the ring bounds how far ahead it can be. Of all such links, the
     slowest that leaves no more than `capacity` to stay is taken.
     """
+    if capacity < min(sizes.values(), default=0) and ring >= max(sizes.values(), default=0):
+        return set()
     work = sizes if seconds is None else seconds
     total, whole = sum(sizes.values()), sum(work[name] for name in sizes)
     usual = total / whole if whole else 0.0  # bytes per second
@@ -216,7 +264,8 @@ def _checked(component: Component, chosen: ComponentPlan, sizes: Mapping[str, in
     for name in chosen.stays or ():
         if name not in sizes:
             raise PlanError(unknown_name(f"layer of {component.name}", name, list(sizes)), name=name)
-    passing = [size for name, size in sizes.items() if name not in set(chosen.stays or ())]
+    stays = set(chosen.stays or ())
+    passing = [size for name, size in sizes.items() if name not in stays]
     ring = chosen.ring if chosen.ring is not None else min(AHEAD * max(passing, default=0), sum(passing))
     if ring < max(passing, default=0):
         raise PlanError(

@@ -65,6 +65,7 @@ class Team:
         self._kinds = [member.device.model_dump_json(exclude=_OWN) for member in members]
         self._known: dict[str, dict[int, Known]] = {}
         self._searches: dict[tuple[str, frozenset[str], bool], Search] = {}
+        self._fronts: dict[tuple[int, int, int | None], list[Found]] = {}
 
     def search(self, post: Post) -> Search:
         """What the device of a post could do for its components; devices as fast share it."""
@@ -93,17 +94,24 @@ class Team:
 
     def fits(self, ram: int | None) -> bool:
         """Whether anything does."""
-        return any(self._needed_ram(posts, ram) is not None for posts in self._postings())
+        return any(self._fit(posts, ram) for posts in self._postings())
 
     def least(self, member: int, ram: int | None) -> int | None:
         """The fewest bytes of one member with which anything fits, the others as they are; None if nothing does."""
         leasts = []
         for posts in self._postings():
             own = [post for post in posts if post.member == member]
-            needed = self._needed_ram([post for post in posts if post.member != member], ram)
-            if own and needed is not None:
-                leasts.append(self.search(own[0]).least(None if ram is None else ram - needed))
-        return min((least for least in leasts if least is not None), default=None)
+            if own and self._fit([post for post in posts if post.member != member], ram):
+                leasts.append(self._least(own[0], ram))
+        return min(leasts, default=None)
+
+    def _fit(self, posts: Sequence[Post], ram: int | None) -> bool:
+        return all(self._least(post, ram) <= self.members[post.member].size for post in posts)
+
+    def _least(self, post: Post, ram: int | None) -> int:
+        """The fewest bytes of its device. Where RAM is limited, nobody needs any but for maps between strips."""
+        cuts = any(c.role == "autoencoder" and c.name in post.names for c in self.footprint.components)
+        return self.search(post).least(ram if ram is None or cuts else 0)
 
     @cached_property
     def _groups(self) -> list[frozenset[str]]:
@@ -141,30 +149,19 @@ class Team:
         bounds = [self.search(post).soonest(self.members[post.member].size, ram) for post in posts]
         return sum(_NEVER if bound is None else bound for bound in bounds)
 
-    def _needed_ram(self, posts: Sequence[Post], ram: int | None) -> int | None:
-        """How much of `ram` they need at the least, where it is limited (else 0); None where they cannot do with it."""
-        needed = 0
-        for post in posts:
-            search, size = self.search(post), self.members[post.member].size
-            least = search.least_ram(size) if ram is not None else 0 if search.fits(size, None) else None
-            if least is None or needed + least > (ram or 0):
-                return None
-            needed += least
-        return needed
-
     def _found(self, posts: Sequence[Post], ram: int | None) -> Iterator[Together]:
         """What all of them could do together, if any."""
-        for chosen in itertools.product(*(list(self._front(post, ram)) for post in posts)):
+        for chosen in itertools.product(*(self._front(post, ram) for post in posts)):
             waiting = sum(found.branch.ram_of(found) for found in chosen)
             if ram is None or waiting <= ram:
                 seconds, peaks = sum(found.seconds for found in chosen), sum(found.peak for found in chosen)
                 yield Together(seconds, peaks, waiting, tuple(zip(posts, chosen, strict=True)))
 
-    def _front(self, post: Post, ram: int | None) -> Iterator[Found]:
+    def _front(self, post: Post, ram: int | None) -> list[Found]:
         """The best that a device can do, and where RAM is limited, the best with less and less of it."""
         search, size = self.search(post), self.members[post.member].size
-        found = search.best(size, ram)
-        while found is not None:
-            yield found
-            less = found.branch.ram_of(found) - 1
-            found = None if ram is None or less < 0 else search.best(size, less)
+        key = id(search), size, ram
+        if key not in self._fronts:
+            best = search.best(size, None) if ram is None else None
+            self._fronts[key] = search.front(size, ram) if ram is not None else [best] if best else []
+        return self._fronts[key]

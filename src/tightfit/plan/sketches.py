@@ -1,0 +1,115 @@
+"""A component whose weights come and go → all plans that are tried for it, and how many bytes each takes at the least.
+
+There are finitely many, and which there are does not depend on a budget: so what fits into a smaller budget fits into
+a larger one, and more budget is never slower. All this is known before anybody asks how long its layers are at work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import NamedTuple
+
+from tightfit.plan.parts import taken, up
+from tightfit.plan.streaming import BLOCKS_FROM, Parcels, loose_bytes, spread_evenly
+from tightfit.records import Component, ComponentPlan, Grain
+
+__all__ = ["Sketch", "sketches"]
+
+Seconds = Mapping[str, float] | None  # how long each leaf is at work
+
+FEW = 6  # layers, of which all selections are tried
+GIANTS, GIANT = 5, 1.5  # so many layers stay for their size, if each is so many times as large as the next, …
+SHARES = 4  # … and of the rest none to three fourths
+AHEAD = (1, 2, 4)  # of the rest, how many the ring holds
+
+
+class Sketch(NamedTuple):
+    """A plan, or all that is known of it before layers are chosen by the time that they are at work."""
+
+    draft: ComponentPlan
+    comes: int  # bytes of what stays and of the ring
+    exact: bool = True  # not only at the least
+    chosen: Callable[[Seconds], Sketch] | None = None  # with more layers that stay
+
+    def plan(self, seconds: Seconds) -> ComponentPlan:
+        return self.draft if self.chosen is None else self.chosen(seconds).draft
+
+
+def sketches(
+    component: Component, whole: ComponentPlan, parcels: Mapping[Grain, Parcels], count: int
+) -> Iterator[Sketch]:
+    """`whole`: there for its phase; streamed with one of `count` sizes; streamed with some layers that always stay."""
+    layers = parcels["leaf"]
+    yield Sketch(whole, taken(layers.sizes.values(), 0))
+    if component.leaves:
+        streams = whole.model_copy(update={"placement": "per-unit"})
+        yield from _sized(component, streams, parcels, count)
+        if not component.compiled:
+            yield from _any_staying(streams, layers) if len(layers.sizes) <= FEW else _giants_staying(streams, layers)
+
+
+def _sized(
+    component: Component, streams: ComponentPlan, parcels: Mapping[Grain, Parcels], count: int
+) -> Iterator[Sketch]:
+    """Sizes between the least that a component streams with and all of it, each larger by the same factor."""
+    loose, finest = loose_bytes(component), parcels["leaf"]
+    least, most = loose + finest.least, loose + finest.whole
+    sizes = {int(least * (most / least) ** (step / count)) for step in range(count)} if least < most else set()
+    for size in sorted(sizes):
+        room = size - loose
+        blocks = component.compiled or room >= BLOCKS_FROM * parcels["block"].largest
+        moving = parcels["block" if blocks else "leaf"]
+        divided, draft = moving.divide(room), streams.model_copy(update={"weights": size})
+        if divided.spare:
+            yield Sketch(draft, up(divided.least), exact=False)
+        else:
+            yield Sketch(draft, _taken(moving, divided.kept, divided.ring))
+
+
+def _any_staying(streams: ComponentPlan, layers: Parcels) -> Iterator[Sketch]:
+    for count in range(len(layers.sizes)):
+        for stays in itertools.combinations(layers.sizes, count):
+            for ahead in AHEAD:
+                yield _staying(streams, layers, frozenset(stays), ahead)
+
+
+def _giants_staying(streams: ComponentPlan, layers: Parcels) -> Iterator[Sketch]:
+    """Those stay that are much larger than all others, and some of the rest."""
+    sizes = layers.sizes
+    for count in range(1, GIANTS + 1):
+        giants, next_size = frozenset(layers.order[:count]), sizes[layers.order[count]]
+        if sizes[layers.order[count - 1]] < GIANT * next_size:
+            continue
+        rest = {name: size for name, size in sizes.items() if name not in giants}
+        for ahead, share in itertools.product(AHEAD, range(SHARES)):
+            capacity = max(sum(rest.values()) - ahead * next_size, 0) * share // SHARES
+            yield _with_more(streams, layers, giants, rest, capacity, ahead)
+
+
+def _with_more(
+    streams: ComponentPlan, layers: Parcels, giants: Set[str], rest: Mapping[str, int], capacity: int, ahead: int
+) -> Sketch:
+    """Up to `capacity` bytes of the rest stay, too."""
+    largest = max(rest.values())
+
+    def chosen(seconds: Seconds) -> Sketch:
+        return _staying(streams, layers, giants | spread_evenly(rest, capacity, ahead * largest, seconds), ahead)
+
+    if capacity < min(rest.values()):
+        return chosen(None)
+    least = layers.whole - sum(rest.values()) + capacity - largest  # what is left over is less than any of them
+    return Sketch(streams, up(max(least, 0)), exact=False, chosen=chosen)
+
+
+def _staying(streams: ComponentPlan, layers: Parcels, stays: Set[str], ahead: int) -> Sketch:
+    """Just these stay."""
+    passing = (layers.sizes[name] for name in layers.order if name not in stays)
+    ring = sum(itertools.islice(passing, ahead))
+    named = tuple(name for name in layers.sizes if name in stays)
+    plan = streams.model_copy(update={"grain": "leaf", "stays": named, "ring": ring})
+    return Sketch(plan, _taken(layers, stays, ring))
+
+
+def _taken(parcels: Parcels, stays: Set[str], ring: int) -> int:
+    return taken((size for name, size in parcels.sizes.items() if name in stays), ring)
