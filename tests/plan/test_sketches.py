@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plan.test_planner import CARD, CPU, MIB, component, passes_of, phase
+from plan.test_planner import CARD, CPU, HERE, MIB, component, passes_of, phase, workload
+from tightfit.errors import BudgetTooSmall
 from tightfit.plan.options import Task, Where
 from tightfit.plan.pace import Pace
-from tightfit.plan.parts import Part
+from tightfit.plan.parts import SEGMENT, Part
+from tightfit.plan.planner import make_plan
 from tightfit.plan.sketches import sketches
 from tightfit.plan.streaming import Parcels, parcel_sizes
 from tightfit.records import (
     Accelerator,
+    Budget,
     Component,
     ComponentPlan,
     Footprint,
@@ -21,6 +25,9 @@ from tightfit.records import (
     Pass,
     Request,
     Storage,
+    Turn,
+    Unit,
+    Use,
     Variant,
 )
 
@@ -77,3 +84,31 @@ def test_no_plan_takes_less_than_the_fewest(
     menu = Task(part, footprint, device).menu(where, 2e9, storage, variant)
     comes = [offer.part.comes for offer in menu.offers]
     assert Task(part, footprint, device).least(where, storage, variant) == min(comes, default=None)
+
+
+def test_compiled_blocks_come_as_a_whole() -> None:
+    """However small their layers are: the fewest bytes are those of the largest block, and are enough."""
+    leaves = tuple(
+        Unit(name=f"blocks.{block}.{layer}", bytes=50 * MIB, dtypes={"float16": 50 * MIB})
+        for block in range(4) for layer in range(3)
+    )  # fmt: skip
+    units = [Unit(name=f"blocks.{block}", bytes=150 * MIB, dtypes={"float16": 150 * MIB}) for block in range(4)]
+    part = Component(
+        name="unet", class_name="Network", role="denoiser", bytes=600 * MIB, dtypes={"float16": 600 * MIB},
+        units=(*units, Unit(name="", bytes=0, dtypes={})), leaves=leaves, small=0, compiled=True,
+    )  # fmt: skip
+    uses = tuple(
+        Use(
+            unit=unit.name, waiting=0, peak=MIB,
+            turns=tuple(Turn(leaf=leaf.name, work=(workload(10**9),)) for leaf in leaves if unit.name in leaf.name),
+        )
+        for unit in units
+    )  # fmt: skip
+    footprint = called(part, Pass(component="unet", method="forward", runs=4, peak=MIB, uses=uses))
+    with pytest.raises(BudgetTooSmall) as error:
+        make_plan(footprint, HERE, Budget(device=100 * MIB))
+    needed = int(str(error.value.facts["needed_bytes"]))
+    assert 150 * MIB < needed < 250 * MIB
+    assert make_plan(footprint, HERE, Budget(device=needed)).components["unet"].grain == "block"
+    with pytest.raises(BudgetTooSmall):
+        make_plan(footprint, HERE, Budget(device=needed - SEGMENT))

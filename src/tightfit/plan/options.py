@@ -213,7 +213,8 @@ class _Least:
         """`part` is there by phases."""
         component, self._rate, self._launch = part.component, part.rate, part.launch
         leaves, self._leaf, self._block = parcels["leaf"], parcels["leaf"].largest, parcels["block"].largest
-        blocks = component.compiled or leaves.whole >= BLOCKS_FROM * self._block
+        self._by_blocks = component.compiled
+        blocks = self._by_blocks or leaves.whole >= BLOCKS_FROM * self._block
         less = ALIGNMENT if blocks else 0  # by which some plan may round them otherwise, together
         self._sizes = {leaf: size - less for leaf, size in leaves.sizes.items()}
         self._small = loose_bytes(component)
@@ -230,7 +231,8 @@ class _Least:
             room = least = sum(self._sizes.values())
         elif plan.stays is None:
             room = least = max((plan.weights or 0) - self._small, 0)
-            least -= self._leaf if room < BLOCKS_FROM * self._block else self._block  # that may be left over
+            blocks = self._by_blocks or room >= BLOCKS_FROM * self._block
+            least -= self._block if blocks else self._leaf  # that may be left over
         else:
             room = least = sum(self._sizes[name] for name in plan.stays) + (plan.ring or 0)
         again = sum(runs * max(seconds, (needed - room) / self._rate) for runs, seconds, needed in self._again)

@@ -53,7 +53,7 @@ def _sized(
     component: Component, streams: ComponentPlan, parcels: Mapping[Grain, Parcels], count: int
 ) -> Iterator[Sketch]:
     """Sizes between the least that a component streams with and all of it, each larger by the same factor."""
-    loose, finest = loose_bytes(component), parcels["leaf"]
+    loose, finest = loose_bytes(component), parcels["block" if component.compiled else "leaf"]
     least, most = loose + finest.least, loose + finest.whole
     sizes = {int(least * (most / least) ** (step / count)) for step in range(count)} if least < most else set()
     for size in sorted(sizes):
