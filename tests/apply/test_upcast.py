@@ -36,6 +36,7 @@ def test_every_call_decodes_in_float32_and_leaves_float16(placement: str, device
         found = run(pipe, CASE).cpu()
         assert (found - untouched).abs().max() <= 2e-3  # attention by other kernels on a pretend card
         assert {weight.dtype for weight in pipe.vae.parameters()} == {torch.float16}
+        assert not fitted.report().trace.notes  # nothing was fetched layer by layer
     fitted.undo()
     use_cards([])
     after = pipe.vae.state_dict()

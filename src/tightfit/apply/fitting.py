@@ -27,7 +27,7 @@ from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.crossing import Crossing
 from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import watch
-from tightfit.apply.methods import computing, exported, refused
+from tightfit.apply.methods import cast_at_home, computing, exported, refused
 from tightfit.apply.session import Session
 from tightfit.apply.weights.disk import Stored
 from tightfit.apply.weights.places import Places
@@ -221,6 +221,10 @@ class Fitted:
         if role == "autoencoder":
             for method, cut in cut_up(original, self.plan.vae, device, recorder, undo).items():
                 members[method] = working(method, cut)
+        if hasattr(original, "to"):
+            members["to"] = cast_at_home(
+                original.to, lambda: None if session.at_work(name) else residency.dismiss(name)
+            )
         if plan.home == "disk" and hasattr(original, "save_pretrained"):
             members["save_pretrained"] = refused(name)
         if hasattr(original, "device"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from tightfit.errors import RunError
 from tightfit.files import cache_folder
 from tightfit.records import ComponentPlan
 
-__all__ = ["computing", "exported", "refused"]
+__all__ = ["cast_at_home", "computing", "exported", "refused"]
 
 
 def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
@@ -34,6 +36,20 @@ def refused(name: str) -> Callable[..., None]:
         raise RunError(f"{name} cannot be saved while its weights are on the disk: undo() first", name=name)
 
     return save_pretrained
+
+
+def cast_at_home(to: Callable[..., Any], leave: Callable[[], object]) -> Callable[..., Any]:
+    """`module.to`, before which a module whose dtype changes leaves the device: it is cast where its masters are."""
+
+    @functools.wraps(to)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(RuntimeError, TypeError):  # what is no such call, `to` will say
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            if device is None and dtype is not None:
+                leave()
+        return to(self, *args, **kwargs)
+
+    return run
 
 
 def computing(method: Callable[..., Any], dtype: str, args: Any, kwargs: Any) -> Any:

@@ -120,10 +120,9 @@ def _preset_fits(preset: Preset, needed: int, card: ChartedCard, ram: int | None
 
 
 def _would_do(error: BudgetTooSmall) -> str:
-    device, ram = error.facts.get("needed_bytes"), error.facts.get("needed_ram")
-    needed = [f"{format_bytes(device)}"] if isinstance(device, int) else []
-    needed += [f"{format_bytes(ram)} of RAM"] if isinstance(ram, int) else []
-    return f"needs {' and '.join(needed) or 'more than there is'}"
+    needed = error.facts["needed_bytes"]
+    assert isinstance(needed, int)
+    return f"needs {format_bytes(needed)}"
 
 
 def _peak(plan: Plan) -> int:

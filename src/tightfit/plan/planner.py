@@ -129,10 +129,7 @@ def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: M
     smaller = [name for name, searches in lossy.items() if any(each.least(ram) <= size for each in searches)]
     would += [f"allow={' or '.join(smaller)} would do"] if smaller else []
     would += ["something smaller may do"]
-    return BudgetTooSmall(
-        f"{said}: {'; '.join(would)}",
-        needed_bytes=needed + taken, needed_ram=None, phase=phase,
-    )  # fmt: skip
+    return BudgetTooSmall(f"{said}: {'; '.join(would)}", needed_bytes=needed + taken, phase=phase)
 
 
 def _accelerator(machine: Machine, device: str | None) -> Accelerator:

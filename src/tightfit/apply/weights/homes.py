@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.apply.weights.staging import Stager
 from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.memory import arena
 from tightfit.devices.seam import Device
+from tightfit.measure.modules import weight_tensors
 
-__all__ = ["Home", "HostHome", "Layout", "plain_parts", "rebuilt", "version_of", "write_back"]
+__all__ = ["HOST", "Home", "HostHome", "Layout", "moved", "plain_parts", "rebuilt", "version_of", "write_back"]
 
+HOST = torch.device("cpu")
 ALIGNMENT = 128  # bytes: what the most demanding of copies within a device wants
 
 
@@ -140,3 +143,17 @@ def rebuilt(like: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
     inside = {name: rebuilt(getattr(like, name), parts) for name in names}
     whole: torch.Tensor = type(like).__tensor_unflatten__(inside, context, like.shape, like.stride())
     return whole
+
+
+def moved(module: nn.Module, target: torch.device) -> Callable[[], None]:
+    """Moves the weights of `module` to `target`; returns how to move each back to where it was."""
+    homes = {id(tensor): tensor.device for tensor in weight_tensors(module) if not tensor.is_meta}
+    usual = next(iter(homes.values()), HOST)  # for what is loaded in the meantime
+
+    def move(home: Callable[[torch.Tensor], torch.device]) -> None:
+        for tensor in weight_tensors(module):
+            if tensor.device != home(tensor) and not tensor.is_meta:  # of what is only a shape, the host has no copy
+                tensor.data = tensor.data.to(home(tensor))
+
+    move(lambda tensor: target)
+    return lambda: move(lambda tensor: homes.get(id(tensor), usual))

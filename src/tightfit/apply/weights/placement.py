@@ -14,7 +14,7 @@ from tightfit.apply.weights.agenda import Agenda, Pass
 from tightfit.apply.weights.cargo import Cargo
 from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_like, read_stored
 from tightfit.apply.weights.eight_bits import StoredWeight
-from tightfit.apply.weights.homes import Home, HostHome, plain_parts
+from tightfit.apply.weights.homes import HOST, Home, HostHome, moved, plain_parts
 from tightfit.apply.weights.parcels import Parcel, parcels_of
 from tightfit.apply.weights.rescue import rescue_blocks, rescued
 from tightfit.apply.weights.staging import Stager
@@ -23,15 +23,13 @@ from tightfit.apply.weights.streamer import Streamer
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.memory import trim_heap
 from tightfit.devices.seam import Device
-from tightfit.measure.modules import find_units, inspect_component, leaf_weights, weight_bytes, weight_tensors
+from tightfit.measure.modules import find_units, inspect_component, leaf_weights, weight_bytes
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.guests import ALTERNATIONS
 from tightfit.plan.streaming import settle_streaming
 from tightfit.records import ComponentPlan
 
 __all__ = ["Residency"]
-
-HOST = torch.device("cpu")
 
 
 class Residency:
@@ -64,10 +62,10 @@ class Residency:
             cargo.bring()
             undo.callback(cargo.evict)
         elif plan.placement == "resident" or not self._device.separate:
-            undo.callback(_move(module, self._device.torch_device))
+            undo.callback(moved(module, self._device.torch_device))
             self._count(weight_bytes(module), undo)
         else:
-            undo.callback(_move(module, HOST))
+            undo.callback(moved(module, HOST))
 
     def store(self, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> int:
         """Puts weights of `module` into eight bits; returns by how many bytes they grew (negative).
@@ -288,6 +286,11 @@ class Residency:
             self._together.add(pair)
             self._recorder.note(f"{' and '.join(sorted(pair))} take turns: they stay on the device together")
 
+    def dismiss(self, name: str) -> None:
+        """The weights of `name` go, whoever works next: somebody is about to change them all."""
+        if name in self._streamers:
+            self._evict(name)
+
     def rest(self) -> None:
         """What is small goes, so that at the next call the modules are looked through for new weights."""
         for cargo in self._cargo.values():
@@ -304,17 +307,3 @@ class Residency:
 
 def _plain(masters: list[nn.Parameter]) -> list[torch.Tensor]:
     return [part for master in masters for part in plain_parts(master)]
-
-
-def _move(module: nn.Module, target: torch.device) -> Callable[[], None]:
-    """Moves the weights of `module` to `target`; returns how to move each back to where it was."""
-    homes = {id(tensor): tensor.device for tensor in weight_tensors(module) if not tensor.is_meta}
-    usual = next(iter(homes.values()), HOST)  # for what is loaded in the meantime
-
-    def move(home: Callable[[torch.Tensor], torch.device]) -> None:
-        for tensor in weight_tensors(module):
-            if tensor.device != home(tensor) and not tensor.is_meta:  # of what is only a shape, the host has no copy
-                tensor.data = tensor.data.to(home(tensor))
-
-    move(lambda tensor: target)
-    return lambda: move(lambda tensor: homes.get(id(tensor), usual))
