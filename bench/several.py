@@ -63,7 +63,7 @@ def row_of(model: str, asked: Request, plan: Plan | BudgetTooSmall, names: list[
         use_cards([])
     trace = stage.fitted.report().trace
     others = (name for name in plan.devices if name != plan.device)
-    peaks = {plan.device: max(phase.peak_reserved for phase in trace.phases)}
+    peaks = {plan.device: trace.peak_bytes}
     peaks |= {name: max(phase.elsewhere[name] for phase in trace.phases) for name in others}
     return row | {
         "played": {phase.name: phase.seconds for phase in fold_phases(trace.phases)},

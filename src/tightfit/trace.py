@@ -28,9 +28,7 @@ class PhaseTrace(Record):
     peak_bytes: Count  # of tensors on the device
     peak_weights: Count = 0
     peak_reserved: Count = 0  # what the device's allocator held for them; 0 where there is none
-    elsewhere: dict[str, Count] = Field(
-        default_factory=dict
-    )  # what allocators held of the plan's other devices, by name
+    elsewhere: dict[str, Count] = Field(default_factory=dict)  # peaks of tensors on the plan's other devices, by name
     bytes_in: Count = 0  # host to device
     bytes_out: Count = 0
     runs: Positive = 1  # how many forward passes

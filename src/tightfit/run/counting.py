@@ -49,25 +49,24 @@ def counted(
     phases, now = list[PhaseTrace](), 0.0
     played = play_together(footprint, plan, devices, rated_disk(host, accelerator))
     for phase, told in zip(footprint.varied(variant_of(footprint, plan)).phases, played, strict=True):
-        own, peaks = told[plan.device], {name: each.peak(devices[name]) for name, each in told.items()}
+        own, there = told[plan.device], {name: each.weights + each.room for name, each in told.items()}
         seconds = said.get(phase.name, sum(each.seconds for each in told.values()))
         phases.append(
             PhaseTrace(
-                name=phase.name, start=now, seconds=seconds, peak_bytes=own.weights + own.room,
-                peak_weights=own.weights, peak_reserved=peaks.pop(plan.device), runs=len(phase.order), elsewhere=peaks,
+                name=phase.name, start=now, seconds=seconds, peak_bytes=there.pop(plan.device),
+                peak_weights=own.weights, peak_reserved=own.peak(devices[plan.device]), runs=len(phase.order),
+                elsewhere=there,
             )
         )  # fmt: skip
         now += seconds
     name = card or accelerator.title or accelerator.name
     capacities = {each: capacity_of(plan, known, host.ram_taken or 0) for each, known in devices.items()}
-    capacity = capacities.pop(plan.device)
-    elsewhere = {each: size for each, size in capacities.items() if each in plan.devices}
-    fits = [phase.peak_reserved <= capacity for phase in phases]
-    fits += [phase.elsewhere[each] <= size for phase in phases for each, size in elsewhere.items()]
+    elsewhere = {each: capacities[each] for each in plan.devices if each != plan.device}
+    fits = [told[each].peak(devices[each]) <= capacities[each] for told in played for each in plan.devices]
     return Prediction(
         model=title,
         card=name,
-        capacity=capacity,
+        capacity=capacities[plan.device],
         elsewhere=elsewhere,
         fits=all(fits),
         plan=plan,
