@@ -210,6 +210,14 @@ def test_a_plan_for_several_cards_goes_through_a_file(tmp_path: Any) -> None:
     assert tightfit.fit(pipe, plan=file).plan == wanted
 
 
+def test_devices_may_be_called_by_their_kind() -> None:
+    cards_of(2**40, 2**40)
+    fitted = tightfit.fit(CASES[0].make(), plan={"device": OTHER, "components": {"vae": {"device": "pretend"}}})
+    assert fitted.plan.device_of("vae") == ONE
+    fitted = tightfit.fit(CASES[0].make(), plan={"device": ONE, "components": {"vae": {"device": "pretend"}}})
+    assert fitted.plan.devices == (ONE,)
+
+
 def test_too_little_for_both_is_refused_before_anything_is_changed() -> None:
     cards_of(250 * MIB, 250 * MIB)
     pipe = large_unet()

@@ -44,9 +44,7 @@ class Follower(Protocol):
     """A pipeline's handle: what it does now, and how it does something else."""
 
     plan: Plan
-
-    @property
-    def devices(self) -> Sequence[Device]: ...
+    devices: tuple[Device, ...]
 
     @property
     def recorder(self) -> JointRecorder: ...

@@ -50,7 +50,18 @@ def decide(pipe: Any, choices: dict[str, Any], request: Request | Mapping[str, A
         accelerator=known_accelerator(target),
     )
     check_storage(plan)
-    return plan
+    return _with_device_names(plan)
+
+
+def _with_device_names(plan: Plan) -> Plan:
+    """`plan` with devices of components as they call themselves ("cuda:0" for "cuda"); none where it is its own."""
+    names = {part.device: choose_device(part.device).name for part in plan.components.values() if part.device}
+    elsewhere = {said: None if name == plan.device else name for said, name in names.items()}
+    components = {
+        name: part.model_copy(update={"device": elsewhere[part.device]}) if part.device else part
+        for name, part in plan.components.items()
+    }
+    return plan.model_copy(update={"components": components})
 
 
 def _fields(plan: Plan | Mapping[str, Any] | str | Path) -> dict[str, Any]:

@@ -108,7 +108,8 @@ class Fitted:
     def follow(self, pipe: Any, plan: Plan, stored: Mapping[int, Stored] | None = None) -> None:
         """From now on `pipe`, which is the same as before, follows `plan` instead."""
         self.undo()
-        self.plan, devices = plan, self._devices(plan)
+        devices = self._devices_of(plan)
+        self.plan, self.devices = plan, tuple(devices.values())
         self._places = Places(plan, devices, self._recorder, stored)
         alone = isinstance(pipe, nn.Module)  # nobody else wants its place
         self._session = Session(self._places, self._recorder, self._finished, keeps=alone)
@@ -123,7 +124,7 @@ class Fitted:
             undo.callback(self._places.clear)
             self._undo = undo.pop_all()
 
-    def _devices(self, plan: Plan) -> dict[str, Device]:
+    def _devices_of(self, plan: Plan) -> dict[str, Device]:
         """On which components compute by `plan`, by name; all of them are measured."""
         devices = {name: self._device if name == plan.device else choose_device(name) for name in plan.devices}
         others = {name: device for name, device in devices.items() if device is not self._device}
@@ -258,11 +259,6 @@ class Fitted:
     def session(self) -> Session:
         """Who is told of what the pipeline does."""
         return self._session
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """On which components compute, the pipeline's own first."""
-        return tuple(self._devices(self.plan).values())
 
     @property
     def recorder(self) -> JointRecorder:

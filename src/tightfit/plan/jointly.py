@@ -14,7 +14,7 @@ from tightfit.plan.turns import coming_early, order_of
 from tightfit.records import Accelerator, Budget, ComponentPlan, Footprint, Home, Machine, Plan, Reason, Storage
 from tightfit.units import format_bytes, format_seconds
 
-__all__ = ["devices_of", "plan_jointly"]
+__all__ = ["plan_jointly"]
 
 
 def plan_jointly(
@@ -46,11 +46,6 @@ def plan_jointly(
         if any(team(stored).fits(budget.ram) for stored in storages_of(footprint, [name]) if stored)
     ]  # fmt: skip
     raise _too_small(team({}), lossy, budget)
-
-
-def devices_of(plan: Plan, machine: Machine) -> dict[str, Accelerator]:
-    """Those of `machine` on which components compute by `plan`, by name, with rates. PlanError for unknown ones."""
-    return {name: rated(_member(machine, name)) for name in plan.devices}
 
 
 def _member(machine: Machine, name: str) -> Accelerator:
