@@ -119,10 +119,10 @@ def test_the_best_of_all_is_hardly_better_often(footprint: Footprint, size: int)
 
 @pytest.mark.slow
 def test_nor_is_it_with_more_layers() -> None:
-    """Seven or eight of them: not all selections are tried any more."""
+    """Nine or ten of them: not all selections are tried any more."""
     drawn, ratios = random.Random(1), []
-    for _ in range(120):
-        count, alike = drawn.choice((7, 8)), drawn.random() < 0.5
+    for _ in range(40):
+        count, alike = drawn.choice((9, 10)), drawn.random() < 0.5
         sizes = [MIB * (drawn.choice((16, 64, 128)) if alike else drawn.randint(8, 400)) for _ in range(count)]
         part = component("unet", "denoiser", sizes, 0)
         done = passes_of(part, [drawn.randint(10**9, 2 * 10**12) for _ in sizes], 4, 16 * MIB)
@@ -131,5 +131,5 @@ def test_nor_is_it_with_more_layers() -> None:
         plan, best = planned(footprint, size), best_of_all(footprint, size)
         assert (plan is None) == (best is None)
         ratios += [seconds(plan) / best] if plan and best else []
-    assert len(ratios) > 60
+    assert len(ratios) > 20
     assert max(ratios) <= WITHIN

@@ -18,7 +18,7 @@ __all__ = ["Sketch", "sketches"]
 
 Seconds = Mapping[str, float] | None  # how long each leaf is at work
 
-FEW = 6  # layers, of which all selections are tried
+FEW = 8  # layers, of which all selections are tried
 GIANTS, GIANT = 5, 1.5  # so many layers stay for their size, if each is so many times as large as the next, …
 SHARES = 4  # … and of the rest none to three fourths
 AHEAD = (1, 2, 4)  # of the rest, how many the ring holds
