@@ -15,7 +15,7 @@ from tightfit.report.heatmap import _compose
 
 PLACEHOLDER = r"\{\{ .+? \}\}"
 # digits that are no numbers: names of levels, techniques, models and cards
-NAMES = ["fp8", "int8", "--level 3", *model_names(), *card_names()]
+NAMES = ["fp8", "int8", "--level 3", "cuda:0", "cuda:1", *model_names(), *card_names()]
 
 guides = pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 

@@ -65,6 +65,8 @@ class Team:
         self._kinds = [member.device.model_dump_json(exclude=_OWN) for member in members]
         self._known: dict[str, dict[int, Known]] = {}
         self._searches: dict[tuple[str, frozenset[str], bool], Search] = {}
+        self._bounds: dict[tuple[int, int, int | None], float] = {}
+        self._leasts: dict[tuple[int, int | None], int] = {}
         self._fronts: dict[tuple[int, int, int | None], list[Found]] = {}
 
     def search(self, post: Post) -> Search:
@@ -111,7 +113,11 @@ class Team:
     def _least(self, post: Post, ram: int | None) -> int:
         """The fewest bytes of its device. Where RAM is limited, nobody needs any but for maps between strips."""
         cuts = any(c.role == "autoencoder" and c.name in post.names for c in self.footprint.components)
-        return self.search(post).least(ram if ram is None or cuts else 0)
+        search, limit = self.search(post), ram if ram is None or cuts else 0
+        key = id(search), limit
+        if key not in self._leasts:
+            self._leasts[key] = search.least(limit)
+        return self._leasts[key]
 
     @cached_property
     def _groups(self) -> list[frozenset[str]]:
@@ -146,8 +152,15 @@ class Team:
                 yield from self._places((*taken, number))
 
     def _soonest(self, posts: Sequence[Post], ram: int | None) -> float:
-        bounds = [self.search(post).soonest(self.members[post.member].size, ram) for post in posts]
-        return sum(_NEVER if bound is None else bound for bound in bounds)
+        return sum(self._bound(self.search(post), self.members[post.member].size, ram) for post in posts)
+
+    def _bound(self, search: Search, size: int, ram: int | None) -> float:
+        """Seconds at the least within so much; devices that are alike are asked once."""
+        key = id(search), size, ram
+        if key not in self._bounds:
+            bound = search.soonest(size, ram)
+            self._bounds[key] = _NEVER if bound is None else bound
+        return self._bounds[key]
 
     def _found(self, posts: Sequence[Post], ram: int | None) -> Iterator[Together]:
         """What all of them could do together, if any."""

@@ -52,6 +52,8 @@ def forecast(
     if limits is None and not choices and not accelerator.is_cpu:
         limits = Limits(None)  # all that the card has
     if limits is not None:
+        called = [each.name for each in (accelerator, *others)]
+        limits = _among(called if others or not known else [card_called(card or "")], limits)
         with say("planning"):
             fields, paces = _planned(which, (accelerator, *others), asked, limits, own)
     name = title or "the demo model"
@@ -95,6 +97,17 @@ def _own_devices(own: Machine | None, limits: Limits | None) -> list[Accelerator
         if name not in by_name:
             raise InputError(unknown_name("device of this computer", name, by_name), name=name)
     return [by_name[name] for name in budget.devices] if budget and budget.devices else [own.accelerators[0]]
+
+
+def _among(names: Sequence[str], limits: Limits) -> Limits:
+    """`limits` whose budget is for cards of these `names`; of one alone without its name. PlanError for any other."""
+    budget = limits.budget
+    for name in budget.devices if budget else ():
+        if name not in names:
+            raise PlanError(unknown_name("card", name, names), name=name)
+    if budget is None or not budget.devices or len(names) > 1:
+        return limits
+    return limits._replace(budget=Budget(device=budget.devices[names[0]], ram=budget.ram))
 
 
 def _planned(
