@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEVICE := $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo loopback)  # loopback: a card played by the CPU
 READY  := $(VENV)/.ready
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: demo test test-slow test-gpu bench chart lint clean
 
@@ -19,7 +19,7 @@ test: lint  ## lint, types and tests; under 15 minutes on 2 cores
 	$(PYTEST)
 
 test-slow: $(READY)  ## proofs that take minutes
-	$(PYTEST) --dist worksteal -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu"
 
 test-gpu: $(READY)  ## what needs a CUDA card; skipped where there is none
 	$(BIN)/python -m pytest -m gpu

@@ -110,6 +110,7 @@ def test_a_level_table_is_rehearsed_on_its_card(asked: Asked) -> None:
         level_table("sdxl", ["rtx3060", "rtx4090"], sources=asked.sources)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_preset_needs_what_plan_says(level: int) -> None:
     """A card that has what the preset needs is one on which `tightfit plan --level` fits; with less it does not."""

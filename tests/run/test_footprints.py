@@ -120,6 +120,7 @@ def operations(phases: tuple[Phase, ...]) -> int:
     return inside + sum(work.operations for phase in phases for work in phase.between)
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_worked_through_are_like_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     request = {"steps": 5, "height": 256, "width": 256}
     short = measure_footprint("sd-1.5", request)

@@ -73,7 +73,7 @@ def check_numbers(case: TinyCase, placement: str) -> None:
     assert all(tensor.device.type == "cpu" for part in find_components(pipe).values() for tensor in part.parameters())
 
 
-@pytest.mark.parametrize(("first", "second"), [(1500, 1500), (300, 400)])
+@pytest.mark.parametrize(("first", "second"), [(1500, 1500), pytest.param(300, 400, marks=pytest.mark.slow)])
 def test_cards_of_that_size_are_enough_and_steps_take_what_was_said(first: int, second: int) -> None:
     cards_of(first * MIB, second * MIB, like=known_card("rtx3060"), values="shapes")
     pipe, asked = build_known(known_model("sd-1.5")), tightfit.Request(height=256, width=256, steps=4)

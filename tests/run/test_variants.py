@@ -78,6 +78,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "varied"))  # for all of this file
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_own_cache")
 def test_where_little_fits_the_two_predictions_go_apart_and_take_what_was_said() -> None:
     """On a card of that size. Without variants this budget would be refused."""
