@@ -70,7 +70,7 @@ COMPONENT = Component(
     leaves=(LEAF,), small=3, skips=True, compiled=True, convolves=True, head_widths=(40, 80),
 )  # fmt: skip
 WORKLOAD = Workload(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
-TURN = Turn(leaf="transformer_blocks.0.ff.net.2", work=(WORKLOAD,))
+TURN = Turn(leaf="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), waits=True)
 USE = Use(unit="transformer_blocks.0", waiting=32, peak=64, turns=(TURN,))
 PASS = Pass(component="unet", method="forward", runs=2, peak=65, uses=(USE,), pace=1.5)
 WAY = Way(strips=2**26, maps="host", room=4, host=5, kernels=6, bytes_in=7, bytes_out=8)
@@ -91,7 +91,7 @@ STORED = ComponentPlan(
     attention="chunked",
 )  # fmt: skip
 TRACED = ComponentPlan(traced="unet.trace", compiled=True)
-STINT = Stint(component="vae", method="decode", runs=2)
+STINT = Stint(component="vae", method="decode", runs=2, unused=("encoder", "quant_conv"))
 FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68, elsewhere={"cuda:0": 7})
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,

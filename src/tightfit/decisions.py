@@ -77,6 +77,7 @@ class Stint(Record):
     component: str
     method: str = "forward"
     runs: Positive = 1
+    unused: tuple[str, ...] = ()  # parts of the component that have no work then, with all that is inside
 
 
 class VaePlan(Record):

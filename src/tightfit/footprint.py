@@ -110,6 +110,7 @@ class Turn(Record):
 
     leaf: str
     work: tuple[Workload, ...]
+    waits: bool = False  # whether the host waits, after it, for all that it gave the device
 
 
 class Use(Record):

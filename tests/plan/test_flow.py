@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.plan.flow import Flow
-from tightfit.plan.pace import Stretch
+from tightfit.plan.pace import Stretch, alone
 
 RATE = 1e9
 
@@ -54,6 +54,15 @@ def test_a_ring_of_two_hides_the_link_behind_the_arithmetic() -> None:
     seconds = [run.work(stretches(dict.fromkeys("abcd", 0.005))) for _ in range(4)]
     assert seconds[0] == pytest.approx(0.004096 + 0.020)
     assert seconds[2:] == pytest.approx([0.020] * 2)
+
+
+def test_a_host_that_waits_has_launched_nothing_ahead() -> None:
+    """Weights come for 20 ms; what is launched meanwhile takes no time later, unless the host waits for the device."""
+    first, second = Stretch("a", 0.001, 0.0), Stretch("", 0.0, 0.005)
+    for waits, later in ((False, 0.0), (True, 0.005)):
+        run = flow({"a": 2 * 10**7}, {"a"}, 0)
+        assert run.work([first._replace(waits=waits), second]) == pytest.approx(0.021 + later)
+        assert alone([first._replace(waits=waits), second]) == pytest.approx(0.005 if not waits else 0.006)
 
 
 def test_the_host_may_be_what_takes_longest() -> None:

@@ -43,6 +43,16 @@ def test_the_order_is_that_of_the_call() -> None:
     assert order_of(pipeline()) == ORDER
 
 
+def test_parts_that_no_pass_uses_have_no_work() -> None:
+    whole = pipeline()
+    unet = next(c for c in whole.components if c.name == "unet")
+    tower = [leaf.model_copy(update={"name": f"tower.{leaf.name}"}) for leaf in unet.leaves]
+    more = unet.model_copy(update={"leaves": (*unet.leaves, *tower, tower[0].model_copy(update={"name": "head"}))})
+    grown = whole.model_copy(update={"components": tuple(more if c is unet else c for c in whole.components)})
+    (stint,) = (stint for stint in order_of(grown) if stint.component == "unet")
+    assert stint.unused == ("tower", "head")
+
+
 def test_who_does_not_stay_comes_early_after_who_does_not_stay_either() -> None:
     parts = {name: ComponentPlan(placement="per-phase") for name in ("text_encoder", "text_encoder_2", "unet", "vae")}
     (said,) = coming_early(ORDER, parts)

@@ -65,6 +65,16 @@ def test_the_host_waits_for_pageable_memory(
     assert torch.equal(target, source)
 
 
+def test_nobody_waits_for_nothing(make_cards: MakeCards) -> None:
+    """Caches of language models begin as `torch.tensor([], device=…)`, for every layer."""
+    (card,) = make_cards()
+    busy = host_bytes().pin_memory().to("pretend", non_blocking=True)
+    before = card.host.now, card.now
+    assert torch.tensor([], device="pretend").to("cpu").numel() == 0
+    assert (card.host.now, card.now) == before
+    assert busy.numel() == SIZE
+
+
 def test_what_comes_back_without_waiting_is_pinned(make_cards: MakeCards) -> None:
     (card,) = make_cards()
     there = torch.arange(6, device="pretend").reshape(2, 3).t()

@@ -11,10 +11,13 @@ from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from PIL import Image
 
 import tightfit
+from more_pipelines import MORE_CASES
 from pretend.conftest import ACCELERATOR
 from tightfit import Budget, BudgetTooSmall, InputError, PlanError
 from tightfit.catalog.known import known_card, known_model
 from tightfit.measure.building import build_known
+from tightfit.measure.modules import inspect_pipeline
+from tightfit.plan.turns import order_of
 from tightfit.pretend.backend import use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
@@ -74,6 +77,27 @@ def test_the_first_call_knows_who_comes_next() -> None:
         assert all(phase.peak_bytes <= max(told.values()) for phase in trace.phases)
         seconds.append(trace.seconds)
     assert seconds[0] < seconds[1]
+
+
+def test_what_has_no_work_does_not_come() -> None:
+    """The picture tower of Qwen-Image's text model, in a first call from a prompt."""
+    case = next(case for case in MORE_CASES if case.name == "QwenImage")
+    order = order_of(measure_footprint(case.make(), {"height": 64, "width": 64, "steps": 2}))
+    (encoding,) = (stint for stint in order if stint.component == "text_encoder")
+    assert encoding.unused == ("model.visual",)
+    parts = {name: {"placement": "per-unit", "weights": "1MiB"} for name in ("text_encoder", "transformer", "vae")}
+    brought, pictures = [], []
+    for known in (order, [stint.model_copy(update={"unused": ()}) for stint in order]):
+        card_of(96 * MIB, ACCELERATOR, "real")
+        pipe = case.make()
+        plan = {"components": parts, "order": [stint.to_mapping() for stint in known]}
+        fitted = tightfit.fit(pipe, plan=plan, device="pretend:0")
+        pictures.append(run(pipe, case).cpu())
+        brought.append(sum(phase.bytes_in for phase in fitted.report().trace.phases))
+    text_encoder = next(c for c in inspect_pipeline(case.make()).components if c.name == "text_encoder")
+    unused = sum(leaf.bytes for leaf in text_encoder.leaves if leaf.name.startswith("model.visual."))
+    assert brought[1] - brought[0] >= unused > 0
+    assert torch.equal(*pictures)
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)

@@ -202,6 +202,25 @@ def test_a_module_of_ones_own_with_skipped_and_repeated_blocks() -> None:
     assert work.traffic == 4 * (4 * 8 + 8 * 8 + 8 + 4 * 8)
 
 
+class Asking(nn.Module):
+    """Looks at a number between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if float(torch.ones(1, device=x.device)) else x
+
+
+def test_where_the_host_waits_for_the_device_is_known() -> None:
+    (phase,) = measure_footprint(Asking(), inputs={"x": (4, 8)}).phases
+    turns = [(turn.leaf, turn.waits) for use in phase.passes[0].uses for turn in use.turns]
+    assert [leaf for leaf, waits in turns if waits] == [""]
+    assert turns.index(("first", False)) < turns.index(("", True)) < turns.index(("second", False))
+
+
 class SkippingLayers(diffusers.StableDiffusion3Pipeline):  # type: ignore[misc]
     """Leaves the first block out in half of its passes."""
 

@@ -25,30 +25,45 @@ __all__ = ["Ledger", "likeness"]
 
 
 @dataclass
+class _Turn:
+    """Of one leaf, or of what is done between leaves ("")."""
+
+    leaf: str
+    tally: Tally = field(default_factory=Tally)
+    waits: bool = False
+
+
+@dataclass
 class _Stretch:
     """A unit's turn while it lasts."""
 
     unit: str
     waiting: int
     peak: int
-    turns: list[tuple[str, Tally]] = field(default_factory=list)  # of its leaves, and what is done between them
+    turns: list[_Turn] = field(default_factory=list)
 
     @property
     def worked(self) -> bool:
         return bool(self.unit or self.turns)
 
     def add(self, leaf: str, work: Work) -> None:
-        """`leaf` does `work`."""
-        if not self.turns or self.turns[-1][0] != leaf:
-            self.turns.append((leaf, Tally()))
-        self.turns[-1][1].add(work)
+        self._turn(leaf).tally.add(work)
+
+    def wait(self, leaf: str) -> None:
+        """The host waits for `leaf`, and for all before it."""
+        self._turn(leaf).waits = True
+
+    def _turn(self, leaf: str) -> _Turn:
+        if not self.turns or self.turns[-1].leaf != leaf or self.turns[-1].waits:
+            self.turns.append(_Turn(leaf))
+        return self.turns[-1]
 
     def later(self, more: int) -> _Stretch:
         """The same, with `more` bytes waiting."""
         return _Stretch(self.unit, self.waiting + more, self.peak + more, self.turns)
 
     def use(self) -> Use:
-        turns = tuple(Turn(leaf=leaf, work=tally.workloads()) for leaf, tally in self.turns)
+        turns = tuple(Turn(leaf=each.leaf, work=each.tally.workloads(), waits=each.waits) for each in self.turns)
         return Use(unit=self.unit, waiting=self.waiting, peak=self.peak, turns=turns)
 
 
@@ -145,6 +160,8 @@ class Ledger:
         """Listens to `components` until `undo` is closed."""
         self._card.watchers.append(self._kernel)
         undo.callback(self._card.watchers.remove, self._kernel)
+        self._card.awaiters.append(self._wait)
+        undo.callback(self._card.awaiters.remove, self._wait)
         for name, module in components.items():
             self._follow_units(name, find_units(module), undo)
             self._follow_leaves(name, find_leaves(module), undo)
@@ -290,6 +307,10 @@ class Ledger:
             (self._phases[-1].between if self._phases else self._before).add(work)
             if self._phases:
                 self._phases[-1].outside = max(self._phases[-1].outside, now)
+
+    def _wait(self) -> None:
+        if self._open:
+            self._open[-1].stretches[-1].wait(self._open[-1].leaf)
 
 
 def likeness(args: Any, kwargs: Any) -> tuple[Any, ...]:

@@ -56,11 +56,12 @@ class Flow:
         began = self.now
         self._order.begin()
         self._send_ahead()
-        for parcel, seconds, launching in stretches:
+        for parcel, seconds, launching, waits in stretches:
             if parcel:
                 self._need(parcel)
             self._host += launching
             self.now = max(self.now + seconds, self._host)
+            self._host = self.now if waits else self._host
             if parcel:
                 self._done(parcel)
         self._order.end()

@@ -17,6 +17,7 @@ class Stretch(NamedTuple):
     parcel: str
     seconds: float  # of the device
     launching: float  # seconds of the host, ahead of that
+    waits: bool = False  # whether the host waits for it at its end
 
 
 def stretch_of(work: Iterable[Workload], device: Accelerator, parcel: str = "") -> Stretch:
@@ -35,6 +36,8 @@ def alone(stretches: Iterable[Stretch]) -> float:
     seconds = launching = 0.0
     for stretch in stretches:
         seconds, launching = seconds + stretch.seconds, launching + stretch.launching
+        if stretch.waits:
+            seconds = launching = max(seconds, launching)
     return max(seconds, launching)
 
 
@@ -61,10 +64,11 @@ class Pace:
         for use in done.uses:
             for turn in use.turns:
                 plain = stretch_of(turn.work, self._device, _parcel(parcels, use, turn.leaf))
-                found = Stretch(plain.parcel, plain.seconds * done.pace, plain.launching * done.pace)
-                if joined and joined[-1].parcel == found.parcel:
+                found = Stretch(plain.parcel, plain.seconds * done.pace, plain.launching * done.pace, turn.waits)
+                if joined and joined[-1].parcel == found.parcel and not joined[-1].waits:
                     before = joined.pop()
-                    found = Stretch(found.parcel, before.seconds + found.seconds, before.launching + found.launching)
+                    seconds, launching = before.seconds + found.seconds, before.launching + found.launching
+                    found = found._replace(seconds=seconds, launching=launching)
                 joined.append(found)
         return joined
 
@@ -79,10 +83,10 @@ class Pace:
         spent = dict.fromkeys((leaf.name for leaf in component.leaves), 0.0)
         for done in passes:
             needed = None
-            for leaf, seconds, _ in self.stretches(done):
-                needed = leaf or needed
+            for stretch in self.stretches(done):
+                needed = stretch.parcel or needed
                 if needed is not None:
-                    spent[needed] += seconds
+                    spent[needed] += stretch.seconds
         return spent
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from tightfit.records import ComponentPlan, Footprint, Reason, Stint
+from tightfit.records import ComponentPlan, Footprint, Pass, Reason, Stint
 
 __all__ = ["coming_early", "order_of"]
 
@@ -14,12 +14,30 @@ _METHODS = ("forward", "encode", "decode")  # of whole components; a part that i
 
 def order_of(footprint: Footprint) -> tuple[Stint, ...]:
     """In which order components work, each time from its inputs to its outputs."""
-    passes = (phase.passes[index] for phase in footprint.phases for index in phase.order)
-    named = ((done.component, done.method if done.method in _METHODS else "forward") for done in passes)
+    passes = [phase.passes[index] for phase in footprint.phases for index in phase.order]
+    unused = {key: _unused(footprint, key) for key in dict.fromkeys(map(_key, passes))}
     return tuple(
-        Stint(component=component, method=method, runs=len(list(group)))
-        for (component, method), group in itertools.groupby(named)
+        Stint(component=key[0], method=key[1], runs=len(list(group)), unused=unused[key])
+        for key, group in itertools.groupby(passes, key=_key)
     )
+
+
+def _key(done: Pass) -> tuple[str, str]:
+    return done.component, done.method if done.method in _METHODS else "forward"
+
+
+def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
+    """The largest parts of a component of which nothing has work in one of its methods."""
+    passes = (done for phase in footprint.phases for done in phase.passes if _key(done) == key)
+    used = {path for done in passes for use in done.uses for turn in use.turns for path in _paths(turn.leaf)}
+    leaves = (leaf.name for c in footprint.components if c.name == key[0] for leaf in c.leaves)
+    roots = (next((path for path in _paths(leaf) if path not in used), None) for leaf in leaves)
+    return tuple(root for root in dict.fromkeys(roots) if root is not None)
+
+
+def _paths(leaf: str) -> Iterator[str]:
+    """A leaf, after all that it is inside of."""
+    return itertools.accumulate(leaf.split("."), "{}.{}".format)
 
 
 def coming_early(order: Sequence[Stint], components: Mapping[str, ComponentPlan]) -> Iterator[Reason]:

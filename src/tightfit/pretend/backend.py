@@ -202,14 +202,14 @@ def _item(tensor: torch.Tensor) -> Any:
     numbers = inner(tensor)
     if numbers.is_meta:
         raise valueless("item()", tensor)
-    store_of(tensor).card.record().wait()
+    store_of(tensor).card.let_host_wait()
     return numbers.item()
 
 
 def _check_errors(info: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """What torch asks after a decomposition of a matrix: nothing is known to be wrong with a shape."""
     numbers = inner(info)
-    store_of(info).card.record().wait()
+    store_of(info).card.let_host_wait()
     if not numbers.is_meta:
         _aten._linalg_check_errors(numbers, *args, **kwargs)
 

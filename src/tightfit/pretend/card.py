@@ -44,6 +44,7 @@ class Card:
     bytes_in: int = 0  # what has crossed the link
     bytes_out: int = 0
     watchers: list[Callable[[Work], None]] = field(default_factory=list)  # told of each kernel while it runs
+    awaiters: list[Callable[[], None]] = field(default_factory=list)  # told when the host waits for all it gave
     _streams: int = 0  # how many there are beside the usual one
     _workspaces: dict[int, Block] = field(default_factory=dict)  # by stream
 
@@ -128,10 +129,18 @@ class Card:
         self._cross("out", size, rate, pinned=pinned, wait=wait)
 
     def _cross(self, engine: str, size: int, rate: float | None, *, pinned: bool, wait: bool) -> None:
+        if not size:  # torch gives a card nothing to do for that (copy_impl in aten/src/ATen/native/Copy.cpp)
+            return
         time = size / (rate * (1.0 if pinned else PAGEABLE)) if rate else 0.0
         self.timeline.run(self.stream, engine, round(time * 1e9))
         if wait or not pinned:
-            self.record().wait()
+            self.let_host_wait()
+
+    def let_host_wait(self) -> None:
+        """Until the current stream has done what it was given."""
+        self.record().wait()
+        for tell in self.awaiters:
+            tell()
 
     def record(self) -> Point:
         """An event at the end of what the current stream was given."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -42,6 +43,7 @@ class Parcel:
     likes: list[torch.Tensor]  # on "meta", laid out as the masters are
     places: list[list[Place]]
     home: Home
+    unused: Collection[str] = ()  # methods of the component in which they have no work, as far as that is known
 
     @property
     def size(self) -> int:
@@ -93,10 +95,12 @@ def parcels_of(
     grain: Grain,
     home_of: Callable[[list[nn.Parameter]], Home],
     inside: Mapping[int, nn.Module] = MappingProxyType({}),
+    unused: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> list[Parcel]:
     """The parcels of `module` in the order of the model; `home_of` finds a home for the masters of each.
 
     Weights of modules whose ids are `inside` another, which works them several times over, stay as long as that works.
+    For methods by name, some parts are `unused`, with all that is inside of them.
     """
     leaves, parcels, around = find_leaves(module), [], {**inside, **compiled_around(module)}
     for name, members in group_leaves(component, grain).items():
@@ -107,7 +111,9 @@ def parcels_of(
         likes, home = [_like(master) for master in masters], home_of(masters)
         if not home.writable:
             masters = [_emptied(master, of) for master, of in zip(masters, places, strict=True)]
-        parcels.append(Parcel(name, gates, masters, likes, places, home))
+        around_it = set(itertools.accumulate(name.split("."), "{}.{}".format))
+        without = [method for method, parts in unused.items() if not around_it.isdisjoint(parts)]
+        parcels.append(Parcel(name, gates, masters, likes, places, home, without))
     return parcels
 
 
@@ -123,7 +129,7 @@ def behind_gates(parcels: Iterable[Parcel]) -> dict[nn.Module, list[Parcel]]:
 def expected_in(method: str, parcels: Iterable[Parcel]) -> Iterator[Parcel]:
     """What `method` is guessed to use: an autoencoder's decoder has no part in encoding."""
     other = {"encode": "decoder", "decode": "encoder"}.get(method)
-    return (parcel for parcel in parcels if parcel.name.partition(".")[0] != other)
+    return (p for p in parcels if method not in p.unused and p.name.partition(".")[0] != other)
 
 
 def _places_of(parts: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[list[Place]]]:

@@ -53,6 +53,7 @@ class Residency:
         self._together: set[frozenset[str]] = set()
         self._last: str | None = None
         self._agenda = Agenda()
+        self._unused: Mapping[Pass, Sequence[str]] = {}  # parts that have no work, as far as that is known
         self._coming: Pass | None = None  # whose turn is next, and who comes already
 
     def place(self, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
@@ -93,7 +94,8 @@ class Residency:
         if plan.placement == "per-unit":
             plan = settle_streaming(component, plan)
         inside = inside_feed_forwards(module) if plan.feed_forward else {}
-        parcels = parcels_of(module, component, plan.grain or "leaf", self._homes(plan, undo), inside)
+        unused = {method: parts for (whose, method), parts in self._unused.items() if whose == name}
+        parcels = parcels_of(module, component, plan.grain or "leaf", self._homes(plan, undo), inside, unused)
         self._settle_disk()
         if plan.pinned:
             self._lock(name, parcels, undo)
@@ -189,9 +191,10 @@ class Residency:
             if not self._shared(name, other):
                 self._evict(other)
 
-    def expect(self, steps: int | None, passes: Sequence[Pass]) -> None:
-        """A call that asks for `steps` steps will probably work through `passes`."""
+    def expect(self, steps: int | None, passes: Sequence[Pass], unused: Mapping[Pass, Sequence[str]]) -> None:
+        """A call that asks for `steps` steps will probably work through `passes`, with some parts `unused`."""
         self._agenda.expect(steps, passes)
+        self._unused = unused
 
     def begin(self, steps: int | None) -> None:
         """A call begins that asks for `steps` steps (None: the usual number)."""

@@ -27,9 +27,10 @@ class Places:
         self._all = {name: Residency(device, recorder.of(name), stored) for name, device in devices.items()}
         if plan.order:
             passes = [(each.component, each.method) for each in plan.order for _ in range(each.runs)]
+            unused = {(each.component, each.method): each.unused for each in plan.order}
             steps = plan.request.steps if plan.request is not None else None
             for name, residency in self._all.items():
-                residency.expect(steps, [each for each in passes if plan.device_of(each[0]) == name])
+                residency.expect(steps, [each for each in passes if plan.device_of(each[0]) == name], unused)
 
     def of(self, name: str) -> Residency:
         """That of the component `name`."""
