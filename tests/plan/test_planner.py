@@ -250,6 +250,24 @@ def test_what_is_said_to_be_needed_is_enough_and_nothing_less_is(
     assert planned(footprint, needed - SEGMENT, ram, machine=machine) is None
 
 
+@settings(deadline=None, max_examples=25)
+@given(footprints())
+def test_more_ram_is_said_to_do_where_it_does(footprint: Footprint) -> None:
+    with pytest.raises(BudgetTooSmall) as error:
+        make_plan(footprint, HERE, Budget(device=1))
+    assert error.value.facts["needed_ram"] is None
+    size = int(str(error.value.facts["needed_bytes"]))  # with as much RAM as wanted
+    if planned(footprint, size, 1) is None:
+        with pytest.raises(BudgetTooSmall, match="of RAM would do") as error:
+            make_plan(footprint, HERE, Budget(device=size, ram=1))
+        needed = int(str(error.value.facts["needed_ram"]))
+        assert planned(footprint, size, needed) is not None
+        assert planned(footprint, size, needed - 1) is None
+        with pytest.raises(BudgetTooSmall) as error:
+            make_plan(footprint, HERE, Budget(device=size - SEGMENT, ram=1))
+        assert error.value.facts["needed_ram"] is None
+
+
 def test_who_takes_turns_is_there_together() -> None:
     unet, control = (component(name, "denoiser", [200 * MIB] * 3, 0) for name in ("unet", "controlnet"))
     both = [passes_of(part, [10**9] * 3, 8, 10 * MIB) for part in (control, unet)]

@@ -60,6 +60,9 @@ class Chance(NamedTuple):
     branch: Branch
 
 
+_ENDLESS = 2**63  # bytes: as many as wanted, of what is limited
+
+
 class Known:
     """What was worked out of components that work in one way, by their names and visits to the device."""
 
@@ -148,6 +151,16 @@ class Branch:
     def least(self, ram: int | None) -> int | None:
         """The fewest bytes of the device with which anything does; None if nothing ever does."""
         return min((needed for vae in self._vaes for _, needed in self._needed(vae, ram)), default=None)
+
+    def least_ram(self, size: int) -> int | None:
+        """The fewest bytes of host memory with which anything fits into `size` bytes of the device."""
+        fitting = (
+            placed.ram + self._waiting(vae)
+            for vae in self._vaes
+            for placed, needed in self._needed(vae, _ENDLESS)
+            if needed <= size
+        )
+        return min(fitting, default=None)
 
     def _needed(self, vae: VaePlan, ram: int | None) -> Iterator[tuple[_Placement, int]]:
         """Where components may be within `ram`, and the fewest bytes of the device with which they can."""

@@ -116,7 +116,7 @@ def _remarks(known: Accelerator, rated: Accelerator, room: _Room, budget: Budget
 
 
 def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: Machine, room: _Room) -> BudgetTooSmall:
-    """What would fit: more of the device, or what is `lossy` and was not allowed."""
+    """What would fit: more of the device, or of RAM, or what is `lossy` and was not allowed."""
     footprint, device, (size, ram, taken) = search.footprint, search.device, room
     needed = search.least(ram)
     found = search.best(needed, ram)
@@ -126,10 +126,12 @@ def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: M
     said = f"{footprint.pipeline} cannot do {asked} within {room.described} on {device.called}"
     said += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
     would = [f"{format_bytes(needed + taken)} would do, for {phase}"]
+    waiting = search.least_ram(size) if ram is not None else None
+    would += [f"{format_bytes(waiting)} of RAM would do"] if waiting is not None else []
     smaller = [name for name, searches in lossy.items() if any(each.least(ram) <= size for each in searches)]
     would += [f"allow={' or '.join(smaller)} would do"] if smaller else []
     would += ["something smaller may do"]
-    return BudgetTooSmall(f"{said}: {'; '.join(would)}", needed_bytes=needed + taken, phase=phase)
+    return BudgetTooSmall(f"{said}: {'; '.join(would)}", needed_bytes=needed + taken, needed_ram=waiting, phase=phase)
 
 
 def _accelerator(machine: Machine, device: str | None) -> Accelerator:

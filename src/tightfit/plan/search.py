@@ -83,6 +83,11 @@ class Search:
         leasts = (branch.least(ram) for branch in self._branches)
         return min(least for least in leasts if least is not None)
 
+    def least_ram(self, size: int) -> int | None:
+        """The fewest bytes of host memory with which anything fits into `size` bytes of the device; None: nothing."""
+        leasts = (branch.least_ram(size) for branch in self._branches)
+        return min((least for least in leasts if least is not None), default=None)
+
 
 def storages_of(footprint: Footprint, allowed: Collection[str]) -> Iterator[Stored]:
     """In what components are stored: as they are; where that does not fit, more and more of them in eight bits."""
