@@ -29,12 +29,14 @@ from tightfit.run.stage import Stage
 
 MODELS = "sd-1.5,sdxl,flux.1-dev"
 ROOM = 2**50
+STEPS = 4  # of a clip: their first is as long as the others, and playing one takes the longest
 ROUND = 64  # pixels: what is a multiple of this suits every model
 
 
 def requests_of(model: str) -> list[Request]:
-    """What `model` is usually asked for, with as many steps, and about half as high and wide."""
+    """What `model` is usually asked for, with as many steps (of clips: a few), and about half as high and wide."""
     usual = known_model(model).request
+    usual = usual.model_copy(update={"steps": STEPS}) if usual.frames else usual
     sides = {name: max(getattr(usual, name) // 2 // ROUND, 1) * ROUND for name in ("height", "width")}
     return [usual, usual.model_copy(update=sides)]
 

@@ -63,11 +63,17 @@ def find_course(program: Program, working: int, maps: Maps) -> Course:
     memory; "again" keeps at most `working` bytes, where that can be, and computes the rest again. Stages can be formed
     as early as can be, or as the program does things, whichever costs less.
     """
-    graphs = [Graph(program), Graph(program, in_order=True)]
-    if graphs[0].level == graphs[1].level:
-        del graphs[1]
-    drafts = [_draft(graph, working, maps) for graph in graphs]
+    drafts = [_draft(graph, working, maps) for graph in _graphs_of(program)]
     return min(drafts, key=lambda draft: draft.cost(working)).course()
+
+
+def _graphs_of(program: Program) -> list[Graph]:
+    """One for each order in which stages can be formed, where these are not the same."""
+    if "graphs" not in program.derived:
+        early, in_order = Graph(program), Graph(program, in_order=True)
+        program.derived["graphs"] = [early] if early.level == in_order.level else [early, in_order]
+    graphs: list[Graph] = program.derived["graphs"]
+    return graphs
 
 
 def passes_of(graph: Graph, planned: Iterable[tuple[Stage, int, bool]]) -> tuple[Pass, ...]:
@@ -119,7 +125,7 @@ def peak_of_passes(
 
 
 def _draft(graph: Graph, working: int, maps: Maps) -> _Draft:
-    stages = _stages_within(graph, working) if maps == "again" else find_stages(graph)
+    stages = _stages_within(graph, working) if maps == "again" else graph.stages
     movable = {index for stage in stages for index in stage.stores if not graph.needed_whole(index)}
     in_host = frozenset(movable if maps == "host" else ())
     chosen, kept, most = [], Kept(Peak(0, 0), None), Peak(0, 0)

@@ -123,6 +123,11 @@ class Program:
         return any(node.draws_noise for node in self.nodes)
 
     @cached_property
+    def derived(self) -> dict[str, Any]:
+        """What others work out of it once, under a name of theirs: it never changes."""
+        return {}
+
+    @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
         """For each node, who takes its output."""
         found: list[list[int]] = [[] for _ in self.nodes]

@@ -141,6 +141,11 @@ class Graph:
         at_once = self.by_rows(source) and (not self.taken_by_rows(index, place) or self.measures(index, place))
         return self.level[source] + at_once
 
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """Those in which no arithmetic is done twice."""
+        return find_stages(self)
+
     @property
     def last(self) -> int:
         return max(self.level)
