@@ -90,6 +90,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--models", default=MODELS)
     options.add_argument("--cards", default=",".join(CARDS))
+    options.add_argument("--usual-only", action="store_true", help="nothing larger is tried: of clips that takes long")
     chosen = options.parse_args()
     named = [model_called(name) for name in chosen.models.split(",") if name not in ("", "all")]
     models = model_names() if chosen.models == "all" else named
@@ -102,7 +103,7 @@ def main() -> None:
     chart = Chart.from_mapping(written["chart"]) if written else None
     facts = {name: written.get(name) for name in ("with_ram", "levels", "plans")}
     for model in models:
-        chart = joined(chart, chart_of([model], chosen.cards.split(","), told=told))
+        chart = joined(chart, chart_of([model], chosen.cards.split(","), told=told, usual_only=chosen.usual_only))
         write("chart-pretend", {"chart": chart.to_mapping(), **facts})  # by and by
     facts["with_ram"] = chart_of(*WITH_RAM, told=told).to_mapping()
     facts["levels"] = [level_table(model, [card], told=told).to_mapping() for model, card in LEVELS]

@@ -14,6 +14,7 @@ COMMANDS = {
         "--models",
         "--out",
         "--ram",
+        "--usual-only",
     ],
     "machine": [
         "--again",

@@ -231,6 +231,9 @@ def chart(
     ram: Annotated[str | None, typer.Option(help="What may wait in RAM. Default: as much as is wanted.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write it as .png, .svg, .md or .json.")] = None,
     level_table: Annotated[str | None, typer.Option(metavar="MODEL", help="One model's levels on one card.")] = None,
+    usual_only: Annotated[
+        bool, typer.Option("--usual-only", help="Try nothing larger: of clips that takes long.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     with errors_as_lines(as_json):
@@ -240,7 +243,7 @@ def chart(
         if out is not None:
             check_out(out, levels=level_table is not None)
         with showing_steps() as told:
-            made = asked_chart(models, cards, ram, level_table, told)
+            made = asked_chart(models, cards, ram, level_table, told, usual_only=usual_only)
         typer.echo(chart_text(made))
         if out is not None:
             write_chart(made, out)

@@ -65,6 +65,15 @@ def test_a_chart_asks_for_each_size_once_whatever_the_cards(asked: Asked) -> Non
     assert Chart.from_text(chart.to_json()) == chart
 
 
+def test_nothing_larger_is_tried_where_nobody_wants_that(asked: Asked) -> None:
+    told: list[tuple[str, int, int]] = []
+    names = ["gtx1650", "rtx4090"]
+    chart = chart_of(["sd-1.5"], names, usual_only=True, told=lambda *step: told.append(step), sources=asked.sources)
+    assert [size for _, size in asked.footprints] == ["512×512"]
+    assert [cell.largest.limit for cell in chart.cells if cell.largest] == ["ladder"] * 2
+    assert told[-1] == ("", 5, 5)
+
+
 def test_without_names_it_is_all_models_on_a_card_of_each_size() -> None:
     sizes = [known_card(name).bytes // GIB for name in CARDS]
     assert sizes == sorted(set(sizes))

@@ -41,24 +41,26 @@ def chart_of(
     cards: Sequence[str] = (),
     ram: int | None = None,
     *,
+    usual_only: bool = False,
     told: Told = lambda what, done, total: None,
     sources: Sources | None = None,
 ) -> Chart:
     """What `models` (of the catalog; none: all) do on `cards` (none: one of each size), with so many bytes of RAM.
 
-    InputError for unknown names.
+    With `usual_only`, nothing larger is tried than what a model is usually asked for. InputError for unknown names.
     """
     names = list(dict.fromkeys(map(model_called, models))) or list(model_names())
     known = {name: known_card(name) for name in dict.fromkeys(map(card_called, cards or CARDS))}
     columns = sorted((charted_card(name, card) for name, card in known.items()), key=lambda card: card.bytes)
     asked = {name: known_model(name).request for name in names}
-    steps = {name: len(LEVELS) + 1 + len(rungs_above(usual)) for name, usual in asked.items()}
+    larger = {name: 0 if usual_only else len(rungs_above(usual)) for name, usual in asked.items()}
+    steps = {name: len(LEVELS) + 1 + more for name, more in larger.items()}
     rows, cells, before = [], [], 0
     for name in names:
         progress = _Progress(told, before, sum(steps.values()))
         work = _Work(name, asked[name], columns, known, ram, sources or Sources(_measured, rehearsed_preset), progress)
         rows.append(work.model)
-        cells += work.cells()
+        cells += work.cells(larger=not usual_only)
         before += steps[name]
     told("", before, before)
     return Chart(cards=tuple(columns), models=tuple(rows), cells=tuple(cells), ram=ram)
@@ -94,12 +96,18 @@ def level_table(
 
 
 def asked_chart(
-    models: str | None, cards: str | None, ram: str | None, level_table_of: str | None, told: Told
+    models: str | None,
+    cards: str | None,
+    ram: str | None,
+    level_table_of: str | None,
+    told: Told,
+    *,
+    usual_only: bool = False,
 ) -> Chart | LevelTable:
     """What the command line's words ask for: names with commas between, and a size. InputError for anything else."""
     names, size = _names(cards), None if ram is None else parse_bytes(ram)
     if level_table_of is None:
-        return chart_of(_names(models), names, size, told=told)
+        return chart_of(_names(models), names, size, told=told, usual_only=usual_only)
     if models is not None:
         raise InputError(f"--level-table {level_table_of} is of one model: leave out --models {models}", models=models)
     return level_table(level_table_of, names, size, told=told)
@@ -138,8 +146,8 @@ class _Work:
         self._footprint = self._measured(usual)
         self.model = ChartedModel(name=name, request=usual, presets=tuple(self._presets()))
 
-    def cells(self) -> list[Cell]:
-        largest = climb(self._usual, [card.name for card in self._columns], self._fitting)
+    def cells(self, *, larger: bool) -> list[Cell]:
+        largest = climb(self._usual, [card.name for card in self._columns], self._fitting, upwards=larger)
         return [
             cell_of(self.model, self._footprint, card, self._known[card.name], self._ram, largest.get(card.name))
             for card in self._columns

@@ -33,19 +33,19 @@ def rungs_below(usual: Request) -> list[Request]:
     return _rungs(usual, [times for times in reversed(_times(usual)) if times < 1])
 
 
-def climb(usual: Request, cards: Collection[str], fitting: Fitting) -> dict[str, Largest]:
+def climb(usual: Request, cards: Collection[str], fitting: Fitting, *, upwards: bool = True) -> dict[str, Largest]:
     """The largest rung that each of `cards` holds, and what keeps it from more. Who holds none is left out.
 
     What a model takes no call of, `fitting` answers by raising one of REFUSALS.
 
-    Rungs are tried as long as any card holds the one before: first upwards, then downwards for those that do not hold
-    the usual request.
+    Rungs are tried as long as any card holds the one before: first `upwards`, unless nobody wants that, then downwards
+    for those that do not hold the usual request.
     """
     left = fitting(usual, cards)
     found = {card: Largest(request=usual, limit="card") for card in left}
     refused = set(cards) - left
     end: dict[str, str | None] = {"limit": "ladder", "refusal": None}
-    for rung in rungs_above(usual):
+    for rung in rungs_above(usual) if upwards else ():
         if not left:
             break
         try:
