@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.errors import InputError
-from tightfit.units import format_bytes, format_seconds, parse_bytes
+from tightfit.units import format_bytes, format_enough, format_seconds, parse_bytes
 
 SPELLINGS = ["KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]
 
@@ -164,3 +164,10 @@ def test_times_are_written_as_people_read_them(seconds: float, text: str) -> Non
 def test_whole_numbers_of_any_length_stay_whole() -> None:
     assert parse_bytes("9007199254740993") == 9007199254740993
     assert parse_bytes("9" * 400) == int("9" * 400)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2**49))
+def test_what_is_said_to_be_enough_is(size: int) -> None:
+    said = parse_bytes(format_enough(size))
+    assert size <= said <= max(1.015 * size, size + 1)

@@ -20,7 +20,6 @@ from tightfit.catalog.known import card_names, model_names
 from tightfit.chart import Cell, Chart, ChartedCard, LevelTable
 from tightfit.plan.guesses import GUESSED_DISK
 from tightfit.plan.levels import LEVEL_TILE
-from tightfit.plan.parts import SEGMENT
 from tightfit.plan.planner import SPARE
 from tightfit.report.chart import NONE, as_markdown, card_words, largest_words, levels_as_markdown, numbers
 from tightfit.report.heatmap import draw_chart
@@ -195,7 +194,6 @@ WORDS: dict[str, Callable[..., str]] = {
     "plan_command": plan_command,
     "plan_exit": plan_exit,
     "ram": ram,
-    "segment": lambda: format_bytes(SEGMENT),
     "share": lambda: f"{1 - SPARE:.0%}",
     "size": lambda name: format_bytes(column(name).bytes),
     "several": several,

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from tightfit.errors import InputError
 
-__all__ = ["format_bytes", "format_seconds", "parse_bytes"]
+__all__ = ["format_bytes", "format_enough", "format_seconds", "parse_bytes"]
 
 _FACTORS = {
     "": 1, "b": 1,
@@ -52,6 +52,22 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} PiB"
+
+
+def format_enough(count: int) -> str:
+    """`count` bytes likewise, rounded up: who gives what is said gives enough.
+
+    >>> format_bytes(1_706_000_000), format_enough(1_706_000_000)
+    ('1.59 GiB', '1.59 GiB')
+    >>> format_bytes(1_708_000_000), format_enough(1_708_000_000)
+    ('1.59 GiB', '1.6 GiB')
+    """
+    said = format_bytes(count)
+    if parse_bytes(said) >= count:
+        return said
+    number, unit = said.split()
+    digits = 3 - len(number.partition(".")[0])
+    return format_bytes(int((Fraction(number) + Fraction(1, 10**digits)) * _FACTORS[unit.lower()]))
 
 
 def format_seconds(seconds: float) -> str:

@@ -12,7 +12,7 @@ from tightfit.plan.search import storages_of
 from tightfit.plan.team import Member, Team, Together
 from tightfit.plan.turns import coming_early, order_of
 from tightfit.records import Accelerator, Budget, ComponentPlan, Footprint, Home, Machine, Plan, Reason, Storage
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import format_bytes, format_enough, format_seconds
 
 __all__ = ["plan_jointly"]
 
@@ -117,7 +117,7 @@ def _too_small(team: Team, lossy: Sequence[str], budget: Budget) -> BudgetTooSma
     asked = footprint.request.described if footprint.request else "this call"
     has = [f"{format_bytes(member.size)} on {member.device.name}" for member in team.members]
     has += [f"{format_bytes(ram)} of RAM"] if ram is not None else []
-    would = [f"{format_bytes(size)} on {name} would do" for name, size in needed.items() if size is not None]
+    would = [f"{format_enough(size)} on {name} would do" for name, size in needed.items() if size is not None]
     would += ["more RAM would do"] if ram is not None and team.fits(None) else []
     would += [f"allow={' or '.join(lossy)} would do"] if lossy else []
     would += ["something smaller may do"]

@@ -26,7 +26,7 @@ from tightfit.records import (
     Reason,
     check_techniques,
 )
-from tightfit.units import format_bytes
+from tightfit.units import format_bytes, format_enough
 
 __all__ = ["SPARE", "make_plan"]
 
@@ -125,9 +125,9 @@ def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: M
     asked = footprint.request.described if footprint.request else "this call"
     said = f"{footprint.pipeline} cannot do {asked} within {room.described} on {device.called}"
     said += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
-    would = [f"{format_bytes(needed + taken)} would do, for {phase}"]
+    would = [f"{format_enough(needed + taken)} would do, for {phase}"]
     waiting = search.least_ram(size) if ram is not None else None
-    would += [f"{format_bytes(waiting)} of RAM would do"] if waiting is not None else []
+    would += [f"{format_enough(waiting)} of RAM would do"] if waiting is not None else []
     smaller = [name for name, searches in lossy.items() if any(each.least(ram) <= size for each in searches)]
     would += [f"allow={' or '.join(smaller)} would do"] if smaller else []
     would += ["something smaller may do"]
