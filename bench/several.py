@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from budgets import ROOM, requests_of
+from budgets import ROOM, STEPS, requests_of
 from measuring import write
 from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
 from tightfit.catalog.known import known_card
@@ -80,7 +80,7 @@ def main() -> None:
     chosen = options.parse_args()
     names, rows = chosen.cards.split(","), []
     for model in chosen.models.split(","):
-        asked, *_ = requests_of(model)
+        asked = requests_of(model)[0].model_copy(update={"steps": STEPS})
         footprint = measure_footprint(model, asked)
         whole = sum(component.bytes for component in footprint.components)
         for share in map(float, chosen.shares.split(",")):
