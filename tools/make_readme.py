@@ -180,8 +180,8 @@ def all_budgets(shown: Callable[[str, str], bool] = lambda model, request: True)
     over = max(row["peak"] / row["predicted_peak"] for row in played)
     refused, failed = (sum(what in row for row in found) for what in ("refused", "failed"))
     said = (
-        f"{len(found)} budgets: {len(played)} kept to, {refused} refused, {failed} out of memory. What was said of a step was "
-        f"{min(steps):+.1%} to {max(steps):+.1%} off; the highest peak was {over:.0%} of what was said."
+        f"{len(found)} budgets: {len(played)} kept to, {refused} refused, {failed} out of memory. What was said of a "
+        f"step was {min(steps):+.1%} to {max(steps):+.1%} off; the highest peak was {over:.0%} of what was said."
     )
     return f"{table(head, rows)}\n\n{said}"
 
