@@ -60,7 +60,7 @@ pairs = st.tuples(st.integers(64 * MIB, 3 * GIB), st.integers(64 * MIB, 3 * GIB)
 rams = st.none() | st.integers(MIB, 3 * GIB)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=25)
 @given(footprints(), pairs, pairs, rams)
 def test_each_budget_holds_and_more_is_never_slower(
     footprint: Footprint, sizes: tuple[int, int], more: tuple[int, int], ram: int | None

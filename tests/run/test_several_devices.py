@@ -48,18 +48,9 @@ def apart(pipe: Any, placement: str) -> dict[str, Any]:
     return {"device": ONE, "components": elsewhere}
 
 
+@pytest.mark.parametrize("placement", ["resident", "per-phase", "per-unit"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_numbers_are_those_of_one_card(case: TinyCase) -> None:
-    check_numbers(case, "per-unit")
-
-
-@pytest.mark.parametrize("placement", ["resident", "per-phase"])
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("StableDiffusionXL", "Wan")])
-def test_so_they_are_without_streaming(case: TinyCase, placement: str) -> None:
-    check_numbers(case, placement)
-
-
-def check_numbers(case: TinyCase, placement: str) -> None:
+def test_numbers_are_those_of_one_card(case: TinyCase, placement: str) -> None:
     cards_of(2**40, 2**40)
     together = tightfit.fit(pipe := case.make(), level=0, device=ONE)
     wanted = run(pipe, case).cpu()
