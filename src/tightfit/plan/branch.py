@@ -20,6 +20,7 @@ from tightfit.records import Accelerator, Footprint, Reason, Storage, VaePlan, V
 __all__ = ["Branch", "Chance", "Found", "Known"]
 
 
+_ENDLESS = 2**63  # bytes: as many as wanted, of what is limited
 _Visitor = tuple[str, tuple[int, ...]]
 
 
@@ -58,9 +59,6 @@ class Chance(NamedTuple):
     wheres: Mapping[str, Where]
     ram: int  # bytes of host memory for masters and for maps that wait
     branch: Branch
-
-
-_ENDLESS = 2**63  # bytes: as many as wanted, of what is limited
 
 
 class Known:

@@ -61,7 +61,8 @@ class Flow:
                 self._need(parcel)
             self._host += launching
             self.now = max(self.now + seconds, self._host)
-            self._host = self.now if waits else self._host
+            if waits:
+                self._host = self.now
             if parcel:
                 self._done(parcel)
         self._order.end()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ __all__ = [
     "group_leaves",
     "loose_bytes",
     "parcel_sizes",
+    "paths_to",
     "settle_streaming",
     "spread_evenly",
 ]
@@ -119,9 +120,15 @@ def group_leaves(component: Component, grain: Grain) -> dict[str, list[str]]:
     blocks = {unit.name for unit in component.units if unit.name} if grain == "block" else set()
     groups: dict[str, list[str]] = {}
     for leaf in component.leaves:
-        paths = itertools.accumulate(leaf.name.split("."), "{}.{}".format)
-        groups.setdefault(next((path for path in paths if path in blocks), leaf.name), []).append(leaf.name)
+        groups.setdefault(next((path for path in paths_to(leaf.name) if path in blocks), leaf.name), []).append(
+            leaf.name
+        )
     return groups
+
+
+def paths_to(name: str) -> Iterator[str]:
+    """Names of all that a part is inside of, the outermost first, and its own."""
+    return itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 def settle_streaming(

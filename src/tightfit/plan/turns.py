@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+from tightfit.plan.streaming import paths_to
 from tightfit.records import ComponentPlan, Footprint, Pass, Reason, Stint
 
 __all__ = ["coming_early", "order_of"]
@@ -29,15 +30,10 @@ def _key(done: Pass) -> tuple[str, str]:
 def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
     """The largest parts of a component of which nothing has work in one of its methods."""
     passes = (done for phase in footprint.phases for done in phase.passes if _key(done) == key)
-    used = {path for done in passes for use in done.uses for turn in use.turns for path in _paths(turn.leaf)}
+    used = {path for done in passes for use in done.uses for turn in use.turns for path in paths_to(turn.leaf)}
     leaves = (leaf.name for c in footprint.components if c.name == key[0] for leaf in c.leaves)
-    roots = (next((path for path in _paths(leaf) if path not in used), None) for leaf in leaves)
+    roots = (next((path for path in paths_to(leaf) if path not in used), None) for leaf in leaves)
     return tuple(root for root in dict.fromkeys(roots) if root is not None)
-
-
-def _paths(leaf: str) -> Iterator[str]:
-    """A leaf, after all that it is inside of."""
-    return itertools.accumulate(leaf.split("."), "{}.{}".format)
 
 
 def coming_early(order: Sequence[Stint], components: Mapping[str, ComponentPlan]) -> Iterator[Reason]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +12,7 @@ from torch import nn
 from tightfit.apply.weights.homes import Home, HostHome, plain_parts, rebuilt
 from tightfit.devices.memory import copy_alike
 from tightfit.measure.modules import compiled_around, find_leaves
-from tightfit.plan.streaming import group_leaves
+from tightfit.plan.streaming import group_leaves, paths_to
 from tightfit.records import Component, Grain
 
 __all__ = ["Parcel", "Place", "behind_gates", "expected_in", "parcels_of"]
@@ -111,8 +110,7 @@ def parcels_of(
         likes, home = [_like(master) for master in masters], home_of(masters)
         if not home.writable:
             masters = [_emptied(master, of) for master, of in zip(masters, places, strict=True)]
-        around_it = set(itertools.accumulate(name.split("."), "{}.{}".format))
-        without = [method for method, parts in unused.items() if not around_it.isdisjoint(parts)]
+        without = [method for method, parts in unused.items() if any(path in parts for path in paths_to(name))]
         parcels.append(Parcel(name, gates, masters, likes, places, home, without))
     return parcels
 
