@@ -16,6 +16,7 @@ from inspection import assert_same, imprint, relative_error
 from tightfit import PlanError, apply_plan, fit
 from tightfit.apply.weights.eight_bits import storable
 from tightfit.apply.weights.homes import plain_parts
+from tightfit.apply.weights.shelf import Shelf
 from tightfit.apply.weights.storage import store_weights
 from tightfit.measure.modules import find_components, find_leaves, find_role, inspect_component, weight_bytes
 from tightfit.plan.streaming import AHEAD, settle_streaming
@@ -227,7 +228,7 @@ def test_what_is_stored_is_cut_up_as_before(storage: Any) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(16384, 16384), nn.Linear(600, 600))  # 1 GiB; 1.4 MB, less than a thousandth
     before = list(find_leaves(model))
-    _, restore = store_weights(model, ComponentPlan(storage=storage), originals_in_ram=True)
+    _, restore = store_weights(model, ComponentPlan(storage=storage), Shelf(), originals_in_ram=True)
     assert list(find_leaves(model)) == before == ["0", "1"]
     restore()
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}

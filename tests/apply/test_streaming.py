@@ -14,7 +14,7 @@ from torch import nn
 from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
 from tightfit import fit
-from tightfit.apply.weights import placement
+from tightfit.apply.weights import housing
 from tightfit.apply.weights.fp8 import Float8Weight, storable
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.lane import LateLane
@@ -117,7 +117,7 @@ def test_an_order_that_is_known_is_never_late(name: str) -> None:
 
 def test_a_processor_reads_past_the_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     readers: list[DiskReader] = []
-    monkeypatch.setattr(placement, "DiskReader", lambda: readers.append(DiskReader()) or readers[-1])
+    monkeypatch.setattr(housing, "DiskReader", lambda: readers.append(DiskReader()) or readers[-1])
     case, pipe, untouched = prepared("Flux")
     fitted = fit(pipe, plan={"components": {"transformer": {"placement": "per-unit", "home": "disk"}}}, device="cpu")
     assert torch.equal(run(pipe, case), untouched)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
@@ -12,6 +10,8 @@ from torch import nn
 from inspection import assert_same, imprint, relative_error
 from tightfit import fit
 from tightfit.apply.weights.cargo import Cargo
+from tightfit.apply.weights.disk import Spill
+from tightfit.apply.weights.eight_bits import StoredWeight
 from tightfit.apply.weights.fp8 import Float8Weight, storable
 from tightfit.devices.seam import CpuDevice, LoopbackDevice
 from tightfit.measure.modules import find_units, weight_bytes
@@ -250,11 +250,17 @@ def test_a_parameter_replaced_while_it_was_here_stays_replaced() -> None:
 
 
 def test_originals_wait_on_disk_only_where_ram_is_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[Any] = []
-    monkeypatch.setattr("tightfit.apply.weights.storage.save_file", lambda *arguments: saved.append(arguments))
+    written: list[torch.Tensor] = []
+    write = Spill.write
+    monkeypatch.setattr(Spill, "write", lambda self, tensor: written.append(tensor.clone()) or write(self, tensor))
     storage = {"components": {"model": {"storage": "float8_e4m3fn"}}}
     fit(Tower(), plan=storage, device="loopback")
-    assert not saved
-    fit(Tower(), plan=storage, device="cpu")
-    assert len(saved) == 1
+    assert not written
+    model = Tower()
+    originals = [parameter.detach().clone() for parameter in model.parameters()]
+    fitted = fit(model, plan=storage, device="cpu")
+    stored = [parameter for parameter in model.parameters() if isinstance(parameter, StoredWeight)]
+    assert len(written) == len(stored) > 1
+    fitted.undo()
+    assert all(map(torch.equal, model.parameters(), originals))
     assert not CpuDevice().separate

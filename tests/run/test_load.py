@@ -125,6 +125,27 @@ def test_a_budget_makes_the_plan_before_anything_is_loaded(folders: dict[str, Pa
     assert torch.equal(run(loaded.pipe, case), plain)
 
 
+def test_what_stays_in_files_is_planned_for_too(folders: dict[str, Path]) -> None:
+    """Weights that are read as they are used come to stay for a small picture, and go for the next large one."""
+    case = case_of("StableDiffusion")
+    plain, asked = run(whole(folders[case.name]), case), {"height": 64, "width": 64, "batch": 2, "steps": 2}
+    loaded = load(folders[case.name], budget="50MiB", ram="1KB", request=asked, device="loopback", dtype="float32")
+    loaded.pipe.set_progress_bar_config(disable=True)
+
+    def places() -> set[tuple[str, str]]:
+        return {(part.placement, part.home) for part in loaded.fitted.plan.components.values()}
+
+    assert places() == {("per-phase", "disk")}
+    assert torch.allclose(run(loaded.pipe, case), plain, atol=1e-5)
+    loaded.pipe(**case.call() | {"height": 8, "width": 8})
+    assert places() == {("resident", "host")}
+    assert torch.allclose(run(loaded.pipe, case), plain, atol=1e-5)
+    assert places() == {("per-phase", "disk")}
+    assert "unet: per-phase, from disk (before: resident)" in str(loaded.fitted.report().trace.notes)
+    loaded.fitted.undo()
+    assert torch.equal(run(loaded.pipe, case), plain)
+
+
 def test_what_does_not_fit_is_not_loaded(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "build_straight", lambda *_: pytest.fail("loaded"))
     with pytest.raises(BudgetTooSmall, match="would do"):

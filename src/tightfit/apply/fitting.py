@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import watch
 from tightfit.apply.methods import cast_at_home, computing, exported, refused
 from tightfit.apply.session import Session
-from tightfit.apply.weights.disk import Stored
 from tightfit.apply.weights.places import Places
 from tightfit.apply.weights.rescue import rescued
-from tightfit.apply.weights.storage import check_storage
+from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.storage import check_storage, left_in_files
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
@@ -96,33 +96,53 @@ class Fitted:
         device: Device,
         *,
         count_activations: bool = True,
-        stored: Mapping[int, Stored] | None = None,
+        shelf: Shelf | None = None,
         replans: Replans | None = None,
     ) -> None:
+        """`shelf` has what of the weights is in files alone."""
         self._device, self._recorder = device, JointRecorder(device, count_activations)
+        self._shelf = shelf or Shelf()
         self._calls = Calls(device, replans)
         self._trace: Trace | None = None
         self._undo: ExitStack | None = None
-        self.follow(pipe, plan, stored)
+        self.follow(pipe, plan)
 
-    def follow(self, pipe: Any, plan: Plan, stored: Mapping[int, Stored] | None = None) -> None:
-        """From now on `pipe`, which is the same as before, follows `plan` instead."""
-        self.undo()
+    def follow(self, pipe: Any, plan: Plan) -> None:
+        """From now on `pipe`, which is the same as before, follows `plan` instead.
+
+        What both read from files as it is used is not read in between.
+        """
+        self._shelf.stays = True
+        try:
+            self.undo()
+        finally:
+            self._shelf.stays = False
+        self._shelf.begin()
         devices = self._devices_of(plan)
         self.plan, self.devices = plan, tuple(devices.values())
-        self._places = Places(plan, devices, self._recorder, stored)
+        self._places = Places(plan, devices, self._recorder, self._shelf)
         alone = isinstance(pipe, nn.Module)  # nobody else wants its place
         self._session = Session(self._places, self._recorder, self._finished, keeps=alone)
+        components = find_components(pipe)
         with ExitStack() as undo:
+            undo.callback(self._clear_shelf, components.values())
             for device in devices.values():
                 self._limit(device, plan, undo)
-            for name, module in find_components(pipe).items():
+            for name, module in components.items():
                 chosen, device = plan.components.get(name, ComponentPlan()), devices[plan.device_of(name)]
                 self._fit_component(name, module, chosen, device, undo)
             if not isinstance(pipe, nn.Module):
                 undo.callback(disguise(pipe, **self._pipeline_members(type(pipe)), **{HANDLE: self}))
             undo.callback(self._places.clear)
             self._undo = undo.pop_all()
+        self._shelf.tidy()
+
+    def _clear_shelf(self, components: Iterable[nn.Module]) -> None:
+        """Nothing is in files alone any more, unless another plan follows."""
+        if not self._shelf.stays:
+            for module in components:
+                self._shelf.fill(module)
+            self._shelf.close()
 
     def _devices_of(self, plan: Plan) -> dict[str, Device]:
         """On which components compute by `plan`, by name; all of them are measured."""
@@ -148,13 +168,14 @@ class Fitted:
     ) -> None:
         """Layout, place, storage, moving activations; then the module learns to say when it works."""
         residency, recorder = self._places.of(name), self._recorder.of(device.name)
+        self._shelf.fill(module, left_in_files(module, plan, separate=device.separate))
         forward = exported(module, plan)  # before anything is changed: it is compared with the module
         if plan.channels_last:
             undo.callback(channels_last(module))
         copied = plan.placement == "resident" and device.swaps_parameters  # then copies come as they are stored
         if copied:
             self._store(name, module, plan, undo, counted=False)
-        residency.place(module, plan, undo)
+        residency.place(name, module, plan, undo)
         if not copied:
             self._store(name, module, plan, undo, counted=plan.placement == "resident" or not device.separate)
         residency.stream(name, module, plan, undo)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tightfit.apply.weights.disk import Stored, read_stored
+from tightfit.apply.weights.shelf import Shelf
 from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, network_folder
 from tightfit.checkpoint.loading import load_pipeline, quietly
 from tightfit.checkpoint.tensors import NotStraight, Place, place_weights, read_places
@@ -31,23 +32,23 @@ class Straight:
         self.pipe = pipe
         self._networks, self._places = networks, places
 
-    def fill(self, left: Callable[[str, nn.Module], Set[int]]) -> dict[int, Stored]:
+    def fill(self, left: Callable[[str, nn.Module], Set[int]]) -> Shelf:
         """Reads all weights but those that `left` names, by id, of a network and its name; returns where those are.
 
         ModelError where a file ends too soon, cannot be read or was changed since its header was.
         """
-        stored: dict[int, Stored] = {}
+        shelf = Shelf()
         with DiskReader() as reader:
             for name, places in self._places.items():
                 network = self._networks[name]
                 unread = left(name, network)
                 for weight, place in _weights(network, places).values():
                     where = Stored(place.path, place.offset, place.dtype, weight.shape, _strides(weight.shape))
-                    if id(weight) in unread:
-                        stored[id(weight)] = where
+                    if isinstance(weight, nn.Parameter) and id(weight) in unread:
+                        shelf.put(weight, where)
                     else:
                         _replace(network, weight, read_stored(where, reader).to(weight.dtype))
-        return stored
+        return shelf
 
 
 def build_straight(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -> Straight:

@@ -119,5 +119,7 @@ def _shadow(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if type(plain) is not torch.Tensor:
         kind = type(plain).__name__
         raise PlanError(f"{name} has weights of type {kind}, whose shapes alone say too little", name=name, kind=kind)
-    shape = torch.empty_like(plain, device="meta") if plain.numel() > LARGE else plain.to("cpu", copy=True)
+    shape = (
+        torch.empty_like(plain, device="meta") if plain.numel() > LARGE or plain.is_meta else plain.to("cpu", copy=True)
+    )
     return nn.Parameter(shape, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape

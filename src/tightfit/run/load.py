@@ -7,20 +7,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.fitting import Fitted
-from tightfit.apply.weights.storage import storable_in
+from tightfit.apply.weights.storage import left_in_files
 from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.headers import names_in
 from tightfit.checkpoint.straight import build_straight
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError, PlanError, unknown_name
-from tightfit.measure.modules import leaf_weights
-from tightfit.records import ComponentPlan, Plan, Request
+from tightfit.records import Plan, Request
 from tightfit.run.models import DTYPES, find_model, stored_dtype
-from tightfit.run.pupil import Pupil
 from tightfit.run.replanning import Replanner
 from tightfit.run.wishes import Wish, limits_for
 from tightfit.run.within import Made, plan_within, site_of
@@ -52,8 +49,7 @@ def load(
 
     At most one of `budget` (with `ram` and `allow`, see `fit`), `level` and `plan` is given; given none of them, the
     plan is for 95 % of what is free. A budget's plan is made from the folder's configurations before anything is
-    loaded. A call that asks for something else is planned for as `fit` says, unless weights are on the disk or in
-    eight bits: then it follows the same plan.
+    loaded. A call that asks for something else is planned for as `fit` says; what stays in files is not read for it.
 
     As `fit(DiffusionPipeline.from_pretrained(model), …)`, but nothing is loaded that the plan wants on the disk: of a
     component with home "disk", large layers are read from its safetensors files whenever they are used. `dtype` is
@@ -80,22 +76,14 @@ def load(
     straight = build_straight(path, folder, getattr(torch, dtype))
     decided = made.plan if made is not None else decide(straight.pipe, choices, request, target)
 
-    stored = straight.fill(lambda name, network: _unread(network, decided.components[name], target))
-    replans = Replanner(straight.pipe, site, made) if made and site and not stored else None
-    fitted = Fitted(straight.pipe, decided, target, count_activations=count_activations, stored=stored, replans=replans)
-    if made is not None:
-        fitted.tell(replans.pupil if replans is not None else Pupil.of(target, made))
+    shelf = straight.fill(
+        lambda name, network: left_in_files(network, decided.components[name], separate=target.separate)
+    )
+    replans = Replanner(straight.pipe, site, made) if made and site else None
+    fitted = Fitted(straight.pipe, decided, target, count_activations=count_activations, shelf=shelf, replans=replans)
+    if replans is not None:
+        fitted.tell(replans.pupil)
     return Loaded(straight.pipe, fitted)
-
-
-def _unread(network: nn.Module, chosen: ComponentPlan, target: Device) -> set[int]:
-    """By id, the weights that need not be read to fill `network`: each is when it is used, or stored in eight bits."""
-    weights = {id(weight) for _, _, weight in storable_in(network, chosen)}
-    if chosen.placement == "resident":
-        return set() if target.separate else weights
-    if chosen.home == "disk" and chosen.compute_dtype is None:  # else all that is not stored is converted
-        weights |= leaf_weights(network)
-    return {id(weight) for weight in network.parameters() if weight.is_meta}.intersection(weights)
 
 
 def _find(model: str | Path) -> tuple[Path, ModelFolder | None]:

@@ -11,6 +11,7 @@ from torch import nn
 from tightfit.apply.weights.away import AwayWeight
 from tightfit.apply.weights.homes import version_of, write_back
 from tightfit.apply.weights.parcels import Parcel
+from tightfit.apply.weights.shelf import Shelf
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
@@ -87,9 +88,15 @@ class Absences:
         for parcel in self._valueless():
             parcel.show(parcel.masters, self._of[parcel])
 
-    def give_back(self) -> None:
-        """Masters without values have them again, as others wrote them, and modules find them."""
+    def give_back(self, shelf: Shelf | None = None) -> None:
+        """Masters without values have them again, as others wrote them, and modules find them.
+
+        With a `shelf`, modules find shapes there, but for what others wrote into.
+        """
         for parcel in self._valueless():
+            if shelf is not None and not any(away.absence.written is not None for away in self._of[parcel]):
+                parcel.show(self._of[parcel], parcel.shapes(shelf))
+                continue
             parcel.fill()
             self._write_back(parcel)
             parcel.show(self._of[parcel], parcel.masters)

@@ -55,6 +55,7 @@ class DiskHome(Home):
     def __init__(self, stored: Sequence[Stored], reader: DiskReader, stager: Stager | None = None) -> None:
         """With a `stager`, what goes to another device is read and sent by that."""
         self._reader, self._stager = reader, stager
+        self.stored = tuple(stored)
         self._runs: list[tuple[Extent, int]] = []  # what is read, and to where
         places = _runs(stored, self._runs)
         self.layouts = tuple(

@@ -9,7 +9,9 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from tightfit.apply.weights.disk import DiskHome
 from tightfit.apply.weights.homes import Home, HostHome, plain_parts, rebuilt
+from tightfit.apply.weights.shelf import Shelf
 from tightfit.devices.memory import copy_alike
 from tightfit.measure.modules import compiled_around, find_leaves
 from tightfit.plan.streaming import group_leaves, paths_to
@@ -71,6 +73,17 @@ class Parcel:
         for tensor in (part for master in self.masters for part in plain_parts(master)):
             tensor.data = copy_alike(plain.pop(0))
 
+    def shapes(self, shelf: Shelf) -> list[nn.Parameter]:
+        """What stands for the masters, which are on the disk; those in a format of their own as they are, empty."""
+        assert isinstance(self.home, DiskHome)
+        stored = iter(self.home.stored)
+        found = []
+        for master, like in zip(self.masters, self.likes, strict=True):
+            where = [next(stored) for _ in plain_parts(master)]
+            plain = plain_parts(master)[0] is master
+            found.append(shelf.shape_of(master, like, where[0]) if plain else master)
+        return found
+
     def put_by_others(self, ours: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """What others put where weights are looked up (not by id among `ours`), with the number of the weight."""
         for index, places in enumerate(self.places):
@@ -93,10 +106,13 @@ def parcels_of(
     component: Component,
     grain: Grain,
     home_of: Callable[[list[nn.Parameter]], Home],
+    weight_of: Callable[[nn.Parameter], nn.Parameter],
     inside: Mapping[int, nn.Module] = MappingProxyType({}),
     unused: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> list[Parcel]:
     """The parcels of `module` in the order of the model; `home_of` finds a home for the masters of each.
+
+    A master that is only a shape is what `weight_of` says.
 
     Weights of modules whose ids are `inside` another, which works them several times over, stay as long as that works.
     For methods by name, some parts are `unused`, with all that is inside of them.
@@ -109,7 +125,7 @@ def parcels_of(
         gates = tuple(around.get(id(owner), owner) for owner in owners)
         likes, home = [_like(master) for master in masters], home_of(masters)
         if not home.writable:
-            masters = [_emptied(master, of) for master, of in zip(masters, places, strict=True)]
+            masters = [_emptied(master, weight_of(master), of) for master, of in zip(masters, places, strict=True)]
         without = [method for method, parts in unused.items() if any(path in parts for path in paths_to(name))]
         parcels.append(Parcel(name, gates, masters, likes, places, home, without))
     return parcels
@@ -146,13 +162,11 @@ def _like(master: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(master.shape, master.stride(), dtype=master.dtype, device="meta")
 
 
-def _emptied(master: nn.Parameter, places: list[Place]) -> nn.Parameter:
-    """`master` without its values; in its places is another where it never had any."""
-    if not master.is_meta:
+def _emptied(master: nn.Parameter, weight: nn.Parameter, places: list[Place]) -> nn.Parameter:
+    """`weight`, which is `master` or takes its place, without values."""
+    if weight is master:
         for part in plain_parts(master):
             part.data = torch.empty(0, dtype=part.dtype)
-        return master
-    hollow = nn.Parameter(torch.empty(0, dtype=master.dtype), master.requires_grad)
     for place in places:
-        place.table[place.name] = hollow
-    return hollow
+        place.table[place.name] = weight
+    return weight

@@ -6,24 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
-import torch
 from torch import nn
 
 from tightfit.apply.activations.feed_forward import inside_feed_forwards
 from tightfit.apply.weights.agenda import Agenda, Pass
 from tightfit.apply.weights.cargo import Cargo
-from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_like, read_stored
 from tightfit.apply.weights.eight_bits import StoredWeight
-from tightfit.apply.weights.homes import HOST, Home, HostHome, moved, plain_parts
+from tightfit.apply.weights.homes import HOST, moved
+from tightfit.apply.weights.housing import Housing
 from tightfit.apply.weights.parcels import Parcel, parcels_of
 from tightfit.apply.weights.rescue import rescue_blocks, rescued
-from tightfit.apply.weights.staging import Stager
+from tightfit.apply.weights.shelf import Shelf
 from tightfit.apply.weights.storage import store_weights
 from tightfit.apply.weights.streamer import Streamer
-from tightfit.devices.disk import DiskReader
 from tightfit.devices.memory import trim_heap
 from tightfit.devices.seam import Device
-from tightfit.measure.modules import find_units, inspect_component, leaf_weights, weight_bytes
+from tightfit.measure.modules import find_units, inspect_component, leaf_weights, weight_bytes, weight_tensors
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.guests import ALTERNATIONS
 from tightfit.plan.streaming import settle_streaming
@@ -39,13 +37,10 @@ class Residency:
     ControlNet and its UNet): those stay together from then on.
     """
 
-    def __init__(self, device: Device, recorder: Recorder, stored: Mapping[int, Stored] | None = None) -> None:
-        self._device = device
-        self._stored = stored or {}  # which files hold what, by id
-        self._aside: dict[int, tuple[torch.Tensor, Stored]] = {}  # which were written to the disk already, by id
-        self._spill: Spill | None = None
-        self._reader: DiskReader | None = None
-        self._stager: Stager | None = None
+    def __init__(self, device: Device, recorder: Recorder, shelf: Shelf) -> None:
+        self._device, self._shelf = device, shelf
+        self._housing = Housing(device, shelf)
+        self._elsewhere: set[str] = set()  # whose weights were not in host memory before
         self._recorder = recorder
         self._cargo: dict[str, Cargo] = {}
         self._streamers: dict[str, Streamer] = {}
@@ -56,8 +51,13 @@ class Residency:
         self._unused: Mapping[Pass, Sequence[str]] = {}  # parts that have no work, as far as that is known
         self._coming: Pass | None = None  # whose turn is next, and who comes already
 
-    def place(self, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
-        """Moves the weights of `module` to where they are while nobody works; `undo` takes them back."""
+    def place(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
+        """Moves the weights of `module`, the component `name`, to where they are while nobody works.
+
+        `undo` takes them back.
+        """
+        if any(tensor.device != HOST and not tensor.is_meta for tensor in weight_tensors(module)):
+            self._elsewhere.add(name)
         if plan.placement == "resident" and self._device.swaps_parameters:
             cargo = Cargo(module, self._device, self._recorder)
             cargo.bring()
@@ -76,12 +76,11 @@ class Residency:
         passing = leaf_weights(module) if plan.home == "disk" and plan.placement != "resident" else set()
 
         def aside(original: nn.Parameter, weight: StoredWeight) -> None:
-            for part in plain_parts(weight) if id(original) in passing else ():
-                self._aside[id(part)] = part, self._spilling(undo).write(part)
-                part.data = torch.empty(0, dtype=part.dtype)
+            if id(original) in passing:
+                self._housing.set_aside(weight)
 
         in_ram = self._device.separate
-        grown, restore = store_weights(module, plan, originals_in_ram=in_ram, files=self._stored, aside=aside)
+        grown, restore = store_weights(module, plan, self._shelf, originals_in_ram=in_ram, aside=aside)
         trim_heap()
         undo.callback(restore)
         return grown
@@ -95,8 +94,9 @@ class Residency:
             plan = settle_streaming(component, plan)
         inside = inside_feed_forwards(module) if plan.feed_forward else {}
         unused = {method: parts for (whose, method), parts in self._unused.items() if whose == name}
-        parcels = parcels_of(module, component, plan.grain or "leaf", self._homes(plan, undo), inside, unused)
-        self._settle_disk()
+        homes, weight_of = self._housing.homes(plan, undo), self._shelf.weight_of
+        parcels = parcels_of(module, component, plan.grain or "leaf", homes, weight_of, inside, unused)
+        self._housing.settle(module)
         if plan.pinned:
             self._lock(name, parcels, undo)
         stays = {parcel.name for parcel in parcels} if plan.placement == "per-phase" else plan.stays or ()
@@ -107,7 +107,7 @@ class Residency:
             rescue_blocks(find_units(module), lambda block: self.make_more_room(name, block), undo)
         if plan.home == "disk":
             streamer.set_aside()
-            undo.callback(streamer.give_back)
+            undo.callback(self._give_back, name)
         if self._device.separate:
             self._cargo[name] = Cargo(module, self._device, self._recorder, without=streamer.owned)
         else:  # what is small is in RAM anyway, and what is large no more
@@ -118,55 +118,10 @@ class Residency:
         self._recorder.weights_changed(size)
         undo.callback(self._recorder.weights_changed, -size)
 
-    def _spilling(self, undo: ExitStack) -> Spill:
-        if self._spill is None:
-            self._spill = Spill()
-            undo.callback(self._spill.close)
-        return self._spill
-
-    def _settle_disk(self) -> None:
-        """All that goes to the disk is there; what went there too early, because no layer is large with it, is back."""
-        if self._aside:
-            with DiskReader() as reader:
-                for part, stored in self._aside.values():
-                    part.data = read_stored(stored, reader)
-            self._aside.clear()
-        if self._spill is not None:
-            self._spill.finish()
-
-    def _homes(self, plan: ComponentPlan, undo: ExitStack) -> Callable[[list[nn.Parameter]], Home]:
-        """How to find a home for masters."""
-        if plan.home == "host":
-            stager = self._staging(undo) if self._device.plain_copies_block else None
-            return lambda masters: HostHome(_plain(masters), self._device, stager)
-        stager = self._staging(undo) if self._device.separate and self._device.takes_threads else None
-        if self._reader is None:
-            self._reader = DiskReader()
-            undo.callback(self._reader.close)
-        reader = self._reader
-
-        def on_disk(tensor: torch.Tensor) -> Stored:
-            """Where `tensor` is as it is used; it is written where it is in no file, or not like that."""
-            if id(tensor) in self._aside:
-                return self._aside.pop(id(tensor))[1]
-            stored = self._stored.get(id(tensor))
-            if stored is None:
-                return self._spilling(undo).write(tensor)
-            same_layout = tensor.ndim < 4 or stored.strides == tensor.stride()  # kernels may be channels-last
-            if same_layout and stored.dtype == tensor.dtype:
-                return stored
-            return self._spilling(undo).write(read_like(tensor, stored, reader))
-
-        def home_of(masters: list[nn.Parameter]) -> Home:
-            return DiskHome([on_disk(tensor) for tensor in _plain(masters)], reader, stager)
-
-        return home_of
-
-    def _staging(self, undo: ExitStack) -> Stager:
-        if self._stager is None:
-            self._stager = Stager(self._device)
-            undo.callback(self._stager.close)
-        return self._stager
+    def _give_back(self, name: str) -> None:
+        """What `name` has on the disk it has in memory again; or there, where another plan follows."""
+        goes_on = self._shelf.stays and name not in self._elsewhere
+        self._streamers[name].give_back(self._shelf if goes_on else None)
 
     def _lock(self, name: str, parcels: list[Parcel], undo: ExitStack) -> None:
         """Page-locks the masters, as far as the system lets us."""
@@ -306,7 +261,3 @@ class Residency:
             self._evict(name)
         self._turns.clear()
         self._last = None
-
-
-def _plain(masters: list[nn.Parameter]) -> list[torch.Tensor]:
-    return [part for master in masters for part in plain_parts(master)]

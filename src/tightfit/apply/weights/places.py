@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tightfit.apply.weights.disk import Stored
 from tightfit.apply.weights.placement import Residency
+from tightfit.apply.weights.shelf import Shelf
 from tightfit.devices.seam import Device
 from tightfit.measure.joint import JointRecorder
 from tightfit.records import Plan
@@ -21,10 +21,10 @@ class Places:
         plan: Plan,
         devices: Mapping[str, Device],
         recorder: JointRecorder,
-        stored: Mapping[int, Stored] | None = None,
+        shelf: Shelf,
     ) -> None:
         self._plan = plan
-        self._all = {name: Residency(device, recorder.of(name), stored) for name, device in devices.items()}
+        self._all = {name: Residency(device, recorder.of(name), shelf) for name, device in devices.items()}
         if plan.order:
             passes = [(each.component, each.method) for each in plan.order for _ in range(each.runs)]
             unused = {(each.component, each.method): each.unused for each in plan.order}

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import tempfile
-import weakref
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tightfit.apply.weights.disk import Stored, read_like
+from tightfit.apply.weights.disk import read_like
 from tightfit.apply.weights.eight_bits import Entry, StoredWeight, storable
 from tightfit.apply.weights.fp8 import Float8Weight
 from tightfit.apply.weights.homes import plain_parts, rebuilt
+from tightfit.apply.weights.shelf import Shelf
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.memory import own_room
 from tightfit.errors import PlanError
+from tightfit.measure.modules import leaf_weights
 from tightfit.records import ComponentPlan, Plan, Storage
 
-__all__ = ["check_storage", "storable_in", "store_weights"]
+__all__ = ["check_storage", "left_in_files", "storable_in", "store_weights"]
 
 PIECE = 4 * 2**20  # bytes that are stored in eight bits at once
 
@@ -40,39 +38,6 @@ def check_storage(plan: Plan) -> None:
                 ) from error
 
 
-class _Originals:
-    """Weights set aside: kept in RAM, or written to a temporary file where RAM is what should be saved."""
-
-    def __init__(self, parameters: list[nn.Parameter], in_ram: bool) -> None:
-        parameters = [parameter for parameter in parameters if not parameter.is_meta]  # which has no values
-        self._parameters = parameters
-        self._file: Path | None = None
-        if in_ram:
-            for parameter in parameters:
-                parameter.data = parameter.data.to("cpu")  # whoever moved them to the device moves them back
-        if in_ram or not parameters:
-            return
-        self._folder = tempfile.TemporaryDirectory(prefix="tightfit-originals-")
-        self._forget = weakref.finalize(self, self._folder.cleanup)
-        self._file = Path(self._folder.name) / "weights.safetensors"
-        self._strides = [parameter.stride() for parameter in parameters]
-        save_file({str(i): p.data.contiguous().clone() for i, p in enumerate(parameters)}, self._file)
-        for parameter in parameters:
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-
-    def give_back(self) -> None:
-        """Every parameter holds its original values again, in their original strides."""
-        if self._file is None:
-            return
-        tensors = load_file(self._file)
-        for index, (parameter, strides) in enumerate(zip(self._parameters, self._strides, strict=True)):
-            value = tensors.pop(str(index))
-            data = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=parameter.device)
-            parameter.data = data.copy_(value)
-        self._forget()
-        self._file = None
-
-
 def storable_in(module: nn.Module, plan: ComponentPlan) -> list[Entry]:
     """What `plan` stores in eight bits: matrices and kernels; as int8 the matrices of linear layers only."""
     if plan.storage == "as-loaded":
@@ -80,46 +45,60 @@ def storable_in(module: nn.Module, plan: ComponentPlan) -> list[Entry]:
     return list(storable(module, plan.skip, nn.Linear if plan.storage == "int8" else nn.Module))
 
 
+def left_in_files(network: nn.Module, chosen: ComponentPlan, *, separate: bool) -> set[int]:
+    """By id, the weights that `network` can follow `chosen` without: each is read when it is used, or stored.
+
+    On a `separate` device, whose memory is not the host's, or on the CPU.
+    """
+    weights = {id(weight) for _, _, weight in storable_in(network, chosen)}
+    if chosen.placement == "resident":
+        return set() if separate else weights
+    if chosen.home == "disk" and chosen.compute_dtype is None:  # else all that is not stored is converted
+        weights |= leaf_weights(network)
+    return {id(weight) for weight in network.parameters() if weight.is_meta}.intersection(weights)
+
+
 def store_weights(
     module: nn.Module,
     plan: ComponentPlan,
+    shelf: Shelf,
     *,
     originals_in_ram: bool,
-    files: Mapping[int, Stored] | None = None,
     aside: Callable[[nn.Parameter, StoredWeight], None] = lambda original, weight: None,
 ) -> tuple[int, Callable[[], None]]:
     """Stores what `plan` wants of `module`'s weights in eight bits, one weight after another.
 
-    `files` says, by id, which file holds an original that was not read; it is read there, and again to restore it.
-    `aside` is given each original and what it became.
+    Originals on the `shelf` are read from there one by one, and stay there; others go to RAM, or to a file on the shelf
+    where RAM is what should be saved. `aside` is given each original and what it became.
 
     Returns by how many bytes the module's weights grew (negative), and how to restore the originals exactly.
     What was written into a stored weight in the meantime (a fused LoRA) wins over its original.
     """
     compute = getattr(torch, plan.compute_dtype) if plan.compute_dtype else None
     entries = storable_in(module, plan)
-    each = {id(original): original for _, _, original in entries}
-    unread = {key: files[key] for key in each if files is not None and key in files}
+    originals = {id(original): original for _, _, original in entries}
     stored: dict[int, StoredWeight] = {}
     grown = 0
     with DiskReader() as reader:
-        for key, original in each.items():
-            there = read_like(original, unread[key], reader) if key in unread else original
+        for key, original in originals.items():
+            file = shelf.where(original)
+            there = original if file is None else read_like(original, file, reader)
             weight = stored[key] = _stored(there, plan.storage, compute, original.requires_grad)
             grown += weight.nbytes - original.nbytes
             aside(original, weight)
     for owner, name, original in entries:
         owner._parameters[name] = stored[id(original)]  # type: ignore[assignment]
-    originals = _Originals(list(each.values()), originals_in_ram)
+    kept = _set_aside(originals, shelf, in_ram=originals_in_ram)
     cast = _cast_rest(module, compute) if compute else []
 
     def restore() -> None:
-        originals.give_back()
         with DiskReader() as reader:
-            for key, file in unread.items():
-                each[key] = nn.Parameter(read_like(each[key], file, reader), each[key].requires_grad)
+            back = {
+                key: shape if shelf.stays and not stored[key].written else shelf.filled(shape, reader)
+                for key, shape in kept.items()
+            }
         for owner, name, original in entries:
-            parameter, value = stored[id(original)], each[id(original)]
+            parameter, value = stored[id(original)], back[id(original)]
             if owner._parameters.get(name) is not parameter:  # type: ignore[comparison-overlap]
                 continue  # somebody put another there: theirs stands
             if parameter.written:
@@ -130,6 +109,24 @@ def store_weights(
                 table[name] = loaded
 
     return grown, restore
+
+
+def _set_aside(originals: Mapping[int, nn.Parameter], shelf: Shelf, *, in_ram: bool) -> dict[int, nn.Parameter]:
+    """What stands for `originals`, by key, while others are in their places: themselves, or shapes on the `shelf`."""
+    file, kept = None, dict(originals)
+    for key, original in originals.items():
+        if original.is_meta:  # on the shelf already, or without values everywhere
+            continue
+        if in_ram:
+            original.data = original.data.to("cpu")  # whoever moved them to the device moves them back
+            continue
+        file = file or shelf.spill()
+        like = torch.empty_like(original, device="meta")
+        kept[key] = shelf.shape_of(original, like, file.write(original))
+        original.data = torch.empty(0, dtype=original.dtype)
+    if file is not None:
+        file.finish()
+    return kept
 
 
 def _stored(original: torch.Tensor, storage: Storage, compute: torch.dtype | None, asks: bool) -> StoredWeight:

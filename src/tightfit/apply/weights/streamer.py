@@ -17,6 +17,7 @@ from tightfit.apply.gates import for_all, watch
 from tightfit.apply.weights.absences import Absences, versions_of
 from tightfit.apply.weights.parcels import Parcel, behind_gates, expected_in
 from tightfit.apply.weights.rooms import Rooms
+from tightfit.apply.weights.shelf import Shelf
 from tightfit.devices.lane import Arrival
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
@@ -160,9 +161,9 @@ class Streamer:
         """Where masters have no values, modules find what fetches them, from now on."""
         self._away.set_aside()
 
-    def give_back(self) -> None:
-        """The masters have their own values again, and what was written in the meantime."""
-        self._away.give_back()
+    def give_back(self, shelf: Shelf | None = None) -> None:
+        """The masters have their own values again, or are on a `shelf`, and what was written in the meantime."""
+        self._away.give_back(shelf)
 
     def clear(self) -> None:
         """Everything goes, and modules find the masters again; whatever state an interruption left."""
