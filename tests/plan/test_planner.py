@@ -216,7 +216,7 @@ def test_on_a_cpu_ram_and_device_are_the_same() -> None:
     assert not make_plan(footprint, CPU_ALONE, Budget(ram=8 * GIB)).growing_segments
     said = " ".join(f"{reason.decision}: {reason.because}" for reason in plans[0].reasons)
     assert "800 MiB are left for the pipeline: this process holds 500 MiB already" in said
-    with pytest.raises(BudgetTooSmall, match=r"within 600 MiB, of which this process holds 500 MiB .* MiB would do"):
+    with pytest.raises(BudgetTooSmall, match=r"within 600 MiB, while this process holds 500 MiB .* MiB would do"):
         make_plan(footprint, CPU_ALONE, Budget(ram=600 * MIB))
     free = make_plan(footprint, CPU_ALONE)
     assert {part.placement for part in free.components.values()} == {"resident", "per-phase"}

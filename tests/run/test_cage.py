@@ -67,13 +67,16 @@ def cage() -> Iterator[Path]:
 
 
 def tightfit(arguments: list[str], group: Path | None = None) -> tuple[int, str, int]:
-    """Exit code, output, and the most anonymous memory of `tightfit ARGUMENTS`, as one thread, in a control group."""
+    """Exit code, output, and the most memory of `tightfit ARGUMENTS`, as two threads, in a control group."""
+    return python(["-m", "tightfit.cli", *arguments], group)
+
+
+def python(arguments: list[str], group: Path | None = None) -> tuple[int, str, int]:
     Path("/proc/sys/vm/drop_caches").write_text("1\n") if group else None
     enter = f"echo $$ > {group}/cgroup.procs; " if group else ""
-    command = f'{enter}exec "$0" -m tightfit.cli "$@"'
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     with subprocess.Popen(
-        ["/bin/sh", "-c", command, sys.executable, *arguments],
+        ["/bin/sh", "-c", f'{enter}exec "$0" "$@"', sys.executable, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
     ) as process:  # fmt: skip
         most = 0
@@ -158,3 +161,36 @@ def test_a_ram_budget_is_all_that_need_be_said(large_model: Path, cage: Path, tm
     code, said, _ = tightfit(["run", str(large_model), PROMPT, *request, "--ram", "600MB", "--device", "cpu"], cage)
     assert code == 3, said
     assert "before anything is loaded, on this CPU" in said
+
+
+LARGER = """
+import sys, json, torch, tightfit
+loaded = tightfit.load(sys.argv[1], ram="1.3GB", device="cpu", request={"height": 256, "width": 256, "steps": 2})
+for side, file in zip((256, 512, 256), sys.argv[2:]):
+    asked = {"height": side, "width": side, "num_inference_steps": 2, "generator": torch.Generator().manual_seed(3)}
+    loaded.pipe("a red circle", **asked).images[0].save(file)
+    trace, plan = loaded.fitted.report().trace, loaded.fitted.plan
+    print(json.dumps({"notes": trace.notes, "rss": trace.rss_peak_bytes, "height": plan.request.height}))
+"""
+
+
+@pytest.mark.slow
+def test_a_larger_call_is_planned_for_in_there(large_model: Path, cage: Path, tmp_path: Path) -> None:
+    """From plan to plan, four gigabytes on the disk are not read into 1.3 of memory."""
+    files = [str(tmp_path / f"{name}.png") for name in "abc"]
+    code, said, most = python(["-c", LARGER, str(large_model), *files], cage)
+    assert code == 0, said
+    assert "oom_kill 0" in (cage / "memory.oom_control").read_text()
+    assert most <= 1_300_000_000
+    told = [json.loads(line) for line in said.splitlines() if line.startswith('{"notes"')]
+    assert [each["height"] for each in told] == [256, 512, 256]
+    assert all("planned anew for" in str(each["notes"]) for each in told[1:])
+    pictures = [np.array(Image.open(file)) for file in files]
+    assert (pictures[0] == pictures[2]).all()
+    for side, picture, rounding in ((256, pictures[0], 0), (512, pictures[1], 1)):  # strips add up in another order
+        request = ["--height", str(side), "--width", str(side), "--steps", "2", "--seed", "3"]
+        whole = str(tmp_path / f"{side}.png")
+        code, said, _ = tightfit(["run", str(large_model), PROMPT, *request, "--level", "0", "--out", whole])
+        assert code == 0, said
+        assert np.abs(np.array(Image.open(whole)).astype(int) - picture).max() <= rounding
+    print(f"{most / 1e6:.0f} MB resident at most; " + "; ".join(f"{each['rss'] / 1e6:.0f} MB" for each in told))

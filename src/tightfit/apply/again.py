@@ -1,8 +1,9 @@
 """A call that ran out of memory is made again from its beginning, and what was done by then is not done twice.
 
 Pipelines are loops in Python that nobody can enter half way. But what takes time in them are their networks; so what
-those gave back is kept in host memory, and given back once more where they are asked for it the second time. The
-numbers are the same: random generators are set to where they were, and a pipeline does the same with the same.
+those gave back is kept in host memory (on a CPU, whose memory is what ran out, in a file), and given back once more
+where they are asked for it the second time. The numbers are the same: random generators are set to where they were,
+and a pipeline does the same with the same.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.apply.activations.strips.noise import usual_generators
+from tightfit.apply.weights.disk import Spill, Stored, read_stored
 from tightfit.devices.depot import bytes_of
+from tightfit.devices.disk import DiskReader
 from tightfit.devices.lane import Arrival
 from tightfit.devices.seam import Device
+from tightfit.errors import RunError
 
 __all__ = ["Draws", "Finished", "let_go"]
 
-MOST_BYTES = 2**30  # of host memory: what would be more is done again
+MOST_BYTES = 2**30  # of host memory, or of the file: what would be more is done again
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -34,7 +38,7 @@ class _Copy(NamedTuple):
 
 
 class _Result(NamedTuple):
-    leaves: list[Any]  # copies, tensors that are in host memory anyway, plain values
+    leaves: list[Any]  # copies, tensors that are in host memory anyway, where they are in a file, plain values
     form: TreeSpec
 
 
@@ -48,6 +52,7 @@ class Finished:
         self._given = 0  # of them, how many were given back since the call began again
         self.active = False  # whether a call is being made
         self._leaving: list[tuple[Arrival, torch.Tensor]] = []  # what the copies on their way read from
+        self._file: Spill | None = None
 
     @property
     def count(self) -> int:
@@ -59,10 +64,15 @@ class Finished:
         self._settle()
         self._results.clear()
         self._given = self._bytes = 0
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def begin_again(self) -> None:
         self._settle()
         self._given = 0
+        if self._file is not None:
+            self._file.finish()
 
     def once(self, work: Callable[[], Any]) -> Any:
         """What `work()` gives, or gave when it was done before in this call."""
@@ -78,7 +88,7 @@ class Finished:
         return value
 
     def _kept(self, value: Any) -> _Result | None:
-        """A copy of `value` in host memory, on its way; None of what nobody can copy, or while there is no room."""
+        """A copy of `value`, on its way; None of what nobody can copy, or while there is no room."""
         leaves, form = tree_flatten(value)
         size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         if not all(isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN for leaf in leaves):
@@ -89,13 +99,16 @@ class Finished:
         self._settle()  # of the work before this
         try:
             return _Result([self._copied(leaf) for leaf in leaves], form)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RunError):  # of the device, of the disk
             return None
 
     def _copied(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         own = leaf.detach().clone(memory_format=torch.contiguous_format)  # whoever asked for it may write into it
+        if not self._device.separate:
+            self._file = self._file or Spill()
+            return self._file.write(own)
         if own.device != self._device.torch_device:
             return own
         room = self._device.host_room(own.nbytes)
@@ -115,6 +128,9 @@ class Finished:
         if isinstance(leaf, _Copy):
             leaf.arrival.land()
             return self._device.bring(leaf.room.view(leaf.dtype).view(leaf.shape))
+        if isinstance(leaf, Stored):
+            with DiskReader() as reader:
+                return read_stored(leaf, reader)
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 

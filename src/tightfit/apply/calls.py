@@ -11,6 +11,7 @@ import torch
 
 from tightfit.apply.again import Draws, Finished, let_go
 from tightfit.apply.session import Session
+from tightfit.devices.memory import RamExceeded
 from tightfit.devices.seam import Device
 from tightfit.errors import BudgetTooSmall
 from tightfit.measure.joint import JointRecorder
@@ -28,6 +29,9 @@ class Replans(Protocol):
 
     def for_call(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], now: Plan) -> Plan | None:
         """The plan for a call with these arguments; None where the one that it follows `now` will do."""
+
+    def for_held(self, pipe: Any, now: Plan, held: int) -> Plan:
+        """The plan for the same call of a process that held so many bytes of RAM. Raises BudgetTooSmall."""
 
     def for_less(self, pipe: Any, now: Plan, free: Mapping[str, int]) -> Plan:
         """The plan for the same call within the bytes that are `free` of its devices. Raises BudgetTooSmall."""
@@ -63,9 +67,10 @@ class Calls:
     def __init__(self, device: Device, replans: Replans | None) -> None:
         self._device, self._replans = device, replans
         self.learner: Learner | None = None
+        self._held = 0  # bytes of RAM in the last call, where they were too many at its end
         self._remarks: list[str] = []  # for the report
         self._before: list[Trace] = []  # of the call that is being made, until memory ran out
-        self.finished = Finished(device) if replans is not None and device.separate else None  # a CPU has no such error
+        self.finished = Finished(device) if replans is not None else None
 
     def make(
         self, follower: Follower, pipe: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -74,6 +79,10 @@ class Calls:
         if follower.recorder.running:  # it is part of another
             return self._once(follower, pipe, call, args, kwargs)
         if self._replans is not None:
+            if self._held:
+                after = self._replans.for_held(pipe, follower.plan, self._held)
+                self._follow(follower, pipe, after, f"{RamExceeded(self._held)}, in the call before: planned anew")
+                self._held = 0
             self._suit(follower, self._replans, pipe, args, kwargs)
         suited = follower.plan
         if self._replans is None or self.finished is None:
@@ -121,6 +130,14 @@ class Calls:
             except Exception:
                 logger.warning("nothing was learned from this call", exc_info=True)
 
+    def exceeded(self, held: int, during: bool) -> None:
+        """This process held too many bytes of RAM, `during` a call: RamExceeded. After it: the next is planned anew."""
+        if self.finished is None:
+            return
+        if during and self.finished.active:
+            raise RamExceeded(held)
+        self._held = held
+
     def whole(self, trace: Trace) -> Trace:
         """`trace` of the call that is being made, and what came before memory ran out."""
         for before in reversed(self._before):
@@ -148,17 +165,19 @@ class Calls:
 
     def _make_do(self, follower: Follower, replans: Replans, pipe: Any, failure: BaseException) -> None:
         """Memory ran out: another plan for what there is. Raises BudgetTooSmall."""
-        free = {}
         for device in follower.devices:
             device.release_cache()
-            free[device.name] = device.free_bytes() + follower.recorder.of(device.name).weights
         try:
-            after = replans.for_less(pipe, follower.plan, free)
+            if isinstance(failure, RamExceeded):
+                after = replans.for_held(pipe, follower.plan, failure.held)
+            else:
+                after = replans.for_less(pipe, follower.plan, _free(follower))
         except BudgetTooSmall as error:
             raise error from failure
         done = self.finished.count if self.finished else 0
         within = f" within {after.budget.described}" if after.budget else ""
-        said = f"out of memory: planned anew{within}, and went on after {done} passes that were done"
+        what = str(failure) if isinstance(failure, RamExceeded) else "out of memory"
+        said = f"{what}: planned anew{within}, and went on after {done} passes that were done"
         self._follow(follower, pipe, after, said)
 
     def _follow(self, follower: Follower, pipe: Any, after: Plan, said: str) -> None:
@@ -167,3 +186,8 @@ class Calls:
         if changes:
             follower.follow(pipe, after)
         follower.plan = after
+
+
+def _free(follower: Follower) -> dict[str, int]:
+    """What there is of each device, by name, as if it had no weights of the pipeline."""
+    return {each.name: each.free_bytes() + follower.recorder.of(each.name).weights for each in follower.devices}

@@ -122,7 +122,7 @@ class Fitted:
         self.plan, self.devices = plan, tuple(devices.values())
         self._places = Places(plan, devices, self._recorder, self._shelf)
         alone = isinstance(pipe, nn.Module)  # nobody else wants its place
-        self._session = Session(self._places, self._recorder, self._finished, keeps=alone)
+        self._session = Session(self._places, self._recorder, self._finished, self._calls.exceeded, keeps=alone)
         components = find_components(pipe)
         with ExitStack() as undo:
             undo.callback(self._clear_shelf, components.values())

@@ -23,11 +23,20 @@ class Session:
     """
 
     def __init__(
-        self, places: Places, recorder: Recorder, done: Callable[[Trace], None], *, keeps: bool = False
+        self,
+        places: Places,
+        recorder: Recorder,
+        done: Callable[[Trace], None],
+        exceeded: Callable[[int, bool], None],
+        *,
+        keeps: bool = False,
     ) -> None:
+        """`done` is given what was measured of a call; `exceeded` how many bytes of RAM were too many, and whether the
+        call is still going on.
+        """
         self._places = places
         self._recorder = recorder
-        self._done = done
+        self._done, self._exceeded = done, exceeded
         self._keeps = keeps
         self._turn = threading.RLock()
         self._calls = 0  # that have begun and not ended
@@ -50,7 +59,7 @@ class Session:
                 self._places.begin(steps)
                 with self._recorder.call():
                     yield
-                    self._places.end()
+                    self._tell(self._places.end(), during=False)
                     self._done(self._recorder.trace())
                 if self._keeps:
                     self._places.rest()
@@ -75,13 +84,19 @@ class Session:
         self._places.clear()
         self._clean = True
 
+    def _tell(self, held: int, *, during: bool) -> None:
+        """The process held so many bytes of RAM, more than it may, `during` a call or at its end; 0: it did not."""
+        if held:
+            self._exceeded(held, during)
+            self._recorder.note("this process held more RAM than it may, and no weights were left that could go")
+
     @contextlib.contextmanager
     def work(self, name: str, role: Role, method: str = "forward") -> Iterator[None]:
         """The component `name` works; outside a call, its work is a call of its own."""
         with self.call():
             outermost, residency = not self.at_work(name), self._places.of(name)
             if outermost:
-                residency.keep_within(name)
+                self._tell(residency.keep_within(name), during=True)
                 residency.make_room(name)  # what goes belongs to the phase before, what comes to this one
                 self._recorder.enter(find_phase(name, role, method))
                 residency.bring(name, method)

@@ -18,13 +18,31 @@ import torch
 from tightfit.errors import InputError, RunError
 from tightfit.units import format_bytes
 
-__all__ = ["CACHE_LINE", "OWN_MEMORY", "arena", "copy_alike", "own_maps", "own_room", "resident_bytes", "trim_heap"]
+__all__ = [
+    "CACHE_LINE",
+    "OWN_MEMORY",
+    "RamExceeded",
+    "arena",
+    "copy_alike",
+    "own_maps",
+    "own_room",
+    "resident_bytes",
+    "trim_heap",
+]
 
 CACHE_LINE = 64  # bytes, of which torch's addresses are multiples
 OWN_MEMORY = 2**20  # bytes of a tensor for which a map of its own is worth it
 HUGE_PAGE = 2 * 2**20  # of x86-64, and of ARM with pages of 4 KiB
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
 _USUAL_LIMITS = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20}  # up to which glibc raises them by itself
+
+
+class RamExceeded(torch.OutOfMemoryError):
+    """This process `held` more bytes of RAM than it may. Nobody refused them."""
+
+    def __init__(self, held: int) -> None:
+        super().__init__(f"this process held {format_bytes(held)} of RAM, more than it may")
+        self.held = held
 
 
 def arena(size: int) -> torch.Tensor:

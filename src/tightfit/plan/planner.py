@@ -38,13 +38,14 @@ class _Room(NamedTuple):
 
     size: int  # bytes of the device
     ram: int | None  # of host memory for what waits; None: as many as wanted
-    taken: int = 0  # bytes more that the budget has, and this process holds already: on a CPU
+    taken: int = 0  # on a CPU: bytes that this process holds already …
+    whole: int | None = None  # … of so many; None: beside `size`
 
     @property
     def described(self) -> str:
-        said = format_bytes(self.size + self.taken)
+        said = format_bytes(self.size + self.taken if self.whole is None else self.whole)
         if self.taken:
-            said += f", of which this process holds {format_bytes(self.taken)} before anything is loaded,"
+            said += f", while this process holds {format_bytes(self.taken)} before anything is loaded,"
         return said
 
 
@@ -98,7 +99,8 @@ def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Room
         free = device.bytes if device.free is None else device.free
         return _Room(int(free * (1 - SPARE)), None, taken)
     if device.is_cpu:
-        return _Room(max(min(budget.of_cpu, device.bytes) - taken, 0), None, taken)
+        whole = min(budget.of_cpu, device.bytes)
+        return _Room(max(whole - taken, 0), None, taken, whole)
     free = device.bytes if device.free is None else device.free
     return _Room(min(budget.device or free, device.bytes), budget.ram)
 
@@ -117,7 +119,7 @@ def _remarks(known: Accelerator, rated: Accelerator, room: _Room, budget: Budget
 
 def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: Machine, room: _Room) -> BudgetTooSmall:
     """What would fit: more of the device, or of RAM, or what is `lossy` and was not allowed."""
-    footprint, device, (size, ram, taken) = search.footprint, search.device, room
+    footprint, device, (size, ram, taken, _) = search.footprint, search.device, room
     needed = search.least(ram)
     found = search.best(needed, ram)
     told = _plan(search, machine, None, size, found).forecast if found else ()

@@ -66,7 +66,10 @@ def machine_now(*targets: Device) -> Machine:
 
 
 def with_less_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
-    """`machine` as if so many bytes of what is taken on each of its accelerators, by name, were free."""
+    """`machine` as if so many bytes of what is taken on each of its accelerators, by name, were free.
+
+    A negative size: as if so many more were taken.
+    """
     (first, *_), taken = machine.accelerators, machine.ram_taken
     accelerators = tuple(_freer(each, sizes.get(each.name, 0)) for each in machine.accelerators)
     if first.is_cpu:
@@ -75,7 +78,7 @@ def with_less_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
 
 
 def _freer(device: Accelerator, size: int) -> Accelerator:
-    free = None if device.free is None else min(device.free + size, device.bytes)
+    free = None if device.free is None else max(min(device.free + size, device.bytes), 0)
     return device.model_copy(update={"free": free})
 
 

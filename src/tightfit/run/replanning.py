@@ -84,6 +84,23 @@ class Replanner:
             return None
         return self.plan(pipe, asked)
 
+    def for_held(self, pipe: Any, now: Plan, held: int) -> Plan:
+        """The plan for what `now` was made for, of a process that held `held` bytes of RAM while it followed that.
+
+        What was not foreseen counts as taken from now on, and at least 5 % of what the plan wanted. Raises
+        BudgetTooSmall.
+        """
+        assert now.request is not None
+        shape, told = shape_of(pipe, now.request), now.told_peak(now.device)
+        basis = self._bases[shape]
+        more = max(held - (basis.machine.ram_taken or 0) - told, int(told * (1 - LESS)), 1)
+        machine = with_less_taken(basis.machine, {now.device: -more})
+        plan = basis._replace(machine=machine).plan(self._limits)
+        self._machine, self._plans = machine, {shape: plan}
+        self._bases = {each: known._replace(machine=machine) for each, known in self._bases.items()}
+        self.pupil.studies(plan, self._bases[shape])
+        return plan
+
     def for_less(self, pipe: Any, now: Plan, free: Mapping[str, int]) -> Plan:
         """The plan for what `now` was made for, within the bytes that are `free` of its devices, by name.
 

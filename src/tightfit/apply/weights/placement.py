@@ -153,11 +153,14 @@ class Residency:
 
     def begin(self, steps: int | None) -> None:
         """A call begins that asks for `steps` steps (None: the usual number)."""
+        if self._device.over(self._recorder.highest_rss):
+            self._device.release_cache()  # of what was freed since the last call, or what loading left behind
         self._agenda.begin(steps)
 
-    def end(self) -> None:
-        """The call has come to its end."""
+    def end(self) -> int:
+        """The call has come to its end; returns what `keep_within` does."""
         self._agenda.end()
+        return self.keep_within(None)
 
     def bring(self, name: str, method: str = "forward") -> None:
         """The weights of `name` start to come, for a pass of `method`."""
@@ -204,22 +207,29 @@ class Residency:
                 return True
         return False
 
-    def keep_within(self, name: str) -> None:
+    def keep_within(self, name: str | None) -> int:
         """`name` is about to work: where the process held more RAM than it may, some of what stays gives up its place.
 
-        A card's allocator says by itself when there is no more; a computer's memory does not.
+        A card's allocator says by itself when there is no more; a computer's memory does not. Returns how many bytes
+        the process held where what could go was not enough, else 0.
         """
-        beyond = self._device.over(self._recorder.highest_rss)
+        held = 0
+
+        def highest() -> int:
+            nonlocal held
+            held = self._recorder.highest_rss()
+            return held
+
+        beyond = self._device.over(highest)
         for shed in self._sheds(name) if beyond else ():
             while beyond > 0 and (given_up := shed()):
                 self._recorder.ran_out("this process held more RAM than it may", given_up)
                 beyond -= given_up
         if beyond:
             self._device.release_cache()
-        if beyond > 0:
-            self._recorder.note("this process held more RAM than it may, and no weights were left that could go")
+        return held if beyond > 0 else 0
 
-    def _sheds(self, name: str) -> list[Callable[[], int]]:
+    def _sheds(self, name: str | None) -> list[Callable[[], int]]:
         first = [self._streamers[name]] if name in self._streamers else []
         return [streamer.shed for streamer in (*first, *self._streamers.values())]
 

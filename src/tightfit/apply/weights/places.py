@@ -41,10 +41,9 @@ class Places:
         for each in self._all.values():
             each.begin(steps)
 
-    def end(self) -> None:
-        """The call has come to its end."""
-        for each in self._all.values():
-            each.end()
+    def end(self) -> int:
+        """The call has come to its end; returns how many bytes of RAM the process held, where those are too many."""
+        return max(each.end() for each in self._all.values())
 
     def rest(self) -> None:
         """What is small goes, so that at the next call the modules are looked through for new weights."""
