@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
 from tightfit.apply import again
 from tightfit.apply.again import Draws, Finished
-from tightfit.devices.seam import LoopbackDevice
+from tightfit.devices.seam import CpuDevice, LoopbackDevice
 
 
 class Work:
@@ -25,11 +25,12 @@ class Work:
         return self.value
 
 
-@pytest.fixture
-def finished() -> Finished:
-    made = Finished(LoopbackDevice())
+@pytest.fixture(params=[LoopbackDevice, CpuDevice])
+def finished(request: pytest.FixtureRequest) -> Iterator[Finished]:
+    made = Finished(request.param())
     made.active = True
-    return made
+    yield made
+    made.forget()
 
 
 def test_results_come_back_as_they_were_though_others_wrote_into_them(finished: Finished) -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.apply.activations.strips.noise import usual_generators
 from tightfit.apply.weights.disk import Spill, Stored, read_stored
-from tightfit.devices.depot import bytes_of
+from tightfit.devices.depot import bytes_of, is_dense
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.lane import Arrival
 from tightfit.devices.seam import Device
@@ -105,10 +105,10 @@ class Finished:
     def _copied(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        own = leaf.detach().clone(memory_format=torch.contiguous_format)  # whoever asked for it may write into it
         if not self._device.separate:
             self._file = self._file or Spill()
-            return self._file.write(own)
+            return self._file.write(leaf if is_dense(leaf) else leaf.contiguous())
+        own = leaf.detach().clone(memory_format=torch.contiguous_format)  # whoever asked for it may write into it
         if own.device != self._device.torch_device:
             return own
         room = self._device.host_room(own.nbytes)
