@@ -145,8 +145,9 @@ def test_what_was_written_goes_with_it(folder: Path) -> None:
     assert torch.equal(weight, wanted)
 
 
+@pytest.mark.parametrize("where", ["apply.weights.placement.store_weights", "apply.fitting.Fitted._devices_of"])
 def test_a_plan_that_cannot_be_followed_leaves_the_pipeline_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = whole(folder)
     before = state_of(pipe)
@@ -156,7 +157,7 @@ def test_a_plan_that_cannot_be_followed_leaves_the_pipeline_whole(
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("tightfit.apply.weights.placement.store_weights", full)
+    monkeypatch.setattr(f"tightfit.{where}", full)
     with pytest.raises(OSError, match="no space"):
         fitted.follow(pipe, plans[1])
     after = state_of(pipe)

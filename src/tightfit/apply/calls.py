@@ -79,10 +79,6 @@ class Calls:
         if follower.recorder.running:  # it is part of another
             return self._once(follower, pipe, call, args, kwargs)
         if self._replans is not None:
-            if self._held:
-                after = self._replans.for_held(pipe, follower.plan, self._held)
-                self._follow(follower, pipe, after, f"{RamExceeded(self._held)}, in the call before: planned anew")
-                self._held = 0
             self._suit(follower, self._replans, pipe, args, kwargs)
         suited = follower.plan
         if self._replans is None or self.finished is None:
@@ -158,6 +154,10 @@ class Calls:
     def _suit(
         self, follower: Follower, replans: Replans, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
+        if self._held:
+            less = replans.for_held(pipe, follower.plan, self._held)
+            self._follow(follower, pipe, less, f"{RamExceeded(self._held)}, in the call before: planned anew")
+            self._held = 0
         before, after = follower.plan, replans.for_call(pipe, args, kwargs, follower.plan)
         if after is not None and before.request is not None and after.request is not None:
             asked = f"planned anew for {after.request.described} (before: {before.request.described})"

@@ -117,15 +117,15 @@ class Fitted:
             self.undo()
         finally:
             self._shelf.stays = False
-        self._shelf.begin()
-        devices = self._devices_of(plan)
-        self.plan, self.devices = plan, tuple(devices.values())
-        self._places = Places(plan, devices, self._recorder, self._shelf)
-        alone = isinstance(pipe, nn.Module)  # nobody else wants its place
-        self._session = Session(self._places, self._recorder, self._finished, self._calls.exceeded, keeps=alone)
         components = find_components(pipe)
         with ExitStack() as undo:
             undo.callback(self._clear_shelf, components.values())
+            self._shelf.begin()
+            devices = self._devices_of(plan)
+            self.plan, self.devices = plan, tuple(devices.values())
+            self._places = Places(plan, devices, self._recorder, self._shelf)
+            alone = isinstance(pipe, nn.Module)  # nobody else wants its place
+            self._session = Session(self._places, self._recorder, self._finished, self._calls.exceeded, keeps=alone)
             for device in devices.values():
                 self._limit(device, plan, undo)
             for name, module in components.items():
