@@ -23,6 +23,7 @@ from tightfit.records import (
     ComponentPlan,
     Experience,
     Footprint,
+    Leg,
     Machine,
     Pass,
     Phase,
@@ -73,7 +74,8 @@ WORKLOAD = Workload(kind="matmul", dtype="bfloat16", operations=8, traffic=16, k
 TURN = Turn(leaf="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), waits=True)
 USE = Use(unit="transformer_blocks.0", waiting=32, peak=64, turns=(TURN,))
 PASS = Pass(component="unet", method="forward", runs=2, peak=65, uses=(USE,), pace=1.5)
-WAY = Way(strips=2**26, maps="host", room=4, host=5, kernels=6, bytes_in=7, bytes_out=8)
+LEG = Leg(strips=3, ahead=True, work=(WORKLOAD,), copies=6, bytes_in=7, bytes_out=8)
+WAY = Way(strips=2**26, maps="host", room=4, host=5, items=2, legs=(LEG,))
 STRETCH = Phase(
     name="denoise", peak=66, outside=65, room=67, passes=(PASS,), order=(0, 0), between=(WORKLOAD,),
     skipped=("unet.a",), conditional=("unet.b",), ways=(WAY,),
@@ -115,7 +117,7 @@ PREDICTION = Prediction(
     model="sdxl", card="rtx3060", capacity=11, elsewhere={"cuda:0": 8}, fits=True, plan=PLAN, trace=TRACE,
 )  # fmt: skip
 EXAMPLES = [
-    REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, WAY, STRETCH, VARIANT,
+    REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, LEG, WAY, STRETCH, VARIANT,
     FOOTPRINT, REASON, VAE, STORED, TRACED, STINT, FORECAST, PLAN, SAMPLE, PHASE, TRACE, LIVED, EXPERIENCE, PREDICTION,
 ]  # fmt: skip
 

@@ -17,6 +17,7 @@ __all__ = [
     "Component",
     "Count",
     "Footprint",
+    "Leg",
     "Maps",
     "Pass",
     "Phase",
@@ -138,6 +139,22 @@ class Pass(Record):
     pace: Rate = 1.0  # times as long as a machine's rates say that its work takes: learned from runs
 
 
+class Leg(Record):
+    """What is done in one stage of a way: as much in each of its strips, about."""
+
+    strips: Positive
+    ahead: bool = False  # what it keeps leaves, and what the next strip takes comes, while a strip is computed
+    work: tuple[Workload, ...]
+    copies: Count = 0  # over the link, that the host launches
+    bytes_in: Count = 0  # of maps, over the link
+    bytes_out: Count = 0
+
+    @property
+    def kernels(self) -> int:
+        """That the host launches, copies too."""
+        return self.copies + sum(work.kernels for work in self.work)
+
+
 class Way(Record):
     """How else the autoencoder's passes of a phase can be done, with the same numbers: in strips."""
 
@@ -145,9 +162,13 @@ class Way(Record):
     maps: Maps  # where maps wait between them
     room: Count  # bytes that an allocator needs for activations
     host: Count  # bytes of host memory in which maps wait
-    kernels: Positive  # that the host launches
-    bytes_in: Count  # of maps, over the link
-    bytes_out: Count
+    items: Positive = 1  # of a batch, one after another
+    legs: tuple[Leg, ...]  # for each of them, in their order
+
+    @property
+    def kernels(self) -> int:
+        """That the host launches."""
+        return self.items * sum(leg.kernels for leg in self.legs)
 
 
 class Phase(Record):

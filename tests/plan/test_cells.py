@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plan.test_planner import CARD, GIB, MIB, component, passes_of, phase
+from plan.test_planner import CARD, GIB, MIB, component, legs_of, passes_of, phase
 from tightfit.chart import Cell, ChartedModel, Largest, Preset
 from tightfit.errors import BudgetTooSmall
 from tightfit.plan.brief import few_words, there_while_working
@@ -20,8 +20,9 @@ def footprint_of(scale: float = 1) -> Footprint:
     text = component("text_encoder", "encoder", [200 * MIB] * 4, MIB)
     unet = component("unet", "denoiser", [200 * MIB] * 10, MIB)
     vae = component("vae", "autoencoder", [100 * MIB], MIB)
-    way = Way(strips=64 * MIB, maps="device", room=100 * MIB, host=0, kernels=2000, bytes_in=0, bytes_out=0)
     room = int(scale * GIB)
+    decoded = passes_of(vae, [10**10], 1, room)
+    way = Way(strips=64 * MIB, maps="device", room=100 * MIB, host=0, legs=legs_of(decoded, 16, 2000))
     return Footprint(
         pipeline="Tried",
         components=(text, unet, vae),
@@ -29,7 +30,7 @@ def footprint_of(scale: float = 1) -> Footprint:
         phases=(
             phase("encode", passes_of(text, [10**9] * 4, 1, 10 * MIB), 10 * MIB),
             phase("denoise", passes_of(unet, [10**11] * 10, 8, 100 * MIB), int(scale * 100 * MIB)),
-            phase("decode", passes_of(vae, [10**10], 1, room), room, (way,)),
+            phase("decode", decoded, room, (way,)),
         ),
     )
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned, seconds, variants
+from plan.test_planner import CARD, GIB, HERE, MIB, component, legs_of, passes_of, phase, planned, seconds, variants
 from tightfit.errors import BudgetTooSmall
 from tightfit.plan.forecast import forecast
 from tightfit.plan.parts import SEGMENT
@@ -30,18 +30,19 @@ def small_footprints(draw: st.DrawFn) -> Footprint:
         part = component(name, role, sizes, draw(st.integers(0, 4 * MIB)))
         work = [draw(st.integers(10**6, 2 * 10**12)) for _ in sizes]
         room = draw(st.integers(MIB, GIB))
+        runs = draw(st.integers(1, 6)) if role == "denoiser" else 1
+        done = passes_of(part, work, runs, room)
         ways = tuple(
             Way(
-                strips=room // share, maps="device", room=room // 2 + room // share, host=0, kernels=300 * share,
-                bytes_in=0, bytes_out=0,
+                strips=room // share, maps="device", room=room // 2 + room // share, host=0,
+                legs=legs_of(done, share, 300 * share),
             )
             for share in (4, 16)
             if role == "autoencoder" and draw(st.booleans())
         )  # fmt: skip
-        runs = draw(st.integers(1, 6)) if role == "denoiser" else 1
         others = draw(variants(part, work, runs, room)) if role == "denoiser" else others
         parts.append(part)
-        phases.append(phase(stretch, passes_of(part, work, runs, room), room, ways))
+        phases.append(phase(stretch, done, room, ways))
     return Footprint(
         pipeline="Tried", components=tuple(parts), request=Request(height=64), phases=tuple(phases), variants=others
     )

@@ -17,6 +17,7 @@ from tightfit.records import (
     Budget,
     Component,
     Footprint,
+    Leg,
     Machine,
     Pass,
     Phase,
@@ -80,6 +81,14 @@ def phase(name: str, done: Pass, room: int, ways: tuple[Way, ...] = ()) -> Phase
     return Phase(name=name, peak=done.peak, room=room, passes=(done,), order=(0,) * done.runs, ways=ways)
 
 
+def legs_of(done: Pass, strips: int, kernels: int, moved: int = 0) -> tuple[Leg, ...]:
+    """The work of a pass in so many strips, with so many kernels; `moved` bytes of maps wait in host memory."""
+    operations = sum(work.operations for use in done.uses for work in use.work)
+    work = workload(operations).model_copy(update={"kernels": kernels})
+    storing = Leg(strips=strips, ahead=strips > 4, work=(work,), copies=strips, bytes_out=moved)
+    return storing, storing.model_copy(update={"work": (), "bytes_in": moved, "bytes_out": 0})
+
+
 @st.composite
 def variants(draw: st.DrawFn, part: Component, work: list[int], runs: int, room: int) -> tuple[Variant, ...]:
     """Up to two ways in which the denoiser `part` could need fewer bytes, in half the work at a time or not."""
@@ -119,7 +128,7 @@ def footprints(draw: st.DrawFn) -> Footprint:
         ways = tuple(
             Way(
                 strips=room // share, maps=maps, room=room // share + room // 8 * (maps == "device"), host=room // 2,
-                kernels=100 * share, bytes_in=room * (maps == "host"), bytes_out=room * (maps == "host"),
+                legs=legs_of(done, share, 100 * share, room * (maps == "host")),
             )
             for share in (4, 16)
             for maps in ("device", "host")

@@ -20,12 +20,13 @@ class Tally:
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, int | None], list[int]] = {}
 
-    def add(self, work: Work) -> None:
+    def add(self, work: Work, times: int = 1) -> None:
+        """So many kernels with this work."""
         key = work.kind, str(work.dtype).removeprefix("torch."), _intensity(work)
         sums = self._sums.setdefault(key, [0, 0, 0])
-        sums[0] += work.operations
-        sums[1] += work.bytes
-        sums[2] += 1
+        sums[0] += work.operations * times
+        sums[1] += work.bytes * times
+        sums[2] += times
 
     def workloads(self) -> tuple[Workload, ...]:
         return tuple(

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from tightfit.plan.forecast import more_seconds, most_weights, needed_bytes, way_of
+from tightfit.plan.forecast import most_weights, needed_bytes, way_of
 from tightfit.plan.guests import ALTERNATIONS, visits
 from tightfit.plan.options import Menu, Option, Task, Where, why_there
+from tightfit.plan.strips import more_seconds
 from tightfit.records import Accelerator, Footprint, Reason, Storage, VaePlan, Variant, Way
 
 __all__ = ["Branch", "Chance", "Found", "Known"]
@@ -68,6 +69,7 @@ class Known:
         self.tasks: dict[_Visitor, Task] = {}
         self.menus: dict[tuple[_Visitor, Where], Menu] = {}
         self.leasts: dict[tuple[_Visitor, Where], int | None] = {}
+        self.longer: dict[VaePlan, float] = {}
 
 
 @dataclass
@@ -109,6 +111,13 @@ class Branch:
     def _ways(self, vae: VaePlan) -> list[Way | None]:
         return [way_of(phase, vae) for phase in self.footprint.phases]
 
+    def _longer(self, vae: VaePlan) -> float:
+        """How many seconds more than whole maps this takes, or (below none) fewer: whatever else is decided."""
+        if vae not in self.known.longer:
+            both = zip(self.footprint.phases, self._ways(vae), strict=True)
+            self.known.longer[vae] = sum(more_seconds(phase, way, self.device) for phase, way in both)
+        return self.known.longer[vae]
+
     def task(self, name: str) -> Task:
         """What the component `name` does."""
         if self.usual is not None and name not in self.footprint.denoisers:
@@ -131,8 +140,7 @@ class Branch:
     def chances(self, size: int, ram: int | None) -> Iterator[Chance]:
         """What fits into `size` bytes of the device and `ram` of host memory (None: as many as wanted)."""
         for vae in self._vaes:
-            ways, rooms, waiting = self._ways(vae), self._rooms(vae), self._waiting(vae)
-            longer = sum(more_seconds(way, self.device) for way in ways)
+            longer, rooms, waiting = self._longer(vae), self._rooms(vae), self._waiting(vae)
             for placed, needed in self._needed(vae, ram):
                 soonest = self._soonest(placed.wheres, rooms, size) if needed <= size else None
                 if soonest is not None:

@@ -16,12 +16,12 @@ from tightfit.plan.options import variant_of
 from tightfit.plan.pace import Pace, alone, stretch_of
 from tightfit.plan.parts import SEGMENT, Part, up
 from tightfit.plan.shares import share_of
+from tightfit.plan.strips import more_seconds
 from tightfit.records import Accelerator, Footprint, Phase, PhaseForecast, Plan, VaePlan, Way
 
 __all__ = [
     "Told",
     "forecast",
-    "more_seconds",
     "most_weights",
     "needed_bytes",
     "play",
@@ -104,15 +104,6 @@ def way_of(phase: Phase, vae: VaePlan) -> Way | None:
     return next((way for way in phase.ways if (way.strips, way.maps) == (vae.strips, vae.maps)), None)
 
 
-def more_seconds(way: Way | None, device: Accelerator) -> float:
-    """How much longer strips take than whole maps, at the most: their launches, and the journeys of what waits."""
-    if way is None:
-        return 0.0
-    link, out = device.link_rate, device.link_rate_out or device.link_rate
-    copies = max(way.bytes_in / link, way.bytes_out / out) if link and out else 0.0
-    return way.kernels * device.launch_overhead + copies
-
-
 def _margin(device: Accelerator) -> int:
     return MARGIN_CPU if device.is_cpu else MARGIN
 
@@ -142,7 +133,8 @@ class _Call:
             weights = max(weights, self._there)
             self._now = part.work(done, len(list(group)), self._now)
         way = way_of(phase, self._vae)
-        self._now += phase.pace * alone([stretch_of(phase.between, self._device)]) + more_seconds(way, self._device)
+        self._now += phase.pace * alone([stretch_of(phase.between, self._device)])
+        self._now += more_seconds(phase, way, self._device)
         weights += sum(part.always for part in self._parts.values())
         return Told(phase.name, self._now - began, weights, way.room if way else phase.room)
 

@@ -244,8 +244,7 @@ def _in(runs: Sequence[object]) -> str:
 def _paced(phase: Phase, pace: float) -> Phase:
     """`phase` with all that is computed, and launched, taking `pace` times as long."""
     passes = tuple(done.model_copy(update={"pace": pace}) for done in phase.passes)
-    ways = tuple(way.model_copy(update={"kernels": max(round(way.kernels * pace), 1)}) for way in phase.ways)
-    return phase.model_copy(update={"passes": passes, "ways": ways})
+    return phase.model_copy(update={"passes": passes})
 
 
 def _roomier(phase: Phase, more: int) -> Phase:

@@ -104,7 +104,7 @@ class Runner:
         for index in stage.outputs:
             node = self._nodes[index]
             self._outputs[index] = torch.empty(node.shape, dtype=node.dtype, device=self._like.device)
-        self._measuring = {index: Statistics(self._groups(index)) for index in stage.measured}
+        self._measuring = {index: Statistics(self._graph.groups(index)) for index in stage.measured}
 
     def _make_whole(self, index: int) -> torch.Tensor:
         node = self._nodes[index]
@@ -118,12 +118,6 @@ class Runner:
         for layer in self._watched[index]:
             stack.enter_context(at_work(layer))
         return stack
-
-    def _groups(self, index: int) -> int:
-        for taker in self._graph.program.consumers[index]:
-            if self._graph.by_rows(taker) and self._graph.measures(taker, 0):
-                return int(self._nodes[taker].args[1])
-        raise AssertionError(index)  # nobody would have asked for its statistics
 
     def _new_map(self, index: int) -> Map:
         node = self._nodes[index]

@@ -106,6 +106,13 @@ class Graph:
         rule = self.rules[index]
         return rule is not None and rule.statistics and place == 0
 
+    def groups(self, index: int) -> int:
+        """In how many groups the statistics of a node's output are taken."""
+        for taker in self.program.consumers[index]:
+            if self.by_rows(taker) and self.measures(taker, 0):
+                return int(self.program.nodes[taker].args[1])
+        raise AssertionError(index)  # nobody would have asked for them
+
     def needed_whole(self, index: int) -> bool:
         """Whether anybody takes all of the node's output at once."""
         return any(

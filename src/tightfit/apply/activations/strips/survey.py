@@ -1,7 +1,8 @@
-"""A call of an autoencoder's method → how else it could be done, in strips: what each way takes, and moves."""
+"""A call of an autoencoder's method → how else it could be done, in strips: what each way takes, and what it does."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tightfit.apply.activations.strips.capture import NotTakenApart
-from tightfit.apply.activations.strips.course import Course
+from tightfit.apply.activations.strips.labour import legs_of
 from tightfit.apply.activations.strips.method import program_of
+from tightfit.apply.activations.strips.trials import Trials
 from tightfit.apply.activations.strips.ways import Way as Strips
 from tightfit.decisions import Maps
 from tightfit.footprint import Way
@@ -39,28 +41,15 @@ def survey(
         return []
     items = (count - 1) * sum(program.nodes[index].bytes for index in program.outputs)
     ways = []
-    for share in SHARES:
-        for maps in PLACES:
-            strips = max(whole // share, 1)
-            course = Strips(program, strips, maps, mark).course
-            if maps == "host" and not course.in_host:
-                continue
-            room = max(beside + items + course.room, outside) + PAGES
-            coming, going = _moved(course)
-            kernels = count * sum(
-                1 + len(step.trims) for each in course.passes for strip in each.strips for step in strip
-            )
-            ways.append(
-                Way(
-                    strips=strips, maps=maps, room=room, host=course.peak.host, kernels=kernels,
-                    bytes_in=count * coming, bytes_out=count * going,
-                )
-            )  # fmt: skip
+    with ExitStack() as undo:
+        trials = Trials(undo)
+        for share in SHARES:
+            for maps in PLACES:
+                strips = max(whole // share, 1)
+                course = Strips(program, strips, maps, mark).course
+                if maps == "host" and not course.in_host:
+                    continue
+                room = max(beside + items + course.room, outside) + PAGES
+                legs = tuple(legs_of(course, trials))
+                ways.append(Way(strips=strips, maps=maps, room=room, host=course.peak.host, items=count, legs=legs))
     return ways
-
-
-def _moved(course: Course) -> tuple[int, int]:
-    """Bytes of maps that come from host memory and go there."""
-    sizes = [node.bytes for node in course.graph.program.nodes]
-    coming = sum(sizes[i] for stage, *_ in course.passes for i in course.in_host.intersection(stage.reads))
-    return coming, sum(sizes[i] for stage, *_ in course.passes for i in course.in_host.intersection(stage.stores))

@@ -1,0 +1,247 @@
+"""A course → the work that its run gives a card, stage by stage, without running it.
+
+This does with layouts what the runner does with tensors; what is done to tensors that lie alike is tried once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+
+import torch
+
+from tightfit.apply.activations.strips.course import Course
+from tightfit.apply.activations.strips.layouts import (
+    DeviceLayouts,
+    GivenLayout,
+    HostLayouts,
+    MapLayout,
+    cloning,
+    copying,
+    joining,
+)
+from tightfit.apply.activations.strips.program import Node, Program, replace_refs
+from tightfit.apply.activations.strips.rows import Piece, Span, caller
+from tightfit.apply.activations.strips.schedule import Step
+from tightfit.apply.activations.strips.stages import Argument, Stage
+from tightfit.apply.activations.strips.statistics import Statistics
+from tightfit.apply.activations.strips.trials import Account, Layout, Trials, dense
+from tightfit.footprint import Leg
+
+__all__ = ["legs_of"]
+
+BORDER = 16  # rows from it, beyond which what is padded knows nothing of it
+NOTHING = Span(0, 0)
+
+
+def legs_of(course: Course, trials: Trials) -> Iterator[Leg]:
+    """What a run of `course` gives a card to do, stage by stage."""
+    return _Labour(course, trials).legs()
+
+
+class _Labour:
+    """A run without tensors."""
+
+    def __init__(self, course: Course, trials: Trials) -> None:
+        self._course, self._graph, self._trials = course, course.graph, trials
+        program = course.graph.program
+        self._nodes, self._kinds = program.nodes, _kinds_of(program)
+        self._fixed = {index: _layout_of(node) for index, node in enumerate(self._nodes) if node.op in _FIXED}
+        self._values: dict[int, Layout] = {}
+        self._maps: dict[int, MapLayout] = {}
+        self._outputs: dict[int, Layout] = {}
+        self._windows: dict[int, tuple[int, Layout]] = {}
+        self._groups: dict[int, int] = {}  # of what is measured in this stage
+        self._measured: set[int] = set()  # of which rows were seen
+        for index in program.inputs:
+            self._values[index] = whole = _layout_of(self._nodes[index])
+            if self._nodes[index].axis is not None:
+                self._maps[index] = GivenLayout(whole, self._nodes[index].axis or 0)
+
+    def legs(self) -> Iterator[Leg]:
+        for stage, strips, ahead in self._course.passes:
+            self._account = Account(self._trials)
+            self._begin(stage)
+            for strip in strips:
+                for step in strip:
+                    self._do(stage, step)
+            self._end(stage)
+            yield self._account.leg(len(strips), ahead=ahead)
+
+    def _begin(self, stage: Stage) -> None:
+        for index, used_up in zip(stage.whole, self._graph.used_up(stage), strict=True):
+            self._values[index] = self._make_whole(index)
+            self._drop(used_up)
+        for index in stage.stores:
+            self._maps[index] = self._new_map(index)
+        for index in stage.outputs:
+            self._outputs[index] = _layout_of(self._nodes[index])
+        self._groups = {index: self._graph.groups(index) for index in stage.measured}
+        self._measured = set()
+
+    def _make_whole(self, index: int) -> Layout:
+        node = self._nodes[index]
+        layouts = [self._all(source) for source in node.sources]
+        places = tuple(map(node.sources.index, node.sources))
+
+        def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+            changed = {"device": tensors[-1].device} if node.makes else {}
+            return lambda: caller(node, **changed)([Piece(tensors[place], NOTHING) for place in places])
+
+        return self._account.do(("whole", self._kinds[index], *layouts), [*layouts, ANYTHING], prepare)
+
+    def _new_map(self, index: int) -> MapLayout:
+        node = self._nodes[index]
+        if self._graph.needed_whole(index):
+            return GivenLayout(_layout_of(node), node.axis or 0)
+        return HostLayouts(node) if index in self._course.in_host else DeviceLayouts(node.axis or 0)
+
+    def _end(self, stage: Stage) -> None:
+        for index, groups in self._groups.items():
+            few = dense((self._nodes[index].shape[0], groups), self._nodes[index].dtype)
+            self._account.do(("known", groups, few), [few], _knowing(groups))
+        self._windows.clear()
+        self._drop(stage.drops)
+
+    def _drop(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._maps.pop(index, None)
+            self._values.pop(index, None)
+
+    def _all(self, index: int) -> Layout:
+        """All of a node's output."""
+        if index in self._fixed:
+            return self._fixed[index]
+        kept = self._maps.get(index)
+        return kept.whole if isinstance(kept, GivenLayout) else self._values[index]
+
+    def _do(self, stage: Stage, step: Step) -> None:
+        index, span = step.node, step.span
+        rows = self._rows(stage, step) if span.hi > span.lo else None
+        for other, first in step.trims:
+            self._trim(other, first)
+        if rows is not None and index in stage.stores:
+            self._maps[index].put(rows, span, self._account)
+
+    def _rows(self, stage: Stage, step: Step) -> Layout:
+        index, span = step.node, step.span
+        kept = index in stage.reads
+        rows = self._maps[index].take(span, self._account) if kept else self._made(index, span)
+        if index in self._groups:
+            self._measure(index, rows)
+        if index in self._outputs:
+            layouts = self._outputs[index].narrowed(self._nodes[index].axis or 0, span.hi - span.lo), rows
+            self._account.do(("copy", *layouts), layouts, copying)
+        self._hold(step, rows)
+        if kept and index in stage.drops:
+            self._maps[index].forget(span.hi)
+        return rows
+
+    def _made(self, index: int, span: Span) -> Layout:
+        spans, layouts, places, beyond = [], [], [], list[int]()
+        uncut: dict[int, int] = {}  # who is given as it is, the same tensor at each place
+        for place, argument in enumerate(self._graph.arguments[index]):
+            reach = NOTHING if argument.needs is None else argument.needs(span)
+            wanted = reach.within(argument.rows)
+            beyond += wanted.lo - reach.lo, reach.hi - wanted.hi
+            there = self._there(argument, wanted)
+            rows = there if argument.needs is None else there.narrowed(argument.axis, wanted.hi - wanted.lo)
+            places.append(uncut.setdefault(argument.source, place) if rows is there else place)
+            spans.append(wanted)
+            layouts.append(rows)
+        if self._nodes[index].word == "pad":
+            beyond += min(span.lo, BORDER), min(self._nodes[index].rows - span.hi, BORDER)
+        key: Hashable = self._kinds[index], span.hi - span.lo, *beyond, *places, *layouts
+
+        def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+            given = [Piece(tensors[place], has) for place, has in zip(places, spans, strict=True)]
+            return self._making(index, span, given, tensors[-1])
+
+        return self._account.do(key, [*layouts, ANYTHING], prepare)
+
+    def _there(self, argument: Argument, wanted: Span) -> Layout:
+        """What the rows that are `wanted` of an argument are taken of."""
+        if argument.needs is not None and wanted.lo == wanted.hi:  # beyond the border
+            return _layout_of(self._nodes[argument.source]).narrowed(argument.axis, 0)
+        return self._windows[argument.source][1] if argument.by_rows else self._all(argument.source)
+
+    def _making(
+        self, index: int, span: Span, pieces: list[Piece], anything: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        rule, node = self._graph.rules[index], self._nodes[index]
+        assert rule is not None
+        if rule.statistics:
+            count = self._graph.groups(node.sources[0]) * node.shape[0]
+            pieces.append(Piece(torch.ones((2, count), device=anything.device), NOTHING))
+        if rule.makes:
+            pieces.append(Piece(anything, NOTHING))
+        return lambda: rule.make(pieces, span)
+
+    def _measure(self, index: int, rows: Layout) -> None:
+        groups, again = self._groups[index], index in self._measured
+        self._measured.add(index)
+        self._account.do(("measure", groups, again, rows), [rows], _measuring(groups, again=again))
+
+    def _hold(self, step: Step, rows: Layout) -> None:
+        held = self._windows.pop(step.node, None)
+        if held is not None and step.held < step.span.lo:
+            axis, parts = self._nodes[step.node].axis or 0, (held[1], rows)
+            rows = self._account.do(("join", axis, *parts), parts, joining(axis))
+            self._windows[step.node] = held[0], rows
+        else:
+            self._windows[step.node] = step.span.lo, rows
+
+    def _trim(self, index: int, first: int) -> None:
+        if index not in self._windows:
+            return
+        lo, window = self._windows[index]
+        axis = self._nodes[index].axis or 0
+        hi = lo + window.shape[axis]
+        if first >= hi:
+            del self._windows[index]
+        elif first > lo:
+            rest = window.narrowed(axis, hi - first)
+            self._windows[index] = first, self._account.do(("clone", rest), [rest], cloning)
+
+
+_FIXED = ("weight", "constant")
+ANYTHING = dense((), torch.float32)  # tells on which card to make a tensor
+
+
+def _layout_of(node: Node) -> Layout:
+    """As it is made at once."""
+    return dense(node.shape, node.dtype)
+
+
+def _kinds_of(program: Program) -> list[int]:
+    """For each node a number: those with the same one do the same to arguments that lie alike."""
+    if "kinds" not in program.derived:
+        numbers: dict[str, int] = {}
+        said = ((node, [program.nodes[source] for source in node.sources]) for node in program.nodes)
+        program.derived["kinds"] = [numbers.setdefault(_described(*each), len(numbers)) for each in said]
+    kinds: list[int] = program.derived["kinds"]
+    return kinds
+
+
+def _described(node: Node, sources: Sequence[Node]) -> str:
+    others = replace_refs((node.args, node.kwargs), lambda _: ...)
+    given = [(source.shape, source.axis, source.op == "constant" and source.name) for source in sources]
+    return repr((node.op, others, node.shape, node.dtype, node.axis, node.varying, node.output, given))
+
+
+def _measuring(groups: int, *, again: bool) -> Callable[[Sequence[torch.Tensor]], Callable[[], None]]:
+    def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        statistics = Statistics(groups)
+        if again:
+            statistics.take(tensors[0])
+        return lambda: statistics.take(tensors[0])
+
+    return prepare
+
+
+def _knowing(groups: int) -> Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor]]:
+    def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        statistics = Statistics(groups)
+        statistics.take(tensors[0])
+        return statistics.known
+
+    return prepare

@@ -1,0 +1,153 @@
+"""What an operation costs on tensors that are laid out in some way: tried once, on a pretend card."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+
+from tightfit.apply.activations.attention import AttentionSeam
+from tightfit.devices.depot import PAGE
+from tightfit.devices.pretend import PretendDevice
+from tightfit.footprint import Leg
+from tightfit.measure.tally import Tally
+from tightfit.plan.guesses import ANY_CARD
+from tightfit.pretend.backend import cards_in_use, use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
+from tightfit.pretend.kernels import Work
+
+__all__ = ["Account", "Layout", "Trials", "dense"]
+
+ENDLESS = 2**60  # bytes: what is tried never runs out
+FEW = 2**16  # numbers: of larger tensors a card that keeps shapes keeps none
+
+Prepare = Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor | None]]
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    memory: int  # bytes, in which there may be more than this tensor
+
+    def narrowed(self, axis: int, rows: int) -> Layout:
+        """Some of its rows."""
+        if rows == self.shape[axis]:
+            return self
+        shape = (*self.shape[:axis], rows, *self.shape[axis + 1 :])
+        return Layout(shape, self.strides, self.dtype, self.memory)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nothing else in its memory."""
+        return self.memory <= math.prod(self.shape) * self.dtype.itemsize
+
+
+def dense(shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    """Of a tensor as it is made."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return Layout(tuple(shape), tuple(reversed(strides)), dtype, math.prod(shape) * dtype.itemsize)
+
+
+class _Outcome(NamedTuple):
+    """What a trial gave, and the kernels that ran."""
+
+    layout: Layout
+    works: tuple[Work, ...]
+
+
+class Trials:
+    """Operations on a card of their own, with attention as an autoencoder's goes; what was tried is remembered."""
+
+    def __init__(self, undo: ExitStack) -> None:
+        """The card is in use, beside those that are, until `undo` is closed."""
+        before = cards_in_use()
+        self._card = Card(len(before), ANY_CARD.model_copy(update={"bytes": ENDLESS}), Host())
+        use_cards((*before, self._card))
+        undo.callback(use_cards, before)
+        device = PretendDevice(self._card.index)
+        undo.enter_context(torch.no_grad())
+        undo.enter_context(AttentionSeam("auto", device).working())
+        self._place = device.torch_device
+        self._known: dict[Hashable, _Outcome] = {}
+
+    def outcome(self, key: Hashable, layouts: Sequence[Layout], prepare: Prepare) -> _Outcome:
+        """What comes of what `prepare` makes of tensors with these `layouts`: for the same `key` the same."""
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._tried(layouts, prepare)
+        return found
+
+    def works(self, key: Hashable) -> tuple[Work, ...]:
+        """The kernels of what was tried."""
+        return self._known[key].works
+
+    def _tried(self, layouts: Sequence[Layout], prepare: Prepare) -> _Outcome:
+        tensors = [self._tensor(layout) for layout in layouts]
+        run, works = prepare(tensors), list[Work]()
+        self._card.watchers.append(works.append)
+        try:
+            result = run()
+        finally:
+            self._card.watchers.clear()
+        return _Outcome(_layout_of(tensors[0] if result is None else result), tuple(works))
+
+    def _tensor(self, layout: Layout) -> torch.Tensor:
+        count = layout.memory // layout.dtype.itemsize
+        few = count <= FEW or not layout.dtype.is_floating_point  # their numbers are there, to be looked at
+        whole = (torch.zeros if few else torch.empty)(count, dtype=layout.dtype, device=self._place)
+        return whole.as_strided(layout.shape, layout.strides)
+
+
+def _layout_of(tensor: torch.Tensor) -> Layout:
+    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes())
+
+
+class Account:
+    """What is done in one stage."""
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+        self._done: Counter[Hashable] = Counter()
+        self._copies = self._bytes_in = self._bytes_out = 0
+
+    def do(self, key: Hashable, layouts: Sequence[Layout], prepare: Prepare) -> Layout:
+        """An operation; returns how its result lies."""
+        self._done[key] += 1
+        return self._trials.outcome(key, layouts, prepare).layout
+
+    def bring(self, start: int, size: int) -> None:
+        """So many bytes from host memory, where they lie from `start` on."""
+        self._bytes_in += size
+        self._copies += _pages(start, size)
+
+    def send(self, start: int, size: int) -> None:
+        """The other way."""
+        self._bytes_out += size
+        self._copies += _pages(start, size)
+
+    def leg(self, strips: int, *, ahead: bool) -> Leg:
+        """All of it, in so many strips."""
+        tally = Tally()
+        for key, count in self._done.items():
+            for work in self._trials.works(key):
+                tally.add(work, count)
+        return Leg(
+            strips=strips, ahead=ahead, work=tally.workloads(), copies=self._copies, bytes_in=self._bytes_in,
+            bytes_out=self._bytes_out,
+        )  # fmt: skip
+
+
+def _pages(start: int, size: int) -> int:
+    """Of host memory that some bytes lie in: each is copied by itself."""
+    return (start + size - 1) // PAGE - start // PAGE + 1 if size else 0

@@ -1,0 +1,110 @@
+"""What a footprint says of strips is what a run of them gives a card to do, and the time that this takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from apply.test_strips import prepared
+from pretend.conftest import ACCELERATOR
+from tightfit import fit
+from tightfit.apply.activations.strips.survey import survey
+from tightfit.footprint import Way, Workload
+from tightfit.measure.tally import Tally
+from tightfit.plan.strips import way_seconds
+from tightfit.pretend.backend import use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
+from tightfit.pretend.kernels import Work
+from tiny_autoencoders import CASES, TinyAutoencoder, decode
+
+WHOLE = 800_000  # bytes, of which strips get a quarter, a 16th and a 64th
+ROWS = 12
+SLOW: dict[str, Any] = {  # so that a tiny network computes, launches and waits for its maps about as long
+    "arithmetic_rates": {"float32": 1e10}, "memory_rate": 5e9, "link_rate": 5e8, "link_rate_out": 4e8,
+    "launch_overhead": 5e-6,
+}  # fmt: skip
+QUICK = ["AutoencoderKL", "AutoencoderTiny", "AutoencoderKLLTXVideo"]
+OTHERS = [case.name for case in CASES if case.name not in QUICK and not case.large]
+
+
+@pytest.fixture
+def card() -> Iterator[Card]:
+    card = Card(0, ACCELERATOR.model_copy(update=SLOW), Host(), "real")
+    use_cards([card])
+    yield card
+    use_cards(())
+
+
+def ways_of(name: str) -> tuple[TinyAutoencoder, Any, torch.Tensor, list[Way]]:
+    case, model = prepared(name)
+    rows = case.only_rows or max(ROWS // case.granule * case.granule, case.least_rows)
+    latents = case.latents(rows, 1)
+    return case, model, latents, survey(model, "decode", (latents,), case.decode_kwargs(1), WHOLE, 0, 0)
+
+
+def on(value: Any) -> Any:
+    """The same on the card, if it is a tensor."""
+    return value.to("pretend:0") if isinstance(value, torch.Tensor) else value
+
+
+def summed(works: Iterable[Workload]) -> Counter[tuple[str, str, str]]:
+    sums: Counter[tuple[str, str, str]] = Counter()
+    for work in works:
+        for what in ("operations", "traffic", "kernels"):
+            sums[work.kind, work.dtype, what] += getattr(work, what)
+    return sums
+
+
+def played(case: TinyAutoencoder, model: Any, latents: torch.Tensor, way: Way, card: Card) -> tuple[float, list[Work]]:
+    """Seconds of the way on the card, and the kernels."""
+    fitted = fit(model, plan={"level": 0, "vae": {"strips": way.strips, "maps": way.maps}}, device="pretend:0")
+    given, works = latents.to("pretend:0"), list[Work]()
+    there = replace(case, decode_kwargs=lambda batch: {k: on(v) for k, v in case.decode_kwargs(batch).items()})
+    card.timeline.synchronize()
+    began, card.bytes_in, card.bytes_out = card.now, 0, 0
+    card.watchers.append(works.append)
+    decode(model, there, given, 1)
+    card.watchers.clear()
+    seconds = (card.now - began) * 1e-9
+    fitted.undo()
+    return seconds, works
+
+
+def assert_alike(name: str, card: Card) -> list[tuple[float, float]]:
+    """Of each way, the seconds that are said and those that it takes."""
+    case, model, latents, ways = ways_of(name)
+    times = []
+    for way in ways:
+        seconds, works = played(case, model, latents, way, card)
+        tally = Tally()
+        for work in works:
+            tally.add(work)
+        assert summed(work for leg in way.legs for work in leg.work) == summed(tally.workloads())
+        assert sum(leg.bytes_out for leg in way.legs) == card.bytes_out
+        assert 0 <= card.bytes_in - sum(leg.bytes_in for leg in way.legs) < 64  # of constants
+        times.append((way_seconds(way, card.accelerator), seconds))
+    return times
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_what_is_said_of_strips_is_what_is_done(name: str, card: Card) -> None:
+    assert assert_alike(name, card)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_said_of_any_autoencoder_is_what_is_done(name: str, card: Card) -> None:
+    assert_alike(name, card)
+
+
+def test_the_time_of_strips_is_known_wherever_maps_wait(card: Card) -> None:
+    times = assert_alike("AutoencoderKL", card)
+    assert len(times) == 6  # three sizes, on the device and in host memory
+    for said, took in times:
+        assert said == pytest.approx(took, rel=0.02)
