@@ -12,6 +12,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from tightfit.apply import again
 from tightfit.apply.again import Draws, Finished
 from tightfit.devices.seam import CpuDevice, LoopbackDevice
+from tightfit.errors import RunError
 
 
 class Work:
@@ -70,6 +71,21 @@ def test_what_nobody_can_copy_and_what_is_too_much_is_done_again(
     for work in works:
         finished.once(work)
     assert [work.times for work in works] == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("error", [RunError("the disk is full"), FileNotFoundError("no folder for temporary files")])
+def test_where_no_file_can_be_written_it_is_done_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise error
+
+    monkeypatch.setattr(again, "Spill", full)
+    finished, work = Finished(CpuDevice()), Work(torch.zeros(5))
+    finished.active = True
+    for _ in range(2):
+        assert finished.once(work) is work.value
+        finished.begin_again()
+    assert work.times == 2
+    assert finished.count == 0
 
 
 def test_outside_a_call_nothing_is_kept(finished: Finished) -> None:

@@ -99,7 +99,7 @@ class Finished:
         self._settle()  # of the work before this
         try:
             return _Result([self._copied(leaf) for leaf in leaves], form)
-        except (torch.OutOfMemoryError, RunError):  # of the device, of the disk
+        except (torch.OutOfMemoryError, RunError, OSError):  # the device is full, or the disk; or there is none
             return None
 
     def _copied(self, leaf: Any) -> Any:
