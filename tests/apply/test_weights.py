@@ -264,3 +264,15 @@ def test_originals_wait_on_disk_only_where_ram_is_the_device(monkeypatch: pytest
     fitted.undo()
     assert all(map(torch.equal, model.parameters(), originals))
     assert not CpuDevice().separate
+
+
+def test_originals_with_gaps_between_their_numbers_come_back() -> None:
+    model = Tower()
+    weight = model.embed_in.weight = nn.Parameter(torch.randn(32, 16)[:, ::2], requires_grad=False)
+    values, strides = weight.detach().clone(), weight.stride()
+    fitted = fit(model, plan={"components": {"model": {"storage": "float8_e4m3fn", "skip": []}}}, device="cpu")
+    assert isinstance(model.embed_in.weight, StoredWeight)
+    fitted.undo()
+    assert model.embed_in.weight is weight
+    assert torch.equal(weight, values)
+    assert weight.stride() == strides

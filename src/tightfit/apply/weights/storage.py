@@ -14,6 +14,7 @@ from tightfit.apply.weights.eight_bits import Entry, StoredWeight, storable
 from tightfit.apply.weights.fp8 import Float8Weight
 from tightfit.apply.weights.homes import plain_parts, rebuilt
 from tightfit.apply.weights.shelf import Shelf
+from tightfit.devices.depot import is_dense
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.memory import own_room
 from tightfit.errors import PlanError
@@ -121,8 +122,9 @@ def _set_aside(originals: Mapping[int, nn.Parameter], shelf: Shelf, *, in_ram: b
             original.data = original.data.to("cpu")  # whoever moved them to the device moves them back
             continue
         file = file or shelf.spill()
-        like = torch.empty_like(original, device="meta")
-        kept[key] = shelf.shape_of(original, like, file.write(original))
+        like = torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device="meta")
+        where = file.write(original if is_dense(original) else original.contiguous())
+        kept[key] = shelf.shape_of(original, like, where)
         original.data = torch.empty(0, dtype=original.dtype)
     if file is not None:
         file.finish()
