@@ -149,11 +149,6 @@ class Leg(Record):
     bytes_in: Count = 0  # of maps, over the link
     bytes_out: Count = 0
 
-    @property
-    def kernels(self) -> int:
-        """That the host launches, copies too."""
-        return self.copies + sum(work.kernels for work in self.work)
-
 
 class Way(Record):
     """How else the autoencoder's passes of a phase can be done, with the same numbers: in strips."""
@@ -164,11 +159,6 @@ class Way(Record):
     host: Count  # bytes of host memory in which maps wait
     items: Positive = 1  # of a batch, one after another
     legs: tuple[Leg, ...]  # for each of them, in their order
-
-    @property
-    def kernels(self) -> int:
-        """That the host launches."""
-        return self.items * sum(leg.kernels for leg in self.legs)
 
 
 class Phase(Record):
