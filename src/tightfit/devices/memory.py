@@ -33,6 +33,7 @@ __all__ = [
 CACHE_LINE = 64  # bytes, of which torch's addresses are multiples
 OWN_MEMORY = 2**20  # bytes of a tensor for which a map of its own is worth it
 HUGE_PAGE = 2 * 2**20  # of x86-64, and of ARM with pages of 4 KiB
+LARGEST_PLUG = 2**30  # bytes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
 _USUAL_LIMITS = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20}  # up to which glibc raises them by itself
 
@@ -94,7 +95,14 @@ def own_maps() -> Callable[[], None]:
     """
     _set_limits(dict.fromkeys(_USUAL_LIMITS, OWN_MEMORY))
     trim_heap()
-    return lambda: _set_limits(_USUAL_LIMITS)
+    plugs = _plug_holes()
+
+    def undo() -> None:
+        _set_limits(_USUAL_LIMITS)
+        for plug in plugs:
+            ctypes.CDLL(None).free(ctypes.c_void_p(plug))
+
+    return undo
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -117,6 +125,35 @@ def _set_limits(limits: Mapping[int, int]) -> None:
         library = ctypes.CDLL(None)
         for parameter, size in limits.items():
             library.mallopt(parameter, size)
+
+
+class _Heap(ctypes.Structure):
+    """What glibc's mallinfo2(3) tells: ten numbers. The fourth counts the maps that malloc has asked for."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+def _plug_holes() -> list[int]:
+    """Takes the heap's free rooms that tensors of OWN_MEMORY bytes fit in, without touching their pages; where it did.
+
+    glibc asks the system for a map only where its heap has no room, whatever M_MMAP_THRESHOLD is.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        library.malloc.restype, library.mallinfo2.restype = ctypes.c_void_p, _Heap
+    except (OSError, AttributeError, TypeError):  # another library, or glibc before 2.33
+        return []
+    plugs: list[int] = []
+    size = LARGEST_PLUG
+    while size >= OWN_MEMORY:
+        maps = library.mallinfo2().numbers[3]
+        plug = library.malloc(ctypes.c_size_t(size))
+        if plug and library.mallinfo2().numbers[3] <= maps:
+            plugs.append(plug)
+            continue
+        library.free(ctypes.c_void_p(plug))
+        size //= 2
+    return plugs
 
 
 def _anonymous(size: int) -> mmap.mmap:
