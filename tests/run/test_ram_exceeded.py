@@ -11,11 +11,15 @@ import pytest
 import torch
 
 import tightfit
+from run.test_learning import from_disk
 from run.test_shrinking import MIB, REQUEST, STEPS, draw, large_unet
-from tightfit import BudgetTooSmall
+from tightfit import Budget, BudgetTooSmall, Request
 from tightfit.devices.memory import RamExceeded, trim_heap
 from tightfit.devices.seam import CpuDevice
 from tightfit.measure.recorder import Recorder
+from tightfit.run.job import Job
+from tightfit.run.request import Prompt
+from tightfit.run.wishes import Limits
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
 
@@ -115,3 +119,20 @@ def test_after_the_last_pass_the_next_call_is_planned_anew(monkeypatch: pytest.M
     (note,) = fitted.report().trace.notes
     assert "more than it may, in the call before: planned anew" in note
     fitted.undo()
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_a_run_of_the_command_line_is_planned_anew_too(
+    home: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, asked = Limits(Budget(ram="20GB")), Request.from_mapping(REQUEST)
+    job = Job(Prompt("a fox", 1), asked, choices={}, limits=limits, model=str(tiny_model), device="cpu", out=tmp_path)
+    job.prepare()
+    if home == "disk":
+        monkeypatch.setattr("tightfit.run.job.plan_within", from_disk)
+    job.load()
+    assert {part.home for part in job.fitted.plan.components.values()} == {home}
+    exceeding(monkeypatch, lambda ask: ask == 5)
+    job.run()
+    assert "more than it may: planned anew" in str(job.report.trace.notes)
+    assert len(list(tmp_path.iterdir())) == 1

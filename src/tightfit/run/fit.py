@@ -79,7 +79,7 @@ def _fit_within(pipe: Any, site: Site, request: Request | Mapping[str, Any] | No
     replanner = Replanner(pipe, site)
     asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
     plan = replanner.plan(pipe, asked)
-    target = next(device for device in site.devices if device.name == plan.device)
+    target = site.host_of(plan)
     fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner)
     fitted.tell(replanner.pupil)
     return fitted

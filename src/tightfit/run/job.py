@@ -6,11 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tightfit.apply.fitting import Fitted, apply_plan, fit
+from tightfit.apply.fitting import Fitted
 from tightfit.checkpoint.folder import ModelFolder
-from tightfit.checkpoint.loading import load_pipeline
 from tightfit.demo.grammar import WORDS, unknown_words
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
@@ -21,13 +18,11 @@ from tightfit.report.summary import Report
 from tightfit.report.timeline import draw_timeline
 from tightfit.run.files import check_timeline, check_writable, output_paths, save_pictures
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
-from tightfit.run.load import load
+from tightfit.run.load import load, load_made
 from tightfit.run.models import DTYPES, find_model, stored_dtype
-from tightfit.run.pupil import Pupil
-from tightfit.run.replanning import Replanner
 from tightfit.run.request import Prompt, call_arguments
 from tightfit.run.wishes import Limits, demo_request
-from tightfit.run.within import Made, Site, plan_within, site_of
+from tightfit.run.within import Site, plan_within, site_of
 
 __all__ = ["Job"]
 
@@ -87,29 +82,19 @@ class Job:
             self.request = demo_request(self.request)
         elapsed = stopwatch()
         default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
-        choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
+        dtype = self.dtype or default
         if self._site is None and not self.choices and self._target.kind == "cuda":
             self._site = Site(Limits(None), (self._target,))
-        made: Made | None = None
         if self._site is not None:
-            made = plan_within(self._folder.path, self.request, self._site, self.dtype or default)
-            choices = made.plan.model_dump(mode="json", exclude={"device", "request"})
-            self._target = next(each for each in self._site.devices if each.name == made.plan.device)
-        wishes: dict[str, Any] = {"plan": choices, "request": self.request, "device": self._target}
-        if any(component.home == "disk" for component in Plan.from_mapping(choices).components.values()):
-            self._pipe, fitted = load(self._folder.path, dtype=self.dtype or default, **wishes)
-            if made is not None:
-                fitted.tell(Pupil.of(self._target, (fitted.plan, made.basis)))
-            call_arguments(self._pipe, self.prompt, self.request)
+            made = plan_within(self._folder.path, self.request, self._site, dtype)
+            self._target = self._site.host_of(made.plan)
+            self._pipe, fitted = load_made(self._folder, dtype, self._site, made)
         else:
-            self._pipe = load_pipeline(self._folder, getattr(torch, self.dtype or default))
-            call_arguments(self._pipe, self.prompt, self.request)
-            if made is None or self._site is None:
-                fitted = fit(self._pipe, **wishes)
-            else:
-                replans = Replanner(self._pipe, self._site, made)
-                fitted = apply_plan(self._pipe, made.plan, self._target, replans=replans)
-                fitted.tell(replans.pupil)
+            choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
+            self._pipe, fitted = load(
+                self._folder.path, plan=choices, request=self.request, device=self._target, dtype=dtype
+            )
+        call_arguments(self._pipe, self.prompt, self.request)
         self.fitted: Fitted = fitted
         self._loading = elapsed()
 

@@ -10,19 +10,20 @@ import torch
 
 from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.fitting import Fitted
+from tightfit.apply.weights.shelf import Shelf
 from tightfit.apply.weights.storage import left_in_files
 from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.headers import names_in
-from tightfit.checkpoint.straight import build_straight
+from tightfit.checkpoint.straight import Straight, build_straight
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.records import Plan, Request
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.replanning import Replanner
 from tightfit.run.wishes import Wish, limits_for
-from tightfit.run.within import Made, plan_within, site_of
+from tightfit.run.within import Made, Site, plan_within, site_of
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "load", "load_made"]
 
 
 class Loaded(NamedTuple):
@@ -66,24 +67,37 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
     dtype = dtype or _usual(path, folder, target)
-    made: Made | None = None
     if site is not None:
         if folder is None:
             raise PlanError(f"a budget is for a whole pipeline: give the network in {path} a level or a plan")
         asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
         made = plan_within(path, asked, site, dtype)
-        target = next(each for each in site.devices if each.name == made.plan.device)
+        return load_made(folder, dtype, site, made, count_activations=count_activations)
     straight = build_straight(path, folder, getattr(torch, dtype))
-    decided = made.plan if made is not None else decide(straight.pipe, choices, request, target)
-
-    shelf = straight.fill(
-        lambda name, network: left_in_files(network, decided.components[name], separate=target.separate)
+    decided = decide(straight.pipe, choices, request, target)
+    shelf = _fill(straight, decided, target)
+    return Loaded(
+        straight.pipe, Fitted(straight.pipe, decided, target, count_activations=count_activations, shelf=shelf)
     )
-    replans = Replanner(straight.pipe, site, made) if made and site else None
-    fitted = Fitted(straight.pipe, decided, target, count_activations=count_activations, shelf=shelf, replans=replans)
-    if replans is not None:
-        fitted.tell(replans.pupil)
+
+
+def load_made(folder: ModelFolder, dtype: str, site: Site, made: Made, *, count_activations: bool = True) -> Loaded:
+    """The pipeline in `folder`, to follow the plan `made` for it within a site; other calls are planned for there.
+
+    Raises as `load`.
+    """
+    target = site.host_of(made.plan)
+    straight = build_straight(folder.path, folder, getattr(torch, dtype))
+    shelf = _fill(straight, made.plan, target)
+    replans = Replanner(straight.pipe, site, made)
+    fitted = Fitted(straight.pipe, made.plan, target, count_activations=count_activations, shelf=shelf, replans=replans)
+    fitted.tell(replans.pupil)
     return Loaded(straight.pipe, fitted)
+
+
+def _fill(straight: Straight, plan: Plan, target: Device) -> Shelf:
+    """Reads what `plan` does not leave on the disk."""
+    return straight.fill(lambda name, network: left_in_files(network, plan.components[name], separate=target.separate))
 
 
 def _find(model: str | Path) -> tuple[Path, ModelFolder | None]:

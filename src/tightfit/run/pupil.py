@@ -31,13 +31,6 @@ class Pupil:
         self._bases: dict[Request, Basis] = {}
         self._learned: Counter[Request] = Counter()
 
-    @classmethod
-    def of(cls, device: Device, made: tuple[Plan, Basis]) -> Pupil:
-        """Who learns from calls under a plan that was made from a basis."""
-        pupil = cls(device)
-        pupil.studies(*made)
-        return pupil
-
     def studies(self, plan: Plan, basis: Basis) -> None:
         """`plan` was made from `basis`, and so is any other for the same request."""
         if plan.request is not None:

@@ -30,6 +30,10 @@ class Site(NamedTuple):
     limits: Limits
     devices: tuple[Device, ...]  # one, or those that the budget names
 
+    def host_of(self, plan: Plan) -> Device:
+        """Where a pipeline computes that follows a plan made for this site."""
+        return next(device for device in self.devices if device.name == plan.device)
+
 
 def site_of(limits: Limits, device: str | torch.device | Device | None) -> Site:
     """What `device` (None: the best, of several wherever denoisers are fastest) means. InputError for unknown ones."""
