@@ -25,6 +25,7 @@ from tightfit.apply.activations.strips.schedule import Step
 from tightfit.apply.activations.strips.stages import Argument, Stage
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.trials import Account, Layout, Trials, dense
+from tightfit.apply.activations.strips.windows import Windows
 from tightfit.footprint import Leg
 
 __all__ = ["legs_of"]
@@ -45,15 +46,15 @@ class _Labour:
         self._course, self._graph, self._trials = course, course.graph, trials
         program = course.graph.program
         self._nodes, self._kinds = program.nodes, _kinds_of(program)
-        self._fixed = {index: _layout_of(node) for index, node in enumerate(self._nodes) if node.op in _FIXED}
+        self._fixed = {index: _new_output(node) for index, node in enumerate(self._nodes) if node.op in _FIXED}
         self._values: dict[int, Layout] = {}
         self._maps: dict[int, MapLayout] = {}
         self._outputs: dict[int, Layout] = {}
-        self._windows: dict[int, tuple[int, Layout]] = {}
+        self._windows = Windows[Layout](self._nodes, self._join, self._last)
         self._groups: dict[int, int] = {}  # of what is measured in this stage
         self._measured: set[int] = set()  # of which rows were seen
         for index in program.inputs:
-            self._values[index] = whole = _layout_of(self._nodes[index])
+            self._values[index] = whole = _new_output(self._nodes[index])
             if self._nodes[index].axis is not None:
                 self._maps[index] = GivenLayout(whole, self._nodes[index].axis or 0)
 
@@ -74,7 +75,7 @@ class _Labour:
         for index in stage.stores:
             self._maps[index] = self._new_map(index)
         for index in stage.outputs:
-            self._outputs[index] = _layout_of(self._nodes[index])
+            self._outputs[index] = _new_output(self._nodes[index])
         self._groups = {index: self._graph.groups(index) for index in stage.measured}
         self._measured = set()
 
@@ -92,7 +93,7 @@ class _Labour:
     def _new_map(self, index: int) -> MapLayout:
         node = self._nodes[index]
         if self._graph.needed_whole(index):
-            return GivenLayout(_layout_of(node), node.axis or 0)
+            return GivenLayout(_new_output(node), node.axis or 0)
         return HostLayouts(node) if index in self._course.in_host else DeviceLayouts(node.axis or 0)
 
     def _end(self, stage: Stage) -> None:
@@ -118,7 +119,7 @@ class _Labour:
         index, span = step.node, step.span
         rows = self._rows(stage, step) if span.hi > span.lo else None
         for other, first in step.trims:
-            self._trim(other, first)
+            self._windows.trim(other, first)
         if rows is not None and index in stage.stores:
             self._maps[index].put(rows, span, self._account)
 
@@ -131,7 +132,7 @@ class _Labour:
         if index in self._outputs:
             layouts = self._outputs[index].narrowed(self._nodes[index].axis or 0, span.hi - span.lo), rows
             self._account.do(("copy", *layouts), layouts, copying)
-        self._hold(step, rows)
+        self._windows.hold(step, rows)
         if kept and index in stage.drops:
             self._maps[index].forget(span.hi)
         return rows
@@ -161,7 +162,7 @@ class _Labour:
     def _there(self, argument: Argument, wanted: Span) -> Layout:
         """What the rows that are `wanted` of an argument are taken of."""
         if argument.needs is not None and wanted.lo == wanted.hi:  # beyond the border
-            return _layout_of(self._nodes[argument.source]).narrowed(argument.axis, 0)
+            return _new_output(self._nodes[argument.source]).narrowed(argument.axis, 0)
         return self._windows[argument.source][1] if argument.by_rows else self._all(argument.source)
 
     def _making(
@@ -181,34 +182,20 @@ class _Labour:
         self._measured.add(index)
         self._account.do(("measure", groups, again, rows), [rows], _measuring(groups, again=again))
 
-    def _hold(self, step: Step, rows: Layout) -> None:
-        held = self._windows.pop(step.node, None)
-        if held is not None and step.held < step.span.lo:
-            axis, parts = self._nodes[step.node].axis or 0, (held[1], rows)
-            rows = self._account.do(("join", axis, *parts), parts, joining(axis))
-            self._windows[step.node] = held[0], rows
-        else:
-            self._windows[step.node] = step.span.lo, rows
+    def _join(self, parts: tuple[Layout, Layout], axis: int) -> Layout:
+        return self._account.do(("join", axis, *parts), parts, joining(axis))
 
-    def _trim(self, index: int, first: int) -> None:
-        if index not in self._windows:
-            return
-        lo, window = self._windows[index]
-        axis = self._nodes[index].axis or 0
-        hi = lo + window.shape[axis]
-        if first >= hi:
-            del self._windows[index]
-        elif first > lo:
-            rest = window.narrowed(axis, hi - first)
-            self._windows[index] = first, self._account.do(("clone", rest), [rest], cloning)
+    def _last(self, rows: Layout, axis: int, count: int) -> Layout:
+        rest = rows.narrowed(axis, count)
+        return self._account.do(("clone", rest), [rest], cloning)
 
 
 _FIXED = ("weight", "constant")
 ANYTHING = dense((), torch.float32)  # tells on which card to make a tensor
 
 
-def _layout_of(node: Node) -> Layout:
-    """As it is made at once."""
+def _new_output(node: Node) -> Layout:
+    """How what it gives lies, made at once."""
     return dense(node.shape, node.dtype)
 
 

@@ -16,6 +16,7 @@ from tightfit.apply.activations.strips.schedule import Step
 from tightfit.apply.activations.strips.stages import Argument, Graph, Stage
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.weights import LiveWeights
+from tightfit.apply.activations.strips.windows import Windows
 from tightfit.apply.gates import at_work, foretell
 from tightfit.devices.depot import Depot
 from tightfit.measure.recorder import Recorder
@@ -43,7 +44,7 @@ class Runner:
         self._values: dict[int, torch.Tensor] = {}  # of what was done whole
         self._known: dict[int, torch.Tensor] = {}  # statistics, of whose rows they are
         self._outputs: dict[int, torch.Tensor] = {}
-        self._windows: dict[int, tuple[int, torch.Tensor]] = {}  # of this strip: the first row, and the rows
+        self._windows = Windows[torch.Tensor](self._nodes, torch.cat, _last)
         self._measuring: dict[int, Statistics] = {}
         nodes = self._nodes
         self._watched = [weights.watched(nodes[source] for source in node.sources) for node in nodes]
@@ -154,7 +155,7 @@ class Runner:
         if step.node not in stage.stores:
             rows = None
         for other, first in step.trims:
-            self._trim(other, first)
+            self._windows.trim(other, first)
         if rows is not None:  # last: what they were made of has gone
             self._maps[step.node].put(rows, step.span)
 
@@ -172,7 +173,7 @@ class Runner:
         if index in self._outputs:
             axis = self._nodes[index].axis or 0
             self._outputs[index].narrow(axis, span.lo, span.hi - span.lo).copy_(rows)
-        self._hold(step, rows)
+        self._windows.hold(step, rows)
         if index in stage.reads and index in stage.drops:
             self._maps[index].forget(span.hi)
         return rows
@@ -208,21 +209,6 @@ class Runner:
             there = there.narrow(axis, lo - first, hi - lo)
         return Piece(there, wanted)
 
-    def _hold(self, step: Step, rows: torch.Tensor) -> None:
-        held = self._windows.pop(step.node, None)
-        if held is not None and step.held < step.span.lo:
-            rows = torch.cat((held[1], rows), self._nodes[step.node].axis or 0)
-            self._windows[step.node] = held[0], rows
-        else:
-            self._windows[step.node] = step.span.lo, rows
 
-    def _trim(self, index: int, first: int) -> None:
-        if index not in self._windows:
-            return
-        lo, window = self._windows[index]
-        axis = self._nodes[index].axis or 0
-        hi = lo + window.shape[axis]
-        if first >= hi:
-            del self._windows[index]
-        elif first > lo:
-            self._windows[index] = first, window.narrow(axis, first - lo, hi - first).clone()
+def _last(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
+    return rows.narrow(axis, rows.shape[axis] - count, count).clone()
