@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from tiny_pipelines import CASES
 
 
 @pytest.fixture
-def shared_footprints(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache that all tests share which ask for it, whichever process they run in; and no cards afterwards."""
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "footprints"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    yield folder
+def shared_footprints(new_cache: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache of its own, but for footprints, which all tests share that ask for it; and no cards afterwards."""
+    cache = new_cache("footprints")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    yield cache
     use_cards([])
 
 

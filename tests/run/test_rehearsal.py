@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tightfit.catalog.known import known_card
 from tightfit.checkpoint.folder import check_folder
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.cli import app
+from tightfit.files import cache_folder
 from tightfit.pretend.backend import use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
@@ -27,8 +29,8 @@ QUESTION = ("plan", "sd-1.5", "--card", "rtx3060", "--steps", "2", "--json")
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def _own_cache(new_cache: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(new_cache()))
 
 
 def tightfit_(*words: str) -> Any:
@@ -146,7 +148,7 @@ def test_wrong_questions_get_one_line(words: tuple[str, ...], message: str) -> N
     assert result.stderr.count("\n") == 1
 
 
-def test_a_broken_answer_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_broken_answer_is_asked_for_again() -> None:
     question = {"model": "x"}
     asked = []
 
@@ -156,7 +158,7 @@ def test_a_broken_answer_is_asked_for_again(tmp_path: Path) -> None:
 
     first = predictions.remembered(Prediction, question, answer)
     assert predictions.remembered(Prediction, question, answer) == first
-    (file,) = (tmp_path / "cache/tightfit/predictions").iterdir()
+    (file,) = (cache_folder() / "predictions").iterdir()
     file.write_text(file.read_text()[:100])
     assert predictions.remembered(Prediction, question, answer) == first
     assert len(asked) == 2

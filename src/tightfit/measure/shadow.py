@@ -59,6 +59,7 @@ def mark_of(pipe: Any) -> str:
 
 
 _LIBRARIES = {"PIL", "builtins", "collections", "diffusers", "numpy", "tokenizers", "torch", "transformers"}
+_LIBRARIES.add("tightfit")  # stand-ins; whoever keeps an answer keeps it with the digest of this code
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 _NOTES = {"_name_or_path", "_use_default_values"}  # in configurations: whence it comes, and a list in any order
 # what calls leave behind: transformers' hooks, which do nothing unless asked to, diffusers' registry of none, a cache
