@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -75,6 +76,37 @@ def test_each_budget_holds_and_more_is_never_slower_often(
     footprint: Footprint, sizes: tuple[int, int], more: tuple[int, int], ram: int | None
 ) -> None:
     check(footprint, sizes, more, ram)
+
+
+def check_that_nothing_is_better(footprint: Footprint, sizes: tuple[int, int], ram: int | None) -> None:
+    """Of all arrangements, with all that each device could do."""
+    team = Team(footprint, list(map(Member, BOTH.accelerators, sizes)), HERE.disk_rate, {})
+    every = []
+    for posts in team.postings():
+        fronts = [team.search(post).front(sizes[post.member], ram, sparing=ram is not None) for post in posts]
+        for chosen in itertools.product(*(front.within(math.inf) for front in fronts)):
+            waiting = sum(found.branch.ram_of(found) for found in chosen)
+            if ram is None or waiting <= ram:
+                every.append((sum(f.seconds for f in chosen), sum(f.peak for f in chosen), waiting))
+    found = team.best(ram)
+    assert (found and found[:3]) == min(every, default=None)
+
+
+@settings(deadline=None, max_examples=40)
+@given(footprints(), pairs, rams)
+def test_looking_no_further_than_may_be_better_finds_the_best(
+    footprint: Footprint, sizes: tuple[int, int], ram: int | None
+) -> None:
+    check_that_nothing_is_better(footprint, sizes, ram)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=1000)
+@given(footprints(), pairs, rams)
+def test_looking_no_further_than_may_be_better_finds_the_best_often(
+    footprint: Footprint, sizes: tuple[int, int], ram: int | None
+) -> None:
+    check_that_nothing_is_better(footprint, sizes, ram)
 
 
 def best_of_all(footprint: Footprint, sizes: tuple[int, int]) -> float | None:
@@ -155,6 +187,25 @@ def test_too_little_says_what_would_do() -> None:
         assert make_plan(pipeline(), BOTH, Budget(devices=sizes | {name: size}))
         with pytest.raises(BudgetTooSmall):
             make_plan(pipeline(), BOTH, Budget(devices=sizes | {name: size - 2 * MIB}))
+
+
+@settings(deadline=None, max_examples=25)
+@given(footprints())
+def test_more_ram_is_said_to_do_where_it_does(footprint: Footprint) -> None:
+    """Two devices with what one needs that has all the RAM it wants, and no RAM."""
+    with pytest.raises(BudgetTooSmall) as error:
+        make_plan(footprint, HERE, Budget(device=1))
+    size = int(str(error.value.facts["needed_bytes"]))
+    sizes = {CARD.name: size, OTHER.name: size // 2}
+    if planned(footprint, *sizes.values(), ram=1) is None:
+        with pytest.raises(BudgetTooSmall, match="of RAM would do") as error:
+            make_plan(footprint, BOTH, Budget(devices=sizes, ram=1))
+        needed = int(str(error.value.facts["needed_ram"]))
+        assert planned(footprint, *sizes.values(), ram=needed) is not None
+        assert planned(footprint, *sizes.values(), ram=needed - 1) is None
+    with pytest.raises(BudgetTooSmall) as error:
+        make_plan(footprint, BOTH, Budget(devices=dict.fromkeys(sizes, 1), ram=1))
+    assert error.value.facts["needed_ram"] is None
 
 
 @pytest.mark.parametrize(

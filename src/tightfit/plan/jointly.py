@@ -118,13 +118,13 @@ def _too_small(team: Team, lossy: Sequence[str], budget: Budget) -> BudgetTooSma
     has = [f"{format_bytes(member.size)} on {member.device.name}" for member in team.members]
     has += [f"{format_bytes(ram)} of RAM"] if ram is not None else []
     would = [f"{format_enough(size)} on {name} would do" for name, size in needed.items() if size is not None]
-    would += ["more RAM would do"] if ram is not None and team.fits(None) else []
+    waiting = team.least_ram() if ram is not None else None
+    would += [f"{format_enough(waiting)} of RAM would do"] if waiting is not None else []
     would += [f"allow={' or '.join(lossy)} would do"] if lossy else []
     would += ["something smaller may do"]
     said = f"{footprint.pipeline} cannot do {asked} within {_listed(has)}"
-    return BudgetTooSmall(
-        f"{said}: {'; '.join(would)}", needed_devices={name: size for name, size in needed.items() if size is not None}
-    )
+    known = {name: size for name, size in needed.items() if size is not None}
+    return BudgetTooSmall(f"{said}: {'; '.join(would)}", needed_devices=known, needed_ram=waiting)
 
 
 def _listed(words: Collection[str]) -> str:

@@ -87,9 +87,15 @@ class Menu:
 
     def __init__(self, offers: Iterable[Offer]) -> None:
         self.offers = sorted(offers, key=lambda offer: (offer.seconds, offer.comes))
+        self._within: dict[int, Option | None] = {}
 
     def within(self, size: int) -> Option | None:
         """The fastest, and of those the least, for which at most `size` bytes come; None if there is none."""
+        if size not in self._within:
+            self._within[size] = self._fastest(size)
+        return self._within[size]
+
+    def _fastest(self, size: int) -> Option | None:
         best: Option | None = None
         for offer in self.offers:
             if best is not None and offer.seconds > best.seconds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 from tightfit.catalog.cuda import PAGEABLE
@@ -55,7 +56,7 @@ class Part:
         """Whether the device's memory is the host's."""
         return self._device.is_cpu
 
-    @property
+    @cached_property
     def comes(self) -> int:
         """Bytes more while it works."""
         if self.remains:

@@ -6,15 +6,56 @@ does too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 
-from tightfit.plan.branch import Branch, Found, Known
+from tightfit.plan.branch import Branch, Chance, Found, Known
 from tightfit.records import Accelerator, Footprint, Storage
 
-__all__ = ["Search", "Stored", "storages_of"]
+__all__ = ["Front", "Search", "Stored", "storages_of"]
 
 Stored = Mapping[str, Storage]
+
+
+class Front:
+    """What is fastest with so much host memory or less, for any bytes of it; looked at from the most promising on."""
+
+    def __init__(self, chances: Iterable[Chance], size: int, *, sparing: bool) -> None:
+        """Within `size` bytes of the device; where host memory is not to be spared, what is fastest at all."""
+        self._chances = sorted(chances, key=lambda chance: chance.soonest)
+        self._size, self._sparing = size, sparing
+        self._seen = 0
+        self._found: list[Found] = []
+
+    @property
+    def soonest(self) -> float:
+        """Seconds that anything takes at the least; infinite where nothing fits."""
+        return self._chances[0].soonest if self._chances else math.inf
+
+    @property
+    def done(self) -> bool:
+        """Whether all chances were looked at."""
+        return self._seen == len(self._chances)
+
+    def within(self, seconds: float) -> list[Found]:
+        """All that takes so long at the most, and some that takes longer: each slower than the last, and leaner."""
+        while not self.done and self._chances[self._seen].soonest <= seconds:
+            chance = self._chances[self._seen]
+            self._seen += 1
+            if not any(self._beats(found, chance) for found in self._found):
+                found = chance.branch.find(chance, self._size)
+                self._found += [found] if found is not None else []
+        kept: list[Found] = []
+        for found in sorted(self._found, key=lambda found: found[:3]):
+            if not kept or (self._sparing and found.branch.ram_of(found) < kept[-1].branch.ram_of(kept[-1])):
+                kept.append(found)
+        return kept
+
+    def _beats(self, found: Found, chance: Chance) -> bool:
+        if self._sparing:
+            return found.seconds <= chance.soonest and found.branch.ram_of(found) <= chance.ram
+        return found.seconds < chance.soonest
 
 
 class Search:
@@ -46,37 +87,12 @@ class Search:
 
     def best(self, size: int, ram: int | None) -> Found | None:
         """The best within `size` bytes of the device and `ram` of host memory (None: as many as wanted), if any."""
-        best: Found | None = None
-        chances = [chance for branch in self._branches for chance in branch.chances(size, ram)]
-        for chance in sorted(chances, key=lambda chance: chance.soonest):
-            if best is not None and chance.soonest > best.seconds:
-                break
-            found = chance.branch.find(chance, size)
-            if found is not None and (best is None or found[:3] < best[:3]):
-                best = found
-        return best
+        return next(iter(self.front(size, ram, sparing=False).within(math.inf)), None)
 
-    def front(self, size: int, ram: int) -> list[Found]:
-        """The best within `size` bytes of the device and `ram` of host memory, and the best with less and less of that.
-
-        Each is slower than the one before.
-        """
-        front: list[Found] = []
-        chances = [chance for branch in self._branches for chance in branch.chances(size, ram)]
-        for chance in sorted(chances, key=lambda chance: chance.soonest):
-            if not any(f.seconds <= chance.soonest and f.branch.ram_of(f) <= chance.ram for f in front):
-                found = chance.branch.find(chance, size)
-                front += [found] if found is not None else []
-        kept: list[Found] = []
-        for found in sorted(front, key=lambda found: found[:3]):
-            if not kept or found.branch.ram_of(found) < kept[-1].branch.ram_of(kept[-1]):
-                kept.append(found)
-        return kept
-
-    def soonest(self, size: int, ram: int | None) -> float | None:
-        """Seconds that anything within so much takes at the least; None where nothing fits."""
-        chances = (chance.soonest for branch in self._branches for chance in branch.chances(size, ram))
-        return min(chances, default=None)
+    def front(self, size: int, ram: int | None, *, sparing: bool) -> Front:
+        """The best within `size` bytes of the device and `ram` of host memory, and if `sparing`, with less of it."""
+        chances = (chance for branch in self._branches for chance in branch.chances(size, ram))
+        return Front(chances, size, sparing=sparing)
 
     def least(self, ram: int | None) -> int:
         """The fewest bytes of the device with which anything fits: something always does, from the disk."""

@@ -7,18 +7,20 @@ of all is made of each one's best; only RAM is everybody's.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from tightfit.plan.branch import Found, Known
-from tightfit.plan.search import Search, Stored
+from tightfit.plan.search import Front, Search, Stored
 from tightfit.plan.shares import share_of
 from tightfit.records import Accelerator, Footprint
 
 __all__ = ["Member", "Post", "Team", "Together"]
 
-_NEVER = float("inf")
+_GUESS = 0.02  # of the soonest, how much longer it takes
+_ROUNDING = 1e-9
 _OWN = {"name", "bytes", "free", "title"}  # of an accelerator: what says nothing of how fast it is
 
 
@@ -65,9 +67,8 @@ class Team:
         self._kinds = [member.device.model_dump_json(exclude=_OWN) for member in members]
         self._known: dict[str, dict[int, Known]] = {}
         self._searches: dict[tuple[str, frozenset[str], bool], Search] = {}
-        self._bounds: dict[tuple[int, int, int | None], float] = {}
         self._leasts: dict[tuple[int, int | None], int] = {}
-        self._fronts: dict[tuple[int, int, int | None], list[Found]] = {}
+        self._fronts: dict[tuple[int, int, int | None], Front] = {}
 
     def search(self, post: Post) -> Search:
         """What the device of a post could do for its components; devices as fast share it."""
@@ -84,27 +85,35 @@ class Team:
 
         With `alone`, the member of this number does all of it.
         """
-        postings = self._postings() if alone is None else [(Post(alone, frozenset().union(*self._groups), True),)]
-        bounds = [(self._soonest(posts, ram), posts) for posts in postings]
+        postings = self.postings() if alone is None else [(Post(alone, frozenset().union(*self._groups), True),)]
+        fronts = [(posts, [self._front(post, ram) for post in posts]) for posts in postings]
         best: Together | None = None
-        for bound, posts in sorted(bounds, key=lambda each: each[0]):
-            if bound > (best.seconds if best else _NEVER):
+        for posts, each in sorted(fronts, key=lambda chosen: _soonest(chosen[1])):
+            if _soonest(each) == math.inf or (best is not None and _soonest(each) > best.seconds):
                 break
-            for found in self._found(posts, ram):
-                best = found if best is None or found[:3] < best[:3] else best
+            best = _best(posts, each, ram, best)
         return best
 
     def fits(self, ram: int | None) -> bool:
         """Whether anything does."""
-        return any(self._fit(posts, ram) for posts in self._postings())
+        return any(self._fit(posts, ram) for posts in self.postings())
 
     def least(self, member: int, ram: int | None) -> int | None:
         """The fewest bytes of one member with which anything fits, the others as they are; None if nothing does."""
         leasts = []
-        for posts in self._postings():
+        for posts in self.postings():
             own = [post for post in posts if post.member == member]
             if own and self._fit([post for post in posts if post.member != member], ram):
                 leasts.append(self._least(own[0], ram))
+        return min(leasts, default=None)
+
+    def least_ram(self) -> int | None:
+        """The fewest bytes of host memory with which anything fits, the members as they are; None if nothing does."""
+        leasts = []
+        for posts in self.postings():
+            each = [self.search(post).least_ram(self.members[post.member].size) for post in posts]
+            known = [least for least in each if least is not None]
+            leasts += [sum(known)] if len(known) == len(each) else []
         return min(leasts, default=None)
 
     def _fit(self, posts: Sequence[Post], ram: int | None) -> bool:
@@ -130,7 +139,7 @@ class Team:
             by_role.setdefault(place if component.name in used else "denoiser", set()).add(component.name)
         return [frozenset(names) for names in by_role.values() if names]
 
-    def _postings(self) -> Iterator[tuple[Post, ...]]:
+    def postings(self) -> Iterator[tuple[Post, ...]]:
         """Who could compute where, the host's first; of members that are as good as each other, one is as good."""
         for places in self._places(()):
             members = dict.fromkeys(places)
@@ -151,30 +160,40 @@ class Team:
                 tried.add(kind)
                 yield from self._places((*taken, number))
 
-    def _soonest(self, posts: Sequence[Post], ram: int | None) -> float:
-        return sum(self._bound(self.search(post), self.members[post.member].size, ram) for post in posts)
-
-    def _bound(self, search: Search, size: int, ram: int | None) -> float:
-        """Seconds at the least within so much; devices that are alike are asked once."""
-        key = id(search), size, ram
-        if key not in self._bounds:
-            bound = search.soonest(size, ram)
-            self._bounds[key] = _NEVER if bound is None else bound
-        return self._bounds[key]
-
-    def _found(self, posts: Sequence[Post], ram: int | None) -> Iterator[Together]:
-        """What all of them could do together, if any."""
-        for chosen in itertools.product(*(self._front(post, ram) for post in posts)):
-            waiting = sum(found.branch.ram_of(found) for found in chosen)
-            if ram is None or waiting <= ram:
-                seconds, peaks = sum(found.seconds for found in chosen), sum(found.peak for found in chosen)
-                yield Together(seconds, peaks, waiting, tuple(zip(posts, chosen, strict=True)))
-
-    def _front(self, post: Post, ram: int | None) -> list[Found]:
-        """The best that a device can do, and where RAM is limited, the best with less and less of it."""
+    def _front(self, post: Post, ram: int | None) -> Front:
+        """What a device can do, with less and less RAM where that is limited."""
         search, size = self.search(post), self.members[post.member].size
         key = id(search), size, ram
         if key not in self._fronts:
-            best = search.best(size, None) if ram is None else None
-            self._fronts[key] = search.front(size, ram) if ram is not None else [best] if best else []
+            self._fronts[key] = search.front(size, ram, sparing=ram is not None)
         return self._fronts[key]
+
+
+def _soonest(fronts: Sequence[Front]) -> float:
+    """Seconds that all of them take at the least."""
+    return sum(front.soonest for front in fronts)
+
+
+def _best(posts: Sequence[Post], fronts: Sequence[Front], ram: int | None, best: Together | None) -> Together | None:
+    """What all could do together, if it is better than the `best` so far.
+
+    Each looks no further than what leaves the others the time that they need. Where nothing is known yet that it must
+    be faster than, that is guessed, and guessed again.
+    """
+    soonest = _soonest(fronts)
+    limit = best.seconds if best else soonest * (1 + _GUESS)
+    while True:
+        shares = [front.within((limit - soonest + front.soonest) * (1 + _ROUNDING)) for front in fronts]
+        for chosen in itertools.product(*shares):
+            found = _together(posts, chosen)
+            if (ram is None or found.ram <= ram) and (best is None or found[:3] < best[:3]):
+                best = found
+        if all(front.done for front in fronts) or (best is not None and best.seconds <= limit):
+            return best
+        limit = best.seconds if best else soonest + 2 * (limit - soonest)
+
+
+def _together(posts: Sequence[Post], chosen: Sequence[Found]) -> Together:
+    seconds, peaks = sum(found.seconds for found in chosen), sum(found.peak for found in chosen)
+    ram = sum(found.branch.ram_of(found) for found in chosen)
+    return Together(seconds, peaks, ram, tuple(zip(posts, chosen, strict=True)))
