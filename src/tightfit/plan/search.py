@@ -26,7 +26,7 @@ class Front:
         self._chances = sorted(chances, key=lambda chance: chance.soonest)
         self._size, self._sparing = size, sparing
         self._seen = 0
-        self._found: list[Found] = []
+        self._best: list[Found] = []
 
     @property
     def soonest(self) -> float:
@@ -43,11 +43,15 @@ class Front:
         while not self.done and self._chances[self._seen].soonest <= seconds:
             chance = self._chances[self._seen]
             self._seen += 1
-            if not any(self._beats(found, chance) for found in self._found):
+            if not any(self._beats(found, chance) for found in self._best):
                 found = chance.branch.find(chance, self._size)
-                self._found += [found] if found is not None else []
+                self._best = self._best if found is None else self._leaner([*self._best, found])
+        return self._best
+
+    def _leaner(self, every: Iterable[Found]) -> list[Found]:
+        """Of all that was found, what nothing else is as fast and as lean as."""
         kept: list[Found] = []
-        for found in sorted(self._found, key=lambda found: found[:3]):
+        for found in sorted(every, key=lambda found: found[:3]):
             if not kept or (self._sparing and found.branch.ram_of(found) < kept[-1].branch.ram_of(kept[-1])):
                 kept.append(found)
         return kept

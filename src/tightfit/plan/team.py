@@ -20,6 +20,7 @@ from tightfit.records import Accelerator, Footprint
 __all__ = ["Member", "Post", "Team", "Together"]
 
 _GUESS = 0.02  # of the soonest, how much longer it takes
+_SHORTEST = 1e-6  # seconds
 _ROUNDING = 1e-9
 _OWN = {"name", "bytes", "free", "title"}  # of an accelerator: what says nothing of how fast it is
 
@@ -181,7 +182,7 @@ def _best(posts: Sequence[Post], fronts: Sequence[Front], ram: int | None, best:
     be faster than, that is guessed, and guessed again.
     """
     soonest = _soonest(fronts)
-    limit = best.seconds if best else soonest * (1 + _GUESS)
+    limit = best.seconds if best else soonest + max(_GUESS * soonest, _SHORTEST)
     while True:
         shares = [front.within((limit - soonest + front.soonest) * (1 + _ROUNDING)) for front in fronts]
         for chosen in itertools.product(*shares):
