@@ -101,6 +101,20 @@ def test_the_best_of_all_is_hardly_better(footprint: Footprint, size: int) -> No
     compare(footprint, size)
 
 
+def test_what_works_by_blocks_may_stay_for_its_phase() -> None:
+    """There is room for its weights, but not for its activations if it works otherwise."""
+    unet, vae = component("unet", "denoiser", [8 * MIB], 10**6), component("vae", "autoencoder", [8 * MIB], 0)
+    usual, halved = (passes_of(unet, [10**6 // share], 2, 15_313_980 // share) for share in (1, 2))
+    uses = tuple(use.model_copy(update={"turns": use.turns * 2}) for use in halved.uses)
+    apart = halved.model_copy(update={"uses": uses})
+    footprint = Footprint(
+        pipeline="Tried", components=(unet, vae), request=Request(height=64),
+        phases=(phase("denoise", usual, usual.peak), phase("decode", passes_of(vae, [10**6], 1, MIB), MIB)),
+        variants=(Variant(guidance="apart", by_blocks=True, phases=(phase("denoise", apart, apart.peak),)),),
+    )  # fmt: skip
+    compare(footprint, 64 * MIB)
+
+
 @settings(deadline=None, max_examples=8)
 @given(small_footprints())
 def test_none_of_all_takes_less_than_what_is_said_to_be_needed(footprint: Footprint) -> None:

@@ -58,13 +58,15 @@ def called(part: Component, done: Pass) -> Footprint:
 
 
 @settings(deadline=None, max_examples=100)
-@given(layered(), homes, storages)
-def test_what_a_plan_takes_is_known_before_it_is_settled(part: Component, home: Home, storage: Storage) -> None:
+@given(layered(), homes, storages, st.booleans())
+def test_what_a_plan_takes_is_known_before_it_is_settled(
+    part: Component, home: Home, storage: Storage, by_blocks: bool
+) -> None:
     whole = ComponentPlan(placement="per-phase", home=home, storage=storage)
     grains: tuple[Grain, ...] = ("leaf", "block")
     parcels = {grain: Parcels(parcel_sizes(part, grain, whole)) for grain in grains}
     seconds = {leaf.name: 1.0 + 5 * index % 7 for index, leaf in enumerate(part.leaves)}
-    for sketch in sketches(part, whole, parcels, 12):
+    for sketch in sketches(part, whole, parcels, 12, by_blocks=by_blocks):
         settled = Part(
             part, sketch.plan(seconds), CPU, Pace(part, CPU), seconds=seconds
         )  # what is small is always there

@@ -178,7 +178,8 @@ class Task:
         whole = ComponentPlan(placement="per-phase", home=where, storage=storage)
         small = 0 if self.device.is_cpu else up(loose_bytes(self.component))
         count = SIZES if variant is None else FEWER
-        found = sketches(self.component, whole, self._parcels(whole), count)
+        by_blocks = variant is not None and variant.in_parts and variant.by_blocks
+        found = sketches(self.component, whole, self._parcels(whole), count, by_blocks=by_blocks)
         return [sketch._replace(comes=sketch.comes + small) for sketch in found]
 
     def _parcels(self, plan: ComponentPlan) -> Mapping[Grain, Parcels]:

@@ -37,13 +37,18 @@ class Sketch(NamedTuple):
 
 
 def sketches(
-    component: Component, whole: ComponentPlan, parcels: Mapping[Grain, Parcels], count: int
+    component: Component, whole: ComponentPlan, parcels: Mapping[Grain, Parcels], count: int, *, by_blocks: bool
 ) -> Iterator[Sketch]:
-    """`whole`: there for its phase; streamed with one of `count` sizes; streamed with some layers that always stay."""
+    """`whole`: there for its phase; streamed with one of `count` sizes; streamed with some layers that always stay.
+
+    If it is to work `by_blocks`, which only does what streams, then with all of them staying, too.
+    """
     layers = parcels["leaf"]
     yield Sketch(whole, taken(layers.sizes.values(), 0))
     if component.leaves:
         streams = whole.model_copy(update={"placement": "per-unit"})
+        if by_blocks:
+            yield _all_staying(streams, "block" if component.compiled else "leaf", parcels)
         yield from _sized(component, streams, parcels, count)
         if not component.compiled:
             yield from _any_staying(streams, layers) if len(layers.sizes) <= FEW else _giants_staying(streams, layers)
@@ -72,6 +77,12 @@ def _any_staying(streams: ComponentPlan, layers: Parcels) -> Iterator[Sketch]:
         for stays in itertools.combinations(layers.sizes, count):
             for ahead in AHEAD:
                 yield _staying(streams, layers, frozenset(stays), ahead)
+
+
+def _all_staying(streams: ComponentPlan, grain: Grain, parcels: Mapping[Grain, Parcels]) -> Sketch:
+    sizes = parcels[grain].sizes
+    plan = streams.model_copy(update={"grain": grain, "stays": tuple(sizes), "ring": 0})
+    return Sketch(plan, taken(sizes.values(), 0))
 
 
 def _giants_staying(streams: ComponentPlan, layers: Parcels) -> Iterator[Sketch]:
