@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from plan.test_planner import CARD, GIB, HERE, MIB, component, legs_of, passes_of, phase, planned, seconds, variants
 from tightfit.errors import BudgetTooSmall
 from tightfit.plan.forecast import forecast
+from tightfit.plan.options import GRAINS
 from tightfit.plan.parts import SEGMENT
 from tightfit.plan.planner import make_plan
 from tightfit.plan.streaming import parcel_sizes
-from tightfit.records import Budget, Component, ComponentPlan, Footprint, Plan, Request, VaePlan, Variant, Way
+from tightfit.records import Budget, Component, ComponentPlan, Footprint, Grain, Plan, Request, VaePlan, Variant, Way
 
 WITHIN = 1.03  # times as long as the best
 
@@ -27,7 +28,7 @@ def small_footprints(draw: st.DrawFn) -> Footprint:
     parts, phases, others = [], [], tuple[Variant, ...]()
     for name, role, stretch, most in (("unet", "denoiser", "denoise", 4), ("vae", "autoencoder", "decode", 2)):
         sizes = draw(st.lists(st.integers(8 * MIB, 400 * MIB), min_size=1, max_size=most))
-        part = component(name, role, sizes, draw(st.integers(0, 4 * MIB)))
+        part = component(name, role, sizes, draw(st.integers(0, 4 * MIB)), draw(st.integers(1, 2)))
         work = [draw(st.integers(10**6, 2 * 10**12)) for _ in sizes]
         room = draw(st.integers(MIB, GIB))
         runs = draw(st.integers(1, 6)) if role == "denoiser" else 1
@@ -49,15 +50,21 @@ def small_footprints(draw: st.DrawFn) -> Footprint:
 
 
 def every_plan_of(part: Component) -> Iterator[ComponentPlan]:
-    """Resident, there for its phase, and streamed with any layers staying and a ring for one layer or more."""
+    """Resident, there for its phase, and streamed with any layers or blocks staying and a ring for one or more."""
     yield ComponentPlan(placement="resident")
     yield ComponentPlan(placement="per-phase")
-    sizes = parcel_sizes(part, "leaf", ComponentPlan(placement="per-unit"))
+    for grain in GRAINS:
+        sizes = parcel_sizes(part, grain, ComponentPlan(placement="per-unit"))
+        if grain == "leaf" or len(sizes) < len(part.leaves):
+            yield from every_stream_of(sizes, grain)
+
+
+def every_stream_of(sizes: Mapping[str, int], grain: Grain) -> Iterator[ComponentPlan]:
     for count in range(len(sizes) + 1):
         for stays in itertools.combinations(sizes, count):
             passing = sorted((size for name, size in sizes.items() if name not in stays), reverse=True)
             for ring in {sum(passing[:ahead]) for ahead in range(1, len(passing) + 1)} or {0}:
-                yield ComponentPlan(placement="per-unit", grain="leaf", stays=stays, ring=ring)
+                yield ComponentPlan(placement="per-unit", grain=grain, stays=stays, ring=ring)
 
 
 def best_of_all(footprint: Footprint, size: int) -> float | None:

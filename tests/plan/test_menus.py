@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan.test_planner import CARD, CPU, GIB, MIB, budgets, component, footprints, passes_of, phase
-from tightfit.plan.options import Menu, Option, Task, Where
+from tightfit.plan.menus import Menu, Option
+from tightfit.plan.options import Task, Where
+from tightfit.plan.search import Search
 from tightfit.records import Accelerator, Footprint
 
 
@@ -16,22 +21,61 @@ def fastest(menu: Menu, size: int) -> Option | None:
     return min(fitting, key=lambda option: (option.seconds, option.comes), default=None)
 
 
-@settings(deadline=None, max_examples=100)
-@given(
-    footprints(), st.sampled_from((CARD, CPU)), st.sampled_from(("resident", "host", "disk")),
-    st.lists(budgets, min_size=1, max_size=8),
-)  # fmt: skip
-def test_few_are_worked_out(footprint: Footprint, device: Accelerator, where: Where, sizes: list[int]) -> None:
-    """And none takes less than was said before it was worked out."""
-    for part in footprint.components:
-        menu, all_of_it = (Task(part, footprint, device).menu(where, 2e9) for _ in range(2))
+def tasks(footprint: Footprint, device: Accelerator, where: Where) -> Iterator[tuple[Menu, Menu]]:
+    """Each component's menu twice, for all ways in which denoisers can work."""
+    for variant in (None, *footprint.variants):
+        called = footprint.varied(variant)
+        for part in called.components:
+            if variant is None or part.role == "denoiser":
+                one, other = (Task(part, called, device).menu(where, 2e9, variant=variant) for _ in range(2))
+                yield one, other
+
+
+def check(footprint: Footprint, device: Accelerator, where: Where, sizes: list[int]) -> None:
+    for menu, all_of_it in tasks(footprint, device, where):
         for size in sizes:
-            soonest, found, best = menu.soonest(size), menu.within(size), fastest(all_of_it, size)
+            race = menu.race(size)
+            soonest, found, best = race.seconds, menu.within(size), fastest(all_of_it, size)
             assert (found and found.seconds) == (best and pytest.approx(best.seconds, rel=1e-10))
-            assert found is None or (soonest is not None and soonest <= found.seconds)
+            assert race.over
+            if found is None:
+                assert race.seconds == math.inf
+            else:
+                assert max(soonest, race.seconds) <= found.seconds
         for offer in all_of_it.offers:
             assert offer.seconds <= offer.option.seconds
             assert offer.comes <= offer.option.comes
+
+
+about = (
+    footprints(), st.sampled_from((CARD, CPU)), st.sampled_from(("resident", "host", "disk")),
+    st.lists(budgets, min_size=1, max_size=8),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=100)
+@given(*about)
+def test_few_are_worked_out(footprint: Footprint, device: Accelerator, where: Where, sizes: list[int]) -> None:
+    """And none takes less than was said before it was worked out."""
+    check(footprint, device, where, sizes)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=1500)
+@given(*about)
+def test_few_are_worked_out_often(footprint: Footprint, device: Accelerator, where: Where, sizes: list[int]) -> None:
+    check(footprint, device, where, sizes)
+
+
+@settings(deadline=None, max_examples=50)
+@given(footprints(), budgets, st.none() | budgets)
+def test_what_no_chance_beats_is_found(footprint: Footprint, size: int, ram: int | None) -> None:
+    """Looking at the most promising ones, offer by offer, ends with the best of all that can be done."""
+    search, other = (Search(footprint, CARD, 2e9, {}) for _ in range(2))
+    every = [branch.find(chance, size) for branch in other.branches for chance in branch.chances(size, ram)]
+    found = search.best(size, ram)
+    best = min((each[:3] for each in every if each is not None), default=None)
+    assert (found and found[:3]) == (best and (pytest.approx(best[0], rel=1e-10), *best[1:]))
 
 
 def test_it_is_lazy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -51,11 +52,14 @@ def workload(operations: int) -> Workload:
     return Workload(kind="matmul", dtype="float16", operations=operations, traffic=operations // 100, kernels=3)
 
 
-def component(name: str, role: Any, sizes: list[int], small: int) -> Component:
+def component(name: str, role: Any, sizes: list[int], small: int, per_block: int = 1) -> Component:
+    """Layers of so many bytes, so many of them in each block."""
     leaves = tuple(
-        Unit(name=f"blocks.{i}.linear", bytes=size, dtypes={"float16": size}) for i, size in enumerate(sizes)
+        Unit(name=f"blocks.{i // per_block}.linear{i % per_block or ''}", bytes=size, dtypes={"float16": size})
+        for i, size in enumerate(sizes)
     )
-    units = tuple(Unit(name=f"blocks.{i}", bytes=size, dtypes={"float16": size}) for i, size in enumerate(sizes))
+    blocks = [sum(sizes[i : i + per_block]) for i in range(0, len(sizes), per_block)]
+    units = tuple(Unit(name=f"blocks.{i}", bytes=size, dtypes={"float16": size}) for i, size in enumerate(blocks))
     whole = sum(sizes) + small
     left = (Unit(name="", bytes=small, dtypes={"float16": small}),)
     return Component(
@@ -65,15 +69,9 @@ def component(name: str, role: Any, sizes: list[int], small: int) -> Component:
 
 
 def passes_of(of: Component, work: list[int], runs: int, peak: int, method: str = "forward") -> Pass:
-    uses = tuple(
-        Use(
-            unit=leaf.name.removesuffix(".linear"),
-            waiting=0,
-            peak=peak,
-            turns=(Turn(leaf=leaf.name, work=(workload(o),)),),
-        )
-        for leaf, o in zip(of.leaves, work, strict=True)
-    )
+    turns = [Turn(leaf=leaf.name, work=(workload(o),)) for leaf, o in zip(of.leaves, work, strict=True)]
+    blocks = itertools.groupby(turns, lambda turn: turn.leaf.rpartition(".")[0])
+    uses = tuple(Use(unit=block, waiting=0, peak=peak, turns=tuple(own)) for block, own in blocks)
     return Pass(component=of.name, method=method, runs=runs, peak=peak, uses=uses)
 
 
@@ -120,7 +118,7 @@ def footprints(draw: st.DrawFn) -> Footprint:
     parts, phases, others = [], [], tuple[Variant, ...]()
     roles = (("text_encoder", "encoder", "encode"), ("unet", "denoiser", "denoise"), ("vae", "autoencoder", "decode"))
     for name, role, stretch in roles:
-        part = component(name, role, draw(sizes), draw(st.integers(0, 4 * MIB)))
+        part = component(name, role, draw(sizes), draw(st.integers(0, 4 * MIB)), draw(st.integers(1, 3)))
         work = [draw(st.integers(10**6, 10**12)) for _ in part.leaves]
         room = draw(rooms)
         done = passes_of(part, work, draw(st.integers(1, 8)) if role == "denoiser" else 1, room)

@@ -146,7 +146,6 @@ def test_all_together_is_never_more_than_there_may_be(case: tuple[Component, dic
     assert stay_bytes(what, plan) + plan.ring + loose <= weights
 
 
-@pytest.mark.xfail(strict=True, reason="a known fault: it costs time or memory, never numbers")
 @settings(deadline=None, max_examples=300)
 @given(case=cases(), share=st.floats(0, 1.2), pages=st.integers(0, 10) | st.integers(0, 150))
 @example(case=(layers(*[4] * 10), {}, None), share=0.3, pages=3)
@@ -344,7 +343,6 @@ def test_a_ring_larger_than_the_room_takes_the_room() -> None:
     assert (plan.stays, plan.ring) == ((), 12 * PAGE)
 
 
-@pytest.mark.xfail(strict=True, reason="a known fault: it costs time or memory, never numbers")
 def test_a_ring_too_small_for_any_layer_is_refused() -> None:
     with pytest.raises(PlanError, match="cannot take"):
         settle(layers(*[4] * 10), weights=12 * PAGE, ring=3 * PAGE)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from tightfit.plan.forecast import most_weights, needed_bytes, way_of
 from tightfit.plan.guests import ALTERNATIONS, visits
-from tightfit.plan.options import Menu, Option, Task, Where, why_there
+from tightfit.plan.menus import Menu, Option, Race
+from tightfit.plan.options import Task, Where, why_there
 from tightfit.plan.strips import more_seconds
 from tightfit.records import Accelerator, Footprint, Reason, Storage, VaePlan, Variant, Way
 
@@ -52,14 +53,24 @@ class Found(NamedTuple):
 
 
 class Chance(NamedTuple):
-    """Where components are to be and how the autoencoder is to work, before anything is worked out."""
+    """Where components are to be and how the autoencoder is to work, and what is known so far of what comes of it."""
 
-    soonest: float  # seconds at the least
-    longer: float  # of them, what strips take more than whole maps
+    races: tuple[Race, ...]  # one of each component
+    longer: float  # seconds that strips take more than whole maps
     vae: VaePlan
     wheres: Mapping[str, Where]
     ram: int  # bytes of host memory for masters and for maps that wait
     branch: Branch
+
+    @property
+    def soonest(self) -> float:
+        """Seconds at the least; infinite where nothing fits."""
+        return sum(race.seconds for race in self.races) + self.longer
+
+    @property
+    def undecided(self) -> Race | None:
+        """What is to be worked out next; None where it is known what is best for each component alone."""
+        return next((race for race in self.races if not race.over), None)
 
 
 class Known:
@@ -142,9 +153,9 @@ class Branch:
         for vae in self._vaes:
             longer, rooms, waiting = self._longer(vae), self._rooms(vae), self._waiting(vae)
             for placed, needed in self._needed(vae, ram):
-                soonest = self._soonest(placed.wheres, rooms, size) if needed <= size else None
-                if soonest is not None:
-                    yield Chance(soonest + longer, longer, vae, placed.wheres, placed.ram + waiting, self)
+                if needed <= size:
+                    races = tuple(self._races(placed.wheres, rooms, size))
+                    yield Chance(races, longer, vae, placed.wheres, placed.ram + waiting, self)
 
     def ram_of(self, found: Found) -> int:
         """Bytes of host memory for masters and for maps that wait."""
@@ -226,16 +237,11 @@ class Branch:
             room = max(rooms[number] for number in crew.phases)
             yield crew, room, most_weights(size, room, self.device) - always
 
-    def _soonest(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> float | None:
-        """Seconds at the least; None where nothing fits."""
-        spent = 0.0
+    def _races(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Iterator[Race]:
+        """What each component alone could do best."""
         for crew, _, left in self._left(wheres, rooms, size):
             for name in crew.names:
-                seconds = self._menu(name, wheres[name]).soonest(left)
-                if seconds is None:
-                    return None
-                spent += seconds
-        return spent
+                yield self._menu(name, wheres[name]).race(left)
 
     def _combined(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Found | None:
         """The best within `size` with components where they are said to be, and so much for activations by phases."""

@@ -1,21 +1,22 @@
 """Everything that can be done about one component's weights, with what each would take and how long it would work.
 
-Which plans there are does not depend on a budget. Of each it is known at once how long it takes at the least, and how
-many bytes; what it takes indeed is worked out only if it may be the best.
+Which plans there are does not depend on a budget.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tightfit.plan.guests import visits
-from tightfit.plan.pace import Pace, Stretch, alone
+from tightfit.plan.leasts import Least, Runs
+from tightfit.plan.menus import Menu, Offer, Option
+from tightfit.plan.pace import Pace, alone
 from tightfit.plan.parts import Part, always, up
 from tightfit.plan.sketches import Sketch, sketches
-from tightfit.plan.streaming import ALIGNMENT, BLOCKS_FROM, Parcels, loose_bytes, parcel_sizes
+from tightfit.plan.streaming import Parcels, loose_bytes, parcel_sizes
 from tightfit.records import (
     Accelerator,
     Component,
@@ -31,95 +32,14 @@ from tightfit.records import (
 )
 from tightfit.units import format_bytes, format_seconds
 
-__all__ = ["Menu", "Option", "Task", "Where", "variant_of", "why_there"]
+__all__ = ["Task", "Where", "variant_of", "why_there"]
 
 Where = Literal["resident", "host", "disk"]  # the home of what comes and goes
-Runs = Sequence[tuple[Pass, int]]  # passes of one phase, and how often each is done at a time
 
 ENOUGH = 0.9  # of what is left: who takes less would gain nothing by more
 SIZES = 24  # between the least that a component streams with and all of it, each larger by the same factor, …
 FEWER = 12  # … and so many where denoisers work otherwise than usual
 GRAINS: tuple[Grain, ...] = ("leaf", "block")
-ROUNDING = 1e-11  # by which sums of the same seconds may differ, of themselves
-
-
-class Option(NamedTuple):
-    """One of them."""
-
-    comes: int  # bytes more on the device while it works
-    seconds: float  # of its work in one call
-    ram: int  # bytes of host memory for the masters
-    always: int  # bytes on the device all along
-    plan: ComponentPlan
-
-    @property
-    def aboard(self) -> int:
-        """Bytes on the device while it works."""
-        return self.always + self.comes
-
-
-class Offer:
-    """An option that is worked out when it is asked for; before, what it takes at the least."""
-
-    def __init__(self, seconds: float, comes: int, settle: Callable[[], Part], time: Callable[[Part], float]) -> None:
-        """`settle` decides what the plan leaves open, and `time` plays it, which is long."""
-        self.seconds = seconds * (1 - ROUNDING)
-        self.comes = comes
-        self._settle, self._time = settle, time
-
-    @cached_property
-    def part(self) -> Part:
-        return self._settle()
-
-    @cached_property
-    def option(self) -> Option:
-        part = self.part
-        ram = part.component.bytes if part.plan.home == "host" and not part.remains else 0
-        return Option(part.comes, self._time(part), ram, part.always, part.plan)
-
-    def may_beat(self, other: Option) -> bool:
-        """Whether it may be faster than `other`, or as fast and take less."""
-        return self.seconds < other.seconds * (1 - 2 * ROUNDING) or self.comes < other.comes
-
-
-class Menu:
-    """Options by size: which is the fastest within some bytes."""
-
-    def __init__(self, offers: Iterable[Offer]) -> None:
-        self.offers = sorted(offers, key=lambda offer: (offer.seconds, offer.comes))
-        self._within: dict[int, Option | None] = {}
-
-    def within(self, size: int) -> Option | None:
-        """The fastest, and of those the least, for which at most `size` bytes come; None if there is none."""
-        if size not in self._within:
-            self._within[size] = self._fastest(size)
-        return self._within[size]
-
-    def _fastest(self, size: int) -> Option | None:
-        best: Option | None = None
-        for offer in self.offers:
-            if best is not None and offer.seconds > best.seconds:
-                break
-            hopeful = offer.comes <= size and (best is None or offer.may_beat(best))
-            if hopeful and offer.part.comes <= size and (best is None or _rank(offer.option) < _rank(best)):
-                best = offer.option
-        return best
-
-    def soonest(self, size: int) -> float | None:
-        """Seconds at the least of whatever at most `size` bytes come for; None if there is nothing."""
-        return next((offer.seconds for offer in self.offers if offer.comes <= size), None)
-
-    def __iter__(self) -> Iterator[Option]:
-        """Each takes more than the one before, and is faster."""
-        fastest = float("inf")
-        for option in sorted((offer.option for offer in self.offers), key=lambda option: option[:3]):
-            if option.seconds < fastest:
-                fastest = option.seconds
-                yield option
-
-
-def _rank(option: Option) -> tuple[float, int, int]:
-    return option.seconds, option.comes, option.ram
 
 
 class Task:
@@ -163,7 +83,7 @@ class Task:
         every, changes = self._sketches(where, storage, variant), variant.fields if variant else {}
         asked = [sketch.plan(self._by_leaf) for sketch in every if _goes_with(variant, sketch.draft)]
         part = self._part(every[0].draft, disk_rate)
-        least = None if part.remains else _Least(part, self._parcels(part.plan), self._work, self._pace)
+        least = None if part.remains else Least(part, self._parcels(part.plan), self._work, self._pace)
 
         def offer(plan: ComponentPlan) -> Offer:
             seconds, comes = least.of(plan) if least else (self.seconds, 0)
@@ -211,55 +131,6 @@ class Task:
             for done, count in runs:
                 spent = part.work(done, count, spent)
         return spent
-
-
-class _Least:
-    """What all plans have in common for weights at one home, and what each takes at the least."""
-
-    def __init__(self, part: Part, parcels: Mapping[Grain, Parcels], work: Sequence[Runs], pace: Pace) -> None:
-        """`part` is there by phases."""
-        component, self._rate, self._launch = part.component, part.rate, part.launch
-        leaves, self._leaf, self._block = parcels["leaf"], parcels["leaf"].largest, parcels["block"].largest
-        self._by_blocks = component.compiled
-        blocks = self._by_blocks or leaves.whole >= BLOCKS_FROM * self._block
-        less = ALIGNMENT if blocks else 0  # by which some plan may round them otherwise, together
-        self._sizes = {leaf: size - less for leaf, size in leaves.sizes.items()}
-        self._small = loose_bytes(component)
-        self._loose = 0 if part.on_cpu else self._small  # of what comes
-        self._first = 0.0  # seconds until all that phases need has come once
-        self._again: list[tuple[int, float, int]] = []  # later passes: how many, their seconds, what they need
-        for (first, count), *later in work:
-            self._first += part.come(0.0) + self._coming(pace.stretches(first))
-            self._again += [self._pass(pace, done, runs) for done, runs in ((first, count - 1), *later)]
-
-    def of(self, plan: ComponentPlan) -> tuple[float, int]:
-        """Seconds, and bytes that come."""
-        if plan.placement == "per-phase":
-            room = least = sum(self._sizes.values())
-        elif plan.stays is None:
-            room = least = max((plan.weights or 0) - self._small, 0)
-            blocks = self._by_blocks or room >= BLOCKS_FROM * self._block
-            least -= self._block if blocks else self._leaf  # that may be left over
-        else:
-            room = least = sum(self._sizes[name] for name in plan.stays) + (plan.ring or 0)
-        again = sum(runs * max(seconds, (needed - room) / self._rate) for runs, seconds, needed in self._again)
-        return self._first + again, max(least, 0) + self._loose
-
-    def _coming(self, stretches: Sequence[Stretch]) -> float:
-        """Seconds of a first pass: by the time something begins, all that was needed until then has come."""
-        came, now, there = self._launch * self._rate, 0.0, set[str]()
-        for stretch in stretches:
-            if stretch.parcel not in there:
-                there.add(stretch.parcel)
-                came += self._sizes.get(stretch.parcel, 0)
-            now = max(now, came / self._rate) + stretch.seconds
-        return now
-
-    def _pass(self, pace: Pace, done: Pass, runs: int) -> tuple[int, float, int]:
-        """What a later pass takes of the device: its host may have launched while weights of the first were awaited."""
-        stretches = pace.stretches(done)
-        needed = sum(self._sizes.get(leaf, 0) for leaf in {stretch.parcel for stretch in stretches})
-        return runs, sum(stretch.seconds for stretch in stretches), needed
 
 
 def variant_of(footprint: Footprint, plan: Plan) -> Variant | None:

@@ -6,6 +6,7 @@ does too.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
@@ -23,30 +24,41 @@ class Front:
 
     def __init__(self, chances: Iterable[Chance], size: int, *, sparing: bool) -> None:
         """Within `size` bytes of the device; where host memory is not to be spared, what is fastest at all."""
-        self._chances = sorted(chances, key=lambda chance: chance.soonest)
+        self._chances: list[tuple[float, int, Chance]] = []
         self._size, self._sparing = size, sparing
-        self._seen = 0
         self._best: list[Found] = []
+        for number, chance in enumerate(chances):
+            self._push(number, chance)
 
     @property
     def soonest(self) -> float:
-        """Seconds that anything takes at the least; infinite where nothing fits."""
-        return self._chances[0].soonest if self._chances else math.inf
+        """Seconds that anything takes at the least, as far as is known; infinite where nothing fits."""
+        left = self._chances[0][0] if self._chances else math.inf
+        return min([left, *(found.seconds for found in self._best)])
 
     @property
     def done(self) -> bool:
         """Whether all chances were looked at."""
-        return self._seen == len(self._chances)
+        return not self._chances
 
     def within(self, seconds: float) -> list[Found]:
         """All that takes so long at the most, and some that takes longer: each slower than the last, and leaner."""
-        while not self.done and self._chances[self._seen].soonest <= seconds:
-            chance = self._chances[self._seen]
-            self._seen += 1
-            if not any(self._beats(found, chance) for found in self._best):
+        while self._chances and self._chances[0][0] <= seconds:
+            _, number, chance = heapq.heappop(self._chances)
+            if any(self._beats(found, chance) for found in self._best):
+                continue
+            if chance.undecided is None:
                 found = chance.branch.find(chance, self._size)
                 self._best = self._best if found is None else self._leaner([*self._best, found])
+            else:
+                chance.undecided.go_on()
+                self._push(number, chance)
         return self._best
+
+    def _push(self, number: int, chance: Chance) -> None:
+        """Keeps it if something fits; of those that are as promising, that of the lowest number is looked at first."""
+        if chance.soonest < math.inf:
+            heapq.heappush(self._chances, (chance.soonest, number, chance))
 
     def _leaner(self, every: Iterable[Found]) -> list[Found]:
         """Of all that was found, what nothing else is as fast and as lean as."""
@@ -78,7 +90,7 @@ class Search:
         self._storages, self._known = storages, {} if known is None else known
 
     @cached_property
-    def _branches(self) -> list[Branch]:
+    def branches(self) -> list[Branch]:
         """The usual way of working, and the others."""
         about = self.device, self.disk_rate, self._storages
         known = [self._known.setdefault(number, Known()) for number in range(len(self.footprint.variants) + 1)]
@@ -95,17 +107,17 @@ class Search:
 
     def front(self, size: int, ram: int | None, *, sparing: bool) -> Front:
         """The best within `size` bytes of the device and `ram` of host memory, and if `sparing`, with less of it."""
-        chances = (chance for branch in self._branches for chance in branch.chances(size, ram))
+        chances = (chance for branch in self.branches for chance in branch.chances(size, ram))
         return Front(chances, size, sparing=sparing)
 
     def least(self, ram: int | None) -> int:
         """The fewest bytes of the device with which anything fits: something always does, from the disk."""
-        leasts = (branch.least(ram) for branch in self._branches)
+        leasts = (branch.least(ram) for branch in self.branches)
         return min(least for least in leasts if least is not None)
 
     def least_ram(self, size: int) -> int | None:
         """The fewest bytes of host memory with which anything fits into `size` bytes of the device; None: nothing."""
-        leasts = (branch.least_ram(size) for branch in self._branches)
+        leasts = (branch.least_ram(size) for branch in self.branches)
         return min((least for least in leasts if least is not None), default=None)
 
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import NamedTuple
 
 from tightfit.plan.parts import taken, up
-from tightfit.plan.streaming import BLOCKS_FROM, Parcels, loose_bytes, spread_evenly
+from tightfit.plan.streaming import Parcels, loose_bytes, spread_evenly
 from tightfit.records import Component, ComponentPlan, Grain
 
 __all__ = ["Sketch", "sketches"]
 
 Seconds = Mapping[str, float] | None  # how long each leaf is at work
 
-FEW = 8  # layers, of which all selections are tried
+FEW = 8  # layers, or blocks, of which all selections are tried
 GIANTS, GIANT = 5, 1.5  # so many layers stay for their size, if each is so many times as large as the next, …
 SHARES = 4  # … and of the rest none to three fourths
 AHEAD = (1, 2, 4)  # of the rest, how many the ring holds
@@ -39,7 +39,10 @@ class Sketch(NamedTuple):
 def sketches(
     component: Component, whole: ComponentPlan, parcels: Mapping[Grain, Parcels], count: int, *, by_blocks: bool
 ) -> Iterator[Sketch]:
-    """`whole`: there for its phase; streamed with one of `count` sizes; streamed with some layers that always stay.
+    """`whole`: there for its phase; streamed with one of `count` sizes; streamed with some that always stay.
+
+    What streams moves by layers, and by blocks: then the ring holds a whole one, which little memory has no room for,
+    but what works on several parts block by block reads it once for all of them.
 
     If it is to work `by_blocks`, which only does what streams, then with all of them staying, too.
     """
@@ -47,36 +50,46 @@ def sketches(
     yield Sketch(whole, taken(layers.sizes.values(), 0))
     if component.leaves:
         streams = whole.model_copy(update={"placement": "per-unit"})
+        grains: list[Grain] = [grain for grain in parcels if _may_move(component, grain, parcels)]
         if by_blocks:
-            yield _all_staying(streams, "block" if component.compiled else "leaf", parcels)
-        yield from _sized(component, streams, parcels, count)
-        if not component.compiled:
-            yield from _any_staying(streams, layers) if len(layers.sizes) <= FEW else _giants_staying(streams, layers)
+            yield _all_staying(streams, grains[0], parcels)
+        for grain in grains:
+            moving = parcels[grain]
+            yield from _sized(component, streams, moving, grain, count)
+            if len(moving.sizes) <= FEW and not component.compiled:
+                yield from _any_staying(streams, moving, grain)
+            elif grain == "leaf":
+                yield from _giants_staying(streams, moving)
+
+
+def _may_move(component: Component, grain: Grain, parcels: Mapping[Grain, Parcels]) -> bool:
+    """Whether its weights may move so: by blocks where they are compiled, else by layers, or by blocks of several."""
+    if grain == "leaf":
+        return not component.compiled
+    return component.compiled or len(parcels["block"].sizes) < len(parcels["leaf"].sizes)
 
 
 def _sized(
-    component: Component, streams: ComponentPlan, parcels: Mapping[Grain, Parcels], count: int
+    component: Component, streams: ComponentPlan, parcels: Parcels, grain: Grain, count: int
 ) -> Iterator[Sketch]:
     """Sizes between the least that a component streams with and all of it, each larger by the same factor."""
-    loose, finest = loose_bytes(component), parcels["block" if component.compiled else "leaf"]
-    least, most = loose + finest.least, loose + finest.whole
+    loose = loose_bytes(component)
+    least, most = loose + parcels.least, loose + parcels.whole
     sizes = {int(least * (most / least) ** (step / count)) for step in range(count)} if least < most else set()
     for size in sorted(sizes):
-        room = size - loose
-        blocks = component.compiled or room >= BLOCKS_FROM * parcels["block"].largest
-        moving = parcels["block" if blocks else "leaf"]
-        divided, draft = moving.divide(room), streams.model_copy(update={"weights": size})
+        divided = parcels.divide(size - loose)
+        draft = streams.model_copy(update={"weights": size, "grain": grain})
         if divided.spare:
             yield Sketch(draft, up(divided.least), exact=False)
         else:
-            yield Sketch(draft, _taken(moving, divided.kept, divided.ring))
+            yield Sketch(draft, _taken(parcels, divided.kept, divided.ring))
 
 
-def _any_staying(streams: ComponentPlan, layers: Parcels) -> Iterator[Sketch]:
-    for count in range(len(layers.sizes)):
-        for stays in itertools.combinations(layers.sizes, count):
+def _any_staying(streams: ComponentPlan, parcels: Parcels, grain: Grain) -> Iterator[Sketch]:
+    for count in range(len(parcels.sizes)):
+        for stays in itertools.combinations(parcels.sizes, count):
             for ahead in AHEAD:
-                yield _staying(streams, layers, frozenset(stays), ahead)
+                yield _staying(streams, parcels, grain, frozenset(stays), ahead)
 
 
 def _all_staying(streams: ComponentPlan, grain: Grain, parcels: Mapping[Grain, Parcels]) -> Sketch:
@@ -105,7 +118,8 @@ def _with_more(
     largest = max(rest.values())
 
     def chosen(seconds: Seconds) -> Sketch:
-        return _staying(streams, layers, giants | spread_evenly(rest, capacity, ahead * largest, seconds), ahead)
+        stays = giants | spread_evenly(rest, capacity, ahead * largest, seconds)
+        return _staying(streams, layers, "leaf", stays, ahead)
 
     if capacity < min(rest.values()):
         return chosen(None)
@@ -113,13 +127,13 @@ def _with_more(
     return Sketch(streams, up(max(least, 0)), exact=False, chosen=chosen)
 
 
-def _staying(streams: ComponentPlan, layers: Parcels, stays: Set[str], ahead: int) -> Sketch:
+def _staying(streams: ComponentPlan, parcels: Parcels, grain: Grain, stays: Set[str], ahead: int) -> Sketch:
     """Just these stay."""
-    passing = (layers.sizes[name] for name in layers.order if name not in stays)
+    passing = (parcels.sizes[name] for name in parcels.order if name not in stays)
     ring = sum(itertools.islice(passing, ahead))
-    named = tuple(name for name in layers.sizes if name in stays)
-    plan = streams.model_copy(update={"grain": "leaf", "stays": named, "ring": ring})
-    return Sketch(plan, _taken(layers, stays, ring))
+    named = tuple(name for name in parcels.sizes if name in stays)
+    plan = streams.model_copy(update={"grain": grain, "stays": named, "ring": ring})
+    return Sketch(plan, _taken(parcels, stays, ring))
 
 
 def _taken(parcels: Parcels, stays: Set[str], ring: int) -> int:

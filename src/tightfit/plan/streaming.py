@@ -117,7 +117,9 @@ class Parcels:
 
 def group_leaves(component: Component, grain: Grain) -> dict[str, list[str]]:
     """The leaves that move together, by the name of what they are part of, in the order of the model."""
-    blocks = {unit.name for unit in component.units if unit.name} if grain == "block" else set()
+    if grain == "leaf":
+        return {leaf.name: [leaf.name] for leaf in component.leaves}
+    blocks = {unit.name for unit in component.units if unit.name}
     groups: dict[str, list[str]] = {}
     for leaf in component.leaves:
         groups.setdefault(next((path for path in paths_to(leaf.name) if path in blocks), leaf.name), []).append(
@@ -159,6 +161,14 @@ def settle_streaming(
     ring = divided.ring if chosen.ring is None else min(chosen.ring, left)
     passing = {name: size for name, size in sizes.items() if name not in divided.kept}
     stays = spread_evenly(passing, left - ring, ring, _by_parcel(component, grain, seconds)).union(divided.kept)
+    if (taken := sum(sizes[name] for name in stays) + ring) > room:
+        raise PlanError(
+            f"{component.name}: a ring of {format_bytes(ring)} cannot take what is larger, and if all that stays, "
+            f"its weights take {format_bytes(loose + taken)}, not {format_bytes(loose + room)}: a ring of "
+            f"{format_bytes(divided.ring)} would do",
+            name=component.name,
+            needed_bytes=loose + taken,
+        )
     named = tuple(name for name in sizes if name in stays)
     return _checked(component, chosen.model_copy(update={"grain": grain, "ring": ring, "stays": named}), sizes)
 

@@ -90,9 +90,8 @@ class Team:
         fronts = [(posts, [self._front(post, ram) for post in posts]) for posts in postings]
         best: Together | None = None
         for posts, each in sorted(fronts, key=lambda chosen: _soonest(chosen[1])):
-            if _soonest(each) == math.inf or (best is not None and _soonest(each) > best.seconds):
-                break
-            best = _best(posts, each, ram, best)
+            if _soonest(each) < math.inf and (best is None or _soonest(each) <= best.seconds):
+                best = _best(posts, each, ram, best)
         return best
 
     def fits(self, ram: int | None) -> bool:

@@ -1,0 +1,122 @@
+"""What a component takes at the least, whichever of its weights are there: known before anything is played.
+
+While some of a pass is done, no more of its weights can be there at the beginning than there is room for; the others
+have to come meanwhile. So a pass takes, from each cut to the next, as long as its arithmetic or what has to come, and
+the cuts are where that says most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from tightfit.plan.pace import Pace, Stretch
+from tightfit.plan.parts import Part
+from tightfit.plan.streaming import Parcels, loose_bytes
+from tightfit.records import ComponentPlan, Grain, Pass
+
+__all__ = ["Least", "Runs"]
+
+Runs = Sequence[tuple[Pass, int]]  # passes of one phase, and how often each is done at a time
+
+PIECES = 24  # between which a pass may be cut
+
+
+class Least:
+    """What all plans have in common for weights at one home, and what each takes at the least."""
+
+    def __init__(self, part: Part, parcels: Mapping[Grain, Parcels], work: Sequence[Runs], pace: Pace) -> None:
+        """`part` is there by phases."""
+        self._part, self._parcels, self._work, self._pace = part, parcels, work, pace
+        self._small = loose_bytes(part.component)
+        self._known: dict[Grain, _Least] = {}
+
+    def of(self, plan: ComponentPlan) -> tuple[float, int]:
+        """Seconds, and bytes that come."""
+        grain: Grain = plan.grain or "leaf"
+        if grain not in self._known:
+            self._known[grain] = _Least(self._part, self._parcels[grain].sizes, self._work, self._pace, grain)
+        parcels = self._parcels[grain]
+        if plan.placement == "per-phase":
+            room = least = parcels.whole
+        elif plan.stays is None:
+            room = max((plan.weights or 0) - self._small, 0)
+            least = max(room - parcels.largest, 0)  # that may be left over
+        else:
+            room = least = sum(parcels.sizes[name] for name in plan.stays) + (plan.ring or 0)
+        return self._known[grain].seconds(room), least + (0 if self._part.on_cpu else self._small)
+
+
+class _Least:
+    """The same, for what moves together."""
+
+    def __init__(self, part: Part, sizes: Mapping[str, int], work: Sequence[Runs], pace: Pace, grain: Grain) -> None:
+        self._rate = part.rate
+        self._first = 0.0  # seconds until all that phases need has come once
+        self._again: list[tuple[_Pieces, int]] = []  # later passes, and how many
+        for (first, count), *later in work:
+            self._first += part.come(0.0) + _coming(pace.stretches(first, grain), sizes, part)
+            others = [(first, count - 1), *later]
+            self._again += [(_Pieces(pace.stretches(done, grain), sizes), runs) for done, runs in others if runs]
+
+    def seconds(self, room: int) -> float:
+        """Where `room` bytes can be there at a time."""
+        return self._first + sum(runs * pieces.seconds(room, self._rate) for pieces, runs in self._again)
+
+
+def _coming(stretches: Sequence[Stretch], sizes: Mapping[str, int], part: Part) -> float:
+    """Seconds of a first pass: by the time something begins, all that was needed until then has come."""
+    came, now, there = part.launch * part.rate, 0.0, set[str]()
+    for stretch in stretches:
+        if stretch.parcel not in there:
+            there.add(stretch.parcel)
+            came += sizes.get(stretch.parcel, 0)
+        now = max(now, came / part.rate) + stretch.seconds
+    return now
+
+
+class _Pieces:
+    """A later pass in pieces. Its host may have launched all of it while weights of the first were awaited."""
+
+    def __init__(self, stretches: Sequence[Stretch], sizes: Mapping[str, int]) -> None:
+        pieces = _pieces(stretches, sizes)
+        self._works = [sum(stretch.seconds for stretch in piece) for piece in pieces]
+        self._wants = [list(_wanted(pieces[first:], sizes)) for first in range(len(pieces))]
+
+    def seconds(self, room: int, rate: float) -> float:
+        """What it takes where `room` bytes can be there, and others come at `rate`."""
+        least = [0.0]  # until each cut
+        for end in range(1, len(self._works) + 1):
+            work, longest = 0.0, 0.0
+            for first in range(end - 1, -1, -1):
+                work += self._works[first]
+                coming = (self._wants[first][end - first - 1] - room) / rate
+                longest = max(longest, least[first] + max(work, coming))
+            least.append(longest)
+        return least[-1]
+
+
+def _pieces(stretches: Sequence[Stretch], sizes: Mapping[str, int]) -> list[list[Stretch]]:
+    """Cut wherever another equal share of all arithmetic and of all that is needed has been done."""
+    work = sum(stretch.seconds for stretch in stretches) or math.inf
+    needed = sum(sizes.get(stretch.parcel, 0) for stretch in stretches) or math.inf
+    pieces: list[list[Stretch]] = []
+    done = 0.0  # of 2
+    for stretch in stretches:
+        if len(pieces) <= done / 2 * PIECES:
+            pieces.append([])
+        pieces[-1].append(stretch)
+        done += stretch.seconds / work + sizes.get(stretch.parcel, 0) / needed
+    return pieces
+
+
+def _wanted(pieces: Sequence[Sequence[Stretch]], sizes: Mapping[str, int]) -> list[int]:
+    """Bytes that are needed from the first piece until the end of each."""
+    there: set[str] = set()
+    wanted, whole = list[int](), 0
+    for piece in pieces:
+        new = {stretch.parcel for stretch in piece} - there
+        there |= new
+        whole += sum(sizes.get(name, 0) for name in new)
+        wanted.append(whole)
+    return wanted

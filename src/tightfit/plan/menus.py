@@ -1,0 +1,125 @@
+"""What can be done about one component, from the most promising on: what is fastest within some bytes.
+
+Of each it is known at once how long it takes at the least, and how many bytes. What it takes indeed is worked out, one
+after another, only while it may be the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from tightfit.plan.parts import Part
+from tightfit.records import ComponentPlan
+
+__all__ = ["ROUNDING", "Menu", "Offer", "Option", "Race"]
+
+ROUNDING = 1e-11  # by which sums of the same seconds may differ, of themselves
+
+
+class Option(NamedTuple):
+    """One of them."""
+
+    comes: int  # bytes more on the device while it works
+    seconds: float  # of its work in one call
+    ram: int  # bytes of host memory for the masters
+    always: int  # bytes on the device all along
+    plan: ComponentPlan
+
+    @property
+    def aboard(self) -> int:
+        """Bytes on the device while it works."""
+        return self.always + self.comes
+
+
+class Offer:
+    """An option that is worked out when it is asked for; before, what it takes at the least."""
+
+    def __init__(self, seconds: float, comes: int, settle: Callable[[], Part], time: Callable[[Part], float]) -> None:
+        """`settle` decides what the plan leaves open, and `time` plays it, which is long."""
+        self.seconds = seconds * (1 - ROUNDING)
+        self.comes = comes
+        self._settle, self._time = settle, time
+
+    @cached_property
+    def part(self) -> Part:
+        return self._settle()
+
+    @cached_property
+    def option(self) -> Option:
+        part = self.part
+        ram = part.component.bytes if part.plan.home == "host" and not part.remains else 0
+        return Option(part.comes, self._time(part), ram, part.always, part.plan)
+
+    def may_beat(self, other: Option) -> bool:
+        """Whether it may be faster than `other`, or as fast and take less."""
+        return self.seconds < other.seconds * (1 - 2 * ROUNDING) or self.comes < other.comes
+
+
+class Race:
+    """Which offer is the fastest, and of those the least, for which at most `size` bytes come."""
+
+    def __init__(self, offers: Sequence[Offer], size: int) -> None:
+        """`offers` are sorted by the seconds that they take at the least."""
+        self._waiting = (offer for offer in offers if offer.comes <= size)
+        self._size = size
+        self._next = next(self._waiting, None)
+        self._best: Option | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether it is known who has won."""
+        return self._next is None or (self._best is not None and self._next.seconds > self._best.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """What the winner takes at the least, as far as is known; infinite where nothing fits."""
+        best = math.inf if self._best is None else self._best.seconds * (1 - ROUNDING)
+        return best if self._next is None else min(best, self._next.seconds)
+
+    def go_on(self) -> None:
+        """Works out one offer more."""
+        offer, self._next = self._next, next(self._waiting, None)
+        hopeful = offer is not None and (self._best is None or offer.may_beat(self._best))
+        if offer is None or not hopeful or offer.part.comes > self._size:
+            return
+        if self._best is None or _rank(offer.option) < _rank(self._best):
+            self._best = offer.option
+
+    def winner(self) -> Option | None:
+        """Works out all that it takes; None if nothing fits."""
+        while not self.over:
+            self.go_on()
+        return self._best
+
+
+class Menu:
+    """Options by size."""
+
+    def __init__(self, offers: Iterable[Offer]) -> None:
+        self.offers = sorted(offers, key=lambda offer: (offer.seconds, offer.comes))
+        self._races: dict[int, Race] = {}
+
+    def race(self, size: int) -> Race:
+        """Of those for which at most `size` bytes come; who asks again goes on with the same."""
+        if size not in self._races:
+            self._races[size] = Race(self.offers, size)
+        return self._races[size]
+
+    def within(self, size: int) -> Option | None:
+        """The fastest, and of those the least, for which at most `size` bytes come; None if there is none."""
+        return self.race(size).winner()
+
+    def __iter__(self) -> Iterator[Option]:
+        """Each takes more than the one before, and is faster."""
+        fastest = math.inf
+        for option in sorted((offer.option for offer in self.offers), key=lambda option: option[:3]):
+            if option.seconds < fastest:
+                fastest = option.seconds
+                yield option
+
+
+def _rank(option: Option) -> tuple[float, int, int]:
+    return option.seconds, option.comes, option.ram
