@@ -111,6 +111,8 @@ def test_compiled_blocks_come_as_a_whole() -> None:
         make_plan(footprint, HERE, Budget(device=100 * MIB))
     needed = int(str(error.value.facts["needed_bytes"]))
     assert 150 * MIB < needed < 250 * MIB
-    assert make_plan(footprint, HERE, Budget(device=needed)).components["unet"].grain == "block"
+    plan = make_plan(footprint, HERE, Budget(device=needed))
+    assert plan.components["unet"].grain == "block"
+    assert any("its blocks come one after another" in reason.because for reason in plan.reasons)
     with pytest.raises(BudgetTooSmall):
         make_plan(footprint, HERE, Budget(device=needed - SEGMENT))

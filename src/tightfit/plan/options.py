@@ -165,8 +165,8 @@ def why_there(task: Task, option: Option, left: int, phase: str) -> Reason:
         )
     late = option.seconds - task.seconds
     cost = f"that costs {format_seconds(late)} in all" if late > 0 else "that costs no time"
-    stay = len(plan.stays or ())
-    kept = f"{stay} of its layers stay{'s' * (stay == 1)} meanwhile, the others" if stay else "its layers"
+    stay, moving = len(plan.stays or ()), "blocks" if plan.grain == "block" else "layers"
+    kept = f"{stay} of its {moving} stay{'s' * (stay == 1)} meanwhile, the others" if stay else f"its {moving}"
     kept += f" come one after another while those before them compute, {format_bytes(plan.ring or 0)} ahead"
     enough = "; more memory would not be faster" if option.comes < ENOUGH * left else ""
     return Reason(

@@ -194,7 +194,7 @@ def _by_parcel(component: Component, grain: Grain, seconds: Mapping[str, float] 
 
 
 def _choose_grain(component: Component, chosen: ComponentPlan) -> Grain:
-    """Blocks where they are compiled, or there is room for many, else layers.
+    """Where nobody has tried both: blocks where they are compiled, or there is room for many, else layers.
 
     The smaller what passes through, the more can stay.
     """
