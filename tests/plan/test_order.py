@@ -344,7 +344,6 @@ def test_a_spoiled_first_pass_leaves_a_guess() -> None:
     assert list(order) == [*"abc"]
 
 
-@pytest.mark.xfail(strict=True, reason="a known fault: it costs time or memory, never numbers")
 def test_what_is_used_between_passes_does_not_change_what_was_learned() -> None:
     order = Order("abc")
     work(order, "bca")
@@ -393,7 +392,6 @@ def test_where_something_else_is_said_it_may_not_be_the_last_of_the_last_pass() 
 MOVES = ["begin", "end", "look", "look_again", "spoil", "rewind", *"abcdefz"]
 
 
-@pytest.mark.xfail(strict=True, reason="a known fault: it costs time or memory, never numbers")
 @settings(deadline=None)
 @given(guess=UNIQUE, moves=st.lists(st.sampled_from(MOVES), max_size=60), accepts=st.integers(0, 3))
 @example(guess=[], moves=["a", "end", "a", "a"], accepts=0)

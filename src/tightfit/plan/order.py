@@ -43,7 +43,7 @@ class Order(Generic[K]):
         if self._spoiled or not self._seen:
             return
         if self._seen != self._cycle:
-            self._set(self._seen)
+            self._set(list(self._seen))
         elif not self.known:  # while guessing, what had been used in the pass was looked past
             self.look_again()
         self.known = True
