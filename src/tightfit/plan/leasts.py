@@ -81,7 +81,7 @@ class _Pieces:
     def __init__(self, stretches: Sequence[Stretch], sizes: Mapping[str, int]) -> None:
         pieces = _pieces(stretches, sizes)
         self._works = [sum(stretch.seconds for stretch in piece) for piece in pieces]
-        self._wants = [list(_wanted(pieces[first:], sizes)) for first in range(len(pieces))]
+        self._wants = [_wanted(pieces[first:], sizes) for first in range(len(pieces))]
 
     def seconds(self, room: int, rate: float) -> float:
         """What it takes where `room` bytes can be there, and others come at `rate`."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tightfit.plan.parts import Part
 from tightfit.records import ComponentPlan
 
-__all__ = ["ROUNDING", "Menu", "Offer", "Option", "Race"]
+__all__ = ["Menu", "Offer", "Option", "Race"]
 
 ROUNDING = 1e-11  # by which sums of the same seconds may differ, of themselves
 

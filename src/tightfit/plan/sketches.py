@@ -49,17 +49,16 @@ def sketches(
     layers = parcels["leaf"]
     yield Sketch(whole, taken(layers.sizes.values(), 0))
     if component.leaves:
-        streams = whole.model_copy(update={"placement": "per-unit"})
         grains: list[Grain] = [grain for grain in parcels if _may_move(component, grain, parcels)]
+        streams = {grain: whole.model_copy(update={"placement": "per-unit", "grain": grain}) for grain in grains}
         if by_blocks:
-            yield _all_staying(streams, grains[0], parcels)
-        for grain in grains:
-            moving = parcels[grain]
-            yield from _sized(component, streams, moving, grain, count)
-            if len(moving.sizes) <= FEW and not component.compiled:
-                yield from _any_staying(streams, moving, grain)
+            yield _all_staying(streams[grains[0]], parcels[grains[0]])
+        for grain, draft in streams.items():
+            yield from _sized(component, draft, parcels[grain], count)
+            if len(parcels[grain].sizes) <= FEW and not component.compiled:
+                yield from _any_staying(draft, parcels[grain])
             elif grain == "leaf":
-                yield from _giants_staying(streams, moving)
+                yield from _giants_staying(draft, parcels[grain])
 
 
 def _may_move(component: Component, grain: Grain, parcels: Mapping[Grain, Parcels]) -> bool:
@@ -69,33 +68,30 @@ def _may_move(component: Component, grain: Grain, parcels: Mapping[Grain, Parcel
     return component.compiled or len(parcels["block"].sizes) < len(parcels["leaf"].sizes)
 
 
-def _sized(
-    component: Component, streams: ComponentPlan, parcels: Parcels, grain: Grain, count: int
-) -> Iterator[Sketch]:
+def _sized(component: Component, streams: ComponentPlan, parcels: Parcels, count: int) -> Iterator[Sketch]:
     """Sizes between the least that a component streams with and all of it, each larger by the same factor."""
     loose = loose_bytes(component)
     least, most = loose + parcels.least, loose + parcels.whole
     sizes = {int(least * (most / least) ** (step / count)) for step in range(count)} if least < most else set()
     for size in sorted(sizes):
         divided = parcels.divide(size - loose)
-        draft = streams.model_copy(update={"weights": size, "grain": grain})
+        draft = streams.model_copy(update={"weights": size})
         if divided.spare:
             yield Sketch(draft, up(divided.least), exact=False)
         else:
             yield Sketch(draft, _taken(parcels, divided.kept, divided.ring))
 
 
-def _any_staying(streams: ComponentPlan, parcels: Parcels, grain: Grain) -> Iterator[Sketch]:
+def _any_staying(streams: ComponentPlan, parcels: Parcels) -> Iterator[Sketch]:
     for count in range(len(parcels.sizes)):
         for stays in itertools.combinations(parcels.sizes, count):
             for ahead in AHEAD:
-                yield _staying(streams, parcels, grain, frozenset(stays), ahead)
+                yield _staying(streams, parcels, frozenset(stays), ahead)
 
 
-def _all_staying(streams: ComponentPlan, grain: Grain, parcels: Mapping[Grain, Parcels]) -> Sketch:
-    sizes = parcels[grain].sizes
-    plan = streams.model_copy(update={"grain": grain, "stays": tuple(sizes), "ring": 0})
-    return Sketch(plan, taken(sizes.values(), 0))
+def _all_staying(streams: ComponentPlan, parcels: Parcels) -> Sketch:
+    plan = streams.model_copy(update={"stays": tuple(parcels.sizes), "ring": 0})
+    return Sketch(plan, taken(parcels.sizes.values(), 0))
 
 
 def _giants_staying(streams: ComponentPlan, layers: Parcels) -> Iterator[Sketch]:
@@ -118,8 +114,7 @@ def _with_more(
     largest = max(rest.values())
 
     def chosen(seconds: Seconds) -> Sketch:
-        stays = giants | spread_evenly(rest, capacity, ahead * largest, seconds)
-        return _staying(streams, layers, "leaf", stays, ahead)
+        return _staying(streams, layers, giants | spread_evenly(rest, capacity, ahead * largest, seconds), ahead)
 
     if capacity < min(rest.values()):
         return chosen(None)
@@ -127,12 +122,12 @@ def _with_more(
     return Sketch(streams, up(max(least, 0)), exact=False, chosen=chosen)
 
 
-def _staying(streams: ComponentPlan, parcels: Parcels, grain: Grain, stays: Set[str], ahead: int) -> Sketch:
+def _staying(streams: ComponentPlan, parcels: Parcels, stays: Set[str], ahead: int) -> Sketch:
     """Just these stay."""
     passing = (parcels.sizes[name] for name in parcels.order if name not in stays)
     ring = sum(itertools.islice(passing, ahead))
     named = tuple(name for name in parcels.sizes if name in stays)
-    plan = streams.model_copy(update={"grain": grain, "stays": named, "ring": ring})
+    plan = streams.model_copy(update={"stays": named, "ring": ring})
     return Sketch(plan, _taken(parcels, stays, ring))
 
 
