@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib.resources import files
 from typing import Any
 
@@ -18,14 +19,14 @@ import yaml
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tightfit.errors import RunError
-from tightfit.pretend import autocast, pinning
+from tightfit.pretend import autocast, pinning, streams
 from tightfit.pretend.attention import attend
 from tightfit.pretend.card import Card
 from tightfit.pretend.copies import cloning, copy, to_copy
 from tightfit.pretend.generators import offer_generators
 from tightfit.pretend.norms import group_norm
 from tightfit.pretend.operations import NAME, compute, inner, new_like, valueless
-from tightfit.pretend.storage import CPU_KEYS, store_of, view
+from tightfit.pretend.storage import CPU_KEYS, settle, store_of, view
 
 __all__ = ["cards_in_use", "use_cards"]
 
@@ -104,6 +105,33 @@ class _DeviceModule:
     def empty_cache(self) -> None:
         for card in _cards:
             card.allocator.empty_cache()
+
+    # what offloading of others asks of `torch.cuda`
+
+    def Stream(self, device: Any = None) -> streams.Stream:  # noqa: N802  a class there
+        card = _card(torch.device(device or NAME))
+        return streams.Stream(card, card.new_stream())
+
+    def current_stream(self, device: Any = None) -> streams.Stream:
+        card = _card(torch.device(device or NAME))
+        return streams.Stream(card, card.stream)
+
+    def stream(self, stream: streams.Stream | None) -> AbstractContextManager[None]:
+        return streams.giving_to(stream)
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """Bytes that its allocator has not taken, and all that it has."""
+        settle()
+        allocator = _card(torch.device(device or NAME)).allocator
+        return allocator.capacity - allocator.reserved.now, allocator.capacity
+
+    def memory_allocated(self, device: Any = None) -> int:
+        settle()
+        return _card(torch.device(device or NAME)).live.now
+
+    def memory_reserved(self, device: Any = None) -> int:
+        settle()
+        return _card(torch.device(device or NAME)).held.now
 
 
 # one kernel on CUDA, though the table has no CUDA key for it; and what runs in its place

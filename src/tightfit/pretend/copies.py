@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tightfit.pretend.operations import NAME, compute, inner, valueless
-from tightfit.pretend.pinning import is_pinned, pin
+from tightfit.pretend.pinning import hollow, is_hollow, is_pinned, pin
 from tightfit.pretend.storage import CPU_KEYS, store_of
 
 __all__ = ["cloning", "copy", "to_copy"]
@@ -26,6 +26,8 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
         numbers = inner(source)
         if target.is_meta:  # the host of a model without weights
             pass
+        elif store_of(source).hollow:
+            hollow(target)
         elif numbers.is_meta:
             raise valueless("a copy to the host", source)
         else:
@@ -35,9 +37,11 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
     store = store_of(target)
     card = store.card
     if source.device == target.device:
+        store.hollow = store_of(source).hollow
         return compute(_aten.copy_.default, (target, source), {}, card)  # type: ignore[no-any-return]
     numbers = inner(source)
-    if numbers.is_meta:
+    store.hollow = source.device.type != NAME and is_hollow(source)
+    if numbers.is_meta or store.hollow:
         store.values = None
     elif store.values is not None:
         inner(target).copy_(numbers)

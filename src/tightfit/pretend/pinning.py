@@ -1,4 +1,4 @@
-"""Page-locked host memory, on a machine where nothing can lock pages.
+"""Page-locked host memory, on a machine where nothing can lock pages, and host memory that holds nothing.
 
 torch's C++ hooks for a device written in Python say that no memory is pinned, and have none to give
 (`PythonHooks::isPinnedPtr` and `getPinnedMemoryAllocator` in torch/csrc/acc/Module.cpp, torch 2.11 to 2.13), but
@@ -6,6 +6,9 @@ torch's C++ hooks for a device written in Python say that no memory is pinned, a
 tensor is a copy in ordinary memory that is known to be pinned until it dies. `torch.empty(…, pin_memory=True)` asks
 an allocator in C++, and stays impossible: `torch.empty(…).pin_memory()` does the same. Where torch has another
 accelerator, its own kernels stay.
+
+Hollow tensors stand for weights on a host that has none: unlike those on "meta" they can be moved by whoever moves
+weights, and they cost nothing as long as nobody looks at them, since their pages are never touched.
 """
 
 from __future__ import annotations
@@ -14,9 +17,29 @@ import weakref
 
 import torch
 
-__all__ = ["is_pinned", "pin", "register"]
+__all__ = ["hollow", "is_hollow", "is_pinned", "pin", "register"]
 
-_pinned: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address; what died is looked past, and swept
+
+class _Known:
+    """Tensors in host memory of which something is known, until their storage dies."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address; what died is swept now and then
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage.data_ptr())
+        return known is not None and known() is storage
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        for address in [address for address, storage in self._storages.items() if storage() is None]:
+            del self._storages[address]
+        storage = tensor.untyped_storage()
+        self._storages[storage.data_ptr()] = weakref.ref(storage)
+        return tensor
+
+
+_pinned, _hollow = _Known(), _Known()
 
 
 def register(library: torch.library.Library) -> None:
@@ -27,19 +50,23 @@ def register(library: torch.library.Library) -> None:
 
 def is_pinned(tensor: torch.Tensor, device: torch.device | None = None) -> bool:
     """Whether copies of the host `tensor` to a card and back need not wait."""
-    storage = tensor.untyped_storage()
-    known = _pinned.get(storage.data_ptr())
-    return known is not None and known() is storage
+    return tensor in _pinned
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, known to be pinned from now on."""
-    for address in [address for address, storage in _pinned.items() if storage() is None]:
-        del _pinned[address]
-    storage = tensor.untyped_storage()
-    _pinned[storage.data_ptr()] = weakref.ref(storage)
-    return tensor
+    return _pinned.add(tensor)
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether the host `tensor` stands for numbers that are not there."""
+    return tensor in _hollow
+
+
+def hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, whose numbers nobody is to look at from now on."""
+    return _hollow.add(tensor)
 
 
 def _pinned_copy(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    return pin(tensor.clone())
+    return pin(hollow(torch.empty_like(tensor)) if is_hollow(tensor) else tensor.clone())

@@ -69,6 +69,7 @@ class Store:
     size: int
     block: Block | None  # None: it has no bytes
     values: torch.UntypedStorage | None  # on the CPU; None: only its size is known
+    hollow: bool = False  # whether it came from a host that has no numbers either, and may go back there
 
 
 class _Life(weakref.ref[torch.UntypedStorage]):

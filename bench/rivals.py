@@ -1,0 +1,202 @@
+"""Whole calls within the memory of smaller cards: tightfit beside diffusers' own offloading and diffusers-mm's choice.
+
+    python bench/rivals.py [--budgets 6,8,12,16,24] [--card rtx4090]
+    python bench/rivals.py --models sdxl,flux.1-dev --keep      the other models' rows stay as they were
+
+One pretend card, which has a budget (GiB) and not a byte more, and plenty of RAM; weights are shapes and the clock is
+exact. Everybody's pipeline is the unmodified one in bfloat16. Everybody calls it twice, and the second call counts:
+whatever is learned or page-locked the first time is there. Where the autoencoder is what does not fit, a rival tries
+again with diffusers' tiles, whose pictures are others. Others than tightfit do a few steps; the rest are taken to be
+like the last. What hooks cost the host in Python is not counted, which favours those who have many.
+
+diffusers-mm is compared where it is installed. Writes bench/results/rivals-pretend.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from measuring import RESULTS, write
+from rivals_contenders import CONTENDERS
+from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
+from tightfit.catalog.known import known_card, known_model
+from tightfit.checkpoint.loading import quietly
+from tightfit.measure.building import build_known
+from tightfit.measure.modules import find_components
+from tightfit.measure.shadow import PROMPT
+from tightfit.pretend.backend import use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
+from tightfit.pretend.pinning import hollow
+from tightfit.records import Accelerator, Footprint, Machine, Request
+from tightfit.run.request import Prompt, call_arguments
+from tightfit.run.stage import Stage
+
+NAME = "rivals-pretend"
+MODELS = "sdxl,flux.1-dev,cogvideox-5b,wan-2.1-14b"
+STEPS = 4  # that rivals do; the last two have to be alike
+ALIKE = 1e-3
+ROOM = 2**50
+DTYPE = torch.bfloat16
+Row = dict[str, Any]
+
+
+class Clock:
+    """When steps were done, on a pretend card."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        self.restart()
+
+    def restart(self) -> None:
+        self._begun, self.marks = self._card.now, []
+
+    def mark(self, pipe: Any, step: int, time: Any, given: Any) -> Any:
+        """For `callback_on_step_end`."""
+        self.marks.append(self._card.now)
+        return given
+
+    def row(self, steps: int) -> Row:
+        """What the call took in seconds, had it done as many `steps`."""
+        times = [later - earlier for earlier, later in itertools.pairwise(self.marks)]
+        last, before = times[-1], times[-2]
+        if abs(last - before) > ALIKE * last and len(self.marks) < steps:
+            raise SystemExit(f"no two steps are alike: {times}")
+        call = self._card.now - self._begun + (steps - len(self.marks)) * last
+        return {"step": sum(times[1:]) / len(times[1:]) * 1e-9, "call": call * 1e-9}
+
+
+@contextlib.contextmanager
+def card_in_use(like: Accelerator, size: int) -> Iterator[Card]:
+    card = Card(0, like.model_copy(update={"bytes": size}), Host())
+    use_cards([card])
+    try:
+        yield card
+    finally:
+        use_cards([])
+
+
+def ours(model: str, asked: Request, footprint: Footprint, like: Accelerator, size: int) -> Row:
+    machine = Machine(accelerators=(like.model_copy(update={"bytes": ROOM}),), ram=ROOM, pinnable=ROOM, cores=1)
+    try:
+        plan = make_plan(footprint, machine, Budget(device=size))
+    except BudgetTooSmall as error:
+        return {"refused": str(error), "needed": error.facts["needed_bytes"]}
+    with card_in_use(like, size) as card:
+        stage, clock = Stage(model, card, plan.model_dump(mode="json", exclude={"device"}), asked, DTYPE), Clock(card)
+        try:
+            for _ in range(2):
+                clock.restart()
+                stage.play({"callback_on_step_end": clock.mark})
+        except torch.OutOfMemoryError as error:
+            return {"failed": str(error).splitlines()[0]}
+        said = {"placements": {name: part.described for name, part in plan.components.items()}}
+        told = sum(phase.seconds for phase in plan.forecast)
+        return clock.row(asked.steps) | {"peak": card.held.peak, "told": told, **said, "vae": plan.vae.described}
+
+
+def rival(name: str, model: str, asked: Request, like: Accelerator, size: int, *, tiles: bool) -> Row:
+    """One contender's row; where it "failed", whether that was "decoding" or "before"."""
+    few = asked.model_copy(update={"steps": STEPS})
+    with card_in_use(like, size) as card:
+        clock = Clock(card)
+        try:
+            pipe = on_hollow_host(build_known(known_model(model), DTYPE))
+            pipe.set_progress_bar_config(disable=True)
+            arguments = call_arguments(pipe, Prompt(PROMPT, seed=0), few)
+            if tiles:
+                pipe.vae.enable_tiling()
+            ready = CONTENDERS[name](pipe, torch.device("pretend:0"))
+            for number in range(2):
+                clock.restart()
+                arguments["generator"] = torch.Generator().manual_seed(number)
+                with torch.no_grad(), quietly():
+                    ready(**arguments, output_type="pt", callback_on_step_end=clock.mark)
+        except torch.OutOfMemoryError:
+            return {"failed": "decoding" if len(clock.marks) == STEPS else "before"}
+        chosen = {"chosen": pipe.mm.applied_strategy} if hasattr(pipe, "mm") else {}
+        return clock.row(asked.steps) | {"peak": card.held.peak, "tiles": tiles} | chosen
+
+
+def on_hollow_host(pipe: Any) -> Any:
+    """`pipe`, whose weights are ordinary tensors of the host that hold nothing: anybody's way of moving them works."""
+    for network in find_components(pipe).values():
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        for module in network.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None and tensor.is_meta:
+                        if tensor not in made:
+                            empty = hollow(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
+                            made[tensor] = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
+                        tensors[name] = made[tensor]
+    return pipe
+
+
+def let_data_move() -> None:
+    """`parameter.data = …` works across devices as on CUDA: torch refuses it for devices written in Python."""
+    usual = torch._C.TensorBase.data
+
+    def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if tensor.device.type == value.device.type:
+            usual.__set__(tensor, value)
+        else:
+            torch.utils.swap_tensors(tensor, torch.Tensor._make_subclass(type(tensor), value, tensor.requires_grad))
+
+    torch.Tensor.data = property(usual.__get__, set_data)
+
+
+def rows_of(model: str, like: Accelerator, budgets: list[int], names: list[str]) -> Iterator[Row]:
+    asked = known_model(model).request
+    footprint = measure_footprint(model, asked, dtype="bfloat16")
+    about = {"model": model, "request": asked.described, "steps": asked.steps}
+    for name in names:
+        last: Row = {}
+        for size in sorted(budgets, reverse=True):
+            tiles = last.get("tiles", False)
+            if name == "tightfit":
+                last = ours(model, asked, footprint, like, size)
+            elif name == "diffusers-mm" or (last.get("peak", size + 1) > size and "failed" not in last):
+                last = rival(name, model, asked, like, size, tiles=tiles)
+                if last.get("failed") == "decoding" and not tiles:
+                    last = rival(name, model, asked, like, size, tiles=True)
+            yield {**about, "contender": name, "budget": size, **last}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=MODELS)
+    parser.add_argument("--budgets", default="6,8,12,16,24", help="GiB")
+    parser.add_argument("--card", default="rtx4090")
+    parser.add_argument("--only", default=",".join(["tightfit", *CONTENDERS]))
+    parser.add_argument("--keep", action="store_true", help="rows of other models that are written already")
+    wishes = parser.parse_args()
+    logging.disable(logging.WARNING)
+    let_data_move()
+    names, like = wishes.only.split(","), known_card(wishes.card)
+    try:
+        theirs = {"diffusers-mm": version("diffusers-mm")}
+    except PackageNotFoundError:
+        theirs = {}
+        names = [name for name in names if name != "diffusers-mm"]
+    models, rows = wishes.models.split(","), []
+    if wishes.keep:
+        rows = [row for row in json.loads((RESULTS / f"{NAME}.json").read_text())["rows"] if row["model"] not in models]
+    for model in models:
+        for row in rows_of(model, like, [int(size) * 2**30 for size in wishes.budgets.split(",")], names):
+            rows.append(row)
+            print(row, flush=True)
+        write(NAME, {"card": like.title or like.name, **theirs, "rows": rows})  # by and by
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What bench/rivals.py compares with tightfit: what others offer for pipelines that are too large for a card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+Contender = Callable[[Any, torch.device], Any]  # takes a pipeline in RAM, returns it ready to be called
+ROOMY = 1024.0  # GiB of RAM: nobody is to spare it
+
+
+def on_device(pipe: Any, device: torch.device) -> Any:
+    return pipe.to(device)
+
+
+def model_offload(pipe: Any, device: torch.device) -> Any:
+    pipe.enable_model_cpu_offload(device=device)
+    return pipe
+
+
+def sequential_offload(pipe: Any, device: torch.device) -> Any:
+    pipe.enable_sequential_cpu_offload(device=device)
+    return pipe
+
+
+def group_offload(**level: Any) -> Contender:
+    """At its fastest: with a stream, and all weights page-locked beforehand."""
+
+    def contender(pipe: Any, device: torch.device) -> Any:
+        pipe.enable_group_offload(onload_device=device, use_stream=True, record_stream=True, **level)
+        return pipe
+
+    return contender
+
+
+def automatic(pipe: Any, device: torch.device) -> Any:
+    """diffusers-mm's own choice."""
+    from diffusers_mm import managed, manager
+
+    if device.type == "cuda":
+        return managed(pipe, device=device)
+    _teach(manager, device)
+    chooser = manager.ModelManager(strategy="auto")
+    chooser._detect_available_ram_gb = lambda: (ROOMY, ROOMY)
+    return managed(pipe, mm=chooser, device=device)
+
+
+def _teach(manager: ModuleType, device: torch.device) -> None:
+    """Lets diffusers-mm, which asks `torch.cuda` and knows no other cards, ask the pretend ones in the same way."""
+    asked = torch.get_device_module(device)
+
+    def properties(of: Any) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=asked.mem_get_info(of)[1])
+
+    names = ("is_available", "device_count", "mem_get_info", "memory_allocated", "memory_reserved", "empty_cache")
+    cuda = SimpleNamespace(**{name: getattr(asked, name) for name in names} | {"get_device_properties": properties})
+    source = Path(manager.__file__).read_text().replace('"cuda"', f'"{device.type}"').replace("torch.cuda", "_cuda")
+    vars(manager)["_cuda"] = cuda
+    exec(compile(source, manager.__file__, "exec"), vars(manager))
+
+
+CONTENDERS: dict[str, Contender] = {
+    "all on the card": on_device,
+    "diffusers: models": model_offload,
+    "diffusers: leaves": group_offload(offload_type="leaf_level"),
+    "diffusers: blocks": group_offload(offload_type="block_level", num_blocks_per_group=1),
+    "diffusers: sequential": sequential_offload,
+    "diffusers-mm": automatic,
+}
