@@ -93,7 +93,7 @@ STORED = ComponentPlan(
     attention="chunked",
 )  # fmt: skip
 TRACED = ComponentPlan(traced="unet.trace", compiled=True)
-STINT = Stint(component="vae", method="decode", runs=2, unused=("encoder", "quant_conv"))
+STINT = Stint(component="vae", method="decode", runs=2, unused=("encoder", "quant_conv"), early=2**20)
 FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68, elsewhere={"cuda:0": 7})
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,

@@ -78,6 +78,7 @@ class Stint(Record):
     method: str = "forward"
     runs: Positive = 1
     unused: tuple[str, ...] = ()  # parts of the component that have no work then, with all that is inside
+    early: Count | None = None  # bytes of it that come while who works before ends; None: as many as find room
 
 
 class VaePlan(Record):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plan.test_planner import CARD, GIB, HERE, MIB, component, legs_of, passes_of, phase, planned, seconds, variants
 from tightfit.errors import BudgetTooSmall
-from tightfit.plan.forecast import forecast
+from tightfit.plan.forecast import foresee
 from tightfit.plan.options import GRAINS
 from tightfit.plan.parts import SEGMENT
 from tightfit.plan.planner import make_plan
@@ -83,7 +83,7 @@ def best_of(footprint: Footprint, size: int, variant: Variant | None = None) -> 
             continue
         components = {part.name: plan for part, plan in zip(parts, chosen, strict=True)}
         for vae in ways:
-            told = forecast(footprint, Plan(components=components, vae=vae), CARD, HERE.disk_rate)
+            told = foresee(footprint, Plan(components=components, vae=vae), CARD, HERE.disk_rate).forecast
             if max(phase.peak_bytes for phase in told) <= size:
                 spent = sum(phase.seconds for phase in told)
                 best = spent if best is None else min(best, spent)

@@ -25,7 +25,7 @@ from plan.test_planner import (
     seconds,
 )
 from tightfit.errors import BudgetTooSmall
-from tightfit.plan.forecast import forecast, play
+from tightfit.plan.forecast import foresee, play
 from tightfit.plan.learned import SEVERAL, experience_of, learned, most_beside, stored_in
 from tightfit.plan.options import variant_of
 from tightfit.plan.planner import make_plan
@@ -161,7 +161,7 @@ def test_what_ran_within_a_budget_is_never_refused_for_it(
         for seen, grown in zip(trace.phases, more, strict=True)
     ]
     taught = experience_of(footprint, plan, CARD, trace.model_copy(update={"phases": tuple(phases)}))
-    told = forecast(learned(footprint, [taught], {}).footprint, plan, CARD)
+    told = foresee(learned(footprint, [taught], {}).footprint, plan, CARD).forecast
     for foreseen, seen in zip(told, phases, strict=True):
         assert foreseen.peak_bytes <= size
         assert call == 2 or seen.peak_bytes <= foreseen.peak_bytes

@@ -13,7 +13,7 @@ from plan.test_exhaustive import WITHIN, every_plan_of, small_footprints
 from plan.test_planner import CARD, CPU, GIB, HERE, MIB, component, footprints, passes_of, phase, seconds
 from plan.test_turns import pipeline as turns
 from tightfit.errors import BudgetTooSmall, PlanError
-from tightfit.plan.forecast import forecast, together
+from tightfit.plan.forecast import foresee, foresee_together
 from tightfit.plan.planner import make_plan
 from tightfit.plan.shares import share_of
 from tightfit.plan.team import Member, Team
@@ -121,7 +121,7 @@ def best_of_all(footprint: Footprint, sizes: tuple[int, int]) -> float | None:
                 plans["vae"] = plans["vae"].model_copy(update={"device": OTHER.name})
             for vae in ways:
                 plan = Plan(device=CARD.name, components=plans, vae=vae)
-                told = together(footprint, plan, DEVICES, HERE.disk_rate)
+                told = foresee_together(footprint, plan, DEVICES, HERE.disk_rate).forecast
                 main = max(phase.peak_bytes for phase in told)
                 other = max(phase.elsewhere.get(OTHER.name, 0) for phase in told)
                 if (main <= sizes[0] and other <= sizes[1]) or (main <= sizes[1] and other <= sizes[0]):
@@ -232,7 +232,7 @@ def test_shares_are_of_the_whole() -> None:
 def test_one_device_is_told_as_it_is_alone() -> None:
     plan = planned(pipeline(), 8 * GIB, machine=machine_with(CARD))
     assert plan is not None
-    assert together(pipeline(), plan, DEVICES) == forecast(pipeline(), plan, CARD)
+    assert foresee_together(pipeline(), plan, DEVICES) == foresee(pipeline(), plan, CARD)
 
 
 def test_encoders_that_take_turns_are_counted_each_time_that_they_come() -> None:

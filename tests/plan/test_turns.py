@@ -7,20 +7,24 @@ import itertools
 import pytest
 
 from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned, seconds
+from tightfit.plan.forecast import foresee
 from tightfit.plan.guests import Guests
 from tightfit.plan.planner import make_plan
 from tightfit.plan.search import Search
 from tightfit.plan.turns import coming_early, order_of
-from tightfit.records import Budget, ComponentPlan, Footprint, Phase, Request, Stint
+from tightfit.records import Budget, ComponentPlan, Footprint, Phase, Plan, Request, Stint
 
 
-def pipeline() -> Footprint:
-    """Two text encoders that take turns, a denoiser, an autoencoder of which a part is called by itself first."""
+def pipeline(encoding: int = 10**9) -> Footprint:
+    """Two text encoders that take turns, a denoiser, an autoencoder of which a part is called by itself first.
+
+    A layer of an encoder does `encoding` operations.
+    """
     one, two = (component(name, "encoder", [64 * MIB] * 2, 0) for name in ("text_encoder", "text_encoder_2"))
     unet, vae = component("unet", "denoiser", [256 * MIB] * 4, 0), component("vae", "autoencoder", [64 * MIB], 0)
-    encoding = tuple(passes_of(part, [10**9] * 2, 2, MIB) for part in (one, two))
-    encode = Phase(name="encode", peak=MIB, room=MIB, passes=encoding, order=(0, 1, 0, 1))
-    denoise = phase("denoise", passes_of(unet, [10**10] * 4, 8, MIB), MIB)
+    encoders = tuple(passes_of(part, [encoding] * 2, 2, MIB) for part in (one, two))
+    encode = Phase(name="encode", peak=MIB, room=MIB, passes=encoders, order=(0, 1, 0, 1))
+    denoise = phase("denoise", passes_of(unet, [10**12] * 4, 8, MIB), MIB)
     decoding = tuple(passes_of(vae, [10**9], 1, MIB, method) for method in ("quant_conv", "decode"))
     decode = Phase(name="decode", peak=MIB, room=MIB, passes=decoding, order=(0, 1))
     return Footprint(
@@ -72,14 +76,30 @@ def test_nobody_comes_early_on_another_device() -> None:
 
 
 def test_a_plan_has_the_order_and_says_what_it_is_for() -> None:
-    plan, roomy = planned(pipeline(), 400 * MIB), planned(pipeline(), 8 * GIB)
+    plan, roomy = (planned(pipeline(10**12), size) for size in (400 * MIB, 8 * GIB))
     assert plan is not None
     assert roomy is not None
-    assert plan.order == roomy.order == ORDER
+    assert [without_limit(each.order) for each in (plan, roomy)] == [ORDER, ORDER]
     assert any("starts to come in the last pass" in reason.decision for reason in plan.reasons)
     assert not any("starts to come in the last pass" in reason.decision for reason in roomy.reasons)
     two = HERE.model_copy(update={"accelerators": (CARD, CARD.model_copy(update={"name": "cuda:1"}))})
-    assert make_plan(pipeline(), two, Budget(devices={"cuda:0": GIB, "cuda:1": GIB})).order == ORDER
+    jointly = make_plan(pipeline(), two, Budget(devices={"cuda:0": GIB, "cuda:1": GIB}))
+    assert without_limit(jointly.order) == ORDER
+
+
+def without_limit(order: tuple[Stint, ...]) -> tuple[Stint, ...]:
+    return tuple(stint.model_copy(update={"early": None}) for stint in order)
+
+
+def test_as_much_comes_early_as_the_link_can_bring_while_who_is_before_computes() -> None:
+    """Behind an encoder, which waits for the link, nothing; behind 0.4 s of a denoiser that is all there, much."""
+    parts = {name: ComponentPlan(placement="per-phase") for name in ("text_encoder", "text_encoder_2", "unet", "vae")}
+    foreseen = foresee(pipeline(), Plan(components=parts, order=ORDER), CARD)
+    early = {(stint.component, stint.method): stint.early for stint in foreseen.order}
+    assert early.pop(("vae", "forward")) == pytest.approx(CARD.link_rate * 0.4, rel=1e-2)
+    assert set(early.values()) == {0, None}
+    (said,) = foreseen.reasons
+    assert said.decision.endswith(": vae after unet")
 
 
 def test_who_takes_turns_comes_each_time_and_more_memory_is_never_slower() -> None:

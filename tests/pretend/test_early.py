@@ -42,3 +42,22 @@ def test_the_next_comes_early_and_the_peaks_stay(
         assert [phase.name for phase in trace.phases] == [phase.name for phase in first.phases]
         assert trace.phases[-1].bytes_in < first.phases[-1].bytes_in
         assert trace.peak_bytes <= first.peak_bytes
+
+
+def test_no_more_comes_early_than_the_plan_says(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 8192)
+    case = next(case for case in CASES if case.name == "StableDiffusion")
+    pipe = case.make()
+    make_cards()
+    parts = {part: {"placement": "per-phase"} for part in find_components(pipe)}
+    late: dict[int | None, int] = {}
+    for limit in (None, 50_000, 0):
+        order = [{"component": "vae", "method": "decode", "early": limit}]
+        fitted = fit(pipe, plan={"components": parts, "order": order}, device="pretend:0")
+        run(pipe, case)
+        unknowing = fitted.report().trace.phases[-1].bytes_in  # nobody knows who is next
+        run(pipe, case)
+        late[limit] = fitted.report().trace.phases[-1].bytes_in
+        fitted.undo()
+    assert late[0] == pytest.approx(unknowing, abs=512)
+    assert 0 < late[0] - late[50_000] <= 50_000 < late[0] - late[None]

@@ -41,7 +41,7 @@ class Flow:
         launch: float = 0.0,
         now: float = 0.0,
     ) -> None:
-        self.now = self._link = self._began = self._host = now
+        self.now = self._link = self._began = self._host = self._fed = now
         self._sizes, self._stays, self._rate, self._launch = sizes, set(stays), link_rate, launch
         self._order, self._ring = Order(guess), Ring(ring)
         self._here: dict[str, _Presence] = {}
@@ -51,9 +51,14 @@ class Flow:
         """Whether nothing comes any more: all that is used stays, and is there."""
         return self._order.known and all(parcel in self._stays and parcel in self._here for parcel in self._order)
 
+    @property
+    def idle(self) -> float:
+        """Seconds at the end of the last pass for which the link had nothing to bring for it."""
+        return self.now - self._fed
+
     def work(self, stretches: Iterable[Stretch]) -> float:
         """The seconds that a pass takes in which parcels are needed for these stretches."""
-        began = self.now
+        began = self._fed = self.now
         self._order.begin()
         self._send_ahead()
         for parcel, seconds, launching, waits in stretches:
@@ -77,7 +82,8 @@ class Flow:
             self._drop(lambda other: other != parcel)
             if not self._send_if_room(parcel):
                 self._send(parcel, self.now, None)
-        self.now = max(self.now, self._here[parcel].arrival)
+        arrival = self._here[parcel].arrival
+        self.now, self._fed = max(self.now, arrival), max(self._fed, arrival)
 
     def _done(self, parcel: str) -> None:
         if parcel not in self._stays and not self._order.awaited(parcel):

@@ -7,6 +7,7 @@ whose segments can grow.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,16 +18,17 @@ from tightfit.plan.pace import Pace, alone, stretch_of
 from tightfit.plan.parts import SEGMENT, Part, up
 from tightfit.plan.shares import share_of
 from tightfit.plan.strips import more_seconds
-from tightfit.records import Accelerator, Footprint, Phase, PhaseForecast, Plan, VaePlan, Way
+from tightfit.plan.turns import coming_early, worker_of
+from tightfit.records import Accelerator, Footprint, Pass, Phase, PhaseForecast, Plan, VaePlan, Way
 
 __all__ = [
     "Told",
-    "forecast",
+    "foresee",
+    "foresee_together",
     "most_weights",
     "needed_bytes",
     "play",
     "play_together",
-    "together",
     "way_of",
 ]
 
@@ -47,38 +49,54 @@ class Told(NamedTuple):
         return needed_bytes(self.weights, self.room, device)
 
 
-def forecast(
-    footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None
-) -> tuple[PhaseForecast, ...]:
-    """What the first call under `plan` will be like on `device`, phase by phase."""
-    told = play(footprint, plan, device, disk_rate)
-    return tuple(PhaseForecast(name=t.name, seconds=t.seconds, peak_bytes=t.peak(device)) for t in told)
+def foresee(footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None) -> Plan:
+    """`plan` with what its first call will be like on `device`, and with how much of who is next may come early."""
+    call = _Call(footprint.varied(variant_of(footprint, plan)), plan, device, disk_rate)
+    told = tuple(PhaseForecast(name=t.name, seconds=t.seconds, peak_bytes=t.peak(device)) for t in call.told)
+    return _foreseen(plan, told, call.early)
 
 
 def play(footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None) -> tuple[Told, ...]:
-    """The same, before the margin is added."""
-    footprint = footprint.varied(variant_of(footprint, plan))
-    call = _Call(footprint, plan, device, disk_rate)
-    return tuple(call.phase(phase) for phase in footprint.phases)
+    """The forecast before the margin is added."""
+    return _Call(footprint.varied(variant_of(footprint, plan)), plan, device, disk_rate).told
 
 
-def together(
+def foresee_together(
     footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None = None
-) -> tuple[PhaseForecast, ...]:
-    """The same where components compute on several `devices`, by name."""
-    told = play_together(footprint, plan, devices, disk_rate)
-    return tuple(_joined(plan.device, phases, devices) for phases in told)
+) -> Plan:
+    """`foresee` where components compute on several `devices`, by name."""
+    calls = _calls(footprint, plan, devices, disk_rate)
+    told = tuple(_joined(plan.device, phases, devices) for phases in _by_phases(calls))
+    early = {stint: size for call in calls.values() for stint, size in call.early.items()}
+    return _foreseen(plan, told, early)
 
 
 def play_together(
     footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None = None
 ) -> list[dict[str, Told]]:
     """Phase by phase, what each of a plan's devices does, by name, before the margin is added."""
+    return _by_phases(_calls(footprint, plan, devices, disk_rate))
+
+
+def _calls(
+    footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None
+) -> dict[str, _Call]:
     footprint = footprint.varied(variant_of(footprint, plan))
     names = {name: {c.name for c in footprint.components if plan.device_of(c.name) == name} for name in plan.devices}
     shares = {name: share_of(footprint, names[name], hosts=name == plan.device) for name in names}
-    told = [play(shares[name], plan, devices[name], disk_rate) for name in names]
-    return [dict(zip(names, phases, strict=True)) for phases in zip(*told, strict=True)]
+    return {name: _Call(share, plan, devices[name], disk_rate) for name, share in shares.items()}
+
+
+def _by_phases(calls: Mapping[str, _Call]) -> list[dict[str, Told]]:
+    phases = zip(*(call.told for call in calls.values()), strict=True)
+    return [dict(zip(calls, told, strict=True)) for told in phases]
+
+
+def _foreseen(plan: Plan, told: tuple[PhaseForecast, ...], early: Mapping[tuple[str, str], int]) -> Plan:
+    limited = (stint.model_copy(update={"early": early.get((stint.component, stint.method))}) for stint in plan.order)
+    order = tuple(limited)
+    reasons = (*plan.reasons, *coming_early(order, plan.components))
+    return plan.model_copy(update={"forecast": told, "order": order, "reasons": reasons})
 
 
 def _joined(host: str, told: Mapping[str, Told], devices: Mapping[str, Accelerator]) -> PhaseForecast:
@@ -113,7 +131,11 @@ def _workspace(device: Accelerator) -> int:
 
 
 class _Call:
-    """One call, as it goes on."""
+    """One call, as it goes on.
+
+    Where who comes next would have to wait for the link, it does not come early: then a copy that the pipeline makes
+    between the two would have to wait, too, while nothing computes.
+    """
 
     def __init__(self, footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None) -> None:
         self._device, self._vae = device, plan.vae
@@ -122,21 +144,32 @@ class _Call:
         }
         self._guests = Guests()
         self._now = 0.0
+        self._last: Part | None = None  # to have worked
+        self.early: dict[tuple[str, str], int] = {}  # bytes that come while who works before ends
+        self.told = tuple(self._phase(phase) for phase in footprint.phases)
 
-    def phase(self, phase: Phase) -> Told:
+    def _phase(self, phase: Phase) -> Told:
         began, weights = self._now, 0 if phase.order else self._there
         for index, group in itertools.groupby(phase.order):
             done = phase.passes[index]
             part = self._parts[done.component]
             if self._guests.works(done.component) and not part.remains:
+                self._foresee_early(done, part)
                 self._now = part.come(self._now)
             weights = max(weights, self._there)
             self._now = part.work(done, len(list(group)), self._now)
+            self._last = part
         way = way_of(phase, self._vae)
         self._now += phase.pace * alone([stretch_of(phase.between, self._device)])
         self._now += more_seconds(phase, way, self._device)
         weights += sum(part.always for part in self._parts.values())
         return Told(phase.name, self._now - began, weights, way.room if way else phase.room)
+
+    def _foresee_early(self, done: Pass, part: Part) -> None:
+        if self._last is None or self._last.remains or math.isinf(part.rate):
+            return
+        size, worker = part.early(self._last.idle), worker_of(done)
+        self.early[worker] = min(size, self.early.get(worker, size))
 
     @property
     def _there(self) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tightfit.errors import BudgetTooSmall, PlanError, unknown_name
-from tightfit.plan.forecast import together
+from tightfit.plan.forecast import foresee_together
 from tightfit.plan.guesses import rated
 from tightfit.plan.levels import plan_for
 from tightfit.plan.search import storages_of
 from tightfit.plan.team import Member, Team, Together
-from tightfit.plan.turns import coming_early, order_of
+from tightfit.plan.turns import order_of
 from tightfit.records import Accelerator, Budget, ComponentPlan, Footprint, Home, Machine, Plan, Reason, Storage
 from tightfit.units import format_bytes, format_enough, format_seconds
 
@@ -65,21 +65,19 @@ def _plan(team: Team, machine: Machine, budget: Budget, found: Together, reasons
     for post, share in found.shares:
         elsewhere = {} if post is host else {"device": devices[post.member].name}
         components |= {name: option.plan.model_copy(update=elsewhere) for name, option in share.options}
-    order = order_of(footprint)
     choices = {
         "components": {name: component.to_mapping() for name, component in components.items()},
         "vae": next((share.vae for _, share in found.shares if share.vae.cuts), found.shares[0][1].vae).to_mapping(),
         "budget": budget.to_mapping(),
-        "order": [stint.to_mapping() for stint in order],
+        "order": [stint.to_mapping() for stint in order_of(footprint)],
         "growing_segments": True,
     }
     device = devices[host.member]
     plan = plan_for(
         footprint, device.name, separate=True, choices=choices, request=footprint.request,
-        pinnable=machine.pinnable or 0, accelerator=device, placed=[*reasons, *coming_early(order, components)],
+        pinnable=machine.pinnable or 0, accelerator=device, placed=reasons,
     )  # fmt: skip
-    told = together(footprint, plan, {each.name: each for each in devices}, machine.disk_rate)
-    return plan.model_copy(update={"forecast": told})
+    return foresee_together(footprint, plan, {each.name: each for each in devices}, machine.disk_rate)
 
 
 def _reasons(team: Team, found: Together, ram: int | None) -> Iterator[Reason]:

@@ -45,6 +45,7 @@ class Part:
         self.rate = min(link, disk_rate or link) if plan.home == "disk" else link  # bytes a second from its home
         self.launch = device.launch_overhead  # seconds of the host for each piece of work
         self._flow: Flow | None = None
+        self.idle = 0.0  # seconds at the end of its last pass for which its link has nothing to bring for it
 
     @property
     def always(self) -> int:
@@ -64,6 +65,11 @@ class Part:
         stays = (size for name, size in self._sizes.items() if name in self._stays)
         return taken(stays, self.plan.ring or 0) + (0 if self._device.is_cpu else up(self._loose))
 
+    def early(self, seconds: float) -> int:
+        """Bytes of it that can come in so long; none where that is no more than the largest that moves together."""
+        size = int(seconds * self.rate)
+        return size if size > max(self._sizes.values(), default=0) else 0
+
     def come(self, now: float) -> float:
         """It comes `now`; when what is small is there."""
         self._flow = None
@@ -76,7 +82,8 @@ class Part:
         """When `runs` passes are done that begin `now`, one after another."""
         stretches = self._pace.stretches(done, self.plan.grain or "leaf")
         if self.remains or (self._flow is not None and self._flow.complete):
-            return now + runs * alone(stretches)
+            self.idle = alone(stretches)
+            return now + runs * self.idle
         if self._flow is None:
             used = {stretch.parcel for stretch in stretches}
             guess = [name for name in self._sizes if name in used]
@@ -86,6 +93,7 @@ class Part:
         while len(seconds) < min(runs, KNOWN) and not self._flow.complete and not _steady(seconds):
             seconds.append(self._flow.work(stretches))
         later = alone(stretches) if self._flow.complete else sum(seconds[-2:]) / 2
+        self.idle = later if self._flow.complete and len(seconds) < runs else self._flow.idle
         return now + sum(seconds) + later * (runs - len(seconds))
 
 

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.branch import Found
-from tightfit.plan.forecast import forecast
+from tightfit.plan.forecast import foresee
 from tightfit.plan.guesses import rated, rated_disk
 from tightfit.plan.jointly import plan_jointly
 from tightfit.plan.learned import learned
 from tightfit.plan.levels import plan_for
 from tightfit.plan.search import Search, Stored, storages_of
-from tightfit.plan.turns import coming_early, order_of
+from tightfit.plan.turns import order_of
 from tightfit.records import (
     Accelerator,
     Budget,
@@ -156,16 +156,16 @@ def _plan(
     home: Home = "disk" if device.is_cpu or (budget is not None and budget.ram) else "host"
     idle = ComponentPlan(placement="per-phase", home=home)  # what never works comes if somebody asks for it after all
     chosen = {name: option.plan for name, option in found.options}
-    components, order = {c.name: chosen.get(c.name, idle) for c in footprint.components}, order_of(search.footprint)
+    components = {c.name: chosen.get(c.name, idle) for c in footprint.components}
     choices = {
         "components": {name: part.to_mapping() for name, part in components.items()},
         "vae": found.vae.to_mapping(),
         "budget": budget.to_mapping() if budget else None,
-        "order": [stint.to_mapping() for stint in order],
+        "order": [stint.to_mapping() for stint in order_of(search.footprint)],
         "growing_segments": not device.is_cpu or size - found.peak < found.branch.most_room(found.vae),
     }
     plan = plan_for(
         footprint, device.name, separate=not device.is_cpu, choices=choices, request=footprint.request,
-        pinnable=machine.pinnable or 0, accelerator=device, placed=[*placed, *coming_early(order, components)],
+        pinnable=machine.pinnable or 0, accelerator=device, placed=placed,
     )  # fmt: skip
-    return plan.model_copy(update={"forecast": forecast(footprint, plan, device, search.disk_rate)})
+    return foresee(footprint, plan, device, search.disk_rate)

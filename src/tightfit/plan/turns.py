@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tightfit.plan.streaming import paths_to
 from tightfit.records import ComponentPlan, Footprint, Pass, Reason, Stint
 
-__all__ = ["coming_early", "order_of"]
+__all__ = ["coming_early", "order_of", "worker_of"]
 
 _METHODS = ("forward", "encode", "decode")  # of whole components; a part that is called by itself counts as forward
 
@@ -16,20 +16,21 @@ _METHODS = ("forward", "encode", "decode")  # of whole components; a part that i
 def order_of(footprint: Footprint) -> tuple[Stint, ...]:
     """In which order components work, each time from its inputs to its outputs."""
     passes = [phase.passes[index] for phase in footprint.phases for index in phase.order]
-    unused = {key: _unused(footprint, key) for key in dict.fromkeys(map(_key, passes))}
+    unused = {key: _unused(footprint, key) for key in dict.fromkeys(map(worker_of, passes))}
     return tuple(
         Stint(component=key[0], method=key[1], runs=len(list(group)), unused=unused[key])
-        for key, group in itertools.groupby(passes, key=_key)
+        for key, group in itertools.groupby(passes, key=worker_of)
     )
 
 
-def _key(done: Pass) -> tuple[str, str]:
+def worker_of(done: Pass) -> tuple[str, str]:
+    """Who works in a pass, and by which method."""
     return done.component, done.method if done.method in _METHODS else "forward"
 
 
 def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
     """The largest parts of a component of which nothing has work in one of its methods."""
-    passes = (done for phase in footprint.phases for done in phase.passes if _key(done) == key)
+    passes = (done for phase in footprint.phases for done in phase.passes if worker_of(done) == key)
     used = {path for done in passes for use in done.uses for turn in use.turns for path in paths_to(turn.leaf)}
     leaves = (leaf.name for c in footprint.components if c.name == key[0] for leaf in c.leaves)
     roots = (next((path for path in paths_to(leaf) if path not in used), None) for leaf in leaves)
@@ -43,7 +44,8 @@ def coming_early(order: Sequence[Stint], components: Mapping[str, ComponentPlan]
     for stint in order:
         name = stint.component
         before = last.get(components[name].device)
-        if before not in (None, name) and "resident" not in {components[n].placement for n in (name, before)}:
+        stay = "resident" in {components[each].placement for each in (name, before or name)}
+        if before not in (None, name) and not stay and stint.early != 0:
             pairs.setdefault(name, f"{name} after {before}")
         last[components[name].device] = name
     if pairs:

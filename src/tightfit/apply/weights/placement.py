@@ -49,6 +49,7 @@ class Residency:
         self._last: str | None = None
         self._agenda = Agenda()
         self._unused: Mapping[Pass, Sequence[str]] = {}  # parts that have no work, as far as that is known
+        self._early: Mapping[Pass, int] = {}  # bytes that may come before their turn, where not all that find room do
         self._coming: Pass | None = None  # whose turn is next, and who comes already
 
     def place(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
@@ -146,10 +147,19 @@ class Residency:
             if not self._shared(name, other):
                 self._evict(other)
 
-    def expect(self, steps: int | None, passes: Sequence[Pass], unused: Mapping[Pass, Sequence[str]]) -> None:
-        """A call that asks for `steps` steps will probably work through `passes`, with some parts `unused`."""
+    def expect(
+        self,
+        steps: int | None,
+        passes: Sequence[Pass],
+        unused: Mapping[Pass, Sequence[str]],
+        early: Mapping[Pass, int],
+    ) -> None:
+        """A call that asks for `steps` steps will probably work through `passes`, with some parts `unused`.
+
+        Of those in `early`, no more than so many bytes come before their turn.
+        """
         self._agenda.expect(steps, passes)
-        self._unused = unused
+        self._unused, self._early = unused, early
 
     def begin(self, steps: int | None) -> None:
         """A call begins that asks for `steps` steps (None: the usual number)."""
@@ -181,7 +191,7 @@ class Residency:
         """Of who works next, what fits into `limit` bytes starts to come."""
         if self._coming is not None:
             name, method = self._coming
-            self._streamers[name].approach(limit, method)
+            self._streamers[name].approach(limit, method, self._early.get(self._coming))
 
     def finish(self, name: str) -> None:
         """A pass of `name` has come to its end."""

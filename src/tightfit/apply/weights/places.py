@@ -28,9 +28,10 @@ class Places:
         if plan.order:
             passes = [(each.component, each.method) for each in plan.order for _ in range(each.runs)]
             unused = {(each.component, each.method): each.unused for each in plan.order}
+            early = {(each.component, each.method): each.early for each in plan.order if each.early is not None}
             steps = plan.request.steps if plan.request is not None else None
             for name, residency in self._all.items():
-                residency.expect(steps, [each for each in passes if plan.device_of(each[0]) == name], unused)
+                residency.expect(steps, [each for each in passes if plan.device_of(each[0]) == name], unused, early)
 
     def of(self, name: str) -> Residency:
         """That of the component `name`."""

@@ -87,15 +87,15 @@ class Streamer:
         self._order.begin(last=make_way is not None)
         self._send_ahead()
 
-    def approach(self, limit: int, method: str = "forward") -> None:
-        """Its turn is next: what it needs first starts to come, into at most `limit` bytes."""
+    def approach(self, limit: int, method: str = "forward", most: int | None = None) -> None:
+        """Its turn is next: what it needs first, up to `most` bytes, starts to come into at most `limit` bytes."""
         if self._complete:
             return
         self._appear()
         self._choose_order(method)
         self._rooms.take_some(limit)
         self._began = self._lane.mark()
-        self._send_ahead()
+        self._send_ahead(most)
 
     @property
     def room(self) -> int:
@@ -183,8 +183,10 @@ class Streamer:
 
     # sending
 
-    def _send_ahead(self) -> None:
-        self._order.look_ahead(self._send_if_room)
+    def _send_ahead(self, most: int | None = None) -> None:
+        """As far as there is room, or until `most` bytes are here."""
+        few = (lambda _: True) if most is None else lambda more: sum(p.size for p in (*self._here, more)) <= most
+        self._order.look_ahead(lambda parcel: few(parcel) and self._send_if_room(parcel))
 
     def _send_if_room(self, parcel: Parcel) -> bool:
         if parcel in self._here:
