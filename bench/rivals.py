@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from measuring import RESULTS, write
-from rivals_contenders import CONTENDERS
+from rivals_contenders import CONTENDERS, STEPS, Clock, Row
 from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
 from tightfit.catalog.known import known_card, known_model
 from tightfit.checkpoint.loading import quietly
@@ -36,6 +35,7 @@ from tightfit.measure.shadow import PROMPT
 from tightfit.pretend.backend import use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
+from tightfit.pretend.operations import SMALL
 from tightfit.pretend.pinning import hollow
 from tightfit.records import Accelerator, Footprint, Machine, Request
 from tightfit.run.request import Prompt, call_arguments
@@ -43,36 +43,8 @@ from tightfit.run.stage import Stage
 
 NAME = "rivals-pretend"
 MODELS = "sdxl,flux.1-dev,cogvideox-5b,wan-2.1-14b"
-STEPS = 4  # that rivals do …
-ALIKE = 0.005  # … and how far the last two may be from their mean, of it
 ROOM = 2**50
 DTYPE = torch.bfloat16
-Row = dict[str, Any]
-
-
-class Clock:
-    """When steps were done, on a pretend card."""
-
-    def __init__(self, card: Card) -> None:
-        self._card = card
-        self.restart()
-
-    def restart(self) -> None:
-        self._begun, self.marks = self._card.now, []
-
-    def mark(self, pipe: Any, step: int, time: Any, given: Any) -> Any:
-        """For `callback_on_step_end`."""
-        self.marks.append(self._card.now)
-        return given
-
-    def row(self, steps: int) -> Row:
-        """What the call took in seconds, had it done as many `steps`."""
-        times = [later - earlier for earlier, later in itertools.pairwise(self.marks)]
-        last = sum(times[-2:]) / 2
-        if abs(times[-1] - last) > ALIKE * last and len(self.marks) < steps:
-            raise SystemExit(f"no two steps are alike: {times}")
-        call = self._card.now - self._begun + (steps - len(self.marks)) * last
-        return {"step": sum(times[1:]) / len(times[1:]) * 1e-9, "call": call * 1e-9}
 
 
 @contextlib.contextmanager
@@ -85,6 +57,10 @@ def card_in_use(like: Accelerator, size: int) -> Iterator[Card]:
         use_cards([])
 
 
+def clock_of(card: Card) -> Clock:
+    return Clock(lambda: card.now, lambda earlier, later: (later - earlier) * 1e-9)
+
+
 def ours(model: str, asked: Request, footprint: Footprint, like: Accelerator, size: int) -> Row:
     machine = Machine(accelerators=(like.model_copy(update={"bytes": ROOM}),), ram=ROOM, pinnable=ROOM, cores=1)
     try:
@@ -92,11 +68,15 @@ def ours(model: str, asked: Request, footprint: Footprint, like: Accelerator, si
     except BudgetTooSmall as error:
         return {"refused": str(error), "needed": error.facts["needed_bytes"]}
     with card_in_use(like, size) as card:
-        stage, clock = Stage(model, card, plan.model_dump(mode="json", exclude={"device"}), asked, DTYPE), Clock(card)
+        stage, clock = (
+            Stage(model, card, plan.model_dump(mode="json", exclude={"device"}), asked, DTYPE),
+            clock_of(card),
+        )
         try:
             for _ in range(2):
-                clock.restart()
+                clock.start()
                 stage.play({"callback_on_step_end": clock.mark})
+                clock.stop()
         except torch.OutOfMemoryError as error:
             return {"failed": str(error).splitlines()[0]}
         said = {"placements": {name: part.described for name, part in plan.components.items()}}
@@ -108,7 +88,7 @@ def rival(name: str, model: str, asked: Request, like: Accelerator, size: int, *
     """One contender's row; where it "failed", whether that was "decoding" or "before"."""
     few = asked.model_copy(update={"steps": STEPS})
     with card_in_use(like, size) as card:
-        clock = Clock(card)
+        clock = clock_of(card)
         try:
             pipe = on_hollow_host(build_known(known_model(model), DTYPE))
             pipe.set_progress_bar_config(disable=True)
@@ -117,12 +97,13 @@ def rival(name: str, model: str, asked: Request, like: Accelerator, size: int, *
                 pipe.vae.enable_tiling()
             ready = CONTENDERS[name](pipe, torch.device("pretend:0"))
             for number in range(2):
-                clock.restart()
+                clock.start()
                 arguments["generator"] = torch.Generator().manual_seed(number)
                 with torch.no_grad(), quietly():
                     ready(**arguments, output_type="pt", callback_on_step_end=clock.mark)
+                clock.stop()
         except torch.OutOfMemoryError:
-            return {"failed": "decoding" if len(clock.marks) == STEPS else "before"}
+            return {"failed": "decoding" if clock.steps == STEPS else "before"}
         chosen = {"chosen": pipe.mm.applied_strategy} if hasattr(pipe, "mm") else {}
         return clock.row(asked.steps) | {"peak": card.held.peak, "tiles": tiles} | chosen
 
@@ -134,7 +115,9 @@ def on_hollow_host(pipe: Any) -> Any:
         for module in network.modules():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
-                    if tensor is not None and tensor.is_meta:
+                    if tensor is not None and not tensor.is_meta and tensor.nbytes > SMALL:
+                        hollow(tensor)  # a card will keep its shape alone
+                    elif tensor is not None and tensor.is_meta:
                         if tensor not in made:
                             empty = hollow(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
                             made[tensor] = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)

@@ -1,7 +1,8 @@
-"""What bench/rivals.py compares with tightfit: what others offer for pipelines that are too large for a card."""
+"""What bench/rivals.py and rivals_gpu.py compare with tightfit: others' ways with pipelines too large for a card."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,9 +12,44 @@ import torch
 
 from tightfit.measure.modules import find_components, find_role
 
+Row = dict[str, Any]
 Contender = Callable[[Any, torch.device], Any]  # takes a pipeline in RAM, returns it ready to be called
+STEPS = 4  # that others than tightfit do …
+ALIKE = 0.005  # … and how far the last two may be from their mean, of it, to be called steady
 LEAVES, BLOCKS = {"offload_type": "leaf_level"}, {"offload_type": "block_level", "num_blocks_per_group": 1}
 ROOMY = 1024.0  # GiB of RAM: nobody is to spare it
+
+
+class Clock:
+    """When a call began, when its steps were done, and when it was; `now` makes marks, between which are `seconds`."""
+
+    def __init__(self, now: Callable[[], Any], seconds: Callable[[Any, Any], float]) -> None:
+        self._now, self._seconds = now, seconds
+        self.start()
+
+    def start(self) -> None:
+        self._marks = [self._now()]
+
+    def stop(self) -> None:
+        self._marks.append(self._now())
+
+    def mark(self, pipe: Any, step: int, time: Any, given: Any) -> Any:
+        """For `callback_on_step_end`."""
+        self._marks.append(self._now())
+        return given
+
+    @property
+    def steps(self) -> int:
+        """How many have been done."""
+        return len(self._marks) - 1
+
+    def row(self, steps: int) -> Row:
+        """What a step and the call took in seconds; had it done as many `steps`, these had been like the last two."""
+        *times, after = [self._seconds(*pair) for pair in itertools.pairwise(self._marks)]
+        last = sum(times[-2:]) / 2
+        steady = abs(times[-1] - last) <= ALIKE * last
+        call = sum(times) + after + (steps - len(times)) * last
+        return {"step": sum(times[1:]) / len(times[1:]), "call": call, "steady": steady}
 
 
 def on_device(pipe: Any, device: torch.device) -> Any:

@@ -22,7 +22,7 @@ guides = pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 
 def test_there_is_a_guide_for_each_question() -> None:
     names = {"which-budget", "reading-a-plan", "when-it-does-not-fit", "when-not-to-offload", "chart", "budgets"}
-    names |= {"several-cards"}
+    names |= {"several-cards", "beside-others"}
     assert {guide.stem for guide in GUIDES} == names
 
 

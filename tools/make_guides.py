@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from make_readme import all_budgets, read, table
+from draw_rivals import draw_rivals
+from make_readme import OURS, all_budgets, read, rivals_by_budget, table
 from tightfit.catalog.cuda import CONTEXT
 from tightfit.catalog.known import card_names, model_names
 from tightfit.chart import Cell, Chart, ChartedCard, LevelTable
@@ -141,6 +142,42 @@ def _taken(row: dict[str, Any]) -> str:
     return "out of memory" if "failed" in row else "too small" if "refused" in row else format_seconds(_call(row))
 
 
+def rivals() -> str:
+    """Everybody's calls within every budget."""
+    by_budget = rivals_by_budget()
+    budgets = sorted({budget for _, budget in by_budget})
+    names = dict.fromkeys(name for here in by_budget.values() for name in here)
+    rows = [
+        (model, name, *(_beside(by_budget[model, budget], name) for budget in budgets))
+        for model in dict.fromkeys(model for model, _ in by_budget)
+        for name in names
+    ]
+    return table(("", "", *(f"{budget / 2**30:g} GiB" for budget in budgets)), rows)
+
+
+def _beside(here: dict[str, dict[str, Any]], name: str) -> str:
+    row, own = here[name], here[OURS]
+    if "call" not in row:
+        return "refused" if name == OURS else "out of memory"
+    if name == OURS or "call" not in own:
+        return f"{format_seconds(row['call'])}, {format_bytes(row['peak'])}"
+    more = "".join(f", {what}" for what in ("tiles" * bool(row["tiles"]), row.get("chosen", "")) if what)
+    return f"{row['call'] / own['call']:.3f} ×, {format_bytes(row['peak'])}{more}"
+
+
+def rivals_steps() -> str:
+    """The requests, with their steps."""
+    rows = read("rivals-pretend")["rows"]
+    asked = dict.fromkeys((row["model"], row["request"], row["steps"]) for row in rows)
+    return "; ".join(f"{model} {request}, {steps} steps" for model, request, steps in asked)
+
+
+def rivals_versions() -> str:
+    facts = read("rivals-pretend")
+    versions = facts["machine"] | facts
+    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "diffusers-mm"))
+
+
 def level_table(which: str) -> LevelTable:
     tables = [LevelTable.from_mapping(each) for each in facts()["levels"]]
     return next(each for each in tables if each.model.startswith(which))
@@ -194,6 +231,10 @@ WORDS: dict[str, Callable[..., str]] = {
     "plan_command": plan_command,
     "plan_exit": plan_exit,
     "ram": ram,
+    "rivals": rivals,
+    "rivals.card": lambda: str(read("rivals-pretend")["card"]),
+    "rivals.requests": rivals_steps,
+    "rivals.versions": rivals_versions,
     "share": lambda: f"{1 - SPARE:.0%}",
     "size": lambda name: format_bytes(column(name).bytes),
     "several": several,
@@ -231,6 +272,8 @@ def main() -> None:
             page.write_text(pages()[page])
     if not check:
         draw_chart(the_chart(), ROOT / "docs/chart.png", "png")
+        beside = read("rivals-pretend")
+        draw_rivals(beside["rows"], beside["card"], ROOT / "docs/beside-others.png")
     sys.exit(1 if check and stale else 0)
 
 

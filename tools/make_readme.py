@@ -21,6 +21,7 @@ from tightfit.units import format_bytes, format_seconds
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
 PAGES = (ROOT / "README.md", ROOT / "src/tightfit/demo/model/README.md")
+OURS = "tightfit"  # among contenders
 SHOWN = (
     "sdxl",
     "flux.1-dev",
@@ -194,6 +195,49 @@ def _within(row: dict[str, Any], fastest: float) -> str:
     return f"{format_bytes(row['budget'])}: {row['played']['denoise'] / fastest:.2f} ×"
 
 
+def rivals() -> str:
+    """For each model and budget, tightfit's call, and the fastest of all others."""
+    rows = []
+    by_budget = rivals_by_budget()
+    budgets = sorted({budget for _, budget in by_budget})
+    for model in dict.fromkeys(model for model, _ in by_budget):
+        rows.append((model, *(_beside(by_budget[model, budget]) for budget in budgets)))
+    compared = [(row, here[OURS]) for here in by_budget.values() for row in here.values() if row["contender"] != OURS]
+    longer = [row["call"] / own["call"] for row, own in compared if "call" in row and "call" in own]
+    alone = sum("call" in here[OURS] and len(_finished(here)) == 1 for here in by_budget.values())
+    nowhere = sum("call" in row and "call" not in own for row, own in compared)
+    said = (
+        f"{len(longer)} calls that others finish too, some with diffusers' tiles, take them {min(longer):.4f} to "
+        f"{max(longer):.2f} times as long; {alone} of {len(by_budget)} budgets only tightfit keeps to; "
+        f"in {nowhere} somebody else finishes what it refuses."
+    )
+    return f"{table(('a call', *(f'{budget / 2**30:g} GiB' for budget in budgets)), rows)}\n\n{said}"
+
+
+def rivals_by_budget() -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+    """By model and budget, everybody's row by name."""
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for row in read("rivals-pretend")["rows"]:
+        found.setdefault((row["model"], row["budget"]), {})[row["contender"]] = row
+    return found
+
+
+def _finished(here: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: row for name, row in here.items() if "call" in row}
+
+
+def _beside(here: dict[str, dict[str, Any]]) -> str:
+    finished = _finished(here)
+    own = finished.pop(OURS, None)
+    if own is None:
+        return f"needs {format_bytes(here[OURS]['needed'])}"
+    if not finished:
+        return f"{format_seconds(own['call'])}, alone"
+    name, best = min(finished.items(), key=lambda item: float(item[1]["call"]))
+    tiles = ", tiles" if best.get("tiles") else ""
+    return f"{format_seconds(own['call'])}; {best['call'] / own['call']:.3f} × ({name}{tiles})"
+
+
 def weights(kind: str) -> str:
     names = {"tightfit": "**tightfit**"}
     rows = []
@@ -254,6 +298,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "published": published,
     "streaming": streaming,
     "budgets": budgets,
+    "rivals": rivals,
     "strips": strips,
     "weights_cpu": functools.partial(weights, "cpu"),
 }

@@ -1,0 +1,90 @@
+"""bench/results/rivals-pretend.json → docs/beside-others.png: who takes how long within which budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from tightfit.report.heatmap import GREY, INK, LOOK, PAPER, REFUSED, STEPS
+
+OURS = "tightfit"
+WIDE, HIGH = 0.66, 0.36  # of a cell, in inches
+LEFT, RIGHT, TOP, BOTTOM = 1.75, 0.2, 1.3, 0.95  # around the cells
+GAP = 0.35  # of a cell, between two models
+DARK = 2.0  # from here on, letters are white
+
+
+def draw_rivals(rows: list[dict[str, Any]], card: str, path: Path) -> None:
+    """Writes the picture of `rows`, which were played on `card`, to `path` (.png)."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    budgets = sorted({row["budget"] for row in rows})
+    across, down = len(models) * (len(budgets) + GAP) - GAP, len(names)
+    size = (LEFT + across * WIDE + RIGHT, TOP + down * HIGH + BOTTOM)
+    with style.context(["default", LOOK]):
+        figure = Figure(figsize=size)
+        figure.text(
+            0.2 / size[0], 1 - 0.3 / size[1], "A call within a budget, beside others", fontsize=13, weight="bold"
+        )
+        said = f"Whole calls with tightfit, and how many times as long with others: so many GiB of a pretend {card}."
+        figure.text(0.2 / size[0], 1 - 0.53 / size[1], said, fontsize=9, color=GREY)
+        box = (LEFT / size[0], BOTTOM / size[1], across * WIDE / size[0], down * HIGH / size[1])
+        axes = figure.add_axes(box, xlim=(0, across), ylim=(down, 0))
+        axes.axis("off")
+        for line, name in enumerate(names):
+            weight = "bold" if name == OURS else "normal"
+            axes.text(-0.15, line + 0.5, name, ha="right", va="center", fontsize=9, weight=weight)
+        for number, model in enumerate(models):
+            left = number * (len(budgets) + GAP)
+            own = [row for row in rows if row["model"] == model]
+            axes.text(left, -0.95, model, fontsize=10, weight="bold")
+            for place, budget in enumerate(budgets):
+                axes.text(left + place + 0.5, -0.35, f"{budget / 2**30:g}", ha="center", fontsize=8.5, color=GREY)
+                here = {row["contender"]: row for row in own if row["budget"] == budget}
+                for line, name in enumerate(names):
+                    _cell(axes, left + place, line, here.get(name, {}), here.get(OURS, {}))
+        _legend(figure, size)
+        FigureCanvasAgg(figure)
+        figure.savefig(path, dpi=150, facecolor=PAPER)
+
+
+def _cell(axes: Axes, x: float, line: int, row: dict[str, Any], ours: dict[str, Any]) -> None:
+    if "call" not in row:
+        axes.add_patch(Rectangle((x, line), 1, 1, **REFUSED))
+        return
+    times = row["call"] / ours["call"] if "call" in ours else 1.0
+    colour = next(colour for most, colour, _ in STEPS if times <= most)
+    axes.add_patch(Rectangle((x, line), 1, 1, facecolor=colour, edgecolor=PAPER, linewidth=1.2))
+    own = row["contender"] == OURS
+    text = _short(row["call"]) if own else f"{times:.2f}{'*' if row.get('tiles') else ''}"
+    ink = PAPER if times > DARK else INK
+    axes.text(
+        x + 0.5, line + 0.52, text, ha="center", va="center", fontsize=8, color=ink, weight="bold" if own else "normal"
+    )
+
+
+def _short(seconds: float) -> str:
+    """As a clock has it, from two minutes on: minutes and seconds, or hours and minutes."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    high, low = divmod(round(seconds if seconds < 3600 else seconds / 60), 60)
+    return f"{high}:{low:02} {'min' if seconds < 3600 else 'h'}"
+
+
+def _legend(figure: Figure, size: tuple[float, float]) -> None:
+    across, high = size
+    x, y = 0.2, 0.5
+    named = [({"facecolor": colour, "edgecolor": GREY, "linewidth": 0.4}, words) for _, colour, words in STEPS]
+    named[0] = named[0][0], "as long (within 1 %)"
+    for facts, words in [*named, (REFUSED, "does not fit")]:
+        figure.add_artist(Rectangle((x / across, y / high), 0.26 / across, 0.18 / high, **facts))
+        figure.text((x + 0.32) / across, (y + 0.09) / high, words, va="center", fontsize=8.5)
+        x += 0.32 + 0.07 * len(words) + 0.2
+    said = "* with diffusers' tiles, because the autoencoder was too large: other pictures"
+    figure.text(0.2 / across, 0.22 / high, said, va="center", fontsize=8.5, color=GREY)
