@@ -73,7 +73,7 @@ def _short(seconds: float) -> str:
     """As a clock has it, from two minutes on: minutes and seconds, or hours and minutes."""
     if seconds < 120:
         return f"{seconds:.3g} s"
-    high, low = divmod(round(seconds if seconds < 3600 else seconds / 60), 60)
+    high, low = divmod(round(seconds) if seconds < 3600 else int(seconds / 60), 60)
     return f"{high}:{low:02} {'min' if seconds < 3600 else 'h'}"
 
 

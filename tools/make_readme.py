@@ -203,13 +203,14 @@ def rivals() -> str:
     for model in dict.fromkeys(model for model, _ in by_budget):
         rows.append((model, *(_beside(by_budget[model, budget]) for budget in budgets)))
     compared = [(row, here[OURS]) for here in by_budget.values() for row in here.values() if row["contender"] != OURS]
+    kept = [here for here in by_budget.values() if "call" in here[OURS]]
     longer = [row["call"] / own["call"] for row, own in compared if "call" in row and "call" in own]
-    alone = sum("call" in here[OURS] and len(_finished(here)) == 1 for here in by_budget.values())
+    alone = sum(all(row.get("tiles") for row in _finished(here).values() if row is not here[OURS]) for here in kept)
     nowhere = sum("call" in row and "call" not in own for row, own in compared)
     said = (
-        f"{len(longer)} calls that others finish too, some with diffusers' tiles, take them {min(longer):.4f} to "
-        f"{max(longer):.2f} times as long; {alone} of {len(by_budget)} budgets only tightfit keeps to; "
-        f"in {nowhere} somebody else finishes what it refuses."
+        f"{len(longer)} calls that others finish too take them {min(longer):.4f} to {max(longer):.2f} times as long. "
+        f"{len(kept)} of {len(by_budget)} budgets tightfit keeps to, {alone} of them alone with the same pictures; in "
+        f"{nowhere} somebody else finishes what it refuses."
     )
     return f"{table(('a call', *(f'{budget / 2**30:g} GiB' for budget in budgets)), rows)}\n\n{said}"
 
