@@ -49,6 +49,18 @@ def test_what_stays_comes_once() -> None:
     assert run.work(stretches({"a": 0.001, "b": 0.001})) == pytest.approx(0.002)
 
 
+def test_the_link_is_idle_once_a_pass_has_all_it_uses() -> None:
+    run = flow({"a": 10**7, "b": 10**7}, {"a", "b"}, 0)
+    run.work(stretches({"a": 0.001, "b": 0.004}))
+    assert run.idle == pytest.approx(0.004)  # "b" is there when it begins
+    run.work(stretches({"a": 0.001, "b": 0.004}))
+    assert run.idle == pytest.approx(0.005)
+    waiting = flow({"a": 10**7, "b": 10**7}, set(), 10**7 + 8192)
+    for _ in range(3):
+        waiting.work(stretches({"a": 0.02, "b": 0.001}))
+    assert waiting.idle == pytest.approx(0.001)
+
+
 def test_a_ring_of_two_hides_the_link_behind_the_arithmetic() -> None:
     run = flow(dict.fromkeys("abcd", 4096 * 1000), set(), 2 * 4096 * 1000)
     seconds = [run.work(stretches(dict.fromkeys("abcd", 0.005))) for _ in range(4)]
