@@ -95,7 +95,9 @@ class Streamer:
         self._choose_order(method)
         self._rooms.take_some(limit)
         self._began = self._lane.mark()
-        self._send_ahead(most)
+        self._order.look_ahead(
+            lambda one: (most is None or sum(p.size for p in (*self._here, one)) <= most) and self._send_if_room(one)
+        )
 
     @property
     def room(self) -> int:
@@ -183,10 +185,8 @@ class Streamer:
 
     # sending
 
-    def _send_ahead(self, most: int | None = None) -> None:
-        """As far as there is room, or until `most` bytes are here."""
-        few = (lambda _: True) if most is None else lambda more: sum(p.size for p in (*self._here, more)) <= most
-        self._order.look_ahead(lambda parcel: few(parcel) and self._send_if_room(parcel))
+    def _send_ahead(self) -> None:
+        self._order.look_ahead(self._send_if_room)
 
     def _send_if_room(self, parcel: Parcel) -> bool:
         if parcel in self._here:
