@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from measuring import RESULTS, write
-from rivals_contenders import CONTENDERS, STEPS, Clock, Row
+from rivals_contenders import CONTENDERS, STEPS, Clock, Row, requests_of
 from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
 from tightfit.catalog.known import known_card, known_model
 from tightfit.checkpoint.loading import quietly
@@ -138,8 +138,7 @@ def let_data_move() -> None:
     torch.Tensor.data = property(usual.__get__, set_data)
 
 
-def rows_of(model: str, like: Accelerator, budgets: list[int], names: list[str]) -> Iterator[Row]:
-    asked = known_model(model).request
+def rows_of(model: str, asked: Request, like: Accelerator, budgets: list[int], names: list[str]) -> Iterator[Row]:
     footprint = measure_footprint(model, asked, dtype="bfloat16")
     about = {"model": model, "request": asked.described, "steps": asked.steps}
     for name in names:
@@ -176,9 +175,10 @@ def main() -> None:
         written = json.loads((RESULTS / f"{NAME}.json").read_text())["rows"]
         rows = [row for row in written if row["model"] not in models or row["contender"] not in names]
     for model in models:
-        for row in rows_of(model, like, [int(size) * 2**30 for size in wishes.budgets.split(",")], names):
-            rows.append(row)
-            print(row, flush=True)
+        for asked in requests_of(model):
+            for row in rows_of(model, asked, like, [int(size) * 2**30 for size in wishes.budgets.split(",")], names):
+                rows.append(row)
+                print(row, flush=True)
         write(NAME, {"card": like.title or like.name, **theirs, "rows": rows})  # by and by
 
 

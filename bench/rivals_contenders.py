@@ -10,14 +10,27 @@ from typing import Any
 
 import torch
 
+from tightfit.catalog.known import known_model
 from tightfit.measure.modules import find_components, find_role
+from tightfit.records import Request
 
 Row = dict[str, Any]
 Contender = Callable[[Any, torch.device], Any]  # takes a pipeline in RAM, returns it ready to be called
 STEPS = 4  # that others than tightfit do …
 ALIKE = 0.005  # … and how far the last two may be from their mean, of it, to be called steady
+SMALLER = {
+    "sdxl": {"height": 512, "width": 512},
+    "flux.1-dev": {"height": 512, "width": 512},
+    "wan-2.1-14b": {"height": 480, "width": 832},
+}
 LEAVES, BLOCKS = {"offload_type": "leaf_level"}, {"offload_type": "block_level", "num_blocks_per_group": 1}
 ROOMY = 1024.0  # GiB of RAM: nobody is to spare it
+
+
+def requests_of(model: str) -> list[Request]:
+    """What `model` is usually asked for, and something smaller, for which weights are more of the work."""
+    usual = known_model(model).request
+    return [usual, *(usual.model_copy(update=sides) for sides in [SMALLER.get(model)] if sides)]
 
 
 class Clock:

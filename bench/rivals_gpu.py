@@ -24,7 +24,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or whoever asks for cards w
 import torch
 
 from measuring import RESULTS, fill_at_random, write
-from rivals_contenders import CONTENDERS, STEPS, Clock, Row
+from rivals_contenders import CONTENDERS, STEPS, Clock, Row, requests_of
 from tightfit import Budget, fit, make_plan, measure_footprint
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.loading import quietly
@@ -103,8 +103,7 @@ def rival(pipe: Any, name: str, asked: Request, size: int, *, tiles: bool, cuda:
     return row | ({"chosen": pipe.mm.applied_strategy} if hasattr(pipe, "mm") else {})
 
 
-def rows_of(model: str, wishes: argparse.Namespace) -> list[Row]:
-    asked = known_model(model).request.model_copy(update=SMALL if wishes.dry else {})
+def rows_of(model: str, asked: Request, wishes: argparse.Namespace) -> list[Row]:
     dtype = torch.float32 if wishes.dry else torch.bfloat16
     footprint = measure_footprint(model, asked, dtype=str(dtype).removeprefix("torch."))
     pipe = build_known(known_model(model), dtype)
@@ -147,9 +146,10 @@ def main() -> None:
         written = json.loads(file.read_text())["rows"] if file.exists() else []
         rows = [row for row in written if row["model"] not in models or row["contender"] not in wishes.only]
     for model in models:
-        rows += rows_of(model, wishes)
-        if not wishes.dry:
-            write(NAME, {"rows": rows})
+        for asked in [Request(**SMALL)] if wishes.dry else requests_of(model):
+            rows += rows_of(model, asked, wishes)
+            if not wishes.dry:
+                write(NAME, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -15,17 +15,17 @@ from tightfit.report.heatmap import GREY, INK, LOOK, PAPER, REFUSED, STEPS
 
 OURS = "tightfit"
 WIDE, HIGH = 0.66, 0.36  # of a cell, in inches
-LEFT, RIGHT, TOP, BOTTOM = 1.75, 0.2, 1.3, 0.95  # around the cells
+LEFT, RIGHT, TOP, BOTTOM = 1.75, 0.2, 1.45, 0.95  # around the cells
 GAP = 0.35  # of a cell, between two models
 DARK = 2.0  # from here on, letters are white
 
 
 def draw_rivals(rows: list[dict[str, Any]], card: str, path: Path) -> None:
     """Writes the picture of `rows`, which were played on `card`, to `path` (.png)."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    asked = list(dict.fromkeys((row["model"], row["request"]) for row in rows))
     names = list(dict.fromkeys(row["contender"] for row in rows))
     budgets = sorted({row["budget"] for row in rows})
-    across, down = len(models) * (len(budgets) + GAP) - GAP, len(names)
+    across, down = len(asked) * (len(budgets) + GAP) - GAP, len(names)
     size = (LEFT + across * WIDE + RIGHT, TOP + down * HIGH + BOTTOM)
     with style.context(["default", LOOK]):
         figure = Figure(figsize=size)
@@ -40,10 +40,11 @@ def draw_rivals(rows: list[dict[str, Any]], card: str, path: Path) -> None:
         for line, name in enumerate(names):
             weight = "bold" if name == OURS else "normal"
             axes.text(-0.15, line + 0.5, name, ha="right", va="center", fontsize=9, weight=weight)
-        for number, model in enumerate(models):
+        for number, (model, request) in enumerate(asked):
             left = number * (len(budgets) + GAP)
-            own = [row for row in rows if row["model"] == model]
-            axes.text(left, -0.95, model, fontsize=10, weight="bold")
+            own = [row for row in rows if (row["model"], row["request"]) == (model, request)]
+            axes.text(left, -1.3, model, fontsize=10, weight="bold")
+            axes.text(left, -0.85, request, fontsize=8.5, color=GREY)
             for place, budget in enumerate(budgets):
                 axes.text(left + place + 0.5, -0.35, f"{budget / 2**30:g}", ha="center", fontsize=8.5, color=GREY)
                 here = {row["contender"]: row for row in own if row["budget"] == budget}

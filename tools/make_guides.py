@@ -145,14 +145,14 @@ def _taken(row: dict[str, Any]) -> str:
 def rivals() -> str:
     """Everybody's calls within every budget."""
     by_budget = rivals_by_budget()
-    budgets = sorted({budget for _, budget in by_budget})
+    budgets = sorted({budget for *_, budget in by_budget})
     names = dict.fromkeys(name for here in by_budget.values() for name in here)
     rows = [
-        (model, name, *(_beside(by_budget[model, budget], name) for budget in budgets))
-        for model in dict.fromkeys(model for model, _ in by_budget)
+        (*about, name, *(_beside(by_budget[*about, budget], name) for budget in budgets))
+        for about in dict.fromkeys((model, asked) for model, asked, _ in by_budget)
         for name in names
     ]
-    return table(("", "", *(f"{budget / 2**30:g} GiB" for budget in budgets)), rows)
+    return table(("", "", "", *(f"{budget / 2**30:g} GiB" for budget in budgets)), rows)
 
 
 def _beside(here: dict[str, dict[str, Any]], name: str) -> str:

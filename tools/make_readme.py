@@ -196,12 +196,12 @@ def _within(row: dict[str, Any], fastest: float) -> str:
 
 
 def rivals() -> str:
-    """For each model and budget, tightfit's call, and the fastest of all others."""
+    """For each request and budget, tightfit's call, and the fastest of all others."""
     rows = []
     by_budget = rivals_by_budget()
-    budgets = sorted({budget for _, budget in by_budget})
-    for model in dict.fromkeys(model for model, _ in by_budget):
-        rows.append((model, *(_beside(by_budget[model, budget]) for budget in budgets)))
+    budgets = sorted({budget for *_, budget in by_budget})
+    for about in dict.fromkeys((model, asked) for model, asked, _ in by_budget):
+        rows.append((*about, *(_beside(by_budget[*about, budget]) for budget in budgets)))
     compared = [(row, here[OURS]) for here in by_budget.values() for row in here.values() if row["contender"] != OURS]
     kept = [here for here in by_budget.values() if "call" in here[OURS]]
     longer = [row["call"] / own["call"] for row, own in compared if "call" in row and "call" in own]
@@ -212,14 +212,14 @@ def rivals() -> str:
         f"{len(kept)} of {len(by_budget)} budgets tightfit keeps to, {alone} of them alone with the same pictures; in "
         f"{nowhere} somebody else finishes what it refuses."
     )
-    return f"{table(('a call', *(f'{budget / 2**30:g} GiB' for budget in budgets)), rows)}\n\n{said}"
+    return f"{table(('a call', '', *(f'{budget / 2**30:g} GiB' for budget in budgets)), rows)}\n\n{said}"
 
 
-def rivals_by_budget() -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
-    """By model and budget, everybody's row by name."""
-    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+def rivals_by_budget() -> dict[tuple[str, str, int], dict[str, dict[str, Any]]]:
+    """By model, request and budget, everybody's row by name."""
+    found: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for row in read("rivals-pretend")["rows"]:
-        found.setdefault((row["model"], row["budget"]), {})[row["contender"]] = row
+        found.setdefault((row["model"], row["request"], row["budget"]), {})[row["contender"]] = row
     return found
 
 
