@@ -15,7 +15,9 @@ from tightfit.report.heatmap import GREY, INK, LOOK, PAPER, REFUSED, STEPS
 
 OURS = "tightfit"
 WIDE, HIGH = 0.66, 0.36  # of a cell, in inches
-LEFT, RIGHT, TOP, BOTTOM = 1.75, 0.2, 1.45, 0.95  # around the cells
+LEFT, RIGHT, TOP, BOTTOM = 1.75, 0.2, 0.75, 0.95  # around the cells
+ABREAST = 4  # requests in a row
+HEAD = 2.2  # of a cell, above the cells of a row
 GAP = 0.35  # of a cell, between two models
 DARK = 2.0  # from here on, letters are white
 
@@ -25,31 +27,34 @@ def draw_rivals(rows: list[dict[str, Any]], card: str, path: Path) -> None:
     asked = list(dict.fromkeys((row["model"], row["request"]) for row in rows))
     names = list(dict.fromkeys(row["contender"] for row in rows))
     budgets = sorted({row["budget"] for row in rows})
-    across, down = len(asked) * (len(budgets) + GAP) - GAP, len(names)
+    bands = [asked[start : start + ABREAST] for start in range(0, len(asked), ABREAST)]
+    across, down = max(map(len, bands)) * (len(budgets) + GAP) - GAP, len(bands) * (HEAD + len(names))
     size = (LEFT + across * WIDE + RIGHT, TOP + down * HIGH + BOTTOM)
     with style.context(["default", LOOK]):
         figure = Figure(figsize=size)
-        figure.text(
-            0.2 / size[0], 1 - 0.3 / size[1], "A call within a budget, beside others", fontsize=13, weight="bold"
-        )
+        title = "A call within a budget, beside others"
+        figure.text(0.2 / size[0], 1 - 0.3 / size[1], title, fontsize=13, weight="bold")
         said = f"Whole calls with tightfit, and how many times as long with others: so many GiB of a pretend {card}."
         figure.text(0.2 / size[0], 1 - 0.53 / size[1], said, fontsize=9, color=GREY)
         box = (LEFT / size[0], BOTTOM / size[1], across * WIDE / size[0], down * HIGH / size[1])
         axes = figure.add_axes(box, xlim=(0, across), ylim=(down, 0))
         axes.axis("off")
-        for line, name in enumerate(names):
-            weight = "bold" if name == OURS else "normal"
-            axes.text(-0.15, line + 0.5, name, ha="right", va="center", fontsize=9, weight=weight)
-        for number, (model, request) in enumerate(asked):
-            left = number * (len(budgets) + GAP)
-            own = [row for row in rows if (row["model"], row["request"]) == (model, request)]
-            axes.text(left, -1.3, model, fontsize=10, weight="bold")
-            axes.text(left, -0.85, request, fontsize=8.5, color=GREY)
-            for place, budget in enumerate(budgets):
-                axes.text(left + place + 0.5, -0.35, f"{budget / 2**30:g}", ha="center", fontsize=8.5, color=GREY)
-                here = {row["contender"]: row for row in own if row["budget"] == budget}
-                for line, name in enumerate(names):
-                    _cell(axes, left + place, line, here.get(name, {}), here.get(OURS, {}))
+        for band, together in enumerate(bands):
+            first = band * (HEAD + len(names)) + HEAD  # its first line of cells
+            for line, name in enumerate(names):
+                weight = "bold" if name == OURS else "normal"
+                axes.text(-0.15, first + line + 0.5, name, ha="right", va="center", fontsize=9, weight=weight)
+            for number, (model, request) in enumerate(together):
+                left = number * (len(budgets) + GAP)
+                axes.text(left, first - 1.3, model, fontsize=10, weight="bold")
+                axes.text(left, first - 0.85, request, fontsize=8.5, color=GREY)
+                own = [row for row in rows if (row["model"], row["request"]) == (model, request)]
+                for place, budget in enumerate(budgets):
+                    x, over = left + place, first - 0.3
+                    axes.text(x + 0.5, over, f"{budget / 2**30:g}", ha="center", fontsize=8.5, color=GREY)
+                    here = {row["contender"]: row for row in own if row["budget"] == budget}
+                    for line, name in enumerate(names):
+                        _cell(axes, x, first + line, here.get(name, {}), here.get(OURS, {}))
         _legend(figure, size)
         FigureCanvasAgg(figure)
         figure.savefig(path, dpi=150, facecolor=PAPER)
@@ -71,11 +76,9 @@ def _cell(axes: Axes, x: float, line: int, row: dict[str, Any], ours: dict[str, 
 
 
 def _short(seconds: float) -> str:
-    """As a clock has it, from two minutes on: minutes and seconds, or hours and minutes."""
     if seconds < 120:
         return f"{seconds:.3g} s"
-    high, low = divmod(round(seconds) if seconds < 3600 else int(seconds / 60), 60)
-    return f"{high}:{low:02} {'min' if seconds < 3600 else 'h'}"
+    return f"{seconds / 60:.3g} min" if seconds < 3600 else f"{seconds / 3600:.3g} h"
 
 
 def _legend(figure: Figure, size: tuple[float, float]) -> None:
