@@ -22,8 +22,9 @@ from tightfit.errors import InputError, PlanError, RequestError
 from tightfit.footprint import Footprint, Phase
 from tightfit.measure.modules import find_components, find_units
 from tightfit.measure.shadow import mark_of
-from tightfit.run import footprints, stage
+from tightfit.run import footprints
 from tightfit.run.rehearsal import rehearse
+from tightfit.run.remembering import Remembering
 from tiny_pipelines import CASES, TinyCase, run
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -124,7 +125,7 @@ def operations(phases: tuple[Phase, ...]) -> int:
 def test_steps_that_are_not_worked_through_are_like_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     request = {"steps": 5, "height": 256, "width": 256}
     short = measure_footprint("sd-1.5", request)
-    monkeypatch.setattr(stage, "remembering", lambda part, *_, **__: part.forward)
+    monkeypatch.setattr(Remembering, "__call__", lambda self, *args, **kwargs: self._forward(*args, **kwargs))
     monkeypatch.setattr(footprints, "remembered", lambda kind, question, answer: answer())
     whole = measure_footprint("sd-1.5", request)
     for quick, full in zip(short.phases, whole.phases, strict=True):

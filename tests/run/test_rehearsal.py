@@ -23,6 +23,7 @@ from tightfit.pretend.clock import Host
 from tightfit.records import Prediction, Request
 from tightfit.run import predictions, rehearsal, stage
 from tightfit.run.rehearsal import rehearse
+from tightfit.run.remembering import Remembering
 from tightfit.run.request import Prompt, call_arguments
 
 QUESTION = ("plan", "sd-1.5", "--card", "rtx3060", "--steps", "2", "--json")
@@ -40,7 +41,7 @@ def tightfit_(*words: str) -> Any:
 @pytest.mark.parametrize("level", [0, 3])
 def test_steps_that_are_not_worked_through_are_like_those_that_are(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     short = rehearse("sd-1.5", known_card("rtx3060"), {"level": level}, Request(steps=5, height=256, width=256))
-    monkeypatch.setattr(stage, "remembering", lambda part, *_, **__: part.forward)
+    monkeypatch.setattr(Remembering, "__call__", lambda self, *args, **kwargs: self._forward(*args, **kwargs))
     whole = rehearse("sd-1.5", known_card("rtx3060"), {"level": level}, Request(steps=5, height=256, width=256))
     assert short.fits
     for quick, full in zip(short.trace.phases, whole.trace.phases, strict=True):
@@ -50,6 +51,19 @@ def test_steps_that_are_not_worked_through_are_like_those_that_are(level: int, m
         )  # fmt: skip
         assert (quick.peak_bytes, quick.peak_weights) == (full.peak_bytes, full.peak_weights)
         assert quick.peak_reserved == full.peak_reserved
+
+
+def test_what_is_remembered_of_one_call_is_no_part_of_the_next() -> None:
+    """The denoiser's weights come again: a text encoder was there in between."""
+    plan = {"components": {"text_encoder": {"placement": "per-phase"}, "unet": {"placement": "per-phase"}}}
+    with stage.roomy_card(known_card("rtx3060")) as card:
+        tried = stage.Stage("sd-1.5", card, plan, Request(steps=4, height=256, width=256))
+        moved = []
+        for _ in range(3):
+            tried.play()
+            moved.append(sum(phase.bytes_in for phase in tried.fitted.report().trace.phases))
+    assert moved[1] == moved[2]
+    assert moved[0] == pytest.approx(moved[1], rel=0.01)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

@@ -17,7 +17,7 @@ from tightfit.pretend.card import Card
 from tightfit.pretend.kernels import Work
 from tightfit.pretend.storage import settle
 
-__all__ = ["remembering"]
+__all__ = ["Remembering"]
 
 MOST_MOMENTS = 200  # of a pass, for the picture
 
@@ -34,30 +34,36 @@ class _Pass:
     moments: tuple[Moment, ...]  # in seconds after its beginning
 
 
-def remembering(part: nn.Module, recorder: Recorder, card: Card, *, streams: bool = False) -> Callable[..., Any]:
+class Remembering:
     """`part.forward`, which from its third pass with the same inputs on only takes as long as its second did.
 
     (The first may make tables that the others find ready.) Where its weights stream, the first two passes fill what
     stays and the ring, and what is ahead at the end of one pass is missing from the next: there, the third and the
     fourth pass are worked through too, and repeated in turn.
     """
-    forward: Callable[..., Any] = part.forward
-    watched = (3, 4) if streams else (2,)
-    passes: Counter[Any] = Counter()
-    known: dict[Any, list[_Pass]] = {}
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        key = likeness(args, kwargs)
-        passes[key] += 1
-        if passes[key] in watched:
-            output, seen = _watched(lambda: forward(*args, **kwargs), recorder, card)
-            known.setdefault(key, []).append(seen)
+    def __init__(self, part: nn.Module, recorder: Recorder, card: Card, *, streams: bool = False) -> None:
+        self._forward: Callable[..., Any] = part.forward
+        self._recorder, self._card = recorder, card
+        self._watched = (3, 4) if streams else (2,)
+        self.forget()
+
+    def forget(self) -> None:
+        """Another call begins: what it begins with is worked through again."""
+        self._passes: Counter[Any] = Counter()
+        self._known: dict[Any, list[_Pass]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key, watched = likeness(args, kwargs), self._watched
+        self._passes[key] += 1
+        number = self._passes[key]
+        if number in watched:
+            output, seen = _watched(lambda: self._forward(*args, **kwargs), self._recorder, self._card)
+            self._known.setdefault(key, []).append(seen)
             return output
-        if passes[key] < watched[0]:
-            return forward(*args, **kwargs)
-        return _repeat(known[key][(passes[key] - watched[0]) % len(watched)], recorder, card)
-
-    return run
+        if number < watched[0]:
+            return self._forward(*args, **kwargs)
+        return _repeat(self._known[key][(number - watched[0]) % len(watched)], self._recorder, self._card)
 
 
 def _repeat(seen: _Pass, recorder: Recorder, card: Card) -> Any:

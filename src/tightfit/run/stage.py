@@ -26,7 +26,7 @@ from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, Plan, Request
 from tightfit.run.models import stored_dtype
-from tightfit.run.remembering import remembering
+from tightfit.run.remembering import Remembering
 from tightfit.run.request import NAMES, Prompt, call_arguments
 from tightfit.run.stand_ins import stand_ins
 
@@ -72,13 +72,17 @@ class Stage:
         self.request = Request(**_usual(self.pipe, usual) | {name: value for name, value in asked if value is not None})
         self.components = find_components(self.pipe)
         self.fitted = fit(self.pipe, plan=choices, request=self.request, device=f"pretend:{card.index}")
+        self._memories = []
         for name, part in self.components.items():
             if find_role(name, part) == "denoiser":
                 streams = self.fitted.plan.components[name].placement == "per-unit"
-                part.forward = remembering(part, self.fitted.recorder, card, streams=streams)
+                part.forward = Remembering(part, self.fitted.recorder, card, streams=streams)
+                self._memories.append(part.forward)
 
     def play(self, inputs: Mapping[str, Any] | None = None) -> None:
         """One call of the pipeline with the request, and with arguments of its own by name."""
+        for memory in self._memories:
+            memory.forget()
         given = inputs or {}
         pictures, left = stand_ins(self.pipe, self.request, given)
         arguments = call_arguments(self.pipe, Prompt(PROMPT, seed=0), left)
