@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from measuring import RESULTS, write
-from rivals_contenders import CONTENDERS, STEPS, Clock, Row, requests_of
+from rivals_contenders import CONTENDERS, MODELS, OURS, STEPS, Clock, Row, requests_of
 from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
 from tightfit.catalog.known import known_card, known_model
 from tightfit.checkpoint.loading import quietly
@@ -42,7 +42,6 @@ from tightfit.run.request import Prompt, call_arguments
 from tightfit.run.stage import Stage
 
 NAME = "rivals-pretend"
-MODELS = "sdxl,flux.1-dev,cogvideox-5b,wan-2.1-14b"
 ROOM = 2**50
 DTYPE = torch.bfloat16
 
@@ -68,10 +67,8 @@ def ours(model: str, asked: Request, footprint: Footprint, like: Accelerator, si
     except BudgetTooSmall as error:
         return {"refused": str(error), "needed": error.facts["needed_bytes"]}
     with card_in_use(like, size) as card:
-        stage, clock = (
-            Stage(model, card, plan.model_dump(mode="json", exclude={"device"}), asked, DTYPE),
-            clock_of(card),
-        )
+        stage = Stage(model, card, plan.model_dump(mode="json", exclude={"device"}), asked, DTYPE)
+        clock = clock_of(card)
         try:
             for _ in range(2):
                 clock.start()
@@ -145,7 +142,7 @@ def rows_of(model: str, asked: Request, like: Accelerator, budgets: list[int], n
         last: Row = {}
         for size in sorted(budgets, reverse=True):
             tiles = last.get("tiles", False)
-            if name == "tightfit":
+            if name == OURS:
                 last = ours(model, asked, footprint, like, size)
             elif name == "diffusers-mm" or (last.get("peak", size + 1) > size and "failed" not in last):
                 last = rival(name, model, asked, like, size, tiles=tiles)
@@ -159,7 +156,7 @@ def main() -> None:
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--budgets", default="6,8,12,16,24", help="GiB")
     parser.add_argument("--card", default="rtx4090")
-    parser.add_argument("--only", default=",".join(["tightfit", *CONTENDERS]))
+    parser.add_argument("--only", default=",".join([OURS, *CONTENDERS]))
     parser.add_argument("--keep", action="store_true", help="what is written of other models and contenders")
     wishes = parser.parse_args()
     logging.disable(logging.WARNING)

@@ -16,6 +16,7 @@ from tightfit.records import Request
 
 Row = dict[str, Any]
 Contender = Callable[[Any, torch.device], Any]  # takes a pipeline in RAM, returns it ready to be called
+OURS, MODELS = "tightfit", "sdxl,flux.1-dev,cogvideox-5b,wan-2.1-14b"
 STEPS = 4  # that others than tightfit do …
 ALIKE = 0.005  # … and how far the last two may be from their mean, of it, to be called steady
 SMALLER = {

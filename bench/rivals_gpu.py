@@ -24,7 +24,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or whoever asks for cards w
 import torch
 
 from measuring import RESULTS, fill_at_random, write
-from rivals_contenders import CONTENDERS, STEPS, Clock, Row, requests_of
+from rivals_contenders import CONTENDERS, MODELS, OURS, STEPS, Clock, Row, requests_of
 from tightfit import Budget, fit, make_plan, measure_footprint
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.loading import quietly
@@ -38,8 +38,6 @@ from tightfit.run.request import Prompt, call_arguments
 from weights_gpu import forked
 
 NAME = "rivals-cuda"
-MODELS = "sdxl,flux.1-dev,cogvideox-5b,wan-2.1-14b"
-OURS = "tightfit"
 ROOM = 16 * 2**30  # bytes, and
 SMALL = {"height": 256, "width": 256}  # for --dry
 

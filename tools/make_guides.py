@@ -175,7 +175,7 @@ def rivals_steps() -> str:
 def rivals_versions() -> str:
     facts = read("rivals-pretend")
     versions = facts["machine"] | facts
-    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "diffusers-mm"))
+    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "diffusers-mm") if name in versions)
 
 
 def level_table(which: str) -> LevelTable:
