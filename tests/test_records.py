@@ -74,7 +74,7 @@ WORKLOAD = Workload(kind="matmul", dtype="bfloat16", operations=8, traffic=16, k
 TURN = Turn(leaf="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), waits=True)
 USE = Use(unit="transformer_blocks.0", waiting=32, peak=64, turns=(TURN,))
 PASS = Pass(component="unet", method="forward", runs=2, peak=65, uses=(USE,), pace=1.5)
-LEG = Leg(strips=3, ahead=True, work=(WORKLOAD,), copies=6, bytes_in=7, bytes_out=8)
+LEG = Leg(strips=3, ahead=True, once=(TURN,), turns=(TURN,), runs=(2,), copies=6, bytes_in=7, bytes_out=8)
 WAY = Way(strips=2**26, maps="host", room=4, host=5, items=2, legs=(LEG,))
 STRETCH = Phase(
     name="denoise", peak=66, outside=65, room=67, passes=(PASS,), order=(0, 0), between=(WORKLOAD,),

@@ -140,14 +140,31 @@ class Pass(Record):
 
 
 class Leg(Record):
-    """What is done in one stage of a way: as much in each of its strips, about."""
+    """What is done in one stage of a way: something at its beginning, and then strip by strip.
+
+    A turn that comes in fewer strips than there are, as what makes few rows of many does, comes in the first of them
+    and then evenly, and does as much each time, about.
+    """
 
     strips: Positive
     ahead: bool = False  # what it keeps leaves, and what the next strip takes comes, while a strip is computed
-    work: tuple[Workload, ...]
+    once: tuple[Turn, ...] = ()  # before the first strip
+    turns: tuple[Turn, ...] = ()  # in the order in which a strip takes them, for all strips together
+    runs: tuple[Positive, ...] = ()  # strips in which each of them comes
     copies: Count = 0  # over the link, that the host launches
     bytes_in: Count = 0  # of maps, over the link
     bytes_out: Count = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len(self.runs) != len(self.turns) or any(runs > self.strips for runs in self.runs):
+            raise ValueError(f"{len(self.turns)} turns in {self.strips} strips cannot come {list(self.runs)} times")
+        return self
+
+    @property
+    def work(self) -> tuple[Workload, ...]:
+        """All that is done meanwhile."""
+        return tuple(work for turn in (*self.once, *self.turns) for work in turn.work)
 
 
 class Way(Record):

@@ -14,13 +14,18 @@ from apply.test_strips import prepared
 from pretend.conftest import ACCELERATOR
 from tightfit import fit
 from tightfit.apply.activations.strips.survey import survey
-from tightfit.footprint import Way, Workload
+from tightfit.footprint import Pass, Use, Way, Workload
+from tightfit.measure.modules import inspect_component
 from tightfit.measure.tally import Tally
-from tightfit.plan.strips import way_seconds
+from tightfit.plan.pace import Pace
+from tightfit.plan.parts import Part
+from tightfit.plan.streaming import parcel_sizes
+from tightfit.plan.strips import seconds_alone
 from tightfit.pretend.backend import use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
 from tightfit.pretend.kernels import Work
+from tightfit.records import ComponentPlan
 from tiny_autoencoders import CASES, TinyAutoencoder, decode
 
 WHOLE = 800_000  # bytes, of which strips get a quarter, a 16th and a 64th
@@ -61,6 +66,13 @@ def summed(works: Iterable[Workload]) -> Counter[tuple[str, str, str]]:
     return sums
 
 
+SLOW_LINK = {
+    **SLOW,
+    "link_rate": 2e8,
+}  # over which layers of Wan and Mochi come for up to a fifth longer than all of it computes
+STREAMED = ["AutoencoderKLWan", "AutoencoderKLCogVideoX"]  # whose layers are larger than what sizes are rounded up to
+
+
 class Played(NamedTuple):
     """A way on a card."""
 
@@ -70,8 +82,11 @@ class Played(NamedTuple):
     went: int
 
 
-def played(case: TinyAutoencoder, model: Any, latents: torch.Tensor, way: Way, card: Card) -> Played:
-    fitted = fit(model, plan={"level": 0, "vae": {"strips": way.strips, "maps": way.maps}}, device="pretend:0")
+def played(
+    case: TinyAutoencoder, model: Any, latents: torch.Tensor, way: Way, card: Card, weights: ComponentPlan | None = None
+) -> Played:
+    plan = {"level": 0} if weights is None else {"components": {"model": weights.to_mapping()}}
+    fitted = fit(model, plan={**plan, "vae": {"strips": way.strips, "maps": way.maps}}, device="pretend:0")
     given, works, came = latents.to("pretend:0"), list[Work](), list[int]()
 
     def copy_in(size: int, *, pinned: bool, wait: bool) -> None:
@@ -102,7 +117,8 @@ def assert_alike(name: str, card: Card) -> list[tuple[float, float]]:
             tally.add(work)
         assert summed(work for leg in way.legs for work in leg.work) == summed(tally.workloads())
         assert (sum(leg.bytes_in for leg in way.legs), sum(leg.bytes_out for leg in way.legs)) == (came, went)
-        times.append((way_seconds(way, card.accelerator), seconds))
+        laps = Pace(inspect_component("vae", model), card.accelerator).laps(way, 1.0, None)
+        times.append((seconds_alone(laps, way.items), seconds))
     return times
 
 
@@ -122,3 +138,33 @@ def test_the_time_of_strips_is_known_wherever_maps_wait(card: Card) -> None:
     assert len(times) == 6  # three sizes, on the device and in host memory
     for said, took in times:
         assert said == pytest.approx(took, rel=0.02)
+
+
+def assert_streamed(name: str, ring: int, count: int) -> None:
+    """What is said of `count` ways comes true over a link so slow that decodes wait for their weights."""
+    card = Card(0, ACCELERATOR.model_copy(update=SLOW_LINK), Host(), "real")
+    use_cards([card])
+    case, model, latents, ways = ways_of(name)
+    part = inspect_component("model", model)
+    largest = max(parcel_sizes(part, "leaf", ComponentPlan(placement="per-unit")).values())
+    plan = ComponentPlan(placement="per-unit", grain="leaf", ring=ring * largest, stays=())
+    for way in ways[:count]:
+        turns = tuple(turn for leg in way.legs for turn in (*leg.once, *leg.turns))
+        use = Use(unit="", waiting=0, peak=0, turns=turns)
+        done = Pass(component="model", method="decode", peak=0, uses=(use,))
+        streaming = Part(part, plan, card.accelerator, Pace(part, card.accelerator))
+        said = streaming.work(done, 1, streaming.come(0.0), way)
+        took = played(case, model, latents, way, card, plan).seconds
+        assert said == pytest.approx(took, rel=0.03)
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+def test_the_time_of_strips_is_known_where_layers_come_again_for_each_of_them(ring: int) -> None:
+    assert_streamed("AutoencoderKLMochi", ring, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [1, 2, 4])
+@pytest.mark.parametrize("name", STREAMED)
+def test_the_time_of_strips_is_known_where_layers_of_others_come_again(name: str, ring: int) -> None:
+    assert_streamed(name, ring, 6)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.plan.flow import Flow
-from tightfit.plan.pace import Stretch, alone
+from tightfit.plan.stretches import Stretch, alone
 
 RATE = 1e9
 

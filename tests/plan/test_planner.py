@@ -81,10 +81,23 @@ def phase(name: str, done: Pass, room: int, ways: tuple[Way, ...] = ()) -> Phase
 
 def legs_of(done: Pass, strips: int, kernels: int, moved: int = 0) -> tuple[Leg, ...]:
     """The work of a pass in so many strips, with so many kernels; `moved` bytes of maps wait in host memory."""
-    operations = sum(work.operations for use in done.uses for work in use.work)
-    work = workload(operations).model_copy(update={"kernels": kernels})
-    storing = Leg(strips=strips, ahead=strips > 4, work=(work,), copies=strips, bytes_out=moved)
-    return storing, storing.model_copy(update={"work": (), "bytes_in": moved, "bytes_out": 0})
+    turns = [turn for use in done.uses for turn in use.turns]
+    many = {"kernels": max(kernels // len(turns), 1)}
+    turns = [turn.model_copy(update={"work": (turn.work[0].model_copy(update=many),)}) for turn in turns]
+    once, half = tuple(turns[:1]), len(turns) // 2 + 1
+    ahead, runs = strips > 4, tuple(strips - number % strips for number, _ in enumerate(turns[half:]))
+    return (
+        Leg(
+            strips=strips,
+            ahead=ahead,
+            once=once,
+            turns=tuple(turns[1:half]),
+            runs=(strips,) * len(turns[1:half]),
+            copies=strips,
+            bytes_out=moved,
+        ),
+        Leg(strips=strips, ahead=ahead, turns=tuple(turns[half:]), runs=runs, copies=strips, bytes_in=moved),
+    )
 
 
 @st.composite

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from tightfit.plan.forecast import most_weights, needed_bytes, way_of
+from tightfit.plan.forecast import most_weights, needed_bytes
 from tightfit.plan.guests import ALTERNATIONS, visits
 from tightfit.plan.menus import Menu, Option, Race
-from tightfit.plan.options import Task, Where, why_there
-from tightfit.plan.strips import more_seconds
+from tightfit.plan.options import WHOLE, Task, Where, why_there
+from tightfit.plan.strips import way_of
 from tightfit.records import Accelerator, Footprint, Reason, Storage, VaePlan, Variant, Way
 
 __all__ = ["Branch", "Chance", "Found", "Known"]
@@ -56,7 +56,6 @@ class Chance(NamedTuple):
     """Where components are to be and how the autoencoder is to work, and what is known so far of what comes of it."""
 
     races: tuple[Race, ...]  # one of each component
-    longer: float  # seconds that strips take more than whole maps
     vae: VaePlan
     wheres: Mapping[str, Where]
     ram: int  # bytes of host memory for masters and for maps that wait
@@ -65,7 +64,7 @@ class Chance(NamedTuple):
     @property
     def soonest(self) -> float:
         """Seconds at the least; infinite where nothing fits."""
-        return sum(race.seconds for race in self.races) + self.longer
+        return sum(race.seconds for race in self.races)
 
     @property
     def undecided(self) -> Race | None:
@@ -78,9 +77,8 @@ class Known:
 
     def __init__(self) -> None:
         self.tasks: dict[_Visitor, Task] = {}
-        self.menus: dict[tuple[_Visitor, Where], Menu] = {}
+        self.menus: dict[tuple[_Visitor, Where, VaePlan], Menu] = {}
         self.leasts: dict[tuple[_Visitor, Where], int | None] = {}
-        self.longer: dict[VaePlan, float] = {}
 
 
 @dataclass
@@ -108,7 +106,7 @@ class Branch:
             number = max(crew.phases, key=lambda number: rooms[number])
             phase, left = self.footprint.phases[number].name, most_weights(size, rooms[number], self.device) - always
             for name in crew.names:
-                yield why_there(self.task(name), options[name], left, phase)
+                yield why_there(self.task(name), options[name], left, phase, found.vae)
 
     def most_room(self, vae: VaePlan) -> int:
         """Bytes that activations want of an allocator at the most."""
@@ -121,13 +119,6 @@ class Branch:
 
     def _ways(self, vae: VaePlan) -> list[Way | None]:
         return [way_of(phase, vae) for phase in self.footprint.phases]
-
-    def _longer(self, vae: VaePlan) -> float:
-        """How many seconds more than whole maps this takes, or (below none) fewer: whatever else is decided."""
-        if vae not in self.known.longer:
-            both = zip(self.footprint.phases, self._ways(vae), strict=True)
-            self.known.longer[vae] = sum(more_seconds(phase, way, self.device) for phase, way in both)
-        return self.known.longer[vae]
 
     def task(self, name: str) -> Task:
         """What the component `name` does."""
@@ -151,11 +142,11 @@ class Branch:
     def chances(self, size: int, ram: int | None) -> Iterator[Chance]:
         """What fits into `size` bytes of the device and `ram` of host memory (None: as many as wanted)."""
         for vae in self._vaes:
-            longer, rooms, waiting = self._longer(vae), self._rooms(vae), self._waiting(vae)
+            waiting = self._waiting(vae)
             for placed, needed in self._needed(vae, ram):
                 if needed <= size:
-                    races = tuple(self._races(placed.wheres, rooms, size))
-                    yield Chance(races, longer, vae, placed.wheres, placed.ram + waiting, self)
+                    races = tuple(self._races(placed.wheres, vae, size))
+                    yield Chance(races, vae, placed.wheres, placed.ram + waiting, self)
 
     def ram_of(self, found: Found) -> int:
         """Bytes of host memory for masters and for maps that wait."""
@@ -223,39 +214,38 @@ class Branch:
 
     def find(self, chance: Chance, size: int) -> Found | None:
         """The best that comes of a chance; None where nothing does."""
-        found = self._combined(chance.wheres, self._rooms(chance.vae), size)
-        return found and found._replace(seconds=found.seconds + chance.longer, vae=chance.vae)
+        return self._combined(chance.wheres, chance.vae, size)
 
     def _always(self, wheres: Mapping[str, Where]) -> int:
         """Bytes of weights that are there in all phases."""
         return self._idle + sum(self.task(name).always(where) for name, where in wheres.items())
 
-    def _left(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Iterator[tuple[_Crew, int, int]]:
+    def _left(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Iterator[tuple[_Crew, int, int]]:
         """What activations want while each crew works, and how many bytes of `size` it has for what comes and goes."""
-        always = self._always(wheres)
+        always, rooms = self._always(wheres), self._rooms(vae)
         for crew in self._crews:
             room = max(rooms[number] for number in crew.phases)
             yield crew, room, most_weights(size, room, self.device) - always
 
-    def _races(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Iterator[Race]:
+    def _races(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Iterator[Race]:
         """What each component alone could do best."""
-        for crew, _, left in self._left(wheres, rooms, size):
+        for crew, _, left in self._left(wheres, vae, size):
             for name in crew.names:
-                yield self._menu(name, wheres[name]).race(left)
+                yield self._menu(name, wheres[name], vae).race(left)
 
-    def _combined(self, wheres: Mapping[str, Where], rooms: Sequence[int], size: int) -> Found | None:
-        """The best within `size` with components where they are said to be, and so much for activations by phases."""
+    def _combined(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Found | None:
+        """The best within `size` with components where they are said to be, and the autoencoder at work as `vae`."""
         always, peak = self._always(wheres), 0
         options: dict[str, Option] = {}
-        for crew, room, left in self._left(wheres, rooms, size):
-            chosen = _fastest([self._menu(name, wheres[name]) for name in crew.names], left)
+        for crew, room, left in self._left(wheres, vae, size):
+            chosen = _fastest([self._menu(name, wheres[name], vae) for name in crew.names], left)
             if chosen is None:
                 return None
             options |= zip(crew.names, chosen, strict=True)
             peak = max(peak, needed_bytes(always + sum(option.comes for option in chosen), room, self.device))
         ram = sum(option.ram for option in options.values())
         seconds = sum(option.seconds for option in options.values())
-        return Found(seconds, peak, ram, tuple(options.items()), VaePlan(), self)
+        return Found(seconds, peak, ram, tuple(options.items()), vae, self)
 
     @cached_property
     def _vaes(self) -> list[VaePlan]:
@@ -290,14 +280,15 @@ class Branch:
         workers = [{done.component for done in phase.passes} for phase in self.footprint.phases]
         return tuple(number for number, there in enumerate(workers) if there.intersection(names) or not there)
 
-    def _menu(self, name: str, where: Where) -> Menu:
+    def _menu(self, name: str, where: Where, vae: VaePlan) -> Menu:
         """Worked out when it is asked for: who never reads from the disk need not know how long that takes."""
         if self.usual is not None and name not in self.footprint.denoisers:
-            return self.usual._menu(name, where)
-        key = self._visitors[name], where
+            return self.usual._menu(name, where, vae)
+        how = vae if self.task(name).component.role == "autoencoder" else WHOLE
+        key = self._visitors[name], where, how
         if key not in self.known.menus:
             storage: Storage = self.storages.get(name, "as-loaded")
-            self.known.menus[key] = self.task(name).menu(where, self.disk_rate, storage, self.variant)
+            self.known.menus[key] = self.task(name).menu(where, self.disk_rate, storage, self.variant, how)
         return self.known.menus[key]
 
 

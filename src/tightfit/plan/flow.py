@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tightfit.plan.order import Order
-from tightfit.plan.pace import Stretch
 from tightfit.plan.ring import Lease, Ring
+from tightfit.plan.stretches import Stretch
 
-__all__ = ["Flow"]
+__all__ = ["Clocks", "Flow"]
+
+
+class Clocks(NamedTuple):
+    """When all that was asked for so far is computed, launched, and there."""
+
+    now: float
+    host: float
+    link: float
 
 
 @dataclass
@@ -58,21 +67,74 @@ class Flow:
 
     def work(self, stretches: Iterable[Stretch]) -> float:
         """The seconds that a pass takes in which parcels are needed for these stretches."""
-        began = self._fed = self.now
+        began = self.now
+        self.begin()
+        for stretch in stretches:
+            self.do(stretch)
+        self.end()
+        return self.now - began
+
+    def begin(self) -> None:
+        """A pass begins: what is first needed starts to come."""
+        self._fed = self.now
         self._order.begin()
         self._send_ahead()
-        for parcel, seconds, launching, waits in stretches:
-            if parcel:
-                self._need(parcel)
-            self._host += launching
-            self.now = max(self.now + seconds, self._host)
-            if waits:
-                self._host = self.now
-            if parcel:
-                self._done(parcel)
+
+    def end(self) -> None:
+        """The pass has come to its end."""
         self._order.end()
         self._send_ahead()
-        return self.now - began
+
+    def expect(self, parcels: Sequence[str]) -> None:
+        """Of this pass it is known that these are needed from now on, in this order."""
+        if self._order.expect(parcels):
+            self._send_ahead()
+            self._drop(lambda other: not self._order.awaited(other))
+            self._send_ahead()
+
+    def do(self, stretch: Stretch) -> None:
+        """Work, as soon as what it needs is there."""
+        parcel, seconds, launching, waits = stretch
+        if parcel:
+            self._need(parcel)
+        self._host += launching
+        self.now = max(self.now + seconds, self._host)
+        if waits:
+            self._host = self.now
+        if parcel:
+            self._done(parcel)
+
+    def launch(self, seconds: float) -> None:
+        """The host is busy for so long."""
+        self._host += seconds
+
+    def bring(self, seconds: float) -> float:
+        """Something else comes from host memory, which takes so long: when it is there."""
+        self._link = max(self._link, self.now) + seconds
+        return self._link
+
+    def wait(self, until: float) -> None:
+        """Nothing more is computed before that."""
+        self.now = max(self.now, until)
+
+    @property
+    def clocks(self) -> Clocks:
+        return Clocks(self.now, self._host, self._link)
+
+    def skip(self, parcels: Sequence[str], most: int, later: Clocks) -> int:
+        """What needs `parcels`, one after another, is done again up to `most` times; returns how often.
+
+        Each time that makes the clocks so much `later`. What comes after it has not been looked at then, unless
+        nothing of this has to come.
+        """
+        there = all(parcel in self._stays and parcel in self._here for parcel in parcels)
+        times = most if there else max(most - self._order.ahead // len(parcels), 0)
+        if times:
+            self._order.skip(times * len(parcels), times * len(parcels) * (not there))
+            self.now, self._host, self._link = (a + times * b for a, b in zip(self.clocks, later, strict=True))
+            for here in self._here.values():
+                here.arrival += times * later.now
+        return times
 
     def _need(self, parcel: str) -> None:
         expected = self._order.used(parcel)

@@ -14,12 +14,13 @@ from typing import NamedTuple
 from tightfit.catalog.cuda import workspace_bytes
 from tightfit.plan.guests import Guests
 from tightfit.plan.options import variant_of
-from tightfit.plan.pace import Pace, alone, stretch_of
+from tightfit.plan.pace import Pace
 from tightfit.plan.parts import SEGMENT, Part, up
 from tightfit.plan.shares import share_of
-from tightfit.plan.strips import more_seconds
+from tightfit.plan.stretches import alone, stretch_of
+from tightfit.plan.strips import way_of
 from tightfit.plan.turns import coming_early, worker_of
-from tightfit.records import Accelerator, Footprint, Pass, Phase, PhaseForecast, Plan, VaePlan, Way
+from tightfit.records import Accelerator, Footprint, Pass, Phase, PhaseForecast, Plan
 
 __all__ = [
     "Told",
@@ -29,7 +30,6 @@ __all__ = [
     "needed_bytes",
     "play",
     "play_together",
-    "way_of",
 ]
 
 PERCENT, MARGIN = 1, 32 * 2**20  # by which a peak may be higher than its parts say …
@@ -117,11 +117,6 @@ def most_weights(size: int, room: int, device: Accelerator) -> int:
     return ((left + 1) * 100 - 1) // (100 + PERCENT) - room - _workspace(device)
 
 
-def way_of(phase: Phase, vae: VaePlan) -> Way | None:
-    """The way in which `vae` has the passes of `phase` done; None: as they were measured."""
-    return next((way for way in phase.ways if (way.strips, way.maps) == (vae.strips, vae.maps)), None)
-
-
 def _margin(device: Accelerator) -> int:
     return MARGIN_CPU if device.is_cpu else MARGIN
 
@@ -150,6 +145,7 @@ class _Call:
 
     def _phase(self, phase: Phase) -> Told:
         began, weights = self._now, 0 if phase.order else self._there
+        way = way_of(phase, self._vae)
         for index, group in itertools.groupby(phase.order):
             done = phase.passes[index]
             part = self._parts[done.component]
@@ -157,11 +153,9 @@ class _Call:
                 self._foresee_early(done, part)
                 self._now = part.come(self._now)
             weights = max(weights, self._there)
-            self._now = part.work(done, len(list(group)), self._now)
+            self._now = part.work(done, len(list(group)), self._now, way)
             self._last = part
-        way = way_of(phase, self._vae)
         self._now += phase.pace * alone([stretch_of(phase.between, self._device)])
-        self._now += more_seconds(phase, way, self._device)
         weights += sum(part.always for part in self._parts.values())
         return Told(phase.name, self._now - began, weights, way.room if way else phase.room)
 

@@ -2,24 +2,27 @@
 
 While some of a pass is done, no more of its weights can be there at the beginning than there is room for; the others
 have to come meanwhile. So a pass takes, from each cut to the next, as long as its arithmetic or what has to come, and
-the cuts are where that says most.
+the cuts are where that says most. In strips, as much has to come for each of them.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tightfit.plan.pace import Pace, Stretch
+from tightfit.plan.pace import Pace
 from tightfit.plan.parts import Part
 from tightfit.plan.streaming import Parcels, loose_bytes
-from tightfit.records import ComponentPlan, Grain, Pass
+from tightfit.plan.stretches import Lap, Stretch
+from tightfit.records import ComponentPlan, Grain, Pass, Way
 
 __all__ = ["Least", "Runs"]
 
-Runs = Sequence[tuple[Pass, int]]  # passes of one phase, and how often each is done at a time
+Runs = Sequence[tuple[Pass, int, Way | None]]  # passes of one phase, how often each is done at a time, and how
 
 PIECES = 24  # between which a pass may be cut
+ROUGH = 1e-5  # by which what is worked out of strips, some for all, may be off
 
 
 class Least:
@@ -53,11 +56,21 @@ class _Least:
     def __init__(self, part: Part, sizes: Mapping[str, int], work: Sequence[Runs], pace: Pace, grain: Grain) -> None:
         self._rate = part.rate
         self._first = 0.0  # seconds until all that phases need has come once
-        self._again: list[tuple[_Pieces, int]] = []  # later passes, and how many
-        for (first, count), *later in work:
-            self._first += part.come(0.0) + _coming(pace.stretches(first, grain), sizes, part)
-            others = [(first, count - 1), *later]
-            self._again += [(_Pieces(pace.stretches(done, grain), sizes), runs) for done, runs in others if runs]
+        self._again: list[tuple[_Pieces | _Strips, int]] = []  # later passes, and all in strips, and how many
+        for (first, count, how), *later in work:
+            self._first += part.come(0.0)
+            others = [(first, count - 1, how), *later]
+            if how is None:
+                self._first += _coming(pace.stretches(first, grain), sizes, part)
+            else:
+                laps = pace.laps(how, first.pace, grain)
+                coming = _coming(_one_after_another(laps), sizes, part)
+                self._again.append((_Strips(laps, how.items, sizes, max(coming, pace.alone(first, how))), 1))
+            for done, runs, way in others:
+                if runs and way is None:
+                    self._again.append((_Pieces(pace.stretches(done, grain), sizes), runs))
+                elif runs and way is not None:
+                    self._again.append((_Strips(pace.laps(way, done.pace, grain), way.items, sizes), runs))
 
     def seconds(self, room: int) -> float:
         """Where `room` bytes can be there at a time."""
@@ -94,6 +107,42 @@ class _Pieces:
                 longest = max(longest, least[first] + max(work, coming))
             least.append(longest)
         return least[-1]
+
+
+def _one_after_another(laps: Sequence[Lap]) -> list[Stretch]:
+    """A pass in strips, with the first of each lap in full."""
+    stretches: list[Stretch] = []
+    for lap in laps:
+        others = sum((runs - 1) * stretch.seconds for runs, stretch in lap.turns)
+        stretches += [*lap.once, *lap.strip(0), Stretch("", others, 0.0)]
+    return stretches
+
+
+class _Strips:
+    """A pass in strips, so many items of a batch one after another, which takes `most` at the least for all else."""
+
+    def __init__(self, laps: Sequence[Lap], items: int, sizes: Mapping[str, int], most: float = 0.0) -> None:
+        self._items, self._most = items, most
+        self._once = sum(stretch.seconds for lap in laps for stretch in lap.once)
+        self._laps = Counter((*_of_every_strip(lap, sizes), lap.strips, _work_of(lap)) for lap in laps)
+
+    def seconds(self, room: int, rate: float) -> float:
+        """What it takes where `room` bytes can be there, and others come at `rate`."""
+        laps = (
+            count * max(strips * max(work, (wanted - room) / rate), all_of_it)
+            for (work, wanted, strips, all_of_it), count in self._laps.items()
+        )
+        return max(self._most, self._items * (self._once + sum(laps))) * (1 - ROUGH)
+
+
+def _of_every_strip(lap: Lap, sizes: Mapping[str, int]) -> tuple[float, int]:
+    """Seconds and bytes of what is in each strip of a lap."""
+    every = [stretch for runs, stretch in lap.turns if runs == lap.strips]
+    return sum(stretch.seconds for stretch in every), _wanted([every], sizes)[0]
+
+
+def _work_of(lap: Lap) -> float:
+    return sum(runs * stretch.seconds for runs, stretch in lap.turns)
 
 
 def _pieces(stretches: Sequence[Stretch], sizes: Mapping[str, int]) -> list[list[Stretch]]:

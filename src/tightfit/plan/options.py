@@ -13,10 +13,11 @@ from typing import Literal
 from tightfit.plan.guests import visits
 from tightfit.plan.leasts import Least, Runs
 from tightfit.plan.menus import Menu, Offer, Option
-from tightfit.plan.pace import Pace, alone
+from tightfit.plan.pace import Pace
 from tightfit.plan.parts import Part, always, up
 from tightfit.plan.sketches import Sketch, sketches
 from tightfit.plan.streaming import Parcels, loose_bytes, parcel_sizes
+from tightfit.plan.strips import way_of
 from tightfit.records import (
     Accelerator,
     Component,
@@ -28,6 +29,7 @@ from tightfit.records import (
     Plan,
     Reason,
     Storage,
+    VaePlan,
     Variant,
 )
 from tightfit.units import format_bytes, format_seconds
@@ -40,6 +42,7 @@ ENOUGH = 0.9  # of what is left: who takes less would gain nothing by more
 SIZES = 24  # between the least that a component streams with and all of it, each larger by the same factor, …
 FEWER = 12  # … and so many where denoisers work otherwise than usual
 GRAINS: tuple[Grain, ...] = ("leaf", "block")
+WHOLE = VaePlan()  # how it works if nothing is cut
 
 
 class Task:
@@ -51,11 +54,11 @@ class Task:
         """`usual` is what it does in another call."""
         self.component, self.device, self._footprint = component, device, footprint
         self._known: dict[tuple[Home, Storage], dict[Grain, Parcels]] = usual._known if usual else {}
+        self._works: dict[VaePlan, list[Runs]] = {}
 
-    @cached_property
-    def seconds(self) -> float:
+    def seconds(self, vae: VaePlan = WHOLE) -> float:
         """How long it works where all weights are there."""
-        return sum(count * alone(self._pace.stretches(done)) for runs in self._work for done, count in runs)
+        return sum(count * self._pace.alone(done, way) for runs in self._work(vae) for done, count, way in runs)
 
     def always(self, where: Where) -> int:
         """Bytes on the device all along, with its weights being `where`."""
@@ -78,16 +81,19 @@ class Task:
         disk_rate: float | None = None,
         storage: Storage = "as-loaded",
         variant: Variant | None = None,
+        vae: VaePlan = WHOLE,
     ) -> Menu:
-        """What can be done with its weights being `where`, if it works as usual, or as `variant` says."""
+        """What can be done with its weights being `where`, if it works as usual, or as `variant` and `vae` say."""
+        work = self._work(vae)
         every, changes = self._sketches(where, storage, variant), variant.fields if variant else {}
         asked = [sketch.plan(self._by_leaf) for sketch in every if _goes_with(variant, sketch.draft)]
         part = self._part(every[0].draft, disk_rate)
-        least = None if part.remains else Least(part, self._parcels(part.plan), self._work, self._pace)
+        least = None if part.remains else Least(part, self._parcels(part.plan), work, self._pace)
 
         def offer(plan: ComponentPlan) -> Offer:
-            seconds, comes = least.of(plan) if least else (self.seconds, 0)
-            return Offer(seconds, comes, lambda: self._part(plan.model_copy(update=changes), disk_rate), self._time)
+            seconds, comes = least.of(plan) if least else (self.seconds(vae), 0)
+            settle = lambda: self._part(plan.model_copy(update=changes), disk_rate)  # noqa: E731
+            return Offer(seconds, comes, settle, lambda part: _time(part, work))
 
         return Menu(map(offer, asked))
 
@@ -111,9 +117,10 @@ class Task:
     def _part(self, plan: ComponentPlan, disk_rate: float | None = None) -> Part:
         return Part(self.component, plan, self.device, self._pace, disk_rate, self._by_leaf)
 
-    @cached_property
-    def _work(self) -> list[Runs]:
-        return _work_of(self.component, self._footprint)
+    def _work(self, vae: VaePlan) -> list[Runs]:
+        if vae not in self._works:
+            self._works[vae] = _work_of(self.component, self._footprint, vae)
+        return self._works[vae]
 
     @cached_property
     def _pace(self) -> Pace:
@@ -122,15 +129,6 @@ class Task:
     @cached_property
     def _by_leaf(self) -> dict[str, float] | None:
         return self._pace.leaf_seconds(self._footprint, self.component)
-
-    def _time(self, part: Part) -> float:
-        """Seconds of its work as `part` does it."""
-        spent = 0.0
-        for runs in self._work:
-            spent = spent if part.remains else part.come(spent)
-            for done, count in runs:
-                spent = part.work(done, count, spent)
-        return spent
 
 
 def variant_of(footprint: Footprint, plan: Plan) -> Variant | None:
@@ -152,7 +150,7 @@ def _goes_with(variant: Variant | None, part: ComponentPlan) -> bool:
     return variant is None or not variant.in_parts or variant.by_blocks == (part.placement == "per-unit")
 
 
-def why_there(task: Task, option: Option, left: int, phase: str) -> Reason:
+def why_there(task: Task, option: Option, left: int, phase: str, vae: VaePlan) -> Reason:
     """Why `option` of a task's component was taken: in `phase` there were `left` bytes for what comes and goes."""
     name, plan, whole = task.component.name, option.plan, format_bytes(task.component.bytes)
     if plan.placement == "resident":
@@ -163,7 +161,7 @@ def why_there(task: Task, option: Option, left: int, phase: str) -> Reason:
         return Reason(
             decision=f"{name} comes{whence} for its phase, and goes", because=f"{there}: all of its {whole} fit"
         )
-    late = option.seconds - task.seconds
+    late = option.seconds - task.seconds(vae)
     cost = f"that costs {format_seconds(late)} in all" if late > 0 else "that costs no time"
     stay, moving = len(plan.stays or ()), "blocks" if plan.grain == "block" else "layers"
     kept = f"{stay} of its {moving} stay{'s' * (stay == 1)} meanwhile, the others" if stay else f"its {moving}"
@@ -175,12 +173,23 @@ def why_there(task: Task, option: Option, left: int, phase: str) -> Reason:
     )
 
 
-def _work_of(component: Component, footprint: Footprint) -> list[Runs]:
-    """Its passes, and how often each is done at a time, by the times that it comes, if it does not stay."""
+def _time(part: Part, work: Sequence[Runs]) -> float:
+    """Seconds of the work as `part` does it."""
+    spent = 0.0
+    for runs in work:
+        spent = spent if part.remains else part.come(spent)
+        for done, count, way in runs:
+            spent = part.work(done, count, spent, way)
+    return spent
+
+
+def _work_of(component: Component, footprint: Footprint, vae: VaePlan) -> list[Runs]:
+    """Its passes, and how often and in which way each is done at a time, by the times that it comes."""
+    ways = {id(done): way_of(phase, vae) for phase in footprint.phases for done in phase.passes}
     passes = (phase.passes[index] for phase in footprint.phases for index in phase.order)
     own = (done for done in passes if done.component == component.name)
     work = (list(itertools.islice(own, count)) for count in visits(footprint).get(component.name, ()))
-    return [[(done[0], len(done)) for done in map(list, _alike(some))] for some in work]
+    return [[(done[0], len(done), ways[id(done[0])]) for done in map(list, _alike(some))] for some in work]
 
 
 def _alike(passes: Sequence[Pass]) -> Iterator[Iterator[Pass]]:

@@ -73,6 +73,16 @@ class Order(Generic[K]):
         self._looked = max(self._looked, position + 1)
         return expected
 
+    @property
+    def ahead(self) -> int:
+        """How many uses have been looked at that are still to come."""
+        return max(self._looked - self._at - 1, 0)
+
+    def skip(self, count: int, looked: int) -> None:
+        """So many uses have come and gone, and so many more were looked at; from this pass nothing is learned."""
+        self._at, self._spoiled = self._at + count, True
+        self._looked = max(self._looked + looked, self._at + 1)
+
     def next_use(self, key: K) -> int | None:
         """The position of its next use; None where none is expected."""
         places = self._places.get(key)

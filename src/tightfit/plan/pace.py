@@ -1,44 +1,16 @@
-"""How long work takes on an accelerator: a footprint's counts by that accelerator's rates."""
+"""How long a component's passes take on an accelerator, by what of its weights each moment of them needs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from itertools import groupby
 
 from tightfit.plan.streaming import group_leaves
-from tightfit.records import Accelerator, Component, Footprint, Grain, Pass, Use, Workload
+from tightfit.plan.stretches import Lap, Stretch, alone, joined, stretch_of
+from tightfit.plan.strips import seconds_alone
+from tightfit.records import Accelerator, Component, Footprint, Grain, Leg, Pass, Turn, Use, Way
 
-__all__ = ["Pace", "Stretch", "alone", "stretch_of"]
-
-
-class Stretch(NamedTuple):
-    """What is done while one leaf, or what it moves together with, is needed, or nothing that moves ("")."""
-
-    parcel: str
-    seconds: float  # of the device
-    launching: float  # seconds of the host, ahead of that
-    waits: bool = False  # whether the host waits for it at its end
-
-
-def stretch_of(work: Iterable[Workload], device: Accelerator, parcel: str = "") -> Stretch:
-    """Kernels one after another on `device`; what has no rate takes no time."""
-    seconds = launching = 0.0
-    for kernels in work:
-        rate = device.arithmetic_rate(kernels.kind, kernels.dtype)
-        arithmetic = kernels.operations / rate if rate else 0.0
-        seconds += max(arithmetic, kernels.traffic / device.memory_rate if device.memory_rate else 0.0)
-        launching += kernels.kernels * device.launch_overhead
-    return Stretch(parcel, seconds + launching if device.is_cpu else seconds, launching)
-
-
-def alone(stretches: Iterable[Stretch]) -> float:
-    """The seconds of a pass that waits for no weights."""
-    seconds = launching = 0.0
-    for stretch in stretches:
-        seconds, launching = seconds + stretch.seconds, launching + stretch.launching
-        if stretch.waits:
-            seconds = launching = max(seconds, launching)
-    return max(seconds, launching)
+__all__ = ["Pace"]
 
 
 class Pace:
@@ -48,6 +20,8 @@ class Pace:
         self._device = device
         self._parcels = {grain: _parcels(component, grain) for grain in ("leaf", "block")}
         self._known: dict[tuple[int, Grain], tuple[Pass, list[Stretch]]] = {}
+        self._laps: dict[tuple[int, float, Grain | None], tuple[Way, list[Lap]]] = {}
+        self._alone: dict[tuple[int, float], tuple[Way, float]] = {}
 
     def stretches(self, done: Pass, grain: Grain = "leaf") -> list[Stretch]:
         """A pass from its beginning to its end, with all weights there, by what moves together.
@@ -60,17 +34,44 @@ class Pace:
         return self._known[key][1]
 
     def _joined(self, done: Pass, grain: Grain) -> list[Stretch]:
-        parcels, joined = self._parcels[grain], list[Stretch]()
-        for use in done.uses:
-            for turn in use.turns:
-                plain = stretch_of(turn.work, self._device, _parcel(parcels, use, turn.leaf))
-                found = Stretch(plain.parcel, plain.seconds * done.pace, plain.launching * done.pace, turn.waits)
-                if joined and joined[-1].parcel == found.parcel and not joined[-1].waits:
-                    before = joined.pop()
-                    seconds, launching = before.seconds + found.seconds, before.launching + found.launching
-                    found = found._replace(seconds=seconds, launching=launching)
-                joined.append(found)
-        return joined
+        parcels = self._parcels[grain]
+        turns = ((turn, _parcel(parcels, use, turn.leaf)) for use in done.uses for turn in use.turns)
+        plain = (stretch_of(turn.work, self._device, parcel)._replace(waits=turn.waits) for turn, parcel in turns)
+        return joined(plain, done.pace)
+
+    def laps(self, way: Way, pace: float, grain: Grain | None) -> list[Lap]:
+        """A pass done in this way, at the pass's own `pace`; without a `grain`, with all weights there."""
+        key = id(way), pace, grain
+        if key not in self._laps:
+            parcels = self._parcels[grain] if grain else {}
+            self._laps[key] = way, [self._lap(leg, pace, parcels) for leg in way.legs]
+        return self._laps[key][1]
+
+    def alone(self, done: Pass, way: Way | None = None) -> float:
+        """The seconds of a pass that waits for no weights, if it is done in this way."""
+        if way is None:
+            return alone(self.stretches(done))
+        key = id(way), done.pace
+        if key not in self._alone:
+            self._alone[key] = way, seconds_alone(self.laps(way, done.pace, None), way.items)
+        return self._alone[key][1]
+
+    def _lap(self, leg: Leg, pace: float, parcels: dict[str, str]) -> Lap:
+        def stretches(turns: Iterable[Turn], share: float) -> list[Stretch]:
+            return joined((stretch_of(turn.work, self._device, parcels.get(turn.leaf, "")) for turn in turns), share)
+
+        by_runs = groupby(zip(leg.runs, leg.turns, strict=True), lambda both: both[0])
+
+        link, out = self._device.link_rate, self._device.link_rate_out or self._device.link_rate
+        return Lap(
+            leg.strips,
+            leg.ahead,
+            stretches(leg.once, pace),
+            [(runs, found) for runs, some in by_runs for found in stretches((t for _, t in some), pace / runs)],
+            pace * leg.copies * self._device.launch_overhead / leg.strips,
+            leg.bytes_in / link / leg.strips if link else 0.0,
+            leg.bytes_out / out / leg.strips if out else 0.0,
+        )
 
     def leaf_seconds(self, footprint: Footprint, component: Component) -> dict[str, float] | None:
         """Seconds from the time when a leaf is needed until the next one is, in all kinds of passes together.

@@ -8,9 +8,10 @@ from typing import TypeVar
 
 from tightfit.catalog.cuda import PAGEABLE
 from tightfit.plan.flow import Flow
-from tightfit.plan.pace import Pace, alone
+from tightfit.plan.pace import Pace
 from tightfit.plan.streaming import loose_bytes, parcel_sizes, settle_streaming
-from tightfit.records import Accelerator, Component, ComponentPlan, Pass
+from tightfit.plan.strips import work_in_strips
+from tightfit.records import Accelerator, Component, ComponentPlan, Grain, Pass, Way
 
 __all__ = ["SEGMENT", "Part", "always", "chunks", "taken", "up"]
 
@@ -38,7 +39,7 @@ class Part:
         self.component, self.remains = component, plan.placement == "resident"
         self.plan = settle_streaming(component, plan, seconds) if plan.placement == "per-unit" else plan
         self._device, self._pace = device, pace
-        self._sizes = {} if self.remains else parcel_sizes(component, self.plan.grain or "leaf", self.plan)
+        self._sizes = {} if self.remains else parcel_sizes(component, self._grain, self.plan)
         self._stays = set(self._sizes if plan.placement == "per-phase" else self.plan.stays or ())
         self._loose = loose_bytes(component)
         link = device.link_rate or float("inf")
@@ -46,6 +47,10 @@ class Part:
         self.launch = device.launch_overhead  # seconds of the host for each piece of work
         self._flow: Flow | None = None
         self.idle = 0.0  # seconds at the end of its last pass for which its link has nothing to bring for it
+
+    @property
+    def _grain(self) -> Grain:
+        return self.plan.grain or "leaf"
 
     @property
     def always(self) -> int:
@@ -78,12 +83,12 @@ class Part:
         launching = self.component.small * self.launch
         return now + launching + self._loose / (self.rate * PAGEABLE)  # it is not page-locked
 
-    def work(self, done: Pass, runs: int, now: float) -> float:
-        """When `runs` passes are done that begin `now`, one after another."""
-        stretches = self._pace.stretches(done, self.plan.grain or "leaf")
+    def work(self, done: Pass, runs: int, now: float, way: Way | None = None) -> float:
+        """When `runs` passes are done that begin `now`, one after another, each in the same `way`."""
         if self.remains or (self._flow is not None and self._flow.complete):
-            self.idle = alone(stretches)
+            self.idle = self._pace.alone(done, way)
             return now + runs * self.idle
+        stretches = self._pace.stretches(done, self._grain)
         if self._flow is None:
             used = {stretch.parcel for stretch in stretches}
             guess = [name for name in self._sizes if name in used]
@@ -91,8 +96,11 @@ class Part:
         self._flow.now = max(self._flow.now, now)
         seconds: list[float] = []
         while len(seconds) < min(runs, KNOWN) and not self._flow.complete and not _steady(seconds):
-            seconds.append(self._flow.work(stretches))
-        later = alone(stretches) if self._flow.complete else sum(seconds[-2:]) / 2
+            if way is None:
+                seconds.append(self._flow.work(stretches))
+            else:
+                seconds.append(work_in_strips(self._pace.laps(way, done.pace, self._grain), way.items, self._flow))
+        later = self._pace.alone(done, way) if self._flow.complete else sum(seconds[-2:]) / 2
         self.idle = later if self._flow.complete and len(seconds) < runs else self._flow.idle
         return now + sum(seconds) + later * (runs - len(seconds))
 

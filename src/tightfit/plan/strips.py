@@ -1,91 +1,115 @@
 """How long an autoencoder takes in strips on an accelerator: a way's legs by that accelerator's rates.
 
-This does with numbers what the runner does with maps (apply/activations/strips/runner.py, maps.py): what is computed,
-what comes from host memory and what goes there each have an engine of their own, and the host launches ahead.
+This does with numbers what the runner does with maps (apply/activations/strips/runner.py, maps.py), while weights come
+or are there (flow.py): what is computed, what comes from host memory and what goes there each have an engine of their
+own, and the host launches ahead.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator, Sequence
 
-from tightfit.plan.pace import alone, stretch_of
-from tightfit.records import Accelerator, Leg, Phase, Way
+from tightfit.plan.flow import Clocks, Flow
+from tightfit.plan.stretches import Lap, Stretch
+from tightfit.records import Phase, VaePlan, Way
 
-__all__ = ["more_seconds", "way_seconds"]
+__all__ = ["seconds_alone", "way_of", "work_in_strips"]
 
-
-def more_seconds(phase: Phase, way: Way | None, device: Accelerator) -> float:
-    """How much longer the passes of `phase` take in strips than whole, where all weights are there."""
-    if way is None:
-        return 0.0
-    passes = (phase.passes[index] for index in phase.order)
-    turns = [[turn for use in done.uses for turn in use.turns] for done in passes]
-    stretches = ([stretch_of(turn.work, device)._replace(waits=turn.waits) for turn in some] for some in turns)
-    whole = phase.pace * sum(map(alone, stretches))
-    return len(phase.order) * way_seconds(way, device, phase.pace) - whole
+ALIKE = 1e-6  # of its seconds, by which strips that take as long may differ
 
 
-def way_seconds(way: Way, device: Accelerator, pace: float = 1.0) -> float:
-    """The seconds of a pass that is done like this; its arithmetic and launches take `pace` times as long as usual."""
-    strips = [_strip_of(leg, device, pace) for leg in way.legs]
-    clocks = _Clocks()
-    for _ in range(way.items):
-        for (leg, strip), then in zip(zip(way.legs, strips, strict=True), [*strips[1:], None], strict=True):
-            for _ in range(leg.strips - 1):
-                clocks.do(strip, strip)
-            clocks.do(strip, then)  # what the next leg takes first may come meanwhile
-        clocks.settle()
-    return clocks.now
+def way_of(phase: Phase, vae: VaePlan) -> Way | None:
+    """The way in which `vae` has the passes of `phase` done; None: as they were measured."""
+    return next((way for way in phase.ways if (way.strips, way.maps) == (vae.strips, vae.maps)), None)
 
 
-class _Strip(NamedTuple):
-    """One of those that a leg is done in, in seconds: each is taken to be like the others."""
-
-    ahead: bool
-    computing: float
-    launching: float
-    coming: float
-    going: float
+def seconds_alone(laps: Sequence[Lap], items: int) -> float:
+    """The seconds of a pass that waits for no weights: nothing in `laps` needs any."""
+    return work_in_strips(laps, items, Flow((), {}, (), 0, float("inf")))
 
 
-def _strip_of(leg: Leg, device: Accelerator, pace: float) -> _Strip:
-    link, out = device.link_rate, device.link_rate_out or device.link_rate
-    work = stretch_of(leg.work, device)
-    return _Strip(
-        leg.ahead,
-        pace * work.seconds / leg.strips,
-        pace * (work.launching + leg.copies * device.launch_overhead) / leg.strips,
-        leg.bytes_in / link / leg.strips if link else 0.0,
-        leg.bytes_out / out / leg.strips if out else 0.0,
-    )
+def work_in_strips(laps: Sequence[Lap], items: int, flow: Flow) -> float:
+    """The seconds of a pass that is done like this, one of so many items after another, while weights come."""
+    began = flow.now
+    flow.begin()
+    for _ in range(items):
+        flow.expect(list(_parcels_of(laps)))
+        maps = _Maps(flow)
+        for lap, then in itertools.zip_longest(laps, laps[1:]):
+            maps.work(lap, then)
+        maps.settle()
+    flow.end()
+    return flow.now - began
 
 
-class _Clocks:
-    """Of the host, of what is computed, and of both directions of the link."""
+def _parcels_of(laps: Sequence[Lap]) -> Iterator[str]:
+    """What is needed, in the order in which it is."""
+    for lap in laps:
+        yield from (stretch.parcel for stretch in lap.once if stretch.parcel)
+        for number in range(lap.strips):
+            yield from (stretch.parcel for stretch in lap.strip(number) if stretch.parcel)
 
-    def __init__(self) -> None:
-        self.now = self._host = self._inward = self._outward = 0.0
+
+class _Maps:
+    """Where what strips are made of comes from, and where they go."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._outward = flow.now  # when all that left so far has arrived
         self._there: float | None = None  # when what the next strip takes is there, if it was sent for
 
-    def do(self, strip: _Strip, following: _Strip | None) -> None:
-        """A strip. Where it goes ahead, it sends for what the one after it takes."""
-        self._host += strip.launching
-        there = self._bring(strip) if self._there is None else self._there
-        self.now = max(self.now, there)
-        self._there = self._bring(following) if strip.ahead and following else None
-        self.now = max(self.now + strip.computing, self._host, self._outward)  # one strip is on its way out at most
-        if strip.going:
-            self._outward = self.now + strip.going
-        if not strip.ahead:
+    def work(self, lap: Lap, then: Lap | None) -> None:
+        """All strips of a lap. Where they go ahead, the last one sends for what the next lap takes first."""
+        for stretch in lap.once:
+            self._flow.do(stretch)
+        even, number, clocks = lap.even, 0, [self._clocks]
+        strip = lap.strip(0)
+        needed = [stretch.parcel for stretch in strip if stretch.parcel]
+        while number < lap.strips - 1:
+            self._strip(lap, strip, lap)
+            number += 1
+            clocks = [*clocks[-3:], self._clocks]
+            if even and _steady(clocks):
+                *later, outward = (b - a for a, b in zip(*clocks[-2:], strict=True))
+                skipped = self._flow.skip(needed, lap.strips - 1 - number, Clocks(*later))
+                self._outward += skipped * outward
+                self._there = self._there and self._there + skipped * later[0]
+                number, clocks = number + skipped, [self._clocks]
+            strip = strip if even else lap.strip(number)
+        self._strip(lap, strip, then)
+
+    def _strip(self, lap: Lap, strip: Sequence[Stretch], following: Lap | None) -> None:
+        """One of them. Where it goes ahead, it sends for what the one after it takes."""
+        self._flow.launch(lap.launching)
+        self._flow.wait(self._bring(lap) if self._there is None else self._there)
+        self._there = self._bring(following) if lap.ahead and following else None
+        for stretch in strip:
+            self._flow.do(stretch)
+        self._flow.wait(self._outward)  # one strip is on its way out at most
+        if lap.going:
+            self._outward = self._flow.now + lap.going
+        if not lap.ahead:
             self.settle()
 
-    def _bring(self, strip: _Strip) -> float:
-        """Sends for what `strip` takes; when it is there."""
-        if not strip.coming:
-            return self.now
-        self._inward = max(self._inward, self.now) + strip.coming
-        return self._inward
+    def _bring(self, lap: Lap) -> float:
+        """Sends for what a strip takes; when it is there."""
+        return self._flow.bring(lap.coming) if lap.coming else self._flow.now
 
     def settle(self) -> None:
         """All that was kept has left."""
-        self.now = max(self.now, self._outward)
+        self._flow.wait(self._outward)
+
+    @property
+    def _clocks(self) -> tuple[float, ...]:
+        return *self._flow.clocks, self._outward
+
+
+def _steady(clocks: Sequence[tuple[float, ...]]) -> bool:
+    """Whether each of three strips took as long for all, and for nothing longer than for its arithmetic."""
+    if len(clocks) < 4:
+        return False
+    first, second, third = ([b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(clocks))
+    close = ALIKE * third[0]
+    alike = all(max(each) - min(each) <= close for each in zip(first, second, third, strict=True))
+    return alike and max(third) <= third[0] + close

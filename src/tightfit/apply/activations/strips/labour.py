@@ -1,11 +1,11 @@
-"""A course → the work that its run gives a card, stage by stage, without running it.
+"""A course → the work that its run gives a card, stage by stage and layer by layer, without running it.
 
 This does with layouts what the runner does with tensors; what is done to tensors that lie alike is tried once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -34,18 +34,19 @@ BORDER = 16  # rows from it, beyond which what is padded knows nothing of it
 NOTHING = Span(0, 0)
 
 
-def legs_of(course: Course, trials: Trials) -> Iterator[Leg]:
-    """What a run of `course` gives a card to do, stage by stage."""
-    return _Labour(course, trials).legs()
+def legs_of(course: Course, trials: Trials, leaves: Mapping[str, str]) -> Iterator[Leg]:
+    """What a run of `course` gives a card to do, stage by stage; `leaves` names, by path, modules that own weights."""
+    return _Labour(course, trials, leaves).legs()
 
 
 class _Labour:
     """A run without tensors."""
 
-    def __init__(self, course: Course, trials: Trials) -> None:
+    def __init__(self, course: Course, trials: Trials, leaves: Mapping[str, str]) -> None:
         self._course, self._graph, self._trials = course, course.graph, trials
         program = course.graph.program
         self._nodes, self._kinds = program.nodes, _kinds_of(program)
+        self._leaves = [_leaves_of(node, self._nodes, leaves) for node in self._nodes]
         self._fixed = {index: _new_output(node) for index, node in enumerate(self._nodes) if node.op in _FIXED}
         self._values: dict[int, Layout] = {}
         self._maps: dict[int, MapLayout] = {}
@@ -60,16 +61,22 @@ class _Labour:
 
     def legs(self) -> Iterator[Leg]:
         for stage, strips, ahead in self._course.passes:
+            once = _Turns((index, self._leaves[index]) for index in stage.whole)
+            made = (step.node for step in strips[0])
+            turns = _Turns((index, () if index in stage.reads else self._leaves[index]) for index in made)
             self._account = Account(self._trials)
-            self._begin(stage)
-            for strip in strips:
+            self._begin(stage, once)
+            for number, strip in enumerate(strips):
                 for step in strip:
+                    if step.span.hi > step.span.lo:
+                        self._account.at(len(once.leaves) + turns.places[step.node], number)
                     self._do(stage, step)
             self._end(stage)
-            yield self._account.leg(len(strips), ahead=ahead)
+            yield self._account.leg(once.leaves, turns.leaves, len(strips), ahead=ahead)
 
-    def _begin(self, stage: Stage) -> None:
+    def _begin(self, stage: Stage, turns: _Turns) -> None:
         for index, used_up in zip(stage.whole, self._graph.used_up(stage), strict=True):
+            self._account.at(turns.places[index])
             self._values[index] = self._make_whole(index)
             self._drop(used_up)
         for index in stage.stores:
@@ -190,6 +197,22 @@ class _Labour:
         return self._account.do(("clone", rest), [rest], cloning)
 
 
+class _Turns:
+    """Nodes in their order, and the leaves that each needs → whose turn it is when, and in which turn each node is.
+
+    Neighbours that need the same one, or none (""), share a turn.
+    """
+
+    def __init__(self, needs: Iterable[tuple[int, Sequence[str]]]) -> None:
+        self.leaves: list[str] = []
+        self.places: dict[int, int] = {}
+        for index, leaves in needs:
+            for leaf in leaves or ("",):
+                if self.leaves[-1:] != [leaf]:
+                    self.leaves.append(leaf)
+            self.places[index] = len(self.leaves) - 1
+
+
 _FIXED = ("weight", "constant")
 ANYTHING = dense((), torch.float32)  # tells on which card to make a tensor
 
@@ -197,6 +220,12 @@ ANYTHING = dense((), torch.float32)  # tells on which card to make a tensor
 def _new_output(node: Node) -> Layout:
     """How what it gives lies, made at once."""
     return dense(node.shape, node.dtype)
+
+
+def _leaves_of(node: Node, nodes: Sequence[Node], leaves: Mapping[str, str]) -> list[str]:
+    """The leaves whose weights it takes."""
+    owners = (nodes[source].name.rpartition(".")[0] for source in node.sources if nodes[source].op == "weight")
+    return list(dict.fromkeys(leaves[owner] for owner in owners if owner in leaves))
 
 
 def _kinds_of(program: Program) -> list[int]:

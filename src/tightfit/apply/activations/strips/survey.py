@@ -16,6 +16,7 @@ from tightfit.apply.activations.strips.trials import Trials
 from tightfit.apply.activations.strips.ways import Way as Strips
 from tightfit.decisions import Maps
 from tightfit.footprint import Way
+from tightfit.measure.modules import find_leaves
 
 __all__ = ["survey"]
 
@@ -40,6 +41,7 @@ def survey(
     except NotTakenApart:
         return []
     items = (count - 1) * sum(program.nodes[index].bytes for index in program.outputs)
+    homes = _homes_of(module)
     ways = []
     with ExitStack() as undo:
         trials = Trials(undo)
@@ -50,6 +52,12 @@ def survey(
                 if maps == "host" and not course.in_host:
                     continue
                 room = max(beside + items + course.room, outside) + PAGES
-                legs = tuple(legs_of(course, trials))
+                legs = tuple(legs_of(course, trials, homes))
                 ways.append(Way(strips=strips, maps=maps, room=room, host=course.peak.host, items=count, legs=legs))
     return ways
+
+
+def _homes_of(module: nn.Module) -> dict[str, str]:
+    """The leaf that each module is of, by paths."""
+    leaves = {id(part): leaf for leaf, parts in find_leaves(module).items() for part in parts}
+    return {path: leaves[id(part)] for path, part in module.named_modules() if id(part) in leaves}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import torch
 from tightfit.apply.activations.attention import AttentionSeam
 from tightfit.devices.depot import PAGE
 from tightfit.devices.pretend import PretendDevice
-from tightfit.footprint import Leg
+from tightfit.footprint import Leg, Turn, Workload
 from tightfit.measure.tally import Tally
 from tightfit.plan.guesses import ANY_CARD
 from tightfit.pretend.backend import cards_in_use, use_cards
@@ -114,16 +114,23 @@ def _layout_of(tensor: torch.Tensor) -> Layout:
 
 
 class Account:
-    """What is done in one stage."""
+    """What is done in one stage, by turns."""
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
-        self._done: Counter[Hashable] = Counter()
+        self._turn = 0
+        self._strips: dict[int, set[int]] = defaultdict(set)  # in which of them each turn comes
+        self._done: dict[int, Counter[Hashable]] = defaultdict(Counter)
         self._copies = self._bytes_in = self._bytes_out = 0
+
+    def at(self, turn: int, strip: int = 0) -> None:
+        """In which turn of which strip everything is done from now on."""
+        self._turn = turn
+        self._strips[turn].add(strip)
 
     def do(self, key: Hashable, layouts: Sequence[Layout], prepare: Prepare) -> Layout:
         """An operation; returns how its result lies."""
-        self._done[key] += 1
+        self._done[self._turn][key] += 1
         return self._trials.outcome(key, layouts, prepare).layout
 
     def bring(self, start: int, size: int) -> None:
@@ -136,16 +143,27 @@ class Account:
         self._bytes_out += size
         self._copies += _pages(start, size)
 
-    def leg(self, strips: int, *, ahead: bool) -> Leg:
-        """All of it, in so many strips."""
+    def leg(self, once: Sequence[str], leaves: Sequence[str], strips: int, *, ahead: bool) -> Leg:
+        """All of it: the turns of `once` came first, then those of `leaves` in so many strips."""
+        turns = {
+            number: Turn(leaf=leaf, work=self._workloads(number))
+            for number, leaf in enumerate((*once, *leaves))
+            if number in self._strips
+        }
+        first = len(once)
+        return Leg(
+            strips=strips, ahead=ahead, once=tuple(turn for number, turn in turns.items() if number < first),
+            turns=tuple(turn for number, turn in turns.items() if number >= first),
+            runs=tuple(len(self._strips[number]) for number in turns if number >= first),
+            copies=self._copies, bytes_in=self._bytes_in, bytes_out=self._bytes_out,
+        )  # fmt: skip
+
+    def _workloads(self, turn: int) -> tuple[Workload, ...]:
         tally = Tally()
-        for key, count in self._done.items():
+        for key, count in self._done[turn].items():
             for work in self._trials.works(key):
                 tally.add(work, count)
-        return Leg(
-            strips=strips, ahead=ahead, work=tally.workloads(), copies=self._copies, bytes_in=self._bytes_in,
-            bytes_out=self._bytes_out,
-        )  # fmt: skip
+        return tally.workloads()
 
 
 def _pages(start: int, size: int) -> int:

@@ -1,0 +1,77 @@
+"""How long work takes on an accelerator: a footprint's counts by that accelerator's rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tightfit.records import Accelerator, Workload
+
+__all__ = ["Lap", "Stretch", "alone", "joined", "stretch_of"]
+
+
+class Stretch(NamedTuple):
+    """What is done while one leaf, or what it moves together with, is needed, or nothing that moves ("")."""
+
+    parcel: str
+    seconds: float  # of the device
+    launching: float  # seconds of the host, ahead of that
+    waits: bool = False  # whether the host waits for it at its end
+
+
+def stretch_of(work: Iterable[Workload], device: Accelerator, parcel: str = "") -> Stretch:
+    """Kernels one after another on `device`; what has no rate takes no time."""
+    seconds = launching = 0.0
+    for kernels in work:
+        rate = device.arithmetic_rate(kernels.kind, kernels.dtype)
+        arithmetic = kernels.operations / rate if rate else 0.0
+        seconds += max(arithmetic, kernels.traffic / device.memory_rate if device.memory_rate else 0.0)
+        launching += kernels.kernels * device.launch_overhead
+    return Stretch(parcel, seconds + launching if device.is_cpu else seconds, launching)
+
+
+def alone(stretches: Iterable[Stretch]) -> float:
+    """The seconds of a pass that waits for no weights."""
+    seconds = launching = 0.0
+    for stretch in stretches:
+        seconds, launching = seconds + stretch.seconds, launching + stretch.launching
+        if stretch.waits:
+            seconds = launching = max(seconds, launching)
+    return max(seconds, launching)
+
+
+class Lap(NamedTuple):
+    """A leg: what is done at its beginning, and strip by strip."""
+
+    strips: int
+    ahead: bool
+    once: list[Stretch]
+    turns: list[tuple[int, Stretch]]  # in how many strips, and what is done in each of these
+    launching: float  # seconds of the host for copies, for each strip
+    coming: float  # seconds of the link
+    going: float
+
+    @property
+    def even(self) -> bool:
+        """Whether all is done in every strip."""
+        return all(runs == self.strips for runs, _ in self.turns)
+
+    def strip(self, number: int) -> list[Stretch]:
+        """What is done in one of them: in the first all of it."""
+        return [
+            stretch
+            for runs, stretch in self.turns
+            if not number or number * runs // self.strips > (number - 1) * runs // self.strips
+        ]
+
+
+def joined(stretches: Iterable[Stretch], pace: float) -> list[Stretch]:
+    """Neighbours that need the same are one; their arithmetic and launches take `pace` times as long as they say."""
+    found = list[Stretch]()
+    for parcel, seconds, launching, waits in stretches:
+        paced = Stretch(parcel, seconds * pace, launching * pace, waits)
+        if found and found[-1].parcel == parcel and not found[-1].waits:
+            before = found.pop()
+            paced = Stretch(parcel, before.seconds + paced.seconds, before.launching + paced.launching, waits)
+        found.append(paced)
+    return found
