@@ -71,10 +71,10 @@ class _Maps:
             number += 1
             clocks = [*clocks[-3:], self._clocks]
             if even and _steady(clocks):
-                *later, outward = (b - a for a, b in zip(*clocks[-2:], strict=True))
+                *later, outward, there = (b - a for a, b in zip(*clocks[-2:], strict=True))
                 skipped = self._flow.skip(needed, lap.strips - 1 - number, Clocks(*later))
                 self._outward += skipped * outward
-                self._there = self._there and self._there + skipped * later[0]
+                self._there = self._there and self._there + skipped * there
                 number, clocks = number + skipped, [self._clocks]
             strip = strip if even else lap.strip(number)
         self._strip(lap, strip, then)
@@ -102,7 +102,7 @@ class _Maps:
 
     @property
     def _clocks(self) -> tuple[float, ...]:
-        return *self._flow.clocks, self._outward
+        return *self._flow.clocks, self._outward, self._there or 0.0
 
 
 def _steady(clocks: Sequence[tuple[float, ...]]) -> bool:

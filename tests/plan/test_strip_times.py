@@ -1,0 +1,52 @@
+"""Strips in numbers: what is known of those before them need not be played, and all that crosses the link is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightfit.plan import strips
+from tightfit.plan.flow import Flow
+from tightfit.plan.stretches import Lap, Stretch
+from tightfit.plan.strips import work_in_strips
+
+MB = 10**6
+RATE = 1e9  # bytes a second
+NAMES = "abcd"
+
+seconds = st.floats(0, 0.01)
+
+
+@st.composite
+def laps(draw: st.DrawFn) -> list[Lap]:
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        count = draw(st.integers(1, 60))
+        names = draw(st.lists(st.sampled_from(["", *NAMES]), max_size=4))
+        turns = [
+            (draw(st.sampled_from([count, max(count // 3, 1)])), Stretch(name, draw(seconds), draw(seconds) / 5))
+            for name in names
+        ]
+        once = [Stretch(name, draw(seconds), 0.0) for name in draw(st.lists(st.sampled_from(NAMES), max_size=1))]
+        found.append(Lap(count, draw(st.booleans()), once, turns, draw(seconds) / 5, draw(seconds), draw(seconds)))
+    return found
+
+
+def flow(staying: int, ring: int, sizes: list[int]) -> Flow:
+    parcels = dict(zip(NAMES, sizes, strict=True))
+    return Flow(NAMES, parcels, set(NAMES[:staying]), max(ring, max(sizes)) + 8192, RATE, 1e-5)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    laps(), st.integers(0, 4), st.integers(0, 40 * MB), st.lists(st.integers(1, 10 * MB), min_size=4, max_size=4),
+    st.integers(1, 2),
+)  # fmt: skip
+def test_strips_that_are_like_those_before_them_need_not_be_played(
+    ways: list[Lap], staying: int, ring: int, sizes: list[int], items: int
+) -> None:
+    quick = work_in_strips(ways, items, flow(staying, ring, sizes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strips, "_steady", lambda _: False)
+        assert quick == pytest.approx(work_in_strips(ways, items, flow(staying, ring, sizes)), rel=1e-9)
