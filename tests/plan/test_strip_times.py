@@ -35,7 +35,7 @@ def laps(draw: st.DrawFn) -> list[Lap]:
 
 def flow(staying: int, ring: int, sizes: list[int]) -> Flow:
     parcels = dict(zip(NAMES, sizes, strict=True))
-    return Flow(NAMES, parcels, set(NAMES[:staying]), max(ring, max(sizes)) + 8192, RATE, 1e-5)
+    return Flow(NAMES, parcels, set(NAMES[:staying]), max(ring, *sizes) + 8192, RATE, 1e-5)
 
 
 @settings(deadline=None, max_examples=300)
