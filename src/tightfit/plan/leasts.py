@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tightfit.plan.pace import Pace
 from tightfit.plan.parts import Part
@@ -22,7 +22,6 @@ __all__ = ["Least", "Runs"]
 Runs = Sequence[tuple[Pass, int, Way | None]]  # passes of one phase, how often each is done at a time, and how
 
 PIECES = 24  # between which a pass may be cut
-ROUGH = 1e-5  # by which what is worked out of strips, some for all, may be off
 
 
 class Least:
@@ -119,30 +118,36 @@ def _one_after_another(laps: Sequence[Lap]) -> list[Stretch]:
 
 
 class _Strips:
-    """A pass in strips, so many items of a batch one after another, which takes `most` at the least for all else."""
+    """A pass in strips, so many items of a batch one after another, which takes `most` at the least for all else.
+
+    It is cut wherever something is needed again that was needed since the last cut.
+    """
 
     def __init__(self, laps: Sequence[Lap], items: int, sizes: Mapping[str, int], most: float = 0.0) -> None:
         self._items, self._most = items, most
-        self._once = sum(stretch.seconds for lap in laps for stretch in lap.once)
-        self._laps = Counter((*_of_every_strip(lap, sizes), lap.strips, _work_of(lap)) for lap in laps)
+        self._rounds: Counter[tuple[float, int]] = Counter()  # seconds, and bytes that are needed
+        work, wanted, there = 0.0, 0, set[str]()
+        for stretch in _in_order(laps):
+            if stretch.parcel in there:
+                self._rounds[work, wanted] += 1
+                work, wanted, there = 0.0, 0, set()
+            if stretch.parcel:
+                there.add(stretch.parcel)
+                wanted += sizes.get(stretch.parcel, 0)
+            work += stretch.seconds
+        self._rounds[work, wanted] += 1
 
     def seconds(self, room: int, rate: float) -> float:
         """What it takes where `room` bytes can be there, and others come at `rate`."""
-        laps = (
-            count * max(strips * max(work, (wanted - room) / rate), all_of_it)
-            for (work, wanted, strips, all_of_it), count in self._laps.items()
-        )
-        return max(self._most, self._items * (self._once + sum(laps))) * (1 - ROUGH)
+        rounds = (count * max(work, (wanted - room) / rate) for (work, wanted), count in self._rounds.items())
+        return max(self._most, self._items * sum(rounds))
 
 
-def _of_every_strip(lap: Lap, sizes: Mapping[str, int]) -> tuple[float, int]:
-    """Seconds and bytes of what is in each strip of a lap."""
-    every = [stretch for runs, stretch in lap.turns if runs == lap.strips]
-    return sum(stretch.seconds for stretch in every), _wanted([every], sizes)[0]
-
-
-def _work_of(lap: Lap) -> float:
-    return sum(runs * stretch.seconds for runs, stretch in lap.turns)
+def _in_order(laps: Sequence[Lap]) -> Iterator[Stretch]:
+    for lap in laps:
+        yield from lap.once
+        for number in range(lap.strips):
+            yield from lap.strip(number)
 
 
 def _pieces(stretches: Sequence[Stretch], sizes: Mapping[str, int]) -> list[list[Stretch]]:
