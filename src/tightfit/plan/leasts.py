@@ -53,23 +53,23 @@ class _Least:
     """The same, for what moves together."""
 
     def __init__(self, part: Part, sizes: Mapping[str, int], work: Sequence[Runs], pace: Pace, grain: Grain) -> None:
+        def pieces(done: Pass, way: Way | None, most: float = 0.0) -> _Pieces | _Strips:
+            if way is None:
+                return _Pieces(pace.stretches(done, grain), sizes)
+            return _Strips(pace.laps(way, done.pace, grain), way.items, sizes, most)
+
         self._rate = part.rate
         self._first = 0.0  # seconds until all that phases need has come once
         self._again: list[tuple[_Pieces | _Strips, int]] = []  # later passes, and all in strips, and how many
-        for (first, count, how), *later in work:
+        for (first, count, way), *later in work:
             self._first += part.come(0.0)
-            others = [(first, count - 1, how), *later]
-            if how is None:
+            if way is None:
                 self._first += _coming(pace.stretches(first, grain), sizes, part)
             else:
-                laps = pace.laps(how, first.pace, grain)
-                coming = _coming(_one_after_another(laps), sizes, part)
-                self._again.append((_Strips(laps, how.items, sizes, max(coming, pace.alone(first, how))), 1))
-            for done, runs, way in others:
-                if runs and way is None:
-                    self._again.append((_Pieces(pace.stretches(done, grain), sizes), runs))
-                elif runs and way is not None:
-                    self._again.append((_Strips(pace.laps(way, done.pace, grain), way.items, sizes), runs))
+                coming = _coming(_one_after_another(pace.laps(way, first.pace, grain)), sizes, part)
+                self._again.append((pieces(first, way, max(coming, pace.alone(first, way))), 1))
+            others = [(first, count - 1, way), *later]
+            self._again += [(pieces(done, how), runs) for done, runs, how in others if runs]
 
     def seconds(self, room: int) -> float:
         """Where `room` bytes can be there at a time."""

@@ -61,7 +61,6 @@ class Pace:
             return joined((stretch_of(turn.work, self._device, parcels.get(turn.leaf, "")) for turn in turns), share)
 
         by_runs = groupby(zip(leg.runs, leg.turns, strict=True), lambda both: both[0])
-
         link, out = self._device.link_rate, self._device.link_rate_out or self._device.link_rate
         return Lap(
             leg.strips,
