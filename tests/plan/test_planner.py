@@ -264,9 +264,9 @@ def test_what_is_said_to_be_needed_is_enough_and_nothing_less_is(
     needed = int(str(error.value.facts["needed_bytes"]))
     plan = planned(footprint, needed, ram, machine=machine)
     assert plan is not None
-    highest = max(plan.forecast, key=lambda phase: phase.peak_bytes)
-    assert highest.name == error.value.facts["phase"]
-    assert highest.peak_bytes == needed - (TAKEN if machine is CPU_ALONE else 0)
+    peaks = {phase.name: phase.peak_bytes for phase in plan.forecast}
+    assert peaks[str(error.value.facts["phase"])] == max(peaks.values())  # others may make use of all of it, too
+    assert max(peaks.values()) == needed - (TAKEN if machine is CPU_ALONE else 0)
     assert planned(footprint, needed - SEGMENT, ram, machine=machine) is None
 
 

@@ -160,20 +160,15 @@ class Branch:
         """The fewest bytes of the device with which anything does; None if nothing ever does."""
         return min((needed for vae in self._vaes for _, needed in self._needed(vae, ram)), default=None)
 
-    def tightest(self, ram: int | None) -> tuple[int, str] | None:
-        """The same, and the name of the phase that needs them."""
-        every = ((needed, vae, placed) for vae in self._vaes for placed, needed in self._needed(vae, ram))
-        least = min(every, key=lambda each: each[0], default=None)
-        if least is None:
-            return None
-        needed, vae, placed = least
-        rooms = self._rooms(vae)
-        phases = (
-            (weights + rooms[number], self.footprint.phases[number].name)
-            for crew, weights in zip(self._crews, placed.weights, strict=True)
-            for number in crew.phases
-        )
-        return needed, max(phases, key=lambda each: each[0], default=(0, "the call"))[1]
+    def tightest(self, size: int, ram: int | None) -> Iterator[str]:
+        """The phases that need all of `size` bytes in whatever just fits into them."""
+        for vae in self._vaes:
+            for placed, needed in self._needed(vae, ram):
+                if needed == size:
+                    for crew, weights in zip(self._crews, placed.weights, strict=True):
+                        for number in crew.phases:
+                            if needed_bytes(weights, self._rooms(vae)[number], self.device) == size:
+                                yield self.footprint.phases[number].name
 
     def least_ram(self, size: int) -> int | None:
         """The fewest bytes of host memory with which anything fits into `size` bytes of the device."""

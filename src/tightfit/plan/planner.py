@@ -90,7 +90,7 @@ def make_plan(
             return _plan(search, machine, budget, room.size, found, placed)
     others = [name for name in ("fp8", "int8") if name not in allowed]
     lossy = {name: [searched(stored) for stored in storages_of(footprint, [name]) if stored] for name in others}
-    raise _too_small(searched({}), lossy, room)
+    raise _too_small(searched({}), lossy, machine, room)
 
 
 def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Room:
@@ -117,10 +117,11 @@ def _remarks(known: Accelerator, rated: Accelerator, room: _Room, budget: Budget
         yield Reason(decision="times are guesses", because=because)
 
 
-def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], room: _Room) -> BudgetTooSmall:
+def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: Machine, room: _Room) -> BudgetTooSmall:
     """What would fit: more of the device, or of RAM, or what is `lossy` and was not allowed."""
     footprint, device, (size, ram, taken, _) = search.footprint, search.device, room
-    needed, phase = search.tightest(ram)
+    needed = search.least(ram)
+    phase = _tightest_phase(search, machine, needed, ram)
     asked = footprint.request.described if footprint.request else "this call"
     said = f"{footprint.pipeline} cannot do {asked} within {room.described} on {device.called}"
     said += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
@@ -131,6 +132,16 @@ def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], room: _Roo
     would += [f"allow={' or '.join(smaller)} would do"] if smaller else []
     would += ["something smaller may do"]
     return BudgetTooSmall(f"{said}: {'; '.join(would)}", needed_bytes=needed + taken, needed_ram=waiting, phase=phase)
+
+
+def _tightest_phase(search: Search, machine: Machine, needed: int, ram: int | None) -> str | None:
+    """Which phase it is that cannot do with less than `needed` bytes; a plan is only made where that tells it."""
+    phases = search.tightest(needed, ram)
+    if len(phases) == 1:
+        return phases.pop()
+    found = search.best(needed, ram)
+    told = _plan(search, machine, None, needed, found).forecast if found else ()
+    return max(told, key=lambda phase: phase.peak_bytes).name if told else None
 
 
 def _accelerator(machine: Machine, device: str | None) -> Accelerator:

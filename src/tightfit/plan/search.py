@@ -115,10 +115,9 @@ class Search:
         leasts = (branch.least(ram) for branch in self.branches)
         return min(least for least in leasts if least is not None)
 
-    def tightest(self, ram: int | None) -> tuple[int, str]:
-        """The same, and the name of the phase that needs them."""
-        every = (branch.tightest(ram) for branch in self.branches)
-        return min((each for each in every if each is not None), key=lambda each: each[0])
+    def tightest(self, size: int, ram: int | None) -> set[str]:
+        """The phases that need all of `size` bytes in whatever just fits into them."""
+        return {name for branch in self.branches for name in branch.tightest(size, ram)}
 
     def least_ram(self, size: int) -> int | None:
         """The fewest bytes of host memory with which anything fits into `size` bytes of the device; None: nothing."""
