@@ -456,6 +456,8 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
             for field, value in {"weights": 1, "grain": "leaf", "ring": 0, "stays": []}.items()
         ],
         (Unit, {"name": None}, "name must be a valid string, not None"),
+        (Leg, {"strips": 2, "turns": [{"leaf": "a", "work": []}], "runs": []}, "1 turns in 2 strips cannot come []"),
+        (Leg, {"strips": 2, "turns": [{"leaf": "a", "work": []}], "runs": [3]}, "cannot come [3] times"),
         (Component, {"leaves": [{"bytes": -2}]}, "bytes must be greater than or equal to 0, not -2"),
         (Plan, {"level": -1}, "level must be greater than or equal to 0, not -1"),
         (Plan, {"level": True}, "level must be a valid integer, not True"),

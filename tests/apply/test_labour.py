@@ -66,10 +66,7 @@ def summed(works: Iterable[Workload]) -> Counter[tuple[str, str, str]]:
     return sums
 
 
-SLOW_LINK = {
-    **SLOW,
-    "link_rate": 2e8,
-}  # over which layers of Wan and Mochi come for up to a fifth longer than all of it computes
+SLOW_LINK = {**SLOW, "link_rate": 2e8}  # decodes of Wan and Mochi take up to a fifth longer for their weights
 STREAMED = ["AutoencoderKLWan", "AutoencoderKLCogVideoX"]  # whose layers are larger than what sizes are rounded up to
 
 

@@ -1,4 +1,4 @@
-"""Strips in numbers: what is known of those before them need not be played, and all that crosses the link is."""
+"""Strips in numbers: those that are known from the ones before them need not be played."""
 
 from __future__ import annotations
 

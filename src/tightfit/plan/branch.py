@@ -99,7 +99,7 @@ class Branch:
 
     def reasons(self, found: Found, size: int) -> Iterator[Reason]:
         """Why weights are where they are."""
-        rooms = self._rooms(found.vae)
+        rooms = self._rooms[found.vae]
         options = dict(found.options)
         always = self._idle + sum(option.always for option in options.values())
         for crew in self._crews:
@@ -110,12 +110,12 @@ class Branch:
 
     def most_room(self, vae: VaePlan) -> int:
         """Bytes that activations want of an allocator at the most."""
-        return max(self._rooms(vae))
+        return max(self._rooms[vae])
 
-    def _rooms(self, vae: VaePlan) -> list[int]:
-        """The same, phase by phase."""
-        ways = zip(self._ways(vae), self.footprint.phases, strict=True)
-        return [way.room if way else phase.room for way, phase in ways]
+    @cached_property
+    def _rooms(self) -> dict[VaePlan, list[int]]:
+        """The same, phase by phase, for each way in which autoencoders can work."""
+        return {vae: [(way_of(phase, vae) or phase).room for phase in self.footprint.phases] for vae in self._vaes}
 
     def _ways(self, vae: VaePlan) -> list[Way | None]:
         return [way_of(phase, vae) for phase in self.footprint.phases]
@@ -162,13 +162,15 @@ class Branch:
 
     def tightest(self, size: int, ram: int | None) -> Iterator[str]:
         """The phases that need all of `size` bytes in whatever just fits into them."""
-        for vae in self._vaes:
-            for placed, needed in self._needed(vae, ram):
-                if needed == size:
-                    for crew, weights in zip(self._crews, placed.weights, strict=True):
-                        for number in crew.phases:
-                            if needed_bytes(weights, self._rooms(vae)[number], self.device) == size:
-                                yield self.footprint.phases[number].name
+        for vae, rooms in self._rooms.items():
+            just = [placed for placed, needed in self._needed(vae, ram) if needed == size]
+            yield from (
+                self.footprint.phases[number].name
+                for placed in just
+                for crew, weights in zip(self._crews, placed.weights, strict=True)
+                for number in crew.phases
+                if needed_bytes(weights, rooms[number], self.device) == size
+            )
 
     def least_ram(self, size: int) -> int | None:
         """The fewest bytes of host memory with which anything fits into `size` bytes of the device."""
@@ -182,7 +184,7 @@ class Branch:
 
     def _needed(self, vae: VaePlan, ram: int | None) -> Iterator[tuple[_Placement, int]]:
         """Where components may be within `ram`, and the fewest bytes of the device with which they can."""
-        rooms, waiting = self._rooms(vae), self._waiting(vae)
+        rooms, waiting = self._rooms[vae], self._waiting(vae)
         wanted = [max(rooms[number] for number in crew.phases) for crew in self._crews]
         for placed in self._placements(limited=ram is not None):
             if ram is None or placed.ram + waiting <= ram:
@@ -232,7 +234,7 @@ class Branch:
 
     def _left(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Iterator[tuple[_Crew, int, int]]:
         """What activations want while each crew works, and how many bytes of `size` it has for what comes and goes."""
-        always, rooms = self._always(wheres), self._rooms(vae)
+        always, rooms = self._always(wheres), self._rooms[vae]
         for crew in self._crews:
             room = max(rooms[number] for number in crew.phases)
             yield crew, room, most_weights(size, room, self.device) - always

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tightfit.plan.pace import Pace
 from tightfit.plan.parts import Part
 from tightfit.plan.streaming import Parcels, loose_bytes
-from tightfit.plan.stretches import Lap, Stretch
+from tightfit.plan.stretches import Lap, Stretch, in_order
 from tightfit.records import ComponentPlan, Grain, Pass, Way
 
 __all__ = ["Least", "Runs"]
@@ -127,7 +127,7 @@ class _Strips:
         self._items, self._most = items, most
         self._rounds: Counter[tuple[float, int]] = Counter()  # seconds, and bytes that are needed
         work, wanted, there = 0.0, 0, set[str]()
-        for stretch in _in_order(laps):
+        for stretch in in_order(laps):
             if stretch.parcel in there:
                 self._rounds[work, wanted] += 1
                 work, wanted, there = 0.0, 0, set()
@@ -141,13 +141,6 @@ class _Strips:
         """What it takes where `room` bytes can be there, and others come at `rate`."""
         rounds = (count * max(work, (wanted - room) / rate) for (work, wanted), count in self._rounds.items())
         return max(self._most, self._items * sum(rounds))
-
-
-def _in_order(laps: Sequence[Lap]) -> Iterator[Stretch]:
-    for lap in laps:
-        yield from lap.once
-        for number in range(lap.strips):
-            yield from lap.strip(number)
 
 
 def _pieces(stretches: Sequence[Stretch], sizes: Mapping[str, int]) -> list[list[Stretch]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tightfit.records import Accelerator, Workload
 
-__all__ = ["Lap", "Stretch", "alone", "joined", "stretch_of"]
+__all__ = ["Lap", "Stretch", "alone", "in_order", "joined", "stretch_of"]
 
 
 class Stretch(NamedTuple):
@@ -63,6 +63,14 @@ class Lap(NamedTuple):
             for runs, stretch in self.turns
             if not number or number * runs // self.strips > (number - 1) * runs // self.strips
         ]
+
+
+def in_order(laps: Iterable[Lap]) -> Iterator[Stretch]:
+    """All that is done, one after another."""
+    for lap in laps:
+        yield from lap.once
+        for number in range(lap.strips):
+            yield from lap.strip(number)
 
 
 def joined(stretches: Iterable[Stretch], pace: float) -> list[Stretch]:

@@ -8,10 +8,10 @@ own, and the host launches ahead.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tightfit.plan.flow import Clocks, Flow
-from tightfit.plan.stretches import Lap, Stretch
+from tightfit.plan.stretches import Lap, Stretch, in_order
 from tightfit.records import Phase, VaePlan, Way
 
 __all__ = ["seconds_alone", "way_of", "work_in_strips"]
@@ -31,24 +31,16 @@ def seconds_alone(laps: Sequence[Lap], items: int) -> float:
 
 def work_in_strips(laps: Sequence[Lap], items: int, flow: Flow) -> float:
     """The seconds of a pass that is done like this, one of so many items after another, while weights come."""
-    began = flow.now
+    began, needed = flow.now, [stretch.parcel for stretch in in_order(laps) if stretch.parcel]
     flow.begin()
     for _ in range(items):
-        flow.expect(list(_parcels_of(laps)))
+        flow.expect(needed)
         maps = _Maps(flow)
         for lap, then in itertools.zip_longest(laps, laps[1:]):
             maps.work(lap, then)
         maps.settle()
     flow.end()
     return flow.now - began
-
-
-def _parcels_of(laps: Sequence[Lap]) -> Iterator[str]:
-    """What is needed, in the order in which it is."""
-    for lap in laps:
-        yield from (stretch.parcel for stretch in lap.once if stretch.parcel)
-        for number in range(lap.strips):
-            yield from (stretch.parcel for stretch in lap.strip(number) if stretch.parcel)
 
 
 class _Maps:
