@@ -43,7 +43,7 @@ def check(footprint: Footprint, device: Accelerator, where: Where, sizes: list[i
             else:
                 assert max(soonest, race.seconds) <= found.seconds
         for offer in all_of_it.offers:
-            assert offer.seconds <= offer.option.seconds
+            assert offer.seconds <= offer.settled <= offer.option.seconds
             assert offer.comes <= offer.option.comes
 
 

@@ -3,6 +3,9 @@
 While some of a pass is done, no more of its weights can be there at the beginning than there is room for; the others
 have to come meanwhile. So a pass takes, from each cut to the next, as long as its arithmetic or what has to come, and
 the cuts are where that says most. In strips, as much has to come for each of them.
+
+Once it is decided which weights stay, more is known: what passes through can only begin to come when enough of what
+came before it has been used.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from tightfit.plan.pace import Pace
 from tightfit.plan.parts import Part
+from tightfit.plan.relay import two_in_a_row
 from tightfit.plan.streaming import Parcels, loose_bytes
 from tightfit.plan.stretches import Lap, Stretch, in_order
 from tightfit.records import ComponentPlan, Grain, Pass, Way
@@ -48,6 +52,12 @@ class Least:
             room = least = sum(parcels.sizes[name] for name in plan.stays) + (plan.ring or 0)
         return self._known[grain].seconds(room), least + (0 if self._part.on_cpu else self._small)
 
+    def of_part(self, part: Part) -> float:
+        """Seconds, where `part` decides which weights stay."""
+        if part.plan.placement == "per-phase":
+            return self.of(part.plan)[0]
+        return self._known[part.plan.grain or "leaf"].settled(part)
+
 
 class _Least:
     """The same, for what moves together."""
@@ -75,6 +85,10 @@ class _Least:
         """Where `room` bytes can be there at a time."""
         return self._first + sum(runs * pieces.seconds(room, self._rate) for pieces, runs in self._again)
 
+    def settled(self, part: Part) -> float:
+        """Where `part` decides which weights stay."""
+        return self._first + sum(pieces.settled(part, runs) for pieces, runs in self._again)
+
 
 def _coming(stretches: Sequence[Stretch], sizes: Mapping[str, int], part: Part) -> float:
     """Seconds of a first pass: by the time something begins, all that was needed until then has come."""
@@ -91,6 +105,7 @@ class _Pieces:
     """A later pass in pieces. Its host may have launched all of it while weights of the first were awaited."""
 
     def __init__(self, stretches: Sequence[Stretch], sizes: Mapping[str, int]) -> None:
+        self._stretches = stretches
         pieces = _pieces(stretches, sizes)
         self._works = [sum(stretch.seconds for stretch in piece) for piece in pieces]
         self._wants = [_wanted(pieces[first:], sizes) for first in range(len(pieces))]
@@ -106,6 +121,14 @@ class _Pieces:
                 longest = max(longest, least[first] + max(work, coming))
             least.append(longest)
         return least[-1]
+
+    def settled(self, part: Part, runs: int) -> float:
+        """What `runs` of them take, one after another, where `part` decides which weights stay.
+
+        Those that are not played take as long as the last two that are.
+        """
+        one, two = two_in_a_row(self._stretches, part.passing, part.plan.ring or 0, part.rate)
+        return one + (runs - 1) * two / 2
 
 
 def _one_after_another(laps: Sequence[Lap]) -> list[Stretch]:
@@ -141,6 +164,10 @@ class _Strips:
         """What it takes where `room` bytes can be there, and others come at `rate`."""
         rounds = (count * max(work, (wanted - room) / rate) for (work, wanted), count in self._rounds.items())
         return max(self._most, self._items * sum(rounds))
+
+    def settled(self, part: Part, runs: int) -> float:
+        """What `runs` of them take, where `part` decides which weights stay."""
+        return runs * self.seconds(part.room, part.rate)
 
 
 def _pieces(stretches: Sequence[Stretch], sizes: Mapping[str, int]) -> list[list[Stretch]]:

@@ -6,6 +6,8 @@ after another, only while it may be the best.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -37,15 +39,27 @@ class Option(NamedTuple):
 class Offer:
     """An option that is worked out when it is asked for; before, what it takes at the least."""
 
-    def __init__(self, seconds: float, comes: int, settle: Callable[[], Part], time: Callable[[Part], float]) -> None:
-        """`settle` decides what the plan leaves open, and `time` plays it, which is long."""
+    def __init__(
+        self,
+        seconds: float,
+        comes: int,
+        settle: Callable[[], Part],
+        least: Callable[[Part], float],
+        time: Callable[[Part], float],
+    ) -> None:
+        """`settle` decides what the plan leaves open, `least` knows better then, and `time` plays it, which is long."""
         self.seconds = seconds * (1 - ROUNDING)
         self.comes = comes
-        self._settle, self._time = settle, time
+        self._settle, self._least, self._time = settle, least, time
 
     @cached_property
     def part(self) -> Part:
         return self._settle()
+
+    @cached_property
+    def settled(self) -> float:
+        """Seconds at the least, with all decided."""
+        return max(self.seconds, self._least(self.part) * (1 - ROUNDING))
 
     @cached_property
     def option(self) -> Option:
@@ -53,40 +67,54 @@ class Offer:
         ram = part.component.bytes if part.plan.home == "host" and not part.remains else 0
         return Option(part.comes, self._time(part), ram, part.always, part.plan)
 
-    def may_beat(self, other: Option) -> bool:
-        """Whether it may be faster than `other`, or as fast and take less."""
-        return self.seconds < other.seconds * (1 - 2 * ROUNDING) or self.comes < other.comes
-
 
 class Race:
     """Which offer is the fastest, and of those the least, for which at most `size` bytes come."""
 
     def __init__(self, offers: Sequence[Offer], size: int) -> None:
         """`offers` are sorted by the seconds that they take at the least."""
-        self._waiting = (offer for offer in offers if offer.comes <= size)
+        self._open = (offer for offer in offers if offer.comes <= size)
+        self._next = next(self._open, None)
+        self._settled: list[tuple[float, int, Offer]] = []  # the most promising first, and of these who came first
+        self._numbers = itertools.count()
         self._size = size
-        self._next = next(self._waiting, None)
         self._best: Option | None = None
 
     @property
     def over(self) -> bool:
         """Whether it is known who has won."""
-        return self._next is None or (self._best is not None and self._next.seconds > self._best.seconds)
+        return self._left == math.inf or (self._best is not None and self._left > self._best.seconds)
 
     @property
     def seconds(self) -> float:
         """What the winner takes at the least, as far as is known; infinite where nothing fits."""
-        best = math.inf if self._best is None else self._best.seconds * (1 - ROUNDING)
-        return best if self._next is None else min(best, self._next.seconds)
+        return self._left if self._best is None else min(self._best.seconds * (1 - ROUNDING), self._left)
+
+    @property
+    def _left(self) -> float:
+        """What any that is not worked out takes at the least; infinite where all are."""
+        return min(math.inf if self._next is None else self._next.seconds, self._least_settled)
+
+    @property
+    def _least_settled(self) -> float:
+        return self._settled[0][0] if self._settled else math.inf
 
     def go_on(self) -> None:
-        """Works out one offer more."""
-        offer, self._next = self._next, next(self._waiting, None)
-        hopeful = offer is not None and (self._best is None or offer.may_beat(self._best))
-        if offer is None or not hopeful or offer.part.comes > self._size:
-            return
-        if self._best is None or _rank(offer.option) < _rank(self._best):
-            self._best = offer.option
+        """Settles one offer more, or works out one that is."""
+        if self._next is not None and self._next.seconds <= self._least_settled:
+            offer, self._next = self._next, next(self._open, None)
+            if self._hopeful(offer.seconds, offer.comes) and offer.part.comes <= self._size:
+                heapq.heappush(self._settled, (offer.settled, next(self._numbers), offer))
+        elif self._settled:
+            seconds, _, offer = heapq.heappop(self._settled)
+            hopeful = self._hopeful(seconds, offer.part.comes)
+            if hopeful and (self._best is None or _rank(offer.option) < _rank(self._best)):
+                self._best = offer.option
+
+    def _hopeful(self, seconds: float, comes: int) -> bool:
+        """Whether what takes so long at the least, and so many bytes, may win."""
+        best = self._best
+        return best is None or seconds < best.seconds * (1 - 2 * ROUNDING) or comes < best.comes
 
     def winner(self) -> Option | None:
         """Works out all that it takes; None if nothing fits."""

@@ -93,7 +93,9 @@ class Task:
         def offer(plan: ComponentPlan) -> Offer:
             seconds, comes = least.of(plan) if least else (self.seconds(vae), 0)
             settle = lambda: self._part(plan.model_copy(update=changes), disk_rate)  # noqa: E731
-            return Offer(seconds, comes, settle, lambda part: _time(part, work))
+            return Offer(
+                seconds, comes, settle, least.of_part if least else lambda _: 0.0, lambda part: _time(part, work)
+            )
 
         return Menu(map(offer, asked))
 

@@ -63,6 +63,16 @@ class Part:
         return self._device.is_cpu
 
     @cached_property
+    def passing(self) -> dict[str, int]:
+        """What passes through its ring, with its bytes."""
+        return {name: size for name, size in self._sizes.items() if name not in self._stays}
+
+    @property
+    def room(self) -> int:
+        """Bytes that what stays and the ring have together."""
+        return sum(self._sizes.values()) - sum(self.passing.values()) + (self.plan.ring or 0)
+
+    @cached_property
     def comes(self) -> int:
         """Bytes more while it works."""
         if self.remains:
