@@ -117,7 +117,7 @@ def predicted(row: Row) -> tuple[float, float, float]:
     before = card.allocator.reserved.now
     call = part if row.method == "forward" else getattr(part, row.method)
     given: dict[str, Any] = {
-        key: torch.zeros(shape, dtype=dtype, device="pretend") for key, (shape, dtype) in row.inputs.items()
+        key: torch.zeros(shape, dtype=dtype, device="privateuseone") for key, (shape, dtype) in row.inputs.items()
     }
     if row.part == "unet":
         given["added_cond_kwargs"] = {key: given.pop(key) for key in ("text_embeds", "time_ids")}

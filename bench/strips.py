@@ -80,7 +80,7 @@ def decoded(case: Case, memory: int, vae: dict[str, Any]) -> Row:
     use_cards([card])
     part = build_part("vae", known_model(case.model).components["vae"], case.dtype)
     fitted = fit(part, plan={"vae": vae}, device="pretend:0")
-    latents = torch.empty(1, *case.latents, dtype=case.dtype, device="pretend:0")
+    latents = torch.empty(1, *case.latents, dtype=case.dtype, device="privateuseone:0")
     taken = time.monotonic()
     try:
         with torch.no_grad():

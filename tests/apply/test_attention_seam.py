@@ -484,11 +484,12 @@ def test_xformers(mask: str) -> None:
     wanted = attend(*parts, **settings)
     with pretend_card("8.0"):
         there = {
-            name: part.to("pretend") if isinstance(part, torch.Tensor) else part for name, part in settings.items()
+            name: part.to("privateuseone") if isinstance(part, torch.Tensor) else part
+            for name, part in settings.items()
         }
         xformers = AttentionSeam("xformers", PretendDevice())
         with torch.no_grad(), xformers.working():
-            result = attend(*(part.to("pretend") for part in parts), **there).cpu()
+            result = attend(*(part.to("privateuseone") for part in parts), **there).cpu()
     assert xformers.calls == {"xformers": 1}
     torch.testing.assert_close(result, wanted, rtol=0, atol=8 * EPSILON)
 
@@ -499,14 +500,14 @@ def test_sage_only_by_name_and_only_what_it_takes() -> None:
     parts = drawn(1, 2, 64, 64, dtype=torch.bfloat16)
     wanted = attend(*parts)
     with pretend_card("8.0"), torch.no_grad():
-        there = [part.to("pretend") for part in parts]
+        there = [part.to("privateuseone") for part in parts]
         sage, auto = (
             AttentionSeam("sage", PretendDevice(), told.append),
             AttentionSeam("auto", PretendDevice(), block=1),
         )
         with sage.working():
             assert torch.equal(attend(*there).cpu(), wanted)
-            attend(*there, attn_mask=torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device="pretend"))
+            attend(*there, attn_mask=torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device="privateuseone"))
             attend(*(part[:, :, :13] for part in there))
         with auto.working():
             attend(*there)
@@ -521,7 +522,7 @@ def test_an_old_pretend_card_needs_no_scores() -> None:
     parts, peaks = drawn(1, 2, 512, 64, dtype=torch.bfloat16), []
     for wanted in ("torch", "auto"):
         with pretend_card("7.5") as card, torch.no_grad():
-            there = [part.to("pretend") for part in parts]
+            there = [part.to("privateuseone") for part in parts]
             one = AttentionSeam(wanted, PretendDevice(), block=2**16)
             before = card.live.now
             card.live.reset_peak()

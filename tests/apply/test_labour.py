@@ -55,7 +55,7 @@ def ways_of(name: str) -> tuple[TinyAutoencoder, Any, torch.Tensor, list[Way]]:
 
 def on(value: Any) -> Any:
     """The same on the card, if it is a tensor."""
-    return value.to("pretend:0") if isinstance(value, torch.Tensor) else value
+    return value.to("privateuseone:0") if isinstance(value, torch.Tensor) else value
 
 
 def summed(works: Iterable[Workload]) -> Counter[tuple[str, str, str]]:
@@ -84,7 +84,7 @@ def played(
 ) -> Played:
     plan = {"level": 0} if weights is None else {"components": {"model": weights.to_mapping()}}
     fitted = fit(model, plan={**plan, "vae": {"strips": way.strips, "maps": way.maps}}, device="pretend:0")
-    given, works, came = latents.to("pretend:0"), list[Work](), list[int]()
+    given, works, came = latents.to("privateuseone:0"), list[Work](), list[int]()
 
     def copy_in(size: int, *, pinned: bool, wait: bool) -> None:
         came.append(size if pinned else 0)  # what is not page-locked are constants

@@ -218,9 +218,11 @@ def test_exported_without_a_card_it_runs_on_one(traced: Traced) -> None:
     wanted = module(**given)[0]
     use_cards([Card(0, ACCELERATOR, Host(), "real")])
     try:
-        there = tree_map_only(torch.Tensor, lambda tensor: tensor.to("pretend:0") if tensor.ndim else tensor, given)
-        drawn = forward_of(module.to("pretend:0"), traced)(**there)[0]
-        assert drawn.device.type == "pretend"
+        there = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to("privateuseone:0") if tensor.ndim else tensor, given
+        )
+        drawn = forward_of(module.to("privateuseone:0"), traced)(**there)[0]
+        assert drawn.device.type == "privateuseone"
         assert torch.equal(drawn.cpu(), wanted)
     finally:
         use_cards(())

@@ -330,7 +330,7 @@ def slow_link() -> Iterator[Card]:
 @torch.no_grad()
 def test_from_the_second_pass_on_copies_pass_beside_the_arithmetic(slow_link: Card) -> None:
     network, inputs = made("unconditional")
-    sample, seconds = inputs["sample"].repeat(1, 1, 4, 4).to("pretend:0"), {}
+    sample, seconds = inputs["sample"].repeat(1, 1, 4, 4).to("privateuseone:0"), {}
     for moved in (False, True):
         fitted = fit(network, plan={"offload_activations": moved}, device="pretend:0")
         for number in range(3):
@@ -355,7 +355,7 @@ def test_on_a_card_of_its_own_memory() -> None:
         outputs, gone = [], []
         for moved in (False, True):
             fitted = fit(network, plan={"offload_activations": moved}, device="pretend:0")
-            outputs.append(network(inputs["sample"].to("pretend:0"), 3).sample.to("cpu"))
+            outputs.append(network(inputs["sample"].to("privateuseone:0"), 3).sample.to("cpu"))
             gone.append(fitted.report().trace.phases[0].bytes_out)
             fitted.undo()
     finally:

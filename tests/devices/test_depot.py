@@ -178,7 +178,7 @@ def test_copies_take_their_time_beside_the_arithmetic(
     device = pretend(values)
     depot, size = Depot(device), 25_000_000  # a millisecond over the link
     out, back = depot.tape(size), depot.tape(size)
-    sources = [torch.zeros(size, dtype=torch.uint8, device="pretend") for _ in range(2)]
+    sources = [torch.zeros(size, dtype=torch.uint8, device="privateuseone") for _ in range(2)]
     back.write(sources[0])
     depot.abandon()
     begin, timeline = device.card.now, device.card.timeline

@@ -51,14 +51,14 @@ def test_every_backend_of_diffusers(backend: str, dtype: torch.dtype, mask: str,
     on_cpu = "_native_math" if backend == "_native_math" else "native"  # the CPU has no other
     wanted = dispatch_attention_fn(*parts, attn_mask=added, backend=on_cpu)
     make_cards()
-    there = [part.to("pretend") for part in parts]
-    mask_there = None if added is None else added.to("pretend")
+    there = [part.to("privateuseone") for part in parts]
+    mask_there = None if added is None else added.to("privateuseone")
     assert torch.equal(dispatch_attention_fn(*there, attn_mask=mask_there, backend=backend).cpu(), wanted)
     make_cards(values="shapes")
-    there = [torch.empty_like(part, device="pretend") for part in parts]
-    mask_there = None if added is None else torch.empty_like(added, device="pretend")
+    there = [torch.empty_like(part, device="privateuseone") for part in parts]
+    mask_there = None if added is None else torch.empty_like(added, device="privateuseone")
     result = dispatch_attention_fn(*there, attn_mask=mask_there, backend=backend)
-    assert (result.shape, result.dtype, result.device.type) == (wanted.shape, dtype, "pretend")
+    assert (result.shape, result.dtype, result.device.type) == (wanted.shape, dtype, "privateuseone")
 
 
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
@@ -73,7 +73,7 @@ def test_settings(settings: dict[str, Any], dtype: torch.dtype, make_cards: Make
     if "enable_gqa" in settings:
         key, value = key[:, :2], value[:, :2]
     wanted = F.scaled_dot_product_attention(query, key, value, **settings)
-    there = [part.to("pretend") for part in (query, key, value)]
+    there = [part.to("privateuseone") for part in (query, key, value)]
     result = F.scaled_dot_product_attention(*there, **settings).cpu()
     if dtype == FULL and "enable_gqa" in settings:  # for which CUDA only has plain products
         torch.testing.assert_close(result, wanted)
@@ -120,11 +120,11 @@ def test_which_kernel_takes_what(
     make_cards: MakeCards,
 ) -> None:
     make_cards(values="shapes", capability=capability)
-    query, key, value = (part.transpose(1, 2).to("pretend") for part in inputs(dtype, width=width))
+    query, key, value = (part.transpose(1, 2).to("privateuseone") for part in inputs(dtype, width=width))
     if "enable_gqa" in settings:
         key, value = key[:, :2], value[:, :2]
     settings = dict(settings)
-    mask = torch.ones(5, 7, dtype=torch.bool, device="pretend") if settings.pop("masked", False) else None
+    mask = torch.ones(5, 7, dtype=torch.bool, device="privateuseone") if settings.pop("masked", False) else None
     refused = pytest.raises(RuntimeError, match=r"No available kernel.* allow SDPBackend\.MATH")
     with sdpa_kernel(kernel), contextlib.nullcontext() if taken else refused:
         result = F.scaled_dot_product_attention(query, key, value, mask, **settings)
@@ -141,7 +141,7 @@ def held(card: Card, *args: Any, **settings: Any) -> int:
 
 
 def three(dtype: torch.dtype, heads: int, length: int, width: int) -> list[torch.Tensor]:
-    return [torch.empty(1, length, heads, width, dtype=dtype, device="pretend").transpose(1, 2) for _ in range(3)]
+    return [torch.empty(1, length, heads, width, dtype=dtype, device="privateuseone").transpose(1, 2) for _ in range(3)]
 
 
 def test_flash_leaves_a_number_for_each_query(make_cards: MakeCards) -> None:
@@ -176,10 +176,10 @@ def test_masks_are_converted_and_extended(length: int, make_cards: MakeCards) ->
     (card,) = make_cards(values="shapes")
     parts = three(HALF, 8, length, 64)
     output = parts[0].nbytes
-    truth = torch.empty(1, 1, length, length, dtype=torch.bool, device="pretend")
+    truth = torch.empty(1, 1, length, length, dtype=torch.bool, device="privateuseone")
     converted, extended = 2 * length**2, 2 * length * (length + 5) if length % 8 else 0
     assert held(card, *parts, attn_mask=truth) == max(converted + extended, (extended or converted) + output)
-    added = torch.empty(1, 1, length, length, dtype=HALF, device="pretend")
+    added = torch.empty(1, 1, length, length, dtype=HALF, device="privateuseone")
     assert held(card, *parts, attn_mask=added) == extended + output
 
 
@@ -211,7 +211,7 @@ def test_a_card_that_plays_a_cpu_has_the_cpus_kernels(make_cards: MakeCards) -> 
     (card,) = make_cards(kind="cpu")
     query, key, value = (part.transpose(1, 2) for part in inputs(FULL, width=18))
     wanted = F.scaled_dot_product_attention(query, key, value)
-    result = F.scaled_dot_product_attention(*(part.to("pretend") for part in (query, key, value)))
+    result = F.scaled_dot_product_attention(*(part.to("privateuseone") for part in (query, key, value)))
     assert torch.equal(result.cpu(), wanted)
     assert result.stride() == wanted.stride()
     refused = pytest.raises(RuntimeError, match=r"No available kernel.* on the CPU: allow SDPBackend\.MATH")
@@ -224,7 +224,7 @@ def test_operations_that_are_called_by_name(name: str, make_cards: MakeCards) ->
     make_cards()
     query, key, value = (part.transpose(1, 2).contiguous() for part in inputs(HALF))
     wanted, rows = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
-    there = [part.to("pretend") for part in (query, key, value)]
+    there = [part.to("privateuseone") for part in (query, key, value)]
     op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
     result = op(*there) if name == "flash" else op(*there, None, True)
     assert torch.equal(result[0].cpu(), wanted)

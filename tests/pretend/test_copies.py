@@ -27,7 +27,7 @@ def test_pinned_memory_is_a_copy_that_is_known(make_cards: MakeCards) -> None:
     assert (pinned.is_pinned(), pinned[1:].is_pinned(), plain.is_pinned()) == (True, True, False)
     assert pinned.pin_memory() is pinned
     assert not pinned.clone().is_pinned()
-    assert not pinned.to("pretend").is_pinned()
+    assert not pinned.to("privateuseone").is_pinned()
 
 
 def test_an_address_that_is_used_again_is_not_pinned(make_cards: MakeCards) -> None:
@@ -53,7 +53,7 @@ def test_the_host_waits_for_pageable_memory(
 ) -> None:
     (card,) = make_cards()
     source = host_bytes().pin_memory() if pinned else host_bytes()
-    there = source.to("pretend", non_blocking=non_blocking)
+    there = source.to("privateuseone", non_blocking=non_blocking)
     assert card.now == LAUNCH + crossing
     assert card.host.now == LAUNCH + (crossing if waits else 0)
     card.timeline.synchronize()
@@ -68,16 +68,16 @@ def test_the_host_waits_for_pageable_memory(
 def test_nobody_waits_for_nothing(make_cards: MakeCards) -> None:
     """Caches of language models begin as `torch.tensor([], device=…)`, for every layer."""
     (card,) = make_cards()
-    busy = host_bytes().pin_memory().to("pretend", non_blocking=True)
+    busy = host_bytes().pin_memory().to("privateuseone", non_blocking=True)
     before = card.host.now, card.now
-    assert torch.tensor([], device="pretend").to("cpu").numel() == 0
+    assert torch.tensor([], device="privateuseone").to("cpu").numel() == 0
     assert (card.host.now, card.now) == before
     assert busy.numel() == SIZE
 
 
 def test_what_comes_back_without_waiting_is_pinned(make_cards: MakeCards) -> None:
     (card,) = make_cards()
-    there = torch.arange(6, device="pretend").reshape(2, 3).t()
+    there = torch.arange(6, device="privateuseone").reshape(2, 3).t()
     back = there.to("cpu", non_blocking=True)
     assert back.is_pinned()
     assert back.stride() == there.stride()
@@ -90,15 +90,15 @@ def test_what_comes_back_without_waiting_is_pinned(make_cards: MakeCards) -> Non
 
 def test_a_copy_to_another_card_begins_when_its_source_is_done(make_cards: MakeCards) -> None:
     first, second = make_cards(2)
-    source = host_bytes().pin_memory().to("pretend:0", non_blocking=True)
+    source = host_bytes().pin_memory().to("privateuseone:0", non_blocking=True)
     arrived = first.now
-    assert torch.equal(source.to("pretend:1", non_blocking=True).cpu(), host_bytes())
+    assert torch.equal(source.to("privateuseone:1", non_blocking=True).cpu(), host_bytes())
     assert second.bytes_in == SIZE
     assert second.now >= arrived + CROSSING
 
 
 def test_another_stream_is_told_of(make_cards: MakeCards) -> None:
     (card,) = make_cards()
-    tensor = torch.zeros(4, device="pretend")
-    tensor.record_stream(torch.Stream("pretend"))
+    tensor = torch.zeros(4, device="privateuseone")
+    tensor.record_stream(torch.Stream("privateuseone"))
     assert card.allocator.history[-1].what == "use"

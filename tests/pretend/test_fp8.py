@@ -27,11 +27,11 @@ def test_there_and_back(form: torch.dtype, make_cards: MakeCards) -> None:
     make_cards(2)
     wide = torch.linspace(-9, 9, 24).reshape(4, 6)
     narrow = wide.to(form)
-    there = narrow.to("pretend:0")
+    there = narrow.to("privateuseone:0")
     assert same(there, narrow)
-    assert same(wide.to("pretend:0").to(form), narrow)
-    assert same(wide.to("pretend:1", form), narrow)
-    assert same(there.to("pretend:1"), narrow)
+    assert same(wide.to("privateuseone:0").to(form), narrow)
+    assert same(wide.to("privateuseone:1", form), narrow)
+    assert same(there.to("privateuseone:1"), narrow)
     assert torch.equal(there.to(torch.bfloat16).cpu(), narrow.to(torch.bfloat16))
     assert torch.equal(there.to("cpu", torch.float32), narrow.float())
     assert same(torch.empty_like(there).copy_(wide), narrow)
@@ -44,10 +44,10 @@ def test_there_and_back(form: torch.dtype, make_cards: MakeCards) -> None:
 @pytest.mark.parametrize("values", ["real", "shapes"])
 def test_factories(form: torch.dtype, values: Any, make_cards: MakeCards) -> None:
     (card,) = make_cards(values=values)
-    with torch.device("pretend"):
+    with torch.device("privateuseone"):
         made = [torch.empty(2**20, dtype=form), torch.zeros(2**20, dtype=form), torch.ones(2**20, dtype=form)]
         made += [torch.full((2**20,), 2.0, dtype=form), torch.empty_strided((1024, 1024), (1, 1024), dtype=form)]
-    assert all((tensor.dtype, tensor.device.type) == (form, "pretend") for tensor in made)
+    assert all((tensor.dtype, tensor.device.type) == (form, "privateuseone") for tensor in made)
     assert card.allocator.allocated.now == 5 * 2**20
 
 
@@ -57,12 +57,12 @@ def test_modules(form: torch.dtype, make_cards: MakeCards) -> None:
     home = nn.Linear(6, 4, dtype=torch.float32)
     state = {name: value.to(form) for name, value in home.state_dict().items()}
     for assign in (False, True):
-        there = nn.Linear(6, 4).to("pretend:1", form)
-        there.load_state_dict({name: value.to("pretend:1") for name, value in state.items()}, assign=assign)
+        there = nn.Linear(6, 4).to("privateuseone:1", form)
+        there.load_state_dict({name: value.to("privateuseone:1") for name, value in state.items()}, assign=assign)
         assert same(there.weight.detach(), state["weight"])
-        assert same(there.to("pretend:0").weight.detach(), state["weight"])
+        assert same(there.to("privateuseone:0").weight.detach(), state["weight"])
     wanted = nn.functional.linear(torch.ones(1, 6), *(value.float() for value in state.values()))
-    assert torch.equal(there.float()(torch.ones(1, 6, device="pretend:0")).cpu(), wanted)
+    assert torch.equal(there.float()(torch.ones(1, 6, device="privateuseone:0")).cpu(), wanted)
     assert same(there.to(form).cpu().weight.detach(), state["weight"])
 
 
@@ -84,10 +84,10 @@ def test_stored_weights_give_the_loopbacks_numbers(name: str, form: str, make_ca
     case = next(case for case in CASES if case.name == name)
     wanted, _ = stored(case, form, "loopback")
     (as_loaded,) = make_cards()
-    numbers, _ = stored(case, None, "pretend:0")
+    numbers, _ = stored(case, None, "privateuseone:0")
     assert not torch.equal(numbers.cpu(), wanted)
     (narrow,) = make_cards()
-    numbers, trace = stored(case, form, "pretend:0")
+    numbers, trace = stored(case, form, "privateuseone:0")
     assert torch.equal(numbers.cpu(), wanted)
     assert any(form in lossy for lossy in trace.lossy)
     if form != "int8":  # which leaves kernels as they are
@@ -120,9 +120,9 @@ def test_stored_weights_travel_as_they_are_stored(form: str, placement: str, mak
             return module(x.to("cpu" if device == "loopback" else device)).cpu()
 
     (as_loaded,) = make_cards()
-    wide = worked("as-loaded", "pretend:0")
+    wide = worked("as-loaded", "privateuseone:0")
     (narrow,) = make_cards()
-    numbers = worked(form, "pretend:0")
+    numbers = worked(form, "privateuseone:0")
     assert torch.equal(numbers, worked(form, "loopback"))
     assert not torch.equal(numbers, wide)
     assert 0.25 * as_loaded.bytes_in < narrow.bytes_in < 0.27 * as_loaded.bytes_in  # a quarter, and the scales
@@ -139,7 +139,7 @@ def test_stored_shapes_take_the_bytes_of_stored_weights(
         module = Wide()
     fitted = fit(module, plan={"components": {"model": {"placement": placement, "storage": form}}}, device="pretend:0")
     with torch.no_grad():
-        assert module(torch.empty(2, 256, device="pretend:0")).shape == (2, 256)
+        assert module(torch.empty(2, 256, device="privateuseone:0")).shape == (2, 256)
     trace = fitted.report().trace
     assert 0 < trace.phases[0].peak_weights < 1.1 * 24 * 256 * 256
     assert any(form in lossy for lossy in trace.lossy)

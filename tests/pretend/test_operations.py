@@ -131,8 +131,8 @@ def value() -> torch.Tensor:
 def test_numbers_are_those_of_the_cpu(name: str, value: torch.Tensor, make_cards: MakeCards) -> None:
     make_cards()
     wanted = list(tensors(OPERATIONS[name](value)))
-    results = list(tensors(OPERATIONS[name](value.to("pretend"))))
-    assert [result.device.type for result in results] == ["pretend"] * len(wanted)
+    results = list(tensors(OPERATIONS[name](value.to("privateuseone"))))
+    assert [result.device.type for result in results] == ["privateuseone"] * len(wanted)
     for result, numbers in zip(results, wanted, strict=True):
         torch.testing.assert_close(result.cpu(), numbers, rtol=0, atol=0, equal_nan=True)
 
@@ -145,7 +145,7 @@ def test_shapes_are_right_without_numbers(
     make_cards(values="shapes")
     wanted = list(tensors(OPERATIONS[name](value)))
     for _ in range(2):  # the second time some are remembered
-        results = list(tensors(OPERATIONS[name](value.to("pretend"))))
+        results = list(tensors(OPERATIONS[name](value.to("privateuseone"))))
         assert [(result.shape, result.dtype) for result in results] == [(other.shape, other.dtype) for other in wanted]
 
 
@@ -164,9 +164,9 @@ NEEDS_NUMBERS: dict[str, tuple[Operation, str]] = {
 def test_what_needs_numbers_says_so(name: str, make_cards: MakeCards) -> None:
     make_cards(values="shapes")
     operation, message = NEEDS_NUMBERS[name]
-    large = torch.ones(2**20, device="pretend") * torch.ones(2**20, device="pretend")
+    large = torch.ones(2**20, device="privateuseone") * torch.ones(2**20, device="privateuseone")
     if name == "a mask as index":  # of more truth values than are kept
-        large = torch.ones(2**24, device="pretend")
+        large = torch.ones(2**24, device="privateuseone")
     with pytest.raises((RunError, NotImplementedError), match=message):
         operation(large)
 
@@ -176,12 +176,12 @@ def test_what_only_cuda_has_says_so(make_cards: MakeCards) -> None:
     with pytest.raises(
         NotImplementedError, match=r"cannot do aten\._thnn_fused_lstm_cell\.default on numbers.*the CPU$"
     ):
-        nn.LSTM(2, 3).to("pretend")(torch.ones(1, 1, 2, device="pretend"))
+        nn.LSTM(2, 3).to("privateuseone")(torch.ones(1, 1, 2, device="privateuseone"))
 
 
 def test_numbers_for_python(make_cards: MakeCards) -> None:
     make_cards()
-    value = torch.arange(3, device="pretend")
+    value = torch.arange(3, device="privateuseone")
     assert (value.tolist(), int(value[2]), bool(value[0]), f"{value[1] / 2:.2f}") == ([0, 1, 2], 2, False, "0.50")
     assert [int(number) for number in value] == [0, 1, 2]
     assert torch.equal(value, value.clone())
@@ -190,14 +190,14 @@ def test_numbers_for_python(make_cards: MakeCards) -> None:
 
 def test_deep_copies_share_what_was_shared(make_cards: MakeCards) -> None:
     make_cards(2)
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to("pretend:1")
-    module[0].weight.data = torch.ones(2, 2, device="pretend:1")
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to("privateuseone:1")
+    module[0].weight.data = torch.ones(2, 2, device="privateuseone:1")
     copied = copy.deepcopy(module)
     module[0].weight.data.zero_()
     assert torch.equal(copied[0].weight.cpu(), torch.ones(2, 2))
-    assert copied[1].running_var.device == torch.device("pretend:1")
+    assert copied[1].running_var.device == torch.device("privateuseone:1")
     assert copied[1].running_var.data_ptr() != module[1].running_var.data_ptr()
-    whole = torch.arange(4, device="pretend:0")
+    whole = torch.arange(4, device="privateuseone:0")
     first, second = copy.deepcopy([whole, whole[1:]])
     first += 1
     assert second.tolist() == [2, 3, 4]
@@ -209,11 +209,11 @@ def test_deep_copies_share_what_was_shared(make_cards: MakeCards) -> None:
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_is_loaded_and_parameters_stay_parameters(assign: bool, make_cards: MakeCards) -> None:
     make_cards(2)
-    home, there = nn.Linear(3, 2), nn.Linear(3, 2).to("pretend:1")
+    home, there = nn.Linear(3, 2), nn.Linear(3, 2).to("privateuseone:1")
     before = there.weight
-    state = {name: tensor.to("pretend:0") for name, tensor in home.state_dict().items()}
+    state = {name: tensor.to("privateuseone:0") for name, tensor in home.state_dict().items()}
     there.load_state_dict(state, assign=assign)
     assert isinstance(there.weight, nn.Parameter)
     assert (there.weight is before) is not assign
-    assert there.weight.device == torch.device("pretend:0" if assign else "pretend:1")
+    assert there.weight.device == torch.device("privateuseone:0" if assign else "privateuseone:1")
     assert torch.equal(there.weight.cpu(), home.weight)

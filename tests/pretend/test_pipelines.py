@@ -37,7 +37,7 @@ def on_the_cpu(case: TinyCase) -> torch.Tensor:
 @every_case
 def test_numbers_are_those_of_the_cpu(case: TinyCase, make_cards: MakeCards) -> None:
     _, card = make_cards(2)
-    assert torch.equal(run(case.make().to("pretend:1"), case).cpu(), on_the_cpu(case))
+    assert torch.equal(run(case.make().to("privateuseone:1"), case).cpu(), on_the_cpu(case))
     assert card.allocator.allocated.peak > 0
 
 
@@ -45,7 +45,7 @@ def _split(pipe: Any) -> None:
     """Puts every other network on the second card; what goes in and out of networks is moved."""
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     for index, part in enumerate(parts.values()):
-        part.to(f"pretend:{index % 2}")
+        part.to(f"privateuseone:{index % 2}")
     home = pipe.device
     parts.pop("vae").to(home)  # it is not called but asked to decode
     for part in parts.values():

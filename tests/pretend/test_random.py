@@ -36,7 +36,7 @@ DRAWS: dict[str, Draw] = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_numbers_are_those_of_the_cpu(name: str, make_cards: MakeCards) -> None:
     make_cards(2)
-    cpu, card = torch.device("cpu"), torch.device("pretend:1")
+    cpu, card = torch.device("cpu"), torch.device("privateuseone:1")
     wanted = DRAWS[name](cpu, torch.Generator().manual_seed(3))
     for source in (torch.Generator().manual_seed(3), torch.Generator(card).manual_seed(3)):
         drawn = DRAWS[name](card, source)
@@ -50,23 +50,23 @@ def test_seeds(make_cards: MakeCards) -> None:
     torch.manual_seed(5)
     wanted = torch.randn(4)
     torch.manual_seed(5)
-    state = torch.get_device_module("pretend").get_rng_state()
-    with torch.random.fork_rng(devices=[0], device_type="pretend"):
-        assert torch.equal(torch.randn(4, device="pretend").cpu(), wanted)
-    assert torch.equal(torch.get_device_module("pretend").get_rng_state(), state)
-    assert torch.equal(torch.randn_like(torch.empty(4, device="pretend")).cpu(), wanted)
+    state = torch.get_device_module("privateuseone").get_rng_state()
+    with torch.random.fork_rng(devices=[0], device_type="privateuseone"):
+        assert torch.equal(torch.randn(4, device="privateuseone").cpu(), wanted)
+    assert torch.equal(torch.get_device_module("privateuseone").get_rng_state(), state)
+    assert torch.equal(torch.randn_like(torch.empty(4, device="privateuseone")).cpu(), wanted)
 
 
 def test_large_shapes_have_no_numbers_to_draw(make_cards: MakeCards) -> None:
     make_cards(values="shapes")
-    large = torch.randn(2**20, device="pretend", generator=torch.Generator("pretend").manual_seed(0))
+    large = torch.randn(2**20, device="privateuseone", generator=torch.Generator("privateuseone").manual_seed(0))
     assert large.shape == (2**20,)
     assert store_of(large).values is None
 
 
 def test_diffusers_takes_such_a_generator(make_cards: MakeCards) -> None:
     make_cards()
-    device = torch.device("pretend:0")
+    device = torch.device("privateuseone:0")
     drawn = randn_tensor((2, 3), generator=torch.Generator(device).manual_seed(1), device=device)
     assert torch.equal(drawn.cpu(), torch.randn(2, 3, generator=torch.Generator().manual_seed(1)))
     case = CASES[0]
@@ -79,7 +79,7 @@ def test_torchs_own_generator_is_there_but_for_the_device(make_cards: MakeCards)
     torchs = torch.Generator
     plain = torch.Generator()
     make_cards()
-    ours = torch.Generator(device="pretend:0")
+    ours = torch.Generator(device="privateuseone:0")
     assert type(ours) is type(plain) is torchs
     assert isinstance(plain, torch.Generator)
     assert not isinstance("cpu", torch.Generator)
@@ -91,4 +91,4 @@ def test_torchs_own_generator_is_there_but_for_the_device(make_cards: MakeCards)
     use_cards(())
     assert torch.Generator is torchs
     with pytest.raises(NotImplementedError, match="getNewGenerator"):
-        torch.Generator("pretend")
+        torch.Generator("privateuseone")

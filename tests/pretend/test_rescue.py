@@ -135,8 +135,8 @@ def test_what_has_written_into_its_input_is_not_run_again(
     failing = Failing(card, monkeypatch, [network])
     fit(network, plan={"components": {"model": {"placement": "per-phase"}}}, device="pretend:0")
     with torch.no_grad():
-        network(torch.ones(2, 64, device="pretend:0"))
+        network(torch.ones(2, 64, device="privateuseone:0"))
         failing.refuse(1, 1, random.Random(0))
         with pytest.raises(torch.OutOfMemoryError, match="injected"):
-            network(torch.ones(2, 64, device="pretend:0"))
+            network(torch.ones(2, 64, device="privateuseone:0"))
     assert not failing.refused

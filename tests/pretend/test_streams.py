@@ -19,15 +19,15 @@ NAMES = torch.get_device_module  # `torch.pretend`, once a card is in use
 
 def test_copies_on_a_stream_of_their_own_pass_beside_work(make_cards: MakeCards) -> None:
     (card,) = make_cards(values="shapes")
-    module = NAMES("pretend")
+    module = NAMES("privateuseone")
     stream, usual = module.Stream(), module.current_stream()
     source = torch.zeros(SIZE, dtype=torch.uint8).pin_memory()
-    one = torch.zeros(4096, 4096, device="pretend")
+    one = torch.zeros(4096, 4096, device="privateuseone")
     card.timeline.synchronize()
     begun = card.now
     with module.stream(stream):
         assert module.current_stream().stream_id == stream.stream_id != usual.stream_id
-        there = source.to("pretend", non_blocking=True)
+        there = source.to("privateuseone", non_blocking=True)
     assert module.current_stream().stream_id == usual.stream_id
     worked = one @ one
     assert card.now - begun < CROSSING + 2 * 4096**3 / 50e12 * 1e9
@@ -41,10 +41,10 @@ def test_copies_on_a_stream_of_their_own_pass_beside_work(make_cards: MakeCards)
 
 def test_a_stream_waits_for_another(make_cards: MakeCards) -> None:
     (card,) = make_cards(values="shapes")
-    module = NAMES("pretend")
-    stream, usual = module.Stream("pretend:0"), module.current_stream("pretend:0")
+    module = NAMES("privateuseone")
+    stream, usual = module.Stream("privateuseone:0"), module.current_stream("privateuseone:0")
     with module.stream(stream), module.stream(None):
-        there = torch.zeros(SIZE, dtype=torch.uint8).pin_memory().to("pretend", non_blocking=True)
+        there = torch.zeros(SIZE, dtype=torch.uint8).pin_memory().to("privateuseone", non_blocking=True)
     there.record_stream(usual)
     assert card.allocator.history[-1].what == "use"
     usual.wait_stream(stream)
@@ -56,21 +56,21 @@ def test_a_stream_waits_for_another(make_cards: MakeCards) -> None:
 
 def test_memory_is_told_as_cuda_tells_it(make_cards: MakeCards) -> None:
     make_cards(capacity=2**30)
-    module = NAMES("pretend")
+    module = NAMES("privateuseone")
     assert module.mem_get_info() == (2**30, 2**30)
-    held = torch.empty(3 * 2**20, dtype=torch.uint8, device="pretend")
-    assert (module.memory_allocated(), module.memory_reserved("pretend:0")) == (3 * 2**20, 20 * 2**20)
+    held = torch.empty(3 * 2**20, dtype=torch.uint8, device="privateuseone")
+    assert (module.memory_allocated(), module.memory_reserved("privateuseone:0")) == (3 * 2**20, 20 * 2**20)
     assert module.mem_get_info(0) == (2**30 - 20 * 2**20, 2**30)
     del held
     assert (module.memory_allocated(0), module.memory_reserved()) == (0, 20 * 2**20)
     module.empty_cache()
-    assert module.mem_get_info("pretend:0") == (2**30, 2**30)
+    assert module.mem_get_info("privateuseone:0") == (2**30, 2**30)
 
 
 def test_weights_that_hold_nothing_go_there_and_back(make_cards: MakeCards) -> None:
     (card,) = make_cards(values="shapes")
     weight = hollow(torch.empty(SIZE // 4))
-    there = weight.to("pretend")
+    there = weight.to("privateuseone")
     back = there.half().to("cpu")
     assert (card.bytes_in, card.bytes_out) == (SIZE, SIZE // 2)
     assert is_hollow(back)
@@ -89,7 +89,7 @@ def test_what_holds_nothing_costs_nothing(make_cards: MakeCards) -> None:
     process, size = psutil.Process(os.getpid()), 2**30
     before = process.memory_info().rss
     weight = hollow(torch.empty(size, dtype=torch.uint8)).pin_memory()
-    there = weight.to("pretend", non_blocking=True)
+    there = weight.to("privateuseone", non_blocking=True)
     back = there.to("cpu")
     assert process.memory_info().rss - before < size / 8
     assert back.nbytes == size

@@ -204,11 +204,11 @@ def test_a_budget_is_a_cap() -> None:
     card_of(4000 * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))
     fitted = tightfit.fit(pipe, budget="700MiB", request=REQUEST, device="pretend:0")
-    hog = [torch.empty(MIB, dtype=torch.uint8, device="pretend:0") for _ in range(600)]
+    hog = [torch.empty(MIB, dtype=torch.uint8, device="privateuseone:0") for _ in range(600)]
     with pytest.raises(torch.OutOfMemoryError, match="has a capacity of 700 MiB"):
-        hog += [torch.empty(MIB, dtype=torch.uint8, device="pretend:0") for _ in range(101)]
+        hog += [torch.empty(MIB, dtype=torch.uint8, device="privateuseone:0") for _ in range(101)]
     fitted.undo()
-    hog += [torch.empty(MIB, dtype=torch.uint8, device="pretend:0") for _ in range(101)]
+    hog += [torch.empty(MIB, dtype=torch.uint8, device="privateuseone:0") for _ in range(101)]
 
 
 def test_what_cannot_be_planned_for_leaves_all_as_it_was() -> None:

@@ -30,7 +30,7 @@ def choose_device(name: str | torch.device | Device | None = None) -> Device:
             return CpuDevice()
         case "loopback":
             return LoopbackDevice()
-        case "pretend":
+        case "pretend" | "privateuseone":  # by our name, or by torch's
             from tightfit.devices.pretend import PretendDevice  # only where it is asked for
 
             return PretendDevice(int(index or 0) if (index or "0").isdecimal() else -1)

@@ -13,6 +13,7 @@ from tightfit.errors import InputError
 from tightfit.pretend.backend import cards_in_use
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Point
+from tightfit.pretend.operations import NAME
 from tightfit.pretend.pinning import is_pinned, pin
 from tightfit.pretend.storage import settle, store_of
 
@@ -38,7 +39,7 @@ class PretendDevice(Device):
             )
         self.card = cards[index]
         self.separate = not self.card.accelerator.is_cpu
-        self.torch_device = torch.device("pretend", index)
+        self.torch_device = torch.device(NAME, index)
         self.name = f"pretend:{index}"
 
     def compute_capability(self) -> str | None:
@@ -134,7 +135,7 @@ class _PretendLane(Lane):
 
     def __init__(self, card: Card) -> None:
         self._card = card
-        self._place = torch.device("pretend", card.index)
+        self._place = torch.device(NAME, card.index)
         self._stream = card.new_stream()
 
     def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:

@@ -1,4 +1,4 @@
-"""`torch.autocast("pretend")`: as on CUDA, what gains by it is computed in the dtype that was asked for.
+"""`torch.autocast("privateuseone")`: as on CUDA, what gains by it is computed in the dtype that was asked for.
 
 The operations are those of `AT_FORALL_LOWER_PRECISION_FP` in aten/src/ATen/autocast_mode.h (torch 2.11 to 2.13) that
 networks use. All others run in the dtypes that they are given; on CUDA some of them (norms, sums) become float32.

@@ -1,7 +1,10 @@
-"""The torch device "pretend": registers it, and sends every operation on it to the card it is on.
+"""The torch device "privateuseone": registers it, and sends every operation on it to the simulated card it is on.
 
 torch lets the device type PrivateUse1 be written in Python (`_setup_privateuseone_for_python_backend`, from 2.10
-on, marked experimental: this is the only file that knows of it). An operation is one kernel here where CUDA has one
+on, marked experimental: this is the only file that knows of it). It keeps torch's own name: as soon as it has another,
+torch takes it for the process's accelerator, before CUDA (`at::getAccelerator` in aten/src/ATen/DeviceAccelerator.cpp,
+torch 2.11 to 2.15), and asks it for page-locked memory and streams. Under its own name it changes nothing for anybody
+else, so calls can be simulated in a process that uses a real card. An operation is one kernel here where CUDA has one
 kernel for it, so that memory is what it is there; what CUDA puts together from others is put together from them here.
 Which is which stands in torch's own table of native functions, which every torch brings along.
 """
@@ -36,7 +39,7 @@ _libraries: list[torch.library.Library] = []  # what they registered goes when t
 
 
 def use_cards(cards: Sequence[Card]) -> None:
-    """From now on, `cards` are "pretend:0", "pretend:1" … What lives on earlier ones stays there; () is none.
+    """From now on, `cards` are "privateuseone:0" and so on. What lives on earlier ones stays there; () is none.
 
     RunError where another backend has taken the one place that torch has for such devices.
     """
@@ -53,10 +56,10 @@ def cards_in_use() -> tuple[Card, ...]:
 def _install() -> None:
     """Registers the device, once for the process and never at import: some vendors' backends want the same place."""
     taken = torch._C._get_privateuse1_backend_name()
-    if taken not in ("privateuseone", NAME):
-        raise RunError(f"torch has one place for devices like {NAME}, and {taken} has taken it", taken=taken)
+    if taken != NAME or hasattr(torch, NAME):
+        raise RunError(f"torch has one device type for backends like {NAME}, and {taken} has taken it", taken=taken)
     alone = torch.accelerator.current_accelerator() is None
-    _setup_privateuseone_for_python_backend(NAME, backend_module=_DeviceModule())
+    _setup_privateuseone_for_python_backend(backend_module=_DeviceModule())
     rest = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     rest.fallback(_dispatch, "PrivateUse1")  # type: ignore[no-untyped-call]
     known = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -72,7 +75,7 @@ def _install() -> None:
 
 
 class _DeviceModule:
-    """What torch asks the module of a device (`torch.pretend`)."""
+    """What torch asks the module of a device (`torch.privateuseone`)."""
 
     def is_available(self) -> bool:
         return bool(_cards)

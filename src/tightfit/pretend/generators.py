@@ -1,4 +1,4 @@
-"""Random numbers on the device are the CPU's: `torch.Generator("pretend")` is a generator of the CPU.
+"""Random numbers on the device are the CPU's: `torch.Generator("privateuseone")` is a generator of the CPU.
 
 torch asks the C++ hooks of a device for a generator, and those of a device written in Python make none
 (`PythonHooks::getNewGenerator` in torch/csrc/acc/Module.cpp, torch 2.11 to 2.13). All that takes a generator on the

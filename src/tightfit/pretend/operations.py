@@ -17,7 +17,7 @@ from tightfit.pretend.storage import CPU_KEYS, new_tensor, store_of, view
 
 __all__ = ["NAME", "compute", "inner", "new_like", "valueless"]
 
-NAME = "pretend"
+NAME = "privateuseone"  # what torch calls the type of such devices; see backend.py for why it keeps that name
 SMALL = 64 * 2**10  # bytes up to which tensors keep their numbers where shapes are enough …
 SMALL_WHOLE = 8 * 2**20  # … if they are integers or truth values: positions and masks decide what happens next
 _aten = torch.ops.aten

@@ -27,8 +27,8 @@ from tightfit.measure.ledger import Ledger
 from tightfit.measure.modules import find_components, find_role, inspect_pipeline
 from tightfit.measure.shadow import mark_of, shadow_of
 from tightfit.plan.guesses import ANY_CARD
+from tightfit.pretend.operations import NAME
 from tightfit.records import Request
-from tightfit.run.aside import aside
 from tightfit.run.models import DTYPES
 from tightfit.run.predictions import find_subject, remembered
 from tightfit.run.stage import Stage, roomy_card
@@ -78,7 +78,7 @@ def measure_footprint(
                 f"a single {type(module).__name__} has no request: give inputs, e.g. inputs=[(1, 4, 64, 64)]",
                 kind=type(module).__name__,
             )
-        return aside(_measure_module, shadow_of(module), method, inputs)
+        return _measure_module(shadow_of(module), method, inputs)
     find_components(subject)  # PlanError where it has none
     return _kept(mark_of(subject), asked, inputs, subject)
 
@@ -119,7 +119,7 @@ def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: s
         raise InputError(f"a pipeline's inputs go by name, not as {type(inputs).__name__}", kind=type(inputs).__name__)
 
     def measure() -> Footprint:
-        return aside(_measure_call, _untouched(model), asked, inputs or {}, dtype)
+        return _measure_call(model, asked, inputs or {}, dtype)
 
     if inputs or not mark:
         return measure()
@@ -255,7 +255,7 @@ def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint
 def _placed(value: Any, dtype: torch.dtype) -> Any:
     """`value` on the pretend card, in the place of an argument."""
     if isinstance(value, torch.Tensor):
-        return torch.zeros_like(value, device="pretend:0") if value.is_meta else value.to("pretend:0")
+        return torch.zeros_like(value, device=NAME) if value.is_meta else value.to(NAME)
     if isinstance(value, tuple) and value and all(type(length) is int for length in value):
-        return torch.zeros(value, dtype=dtype, device="pretend:0")
+        return torch.zeros(value, dtype=dtype, device=NAME)
     return value

@@ -15,6 +15,7 @@ from tightfit.measure.ledger import likeness
 from tightfit.measure.recorder import Moment, Recorder
 from tightfit.pretend.card import Card
 from tightfit.pretend.kernels import Work
+from tightfit.pretend.operations import NAME
 from tightfit.pretend.storage import settle
 
 __all__ = ["Remembering"]
@@ -71,7 +72,7 @@ def _repeat(seen: _Pass, recorder: Recorder, card: Card) -> Any:
     card.timeline.run(card.stream, "compute", seen.nanoseconds)
     card.live.reach(seen.above)
     recorder.moved(bytes_in=seen.bytes_in, bytes_out=seen.bytes_out)
-    return _placed(seen.output, torch.device("pretend", card.index))
+    return _placed(seen.output, torch.device(NAME, card.index))
 
 
 def _watched(work: Callable[[], Any], recorder: Recorder, card: Card) -> tuple[Any, _Pass]:

@@ -16,7 +16,6 @@ from tightfit.checkpoint.shapes import build_folder
 from tightfit.devices.choice import choose_device
 from tightfit.errors import InputError, unknown_name
 from tightfit.records import Accelerator, Request
-from tightfit.run.aside import aside
 from tightfit.run.files import check_writable
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.stage import Stage, roomy_card
@@ -56,7 +55,7 @@ def trace_model(
     if model is None:
         request = demo_request(request)
     usual = "float32" if on_cpu else stored_dtype(folder.components)
-    traced = aside(_trace, folder, getattr(torch, dtype or usual), request, name, inputs)
+    traced = _trace(folder, getattr(torch, dtype or usual), request, name, inputs)
     traced.save(out)
     return traced
 
