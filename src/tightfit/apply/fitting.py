@@ -160,8 +160,8 @@ class Fitted:
         if plan.growing_segments:
             undo.callback(device.grow_segments())
         most = plan.budget and (plan.budget.of(device.name) if device.separate else plan.budget.of_cpu)
-        if plan.forecast and most:
-            undo.callback(device.cap(most))  # it was made to keep within that
+        if most:
+            undo.callback(device.cap(most))
 
     def _fit_component(
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack

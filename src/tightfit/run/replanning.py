@@ -5,11 +5,13 @@ What the pipeline was like before it was fitted is kept without weights, so that
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tightfit.devices.memory import resident_bytes
 from tightfit.devices.seam import Device
+from tightfit.errors import BudgetTooSmall, RequestError
 from tightfit.measure.modules import find_components, weight_tensors
 from tightfit.records import Budget, Machine, Plan, Request
 from tightfit.run.experiences import Basis, Past
@@ -17,9 +19,13 @@ from tightfit.run.footprints import Measurer
 from tightfit.run.machines import machine_now, with_less_taken
 from tightfit.run.pupil import Pupil
 from tightfit.run.shape import Shape, request_of, shape_of
+from tightfit.run.unmeasured import plan_unmeasured, with_reason
 from tightfit.run.within import Made, Site
+from tightfit.units import format_bytes
 
 __all__ = ["Replanner"]
+
+logger = logging.getLogger("tightfit")
 
 LESS = 0.95  # of what a plan wanted that ran out of memory
 
@@ -33,7 +39,8 @@ class Replanner:
     def __init__(self, pipe: Any, site: Site, made: Made | None = None) -> None:
         self._limits, self._devices = site
         self._own = {device.name: _bytes_of(pipe, device) for device in self._devices}
-        self._measurer = Measurer(pipe)
+        self._unmeasured = plan_unmeasured(pipe, site)  # for calls that cannot be measured
+        self._measurer = _measurer(pipe)
         self._machine: Machine | None = None  # as it was before the pipeline followed any plan
         self._bases: dict[Shape, Basis] = {}
         self._plans: dict[Shape, Plan] = {}
@@ -46,10 +53,19 @@ class Replanner:
             self.pupil.studies(*made)
 
     def plan(self, pipe: Any, request: Request) -> Plan:
-        """The plan for `request`, a new one or that which was made before. Raises BudgetTooSmall."""
+        """The plan for `request`, a new one or that which was made before: level 3 where it cannot be measured.
+
+        Raises BudgetTooSmall, and InputError for a request that cannot be.
+        """
         shape = shape_of(pipe, request)
         if shape not in self._plans:
-            basis = self._bases.get(shape) or self._basis(request)
+            try:
+                basis = self._bases.get(shape) or self._basis(request)
+            except Exception as error:  # of anybody's code: pipelines, hooks, adapters
+                if isinstance(error, RequestError) and request != Request():
+                    raise
+                logger.info("this call cannot be measured", exc_info=True)
+                return with_reason(self._unmeasured, request, error)
             plan = self._plans[shape] = basis.plan(self._limits)
             self._bases[shape] = basis
             self._stays_on(plan)
@@ -62,6 +78,8 @@ class Replanner:
             self._limits = self._limits._replace(host=plan.device)
 
     def _basis(self, request: Request) -> Basis:
+        if isinstance(self._measurer, Exception):
+            raise self._measurer
         footprint = self._measurer.measure(request)
         self._machine = self._machine or self._free_machine()
         past = Past(self._measurer.question(request), self._machine.accelerators[0])
@@ -92,6 +110,8 @@ class Replanner:
         """
         assert now.request is not None
         shape, told = shape_of(pipe, now.request), now.told_peak(now.device)
+        if shape not in self._bases:
+            raise _nothing_less(now, held)
         basis = self._bases[shape]
         more = max(held - (basis.machine.ram_taken or 0) - told, int(told * (1 - LESS)), 1)
         machine = with_less_taken(basis.machine, {now.device: -more})
@@ -108,6 +128,8 @@ class Replanner:
         planned for more. Raises BudgetTooSmall.
         """
         assert now.request is not None
+        if not now.forecast:
+            raise _nothing_less(now, min(free.values()))
         told = {name: now.told_peak(name) for name in free}
         short = [name for name, size in free.items() if size < told[name]] or list(free)
         sizes = {name: min(size, int(told[name] * LESS)) if name in short else size for name, size in free.items()}
@@ -120,6 +142,23 @@ class Replanner:
         self._limits = self._limits._replace(budget=budget)
         self._plans.clear()
         return self.plan(pipe, now.request)
+
+
+def _measurer(pipe: Any) -> Measurer | Exception:
+    """Who measures `pipe`, or why nobody can: weights in somebody else's format, say."""
+    try:
+        return Measurer(pipe)
+    except Exception as error:  # of anybody's code, which copies of modules run
+        return error
+
+
+def _nothing_less(now: Plan, size: int) -> BudgetTooSmall:
+    """For a plan that was not predicted, and so cannot be made smaller."""
+    why = now.reasons[0].because if now.reasons else ""
+    return BudgetTooSmall(
+        f"{format_bytes(size)} on {now.device} are not enough for level 3, and no plan for less can be made: {why}",
+        available_bytes=size,
+    )
 
 
 def _bytes_of(pipe: Any, target: Device) -> int:
