@@ -14,11 +14,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from importlib.resources import files
 from typing import Any
 
 import torch
-import yaml
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tightfit.errors import RunError
@@ -27,6 +25,7 @@ from tightfit.pretend.attention import attend
 from tightfit.pretend.card import Card
 from tightfit.pretend.copies import cloning, copy, to_copy
 from tightfit.pretend.generators import offer_generators
+from tightfit.pretend.native import cuda_kernels
 from tightfit.pretend.norms import group_norm
 from tightfit.pretend.operations import NAME, compute, inner, new_like, valueless
 from tightfit.pretend.storage import CPU_KEYS, settle, store_of, view
@@ -63,7 +62,7 @@ def _install() -> None:
     rest = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     rest.fallback(_dispatch, "PrivateUse1")  # type: ignore[no-untyped-call]
     known = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for op, kernel in ({op: op for op in (*_cuda_kernels(), *_SPECIAL)} | _ONE_KERNEL).items():
+    for op, kernel in ({op: op for op in (*cuda_kernels(), *_SPECIAL)} | _ONE_KERNEL).items():
         known.impl(op, functools.partial(_dispatch, kernel), "PrivateUse1")  # type: ignore[no-untyped-call]
     for lazy in ("Conjugate", "Negative"):  # torch would resolve these bits by a copy, which is what it is about to do
         known.impl(_aten._copy_from.default, torch.library.fallthrough_kernel, lazy)  # type: ignore[no-untyped-call]
@@ -139,25 +138,6 @@ class _DeviceModule:
 
 # one kernel on CUDA, though the table has no CUDA key for it; and what runs in its place
 _ONE_KERNEL = {_aten.convolution_overrideable.default: _aten.convolution.default}
-
-
-def _cuda_kernels() -> list[torch._ops.OpOverload]:
-    """The operations for which CUDA has a kernel of its own, from torch's table."""
-    text = (files("torchgen") / "packaged/ATen/native/native_functions.yaml").read_text()
-    table = {entry["func"].partition("(")[0]: entry for entry in yaml.load(text, Loader=yaml.CSafeLoader)}
-    names = [name for name, entry in table.items() if _on_cuda(table[entry.get("structured_delegate", name)])]
-    return [op for op in map(_overload, names) if op is not None]
-
-
-def _on_cuda(entry: dict[str, Any]) -> bool:
-    named = any("CUDA" in keys.split(", ") for keys in entry.get("dispatch") or {})
-    return named or "ufunc_inner_loop" in entry  # generated for CPU and CUDA alike
-
-
-def _overload(name: str) -> torch._ops.OpOverload | None:
-    packet, _, overload = name.partition(".")
-    found = getattr(getattr(_aten, packet, None), overload or "default", None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
 
 
 def _dispatch(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from tightfit.errors import RunError
 from tightfit.pretend.card import Card
 from tightfit.pretend.fused import STAND_INS
 from tightfit.pretend.kernels import work_of
+from tightfit.pretend.layouts import laid_out
 from tightfit.pretend.storage import CPU_KEYS, new_tensor, store_of, view
 
 __all__ = ["NAME", "compute", "inner", "new_like", "valueless"]
@@ -63,7 +63,9 @@ def _run(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     numbers = any(not isinstance(args[place], torch.Tensor) for place in _tensor_places(op) if place < len(args))
     call = op.overloadpacket if numbers else op  # torch hands `2` on for the tensor it made of it
     try:
-        return _shaped(op, call, args, kwargs) if shapes and not op._schema.is_mutable else call(*args, **kwargs)
+        if not shapes:
+            return call(*args, **kwargs)
+        return _written_out(op, call, args, kwargs) if op._schema.is_mutable else _shaped(op, call, args, kwargs)
     except NotImplementedError as error:
         cause = str(error).partition("\n")[0]
         what, remedy = ("shapes alone", ", or use values='real'") if shapes else ("numbers", "")
@@ -92,9 +94,7 @@ def _shaped(op: torch._ops.OpOverload, call: Any, args: tuple[Any, ...], kwargs:
     if known is not None:
         made = tuple(torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in known)
         return made if len(op._schema.returns) > 1 else made[0]
-    result = call(*args, **kwargs)
-    if op is _aten.convolution.default:
-        result = _as_libraries_lay_it_out(result, *args[:2])
+    result = laid_out(op, args, kwargs, call(*args, **kwargs))
     outputs = result if isinstance(result, tuple) else (result,)
     given = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
     if all(isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in given for value in outputs):
@@ -104,11 +104,13 @@ def _shaped(op: torch._ops.OpOverload, call: Any, args: tuple[Any, ...], kwargs:
     return result
 
 
-def _as_libraries_lay_it_out(result: torch.Tensor, maps: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Channels last where maps or weights are: cuDNN's and oneDNN's rule (aten/src/ATen/native/ConvUtils.h)."""
-    for layout, dimensions in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
-        if result.ndim == dimensions and layout in (suggest_memory_format(maps), suggest_memory_format(weight)):
-            return result.contiguous(memory_format=layout)
+def _written_out(op: torch._ops.OpOverload, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`op`, which writes into what it was given, on shapes alone; what it makes larger is laid out by its kernel."""
+    out = kwargs.get("out")
+    before = out.shape if isinstance(out, torch.Tensor) else None
+    result = call(*args, **kwargs)
+    if isinstance(out, torch.Tensor) and out.shape != before:
+        out.as_strided_(out.shape, laid_out(op, args, kwargs, out).stride())
     return result
 
 

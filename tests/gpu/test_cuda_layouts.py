@@ -1,0 +1,23 @@
+"""Strides of CUDA's kernels, beside those of a simulated card without numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from pretend.conftest import make_cards  # noqa: F401  a fixture
+from pretend.layouts import CONVOLUTIONS, CUDA_ONLY, OTHERS, POINTWISE, differences, pairs
+from tightfit.devices.cuda import cuda_count
+from tightfit.devices.pretend import PretendDevice
+from tightfit.pretend import operations
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
+ALL = POINTWISE | OTHERS | CONVOLUTIONS | CUDA_ONLY
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pair=pairs())
+def test_strides_are_those_of_cudas_kernels(make_cards, monkeypatch, pair) -> None:  # noqa: F811
+    monkeypatch.setattr(operations, "SMALL", 0)
+    make_cards(values="shapes")
+    assert list(differences(pair, ALL, "cuda", PretendDevice(0).torch_device)) == []

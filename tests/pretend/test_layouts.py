@@ -1,0 +1,49 @@
+"""Strides on a pretend card without numbers, beside those that kernels give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+
+from pretend.conftest import MakeCards
+from pretend.layouts import CONVOLUTIONS, OTHERS, POINTWISE, Layout, differences, pairs
+from tightfit.devices.pretend import PretendDevice
+from tightfit.pretend import operations
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pairs())
+@example(
+    (
+        Layout((1, 4, 3, 2), "channels last", (0, 1, 2, 3), (False,) * 4),
+        Layout((1, 4, 3, 2), "contiguous", (0, 1, 2, 3), (False,) * 4),
+    )
+)
+def test_strides_are_those_of_kernels(
+    make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch, pair: tuple[Layout, Layout]
+) -> None:
+    monkeypatch.setattr(operations, "SMALL", 0)
+    make_cards(values="shapes")
+    card = PretendDevice(0).torch_device
+    for _ in range(2):  # the second time they are remembered
+        assert list(differences(pair, POINTWISE | OTHERS, "cpu", card)) == []
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pairs(4, 4))
+def test_convolutions(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch, pair: tuple[Layout, Layout]) -> None:
+    monkeypatch.setattr(operations, "SMALL", 0)
+    make_cards(values="shapes")
+    assert list(differences(pair, CONVOLUTIONS, "cpu", PretendDevice(0).torch_device)) == []
+
+
+def test_a_batch_of_one_divided_by_a_number(make_cards: MakeCards) -> None:
+    """What an autoencoder does after the attention in its middle: the convolutions after it see no channels last."""
+    make_cards(values="shapes")
+
+    def divided(device: str | torch.device) -> tuple[int, ...]:
+        tokens = torch.empty(1, 256, 512, device=device).transpose(-1, -2).reshape(1, 512, 16, 16)
+        return ((tokens + torch.empty(1, 512, 16, 16, device=device)) / 1.0).stride()
+
+    assert divided(PretendDevice(0).torch_device) == divided("cpu") == (512, 1, 8192, 512)
