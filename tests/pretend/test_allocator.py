@@ -238,3 +238,52 @@ def test_blocks_never_overlap_and_nothing_is_lost(history: list[tuple[int, int, 
         allocator.free(block)
     allocator.empty_cache()
     assert (allocator.allocated.now, allocator.reserved.now) == (0, 0)
+
+
+def test_a_limit_counts_the_whole_request() -> None:
+    """Though most of it is mapped already, and free: torch gives the cache back before it looks."""
+    allocator = card(1000 * MIB, expandable=True)
+    first, second = allocator.malloc(300 * MIB), allocator.malloc(300 * MIB)
+    allocator.free(second)
+    assert allocator.reserved.now == 600 * MIB
+    allocator.malloc(480 * MIB)
+    assert (allocator.retries, allocator.reserved.now) == (1, 780 * MIB)
+    with pytest.raises(CardFull):
+        allocator.malloc(222 * MIB)
+    assert first.used
+
+
+def test_pages_may_exceed_a_limit() -> None:
+    allocator = card(expandable=True)
+    allocator.capacity = 306 * MIB
+    allocator.malloc(255 * MIB)
+    assert allocator.reserved.now == 260 * MIB
+    allocator.malloc(46 * MIB)  # together 306, on pages that the first did not fill
+    assert (allocator.retries, allocator.reserved.now) == (0, 320 * MIB)
+    with pytest.raises(CardFull):
+        allocator.malloc(20 * MIB)
+
+
+def test_what_is_not_mapped_is_looked_for_by_address() -> None:
+    allocator = card(expandable=True)
+    blocks = [allocator.malloc(size * MIB) for size in (60, 20, 40, 20)]
+    for block in (blocks[0], blocks[2]):
+        allocator.free(block)
+    allocator.empty_cache()  # the smaller one lies higher
+    assert allocator.malloc(20 * MIB).address == blocks[0].address
+
+
+def test_segments_of_both_kinds() -> None:
+    allocator = card()
+    fixed = allocator.malloc(50 * MIB)
+    allocator.expandable = True
+    grown = allocator.malloc(40 * MIB)
+    allocator.free(grown)
+    allocator.expandable = False
+    allocator.malloc(30 * MIB)
+    assert allocator.reserved.now == (50 + 40 + 30) * MIB
+    allocator.free(fixed)
+    allocator.expandable = True
+    assert allocator.malloc(30 * MIB).address == fixed.address
+    assert allocator.malloc(20 * MIB - 512).address == fixed.address + 30 * MIB
+    assert allocator.reserved.now == (50 + 40 + 30) * MIB

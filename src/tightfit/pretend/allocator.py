@@ -7,7 +7,8 @@ blocks merge with free neighbours. A freed block is only used again on the strea
 streams used waits for them. Where the card is full, cached segments without any use are given back first.
 
 With `expandable`, segments are address ranges that are mapped page by page (PYTORCH_ALLOC_CONF=
-expandable_segments:True).
+expandable_segments:True). A limit (`set_per_process_memory_fraction`, as a budget is) is compared with all that is
+reserved and the whole request, whatever of that is mapped already; the pages that are then mapped may exceed it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tightfit.pretend.blocks import (
     idle_run,
     of_stream,
     order,
+    place,
     room,
     rounded,
     segment_size,
@@ -67,13 +69,13 @@ class CardFull(Exception):
 
 
 class CachingAllocator:
-    """The allocator of one card with `capacity` bytes for tensors.
+    """The allocator of one card with `capacity` bytes for tensors; less, if that is set later, is a limit.
 
     `record` makes an event at the end of a stream's timeline, for blocks that several streams use.
     """
 
     def __init__(self, capacity: int, record: Callable[[int], Event], *, expandable: bool = False) -> None:
-        self.capacity = capacity
+        self.capacity = self._total = capacity
         self.expandable = expandable
         self.allocated, self.reserved, self.requested = Counter(), Counter(), Counter()
         self.retries = 0
@@ -134,10 +136,12 @@ class CachingAllocator:
         index = bisect.bisect_left(pool.free, (stream, size, 0), key=order)
         candidates = of_stream(pool.free, index, stream)
         best = next(candidates, None)
+        if best is not None and best.expandable and not self.expandable:  # it was switched off in between
+            best = next((other for other in candidates if not other.expandable), None)
         if best is None:
             return None
-        for other in candidates if best.expandable else ():
-            if room(other) >= room(best):
+        for other in candidates if self.expandable else ():
+            if not best.expandable or room(other) >= room(best):
                 break
             best = other
         pool.remove(best)
@@ -145,11 +149,11 @@ class CachingAllocator:
 
     def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
         """A free block from memory that the card still has; None where it has not enough."""
-        if self.expandable:
-            return self._expand(pool, size, stream)
         length = segment_size(size)
         if self.reserved.now + length > self.capacity:
             return None
+        if self.expandable:
+            return self._expand(pool, size, stream)
         self.reserved.add(length)
         return Block(self._addresses(length), length, stream, pool)
 
@@ -211,8 +215,6 @@ class CachingAllocator:
 
     def _expand(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Maps pages at the lowest address where `size` bytes are free or unmapped in a row."""
-        if size > self.capacity:
-            return None
         block = self._expandable_place(pool, size, stream)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -226,12 +228,12 @@ class CachingAllocator:
         return block
 
     def _expandable_place(self, pool: Pool, size: int, stream: int) -> Block:
-        index = bisect.bisect_left(pool.unmapped, (stream, 0, 0), key=order)
+        index = bisect.bisect_left(pool.unmapped, (stream, 0), key=place)
         for block in of_stream(pool.unmapped, index, stream):
             first = block.before if block.before is not None and block.before.idle else block
             if idle_run(first, size) >= size:
                 return first
-        length = up(self.capacity + self.capacity // 8, pool.page)
+        length = up(self._total + self._total // 8, pool.page)
         address = self._addresses(length, pool.page)
         block = Block(address, length, stream, pool, mapped=False, expandable=True)
         pool.insert(block)
@@ -240,7 +242,7 @@ class CachingAllocator:
     def _map(self, block: Block, size: int) -> bool:
         """Maps whole pages from the start of the unmapped `block`, at least `size` bytes if the card has them."""
         pool, length = block.pool, min(up(size, block.pool.page), block.size)
-        if self.reserved.now + length > self.capacity:
+        if self.reserved.now + length > self._total:
             return False
         pool.remove(block)
         if length < block.size:

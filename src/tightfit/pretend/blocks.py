@@ -18,6 +18,7 @@ __all__ = [
     "idle_run",
     "of_stream",
     "order",
+    "place",
     "room",
     "rounded",
     "segment_size",
@@ -82,18 +83,23 @@ class Block:
 
 @dataclass(eq=False)
 class Pool:
-    """Free blocks for small or for large requests, ordered by stream, size and address."""
+    """Free blocks for small or for large requests, ordered by size; what is not mapped, by address alone."""
 
     small: bool
     free: list[Block] = field(default_factory=list)
     unmapped: list[Block] = field(default_factory=list)
 
     def insert(self, block: Block) -> None:
-        bisect.insort(self.free if block.mapped else self.unmapped, block, key=order)
+        if block.mapped:
+            bisect.insort(self.free, block, key=order)
+        else:
+            bisect.insort(self.unmapped, block, key=place)
 
     def remove(self, block: Block) -> None:
-        blocks = self.free if block.mapped else self.unmapped
-        del blocks[bisect.bisect_left(blocks, order(block), key=order)]
+        if block.mapped:
+            del self.free[bisect.bisect_left(self.free, order(block), key=order)]
+        else:
+            del self.unmapped[bisect.bisect_left(self.unmapped, place(block), key=place)]
 
     @property
     def page(self) -> int:
@@ -102,6 +108,10 @@ class Pool:
 
 def order(block: Block) -> tuple[int, int, int]:
     return block.stream, block.size, block.address
+
+
+def place(block: Block) -> tuple[int, int]:
+    return block.stream, block.address
 
 
 def rounded(size: int) -> int:

@@ -72,8 +72,9 @@ class Card:
 
     def malloc(self, size: int) -> Block:
         """A block for the current stream; torch's OutOfMemoryError where the card has none left."""
+        retries = self.allocator.retries
         try:
-            return self.allocator.malloc(size, self.stream)
+            block = self.allocator.malloc(size, self.stream)
         except CardFull as full:
             free = full.capacity - full.reserved
             raise torch.OutOfMemoryError(
@@ -82,6 +83,9 @@ class Card:
                 f"is allocated by tensors, and {format_bytes(full.reserved - full.allocated)} is reserved but "
                 "unallocated"
             ) from None
+        if self.allocator.retries > retries:  # what is given back may be in use until the stream is done
+            self.let_host_wait()
+        return block
 
     def do(self, work: Work) -> None:
         """Runs a kernel: what it holds comes and goes, and its time passes on the current stream."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from tightfit.pretend.allocator import CachingAllocator, CardFull, Step
-from tightfit.pretend.blocks import LARGE_ROUNDING, Block
+from tightfit.pretend.blocks import LARGE_ROUNDING, Block, rounded, segment_size
 
 __all__ = ["least_capacity", "replay", "steps_of"]
 
@@ -58,7 +58,9 @@ def least_capacity(history: Sequence[Step], *, expandable: bool = False, within:
     `within` is by how much it may be more, as a share of it.
     """
     roomy = replay(history, 2**60, expandable=expandable)
-    fits, fails = roomy.reserved.peak // LARGE_ROUNDING, roomy.allocated.peak // LARGE_ROUNDING - 1
+    largest = max((segment_size(rounded(step.size)) for step in history if step.what == "malloc"), default=0)
+    enough = roomy.reserved.peak + (largest if expandable else 0)  # whatever is asked for, nobody looks at the limit
+    fits, fails = enough // LARGE_ROUNDING, roomy.allocated.peak // LARGE_ROUNDING - 1
     while fits - fails > max(1, within * fits):
         middle = (fits + fails) // 2
         try:

@@ -1,0 +1,133 @@
+"""torch's own caching allocator beside the simulated one: the same requests, the same bytes after each."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tightfit.devices.cuda import cuda_count
+from tightfit.pretend.allocator import CachingAllocator, CardFull
+from tightfit.pretend.blocks import Block
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
+MIB = 2**20
+STEPS = 150
+
+
+class Passed:
+    """An event of a stream that has nothing to do."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class Both:
+    """What is asked of both allocators."""
+
+    def __init__(self, limit: int, *, expandable: bool) -> None:
+        self.streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
+        total = torch.cuda.get_device_properties(0).total_memory
+        self.simulated = CachingAllocator(total, lambda stream: Passed(), expandable=expandable)
+        self.simulated.capacity = limit
+        self.alive: list[tuple[torch.Tensor, Block]] = []
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == 0
+        self.retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        torch.cuda.set_per_process_memory_fraction((limit + 1) / total)
+        grow(expandable)
+
+    def malloc(self, size: int, stream: int) -> str:
+        try:
+            block = self.simulated.malloc(size, stream)
+        except CardFull:
+            block = None
+        try:
+            with torch.cuda.stream(self.streams[stream]):
+                tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            assert block is None, f"{size} bytes: torch has none, the simulation has some"
+            return "refused"
+        assert block is not None, f"{size} bytes: torch has some, the simulation has none"
+        self.alive.append((tensor, block))
+        return f"malloc {size} on {stream}"
+
+    def free(self, which: int) -> str:
+        tensor, block = self.alive.pop(which)
+        self.simulated.free(block)
+        del tensor
+        return f"free {block.size}"
+
+    def use(self, which: int, stream: int) -> str:
+        tensor, block = self.alive[which]
+        tensor.record_stream(self.streams[stream])
+        self.simulated.use(block, stream)
+        return f"use {block.size} on {stream}"
+
+    def empty_cache(self) -> str:
+        torch.cuda.empty_cache()
+        self.simulated.empty_cache()
+        return "empty_cache"
+
+    def switch(self) -> str:
+        self.simulated.expandable = not self.simulated.expandable
+        grow(self.simulated.expandable)
+        return f"expandable {self.simulated.expandable}"
+
+    def state(self) -> Iterator[tuple[str, int, int]]:
+        counted = torch.cuda.memory_stats()
+        yield "allocated", counted["allocated_bytes.all.current"], self.simulated.allocated.now
+        yield "reserved", counted["reserved_bytes.all.current"], self.simulated.reserved.now
+        yield "retries", counted["num_alloc_retries"] - self.retries, self.simulated.retries
+
+    def close(self) -> None:
+        while self.alive:
+            self.free(0)
+        self.empty_cache()
+
+
+def grow(expandable: bool) -> None:
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
+
+
+def compare(seed: int, limit: int, *, expandable: bool, switches: bool = False) -> None:
+    """Asserts that both say the same after each of many random steps; sizes differ, so that no two blocks tie."""
+    chance, both, told = random.Random(seed), Both(limit, expandable=expandable), []
+    for _ in range(STEPS):
+        kind = chance.random()
+        if kind < 0.55 or not both.alive:
+            size = int(2 ** chance.uniform(0, 26.5))
+            told.append(both.malloc(size, int(chance.random() < 0.2)))
+        elif kind < 0.9:
+            told.append(both.free(chance.randrange(len(both.alive))))
+        elif kind < 0.95:
+            told.append(both.use(chance.randrange(len(both.alive)), chance.randrange(2)))
+        elif switches and kind < 0.97:
+            told.append(both.switch())
+        elif kind > 0.985:
+            told.append(both.empty_cache())
+        for name, real, simulated in both.state():
+            assert real == simulated, f"{name}: {real} and {simulated} after {told[-12:]} ({len(told)}, seed {seed})"
+    both.close()
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("limit", [300, 700, 4000])
+def test_bytes_are_those_of_torchs_allocator(limit: int, expandable: bool) -> None:
+    """In a process of its own, whose allocator nobody has used."""
+    call = f"from gpu.test_cuda_allocator import many; many({limit}, {expandable})"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def many(limit: int, expandable: bool) -> None:
+    torch.cuda.init()
+    for seed in range(40):
+        compare(seed, limit * MIB, expandable=expandable, switches=seed % 4 == 3)
