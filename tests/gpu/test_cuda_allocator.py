@@ -123,7 +123,7 @@ def compare(seed: int, limit: int, *, expandable: bool, switches: bool = False) 
 def test_bytes_are_those_of_torchs_allocator(limit: int, expandable: bool) -> None:
     """In a process of its own, whose allocator nobody has used."""
     call = f"from gpu.test_cuda_allocator import many; many({limit}, {expandable})"
-    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
