@@ -1,13 +1,16 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Two commands do everything on a fresh machine: `make demo` and `make test`; CI also runs `make test-cuda`.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 DEVICE := $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo loopback)  # loopback: a card played by the CPU
 READY  := $(VENV)/.ready
+TORCH  ?= 2.12.1
+CUDA_VENV  := .venv-cuda$(if $(filter-out 2.12.1,$(TORCH)),-$(TORCH))
+STUB       := tests/cuda_stub
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-slow test-gpu bench chart lint clean
+.PHONY: demo test test-slow test-gpu test-cuda test-cuda-full bench chart lint clean
 
 demo: $(READY)  ## a picture inside a memory budget, and where the memory went
 	@mkdir -p demo-out
@@ -23,6 +26,12 @@ test-slow: $(READY)  ## proofs that take minutes
 
 test-gpu: $(READY)  ## what needs a CUDA card; skipped where there is none
 	$(BIN)/python -m pytest -m gpu
+
+test-cuda:  ## the CUDA path without a card, on PyTorch's CUDA wheel: TORCH=2.12.1; 10 minutes, and 1.5 GB at first
+	$(STUB)/test.sh $(CUDA_VENV) $(TORCH) -m "gpu and not full"
+
+test-cuda-full:  ## all proofs of the CUDA path; hours, goes on where it was
+	$(STUB)/test.sh $(CUDA_VENV) $(TORCH) -m gpu --only-new
 
 bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/fp8.py
@@ -55,4 +64,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) demo-out
+	rm -rf $(VENV) .venv-cuda* demo-out

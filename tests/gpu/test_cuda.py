@@ -10,7 +10,7 @@ import torch
 
 from inspection import assert_same, imprint, relative_error
 from tightfit import fit
-from tightfit.devices.choice import choose_device
+from tightfit.devices.choice import choose_device, find_machine
 from tightfit.devices.cuda import cuda_count
 from tightfit.run.machines import measured_machine
 from tiny_pipelines import CASES, run
@@ -18,38 +18,24 @@ from tiny_pipelines import CASES, run
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_level_gives_what_level_0_gives(case, level) -> None:
-    pipe = case.make()
-    home = run(pipe, case)
-    before = imprint(pipe)
-    fit(pipe, level=0, device="cuda")
-    resident = run(pipe, case).cpu()
-    fitted = fit(pipe, plan={"level": level, "vae": {"slicing": False}}, device="cuda")
-    output = run(pipe, case).cpu()
-    assert torch.equal(output, resident)
-    assert fitted.report().trace.lossy == ()
-    fitted.undo()
-    assert_same(before, imprint(pipe))
-    assert torch.equal(run(pipe, case), home)
-
-
 def test_streaming_lowers_the_allocators_peak() -> None:
     case = next(case for case in CASES if case.name == "StableDiffusionXL")
     pipe, peaks = case.make(), []
-    for level in (0, 3):
+    for level in (0, 0, 3):
         fitted = fit(pipe, level=level, device="cuda")
         run(pipe, case)
         peaks.append(fitted.report().trace.peak_bytes)
         fitted.undo()
         torch.cuda.empty_cache()
-    assert peaks[1] < 0.8 * peaks[0]
+        beside = torch.cuda.memory_allocated()  # cuBLAS keeps its workspace from the first call on
+    assert beside < peaks[1]
+    assert peaks[2] - beside < 0.8 * (peaks[1] - beside)
 
 
 def test_fp8_on_the_card() -> None:
     case = next(case for case in CASES if case.name == "Flux")
     pipe = case.make()
+    run(pipe, case)  # transformers installs hooks of its own at the first call
     before = imprint(pipe)
     fit(pipe, level=0, device="cuda")
     plain = run(pipe, case).cpu()
@@ -76,17 +62,26 @@ def seconds_of_matmul(name: str, side: int) -> float:
     return statistics.median(device.seconds(lambda: [left @ right for _ in range(50)]) / 50 for _ in range(9))
 
 
+def test_the_machine_has_the_cards() -> None:
+    torch.ones(1, device="cuda")  # which takes some of the memory
+    machine = find_machine()
+    assert 0 < machine.ram_free <= machine.ram
+    assert 0 < machine.pinnable <= machine.ram
+    assert len(machine.accelerators) == cuda_count()
+    for card in machine.accelerators:
+        assert (card.kind, card.title) == ("cuda", torch.cuda.get_device_name(card.name))
+        assert card.compute_capability == "{}.{}".format(*torch.cuda.get_device_capability(card.name))
+        assert 0 < card.free <= card.bytes
+    assert machine.accelerators[0].free < machine.accelerators[0].bytes
+
+
+@pytest.mark.realtime
 def test_the_measured_machine_has_the_cards_rates(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     begun = time.perf_counter()
     machine = measured_machine()
     assert time.perf_counter() - begun < 20
-    assert 0 < machine.pinnable <= machine.ram_free <= machine.ram
-    assert len(machine.accelerators) == cuda_count()
     for card in machine.accelerators:
-        assert (card.kind, card.title) == ("cuda", torch.cuda.get_device_name(card.name))
-        assert card.compute_capability == "{}.{}".format(*torch.cuda.get_device_capability(card.name))
-        assert 0 < card.free < card.bytes
         assert 1e12 < card.arithmetic_rates["matmul.float16"] < 1e16
         assert card.arithmetic_rates["matmul.float16"] >= 0.8 * card.arithmetic_rates["matmul.float32"]
         assert 1e8 < card.link_rate < card.memory_rate < 1e14

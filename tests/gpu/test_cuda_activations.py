@@ -48,6 +48,7 @@ def test_memory_is_not_used_again_before_copies_are_done() -> None:
     assert depot.idle
 
 
+@pytest.mark.realtime
 def test_copies_pass_beside_the_arithmetic() -> None:
     device = choose_device("cuda")
     depot, size = Depot(device), 256 * MIB

@@ -1,0 +1,199 @@
+"""Numbers on the stub's cards: each operation is given to CUDA as ever, and then done on the CPU in the same memory.
+
+torch's CUDA path allocates and launches, and computes nothing; `Compute` does the operation again with CPU tensors that
+lie in the very same bytes. Copies stay what the CUDA path makes of them, on the streams it makes them on; before an
+operation only those copies are done that its stream has waited for (with STUB_ASYNC): who forgets to wait computes
+with what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from cuda_stub.accesses import PLAIN, fills_its_bytes, on_cpu, report_accesses
+
+__all__ = ["Compute", "computing", "not_computed"]
+
+RACES = os.environ.get("STUB_RACES", "0") != "0"
+NEVER_COMPUTED = 2**40  # multiplications; those who ask for so many measure rates
+WITHOUT_ARITHMETIC = {
+    "empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "resize_", "set_", "record_stream",
+    "_pin_memory", "is_pinned", "_local_scalar_dense", "_record_function_enter_new", "_record_function_exit",
+    "lift_fresh", "_efficient_zerotensor", "is_same_size", "sym_size", "_has_same_storage_numel", "_reshape_alias",
+    "_unsafe_view",
+}  # fmt: skip
+COPIES = ("copy_", "_to_copy", "_copy_from", "clone")
+
+not_computed: dict[str, str] = {}  # operations that the CPU would not do, and why
+_library = ctypes.CDLL(None)
+
+
+@contextlib.contextmanager
+def computing() -> Iterator[None]:
+    """With numbers, in this thread and in those that are started within."""
+    torch.cuda.init()
+    run = threading.Thread.run
+
+    def run_computing(self: threading.Thread) -> None:
+        with Compute():
+            run(self)
+
+    threading.Thread.run = run_computing  # type: ignore[method-assign]
+    try:
+        with Compute():
+            yield
+    finally:
+        threading.Thread.run = run  # type: ignore[method-assign]
+
+
+class Compute(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented  # a subclass does it with others, which come here
+        seed = _seed(function, kwargs)
+        if torch.Tag.dynamic_output_shape in function.tags:
+            return _of_unknown_size(function, args, kwargs)
+        out = function(*args, **kwargs)
+        every: list[torch.Tensor] = []
+        tree_map_only(torch.Tensor, every.append, (args, kwargs, out))
+        tensors = [tensor for tensor in every if tensor.device.type == "cuda"]
+        if _name(function) in WITHOUT_ARITHMETIC or _is_view(function, args, out, tensors):
+            return out
+        crosses = _name(function) in COPIES and {t.device.type for t in _ends(function, args, out)} == {"cpu", "cuda"}
+        if RACES and not crosses:  # the stub sees what crosses the link
+            report_accesses(function, args, kwargs, out)
+        if not tensors or any(type(t) not in PLAIN for t in tensors) or _copied(function, args, out, tensors):
+            return out
+        catch_up(tensors)
+        if _measures_rates(_name(function), args, out):
+            return out
+        return _computed(function, args, kwargs, out, seed)
+
+
+def catch_up(tensors: Any = ()) -> None:
+    """Copies that the current stream (of each card that has some of `tensors`) has waited for are done now."""
+    for index in {t.device.index for t in tensors} or {None}:
+        with torch.cuda.device(index):  # the default stream of a card is told by which card is current
+            _library.stub_upto(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+
+
+def _name(function: Any) -> str:
+    return str(function._schema.name.partition("::")[2])
+
+
+def _takes_generator(function: Any) -> bool:
+    return "generator" in {argument.name for argument in function._schema.arguments}
+
+
+def _seed(function: Any, kwargs: dict[str, Any]) -> int | None:
+    """For random numbers, of the card's generator as it stands."""
+    if not _takes_generator(function) and torch.Tag.nondeterministic_seeded not in function.tags:
+        return None
+    generator = kwargs.get("generator")
+    if generator is not None and generator.device.type != "cuda":
+        return None
+    generator = generator or torch.cuda.default_generators[0]
+    return int((generator.initial_seed() * 1000003 + generator.get_offset()) % 2**63)
+
+
+def _of_unknown_size(function: Any, args: Any, kwargs: Any) -> Any:
+    """What only the numbers tell the size of: the card itself would have to be asked."""
+    catch_up()
+    ours = tree_map_only(torch.Tensor, on_cpu, (args, kwargs))
+    home = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
+    return tree_map_only(torch.Tensor, lambda t: t.to(home), function(*ours[0], **ours[1]))
+
+
+def _ends(function: Any, args: Any, out: Any) -> list[torch.Tensor]:
+    """Target and source of a copy."""
+    return [t for t in (args[:2] if _name(function) == "copy_" else (out, args[0])) if isinstance(t, torch.Tensor)]
+
+
+def _is_view(function: Any, args: Any, out: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether nothing is computed; in inference mode "reshape" and "contiguous" may copy."""
+    views = [r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns]
+    if not views or not all(views):
+        return False
+    if any(type(t) not in PLAIN for t in tensors):
+        return True
+    if function._schema.is_mutable:
+        return False
+    made = out if isinstance(out, tuple | list) else (out,)
+    is_made = [any(t is each for each in made) for t in tensors]
+    given = {t.untyped_storage().data_ptr() for t, new in zip(tensors, is_made, strict=True) if not new}
+    inside = all(t.untyped_storage().data_ptr() in given for t, new in zip(tensors, is_made, strict=True) if new)
+    return inside or {t.device.type for t in _ends(function, args, out)} != {"cuda"}
+
+
+def _copied(function: Any, args: Any, out: Any, tensors: list[torch.Tensor]) -> bool:
+    """Does what a copy has beside a plain cudaMemcpyAsync; False for what is no copy."""
+    name = _name(function)
+    if name not in COPIES:
+        return False
+    target, source = (args[0], args[1]) if name == "copy_" else (out, args[0])
+    crosses = target.device.type != source.device.type
+    if not crosses and name != "copy_":
+        return False
+    alike = target.dtype == source.dtype and target.shape == source.shape and target.stride() == source.stride()
+    if crosses and alike and fills_its_bytes(target):
+        return True  # the stub does it when its stream gets there
+    torch.cuda.current_stream().synchronize() if crosses else catch_up(tensors)
+    on_cpu(target).copy_(on_cpu(source))
+    return True
+
+
+def _measures_rates(name: str, args: Any, out: Any) -> bool:
+    if name not in ("mm", "bmm", "addmm", "convolution") or not isinstance(out, torch.Tensor):
+        return False
+    return bool(out.numel() * args[-1 if name in ("mm", "bmm") else 1].numel() > NEVER_COMPUTED)
+
+
+def _attention(function: Any, args: Any, kwargs: Any) -> Any:
+    """Fused attention, by whatever kernel: query, key, value, and a mask where it takes one."""
+    named = {a.name: v for a, v in zip(function._schema.arguments, args, strict=False)} | kwargs
+    mask = named.get("attn_bias")
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(named[name].float() for name in ("query", "key", "value")),
+        attn_mask=None if mask is None else mask.float(),
+        is_causal=named.get("is_causal", False),
+        scale=named.get("scale"),
+    )
+    return (out.to(named["query"].dtype),) + (None,) * (len(function._schema.returns) - 1)
+
+
+def _computed(function: Any, args: Any, kwargs: Any, out: Any, seed: int | None) -> Any:
+    """`out`, with numbers."""
+    changed = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    if changed.get("device") is not None:
+        changed["device"] = torch.device("cpu")
+    if seed is not None and _takes_generator(function):
+        changed["generator"] = torch.Generator().manual_seed(seed)
+    ours = tree_map_only(torch.Tensor, on_cpu, (args, changed))
+    ours = tree_map_only(torch.device, lambda _: torch.device("cpu"), ours)
+    fused = _name(function).startswith("_scaled_dot_product_") and not _name(function).endswith(("_for_cpu", "_math"))
+    try:
+        wanted = _attention(function, *ours) if fused else function(*ours[0], **ours[1])
+    except (NotImplementedError, RuntimeError) as error:
+        not_computed.setdefault(str(function), str(error)[:200])
+        return out
+    if function._schema.is_mutable:
+        return out  # in these very bytes
+    several = isinstance(out, tuple | list)
+    results = list(out) if several else [out]
+    for index, (got, right) in enumerate(zip(results, wanted if several else [wanted], strict=False)):
+        if isinstance(got, torch.Tensor) and isinstance(right, torch.Tensor) and got.device.type == "cuda":
+            if got.shape != right.shape:  # as many as the numbers say
+                results[index] = right.to(got.device)
+            else:
+                on_cpu(got).copy_(right)
+    return type(out)(results) if several else results[0]

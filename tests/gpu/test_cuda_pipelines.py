@@ -1,0 +1,75 @@
+"""Each tiny pipeline on a card: the numbers of level 0 whatever moves, and a card that is as before after `undo()`.
+
+On the stub of a card also: copies that come as late as they may, no races, no hazards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tightfit
+from card_state import assert_nothing_left, card_state
+from inspection import assert_same, imprint
+from tightfit.devices.cuda import cuda_count
+from tightfit.errors import BudgetTooSmall
+from tightfit.measure.modules import find_components
+from tightfit.run.shape import request_of
+from tiny_pipelines import CASES, TinyCase, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
+
+MIB = 2**20
+SIZE = 512 * MIB
+ON_DISK = {"home": "disk", "placement": "per-unit"}
+PINNED = {"home": "host", "pinned": True, "placement": "per-unit"}
+PLAIN = {"home": "host", "pinned": False, "placement": "per-unit"}
+PHASES = {"placement": "per-phase"}
+WAYS = ("level 0", "level 3", "the least budget", "disk")
+MORE_WAYS = ("level 1", "level 2", "a large budget", "pinned", "plain", "phases", "waiting activations")
+
+
+def choices(pipe: Any, case: TinyCase, way: str) -> dict[str, Any]:
+    """What `fit` is given."""
+    components = find_components(pipe)
+    if way.endswith("budget"):
+        request = request_of(pipe, (), case.call())
+        return {"budget": SIZE if "large" in way else least_budget(pipe, request), "request": request}
+    if way.startswith("level"):
+        return {"plan": {"level": int(way[-1]), "vae": {"slicing": False}}}
+    plans = {
+        "waiting activations": {"level": 0, "offload_activations": True},
+        "phases": {"components": dict.fromkeys(components, PHASES)},
+        "disk": {"components": dict.fromkeys(components, ON_DISK)},
+        "pinned": {"components": dict.fromkeys(components, PINNED)},
+        "plain": {"components": dict.fromkeys(components, PLAIN)},
+    }
+    return {"plan": plans[way]}
+
+
+def least_budget(pipe: Any, request: tightfit.Request | None) -> int:
+    with pytest.raises(BudgetTooSmall) as raised:
+        tightfit.fit(pipe, budget=MIB, request=request, device="cuda")
+    return int(raised.value.facts["needed_bytes"])
+
+
+@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.full) for way in MORE_WAYS)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_whatever_moves_the_numbers_are_those_of_level_0(case: TinyCase, way: str) -> None:
+    pipe = case.make()
+    run(pipe, case)  # transformers installs hooks of its own at the first call
+    before = imprint(pipe)
+    fitted = tightfit.fit(pipe, level=0, device="cuda")
+    wanted = run(pipe, case).cpu()
+    fitted.undo()
+    chosen = choices(pipe, case, way)
+    card = card_state()
+    fitted = tightfit.fit(pipe, **chosen, device="cuda")
+    for _ in range(2):
+        assert torch.equal(run(pipe, case).cpu(), wanted)
+    assert fitted.report().trace.lossy == ()
+    fitted.undo()
+    assert_same(before, imprint(pipe))
+    assert_nothing_left(card)
