@@ -56,8 +56,7 @@ def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def report_accesses(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-    """Tells the stub which bytes an operation reads and writes on the current stream."""
-    stream = torch.cuda.current_stream().cuda_stream
+    """Tells the stub which bytes an operation reads and writes, on the current stream of the card it is done on."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
     arguments = function._schema.arguments
@@ -70,10 +69,13 @@ def report_accesses(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     made: list[torch.Tensor] = []
     tree_map_only(torch.Tensor, made.append, out)
     writes += [tensor for tensor in made if type(tensor) is torch.Tensor and tensor.data_ptr() not in known]
+    card = next((tensor.device for tensor in writes + reads if tensor.device.type == "cuda"), None)
     name = function._schema.name.encode()
-    for tensors, write in ((reads, 0), (writes, 1)):
-        for tensor in tensors:
-            if type(tensor) in PLAIN and tensor.device.type in ("cuda", "cpu") and tensor.layout is torch.strided:
-                where = ctypes.c_void_p(stream if tensor.device.type == "cuda" else -1)
-                for address, size in _runs(tensor):
-                    _library.stub_touch(where, ctypes.c_void_p(address), ctypes.c_size_t(size), write, name)
+    with torch.cuda.device(card):  # a default stream is told by which card is current
+        stream = torch.cuda.current_stream(card).cuda_stream
+        for tensors, write in ((reads, 0), (writes, 1)):
+            for tensor in tensors:
+                if type(tensor) in PLAIN and tensor.device.type in ("cuda", "cpu") and tensor.layout is torch.strided:
+                    where = ctypes.c_void_p(stream if tensor.device.type == "cuda" else -1)
+                    for address, size in _runs(tensor):
+                        _library.stub_touch(where, ctypes.c_void_p(address), ctypes.c_size_t(size), write, name)

@@ -69,8 +69,8 @@ class Compute(TorchDispatchMode):
         tensors = [tensor for tensor in every if tensor.device.type == "cuda"]
         if _name(function) in WITHOUT_ARITHMETIC or _is_view(function, args, out, tensors):
             return out
-        crosses = _name(function) in COPIES and {t.device.type for t in _ends(function, args, out)} == {"cpu", "cuda"}
-        if RACES and not crosses:  # the stub sees what crosses the link
+        crosses = _name(function) in COPIES and len({t.device for t in _ends(function, args, out)}) > 1
+        if RACES and not crosses:  # the stub itself sees what crosses a link
             report_accesses(function, args, kwargs, out)
         if not tensors or any(type(t) not in PLAIN for t in tensors) or _copied(function, args, out, tensors):
             return out
@@ -141,13 +141,15 @@ def _copied(function: Any, args: Any, out: Any, tensors: list[torch.Tensor]) -> 
     if name not in COPIES:
         return False
     target, source = (args[0], args[1]) if name == "copy_" else (out, args[0])
-    crosses = target.device.type != source.device.type
+    crosses = target.device != source.device
     if not crosses and name != "copy_":
         return False
     alike = target.dtype == source.dtype and target.shape == source.shape and target.stride() == source.stride()
     if crosses and alike and fills_its_bytes(target):
         return True  # the stub does it when its stream gets there
-    torch.cuda.current_stream().synchronize() if crosses else catch_up(tensors)
+    for card in {t.device for t in (target, source) if crosses and t.device.type == "cuda"}:
+        torch.cuda.current_stream(card).synchronize()  # what its path has copied is not computed yet
+    catch_up(tensors)
     on_cpu(target).copy_(on_cpu(source))
     return True
 

@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
+#include <cerrno>
 #include <unistd.h>
 #include <algorithm>
 #include <atomic>
@@ -213,12 +215,18 @@ static void touch(Stream* stream, const void* address, size_t bytes, bool write,
     at = it->first + span.bytes; ++it;
   }
 }
+static void move(void* target, const void* source, size_t bytes) {  // host memory may be gone by now
+  iovec to{target, bytes}, from{(void*)source, bytes};
+  auto done = process_vm_readv(getpid(), &to, 1, &from, 1, 0);
+  if (done < 0 && errno != EFAULT) memmove(target, source, bytes);  // the call itself is not allowed here
+  else if (done != (ssize_t)bytes) hazard("a copy of %zu bytes from %p to %p comes after its memory was unmapped", bytes, source, target);
+}
 static void drain(Stream* stream, unsigned long long upto) {
   while (!stream->work.empty() && stream->work.front().at <= upto) {
     Work it = stream->work.front();
     stream->work.pop_front();
     if (it.kind == WAIT) drain(it.other, it.upto);
-    if (it.kind == COPY) memmove(it.target, it.source, it.bytes);
+    if (it.kind == COPY && it.target != it.source) move(it.target, it.source, it.bytes);
     if (it.kind == SET) memset(it.target, it.value, it.bytes);
     if (it.kind == CALL) it.call(it.target);
   }
