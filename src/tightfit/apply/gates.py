@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["at_work", "for_all", "foretell", "is_watched", "only_tells", "watch", "wrap"]
+__all__ = ["at_work", "foretell", "is_watched", "only_tells", "watch", "wrap"]
 
-T = TypeVar("T")
 Foretold = Callable[[Sequence[nn.Module]], None]
 _MARK = "tightfit_watches"  # of hooks that only tell: who is told beforehand, if anybody
 
@@ -25,6 +24,8 @@ def watch(
 ) -> None:
     """Calls `before` and `after` each forward pass of `module`, whatever it raises; `undo` is given how to stop it.
 
+    `after` is called where `before` raised, too.
+
     Where somebody knows beforehand which modules will be at work, `foretold` is called with those it watches.
     """
     if module._compiled_call_impl is None:
@@ -35,8 +36,8 @@ def watch(
 
     def around(work: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            before()
             try:
+                before()
                 return work(*args, **kwargs)
             finally:
                 if after is not None:
@@ -56,16 +57,6 @@ def wrap(
     undo(setattr, module, "_compiled_call_impl", compiled)
 
 
-def for_all(act: Callable[[T], None], items: Sequence[T]) -> Callable[[], None]:
-    """`act` on each of `items`, in their order."""
-
-    def act_on_all() -> None:
-        for item in items:
-            act(item)
-
-    return act_on_all
-
-
 def foretell(modules: Iterable[nn.Module]) -> None:
     """Says to whoever watches `modules` that these will be `at_work` next, in this order."""
     uses: dict[Foretold, list[nn.Module]] = {}
@@ -81,9 +72,9 @@ def foretell(modules: Iterable[nn.Module]) -> None:
 @contextlib.contextmanager
 def at_work(module: nn.Module) -> Iterator[None]:
     """Does what is done before and after each forward pass of `module` for whoever watches it, without one."""
-    for hook in filter(only_tells, tuple(module._forward_pre_hooks.values())):
-        hook(module, ())
     try:
+        for hook in filter(only_tells, tuple(module._forward_pre_hooks.values())):
+            hook(module, ())
         yield
     finally:
         for hook in filter(only_tells, tuple(module._forward_hooks.values())):

@@ -6,37 +6,27 @@ device's, not the host's. What is needed and has not been sent, because the orde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from tightfit.apply.gates import for_all, watch
-from tightfit.apply.weights.absences import Absences, versions_of
+from tightfit.apply.gates import watch
+from tightfit.apply.weights.absences import Absences
+from tightfit.apply.weights.fetcher import Fetcher
 from tightfit.apply.weights.parcels import Parcel, behind_gates, expected_in
+from tightfit.apply.weights.presence import Presence
 from tightfit.apply.weights.rooms import Rooms
 from tightfit.apply.weights.shelf import Shelf
-from tightfit.devices.lane import Arrival
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.order import Order
 from tightfit.plan.ring import Lease
 
 __all__ = ["Streamer"]
-
-
-@dataclass(eq=False)
-class _Presence:
-    """A parcel that is on the device, or on its way."""
-
-    region: torch.Tensor
-    arrival: Arrival
-    lease: Lease | None  # its place in the ring; None: it stays, or has memory of its own
-    weights: list[nn.Parameter] | None = None  # as they lie in the region, once they are needed
-    versions: Any = None  # of the weights when modules saw them first; None: modules do not see them
-    users: int = 0
 
 
 class Streamer:
@@ -55,10 +45,11 @@ class Streamer:
         self._order: Order[Parcel] = Order(self._parcels)
         self._away = Absences(parcels, device, recorder, self.fetch)
         self._behind = behind_gates(self._parcels)
-        self._here: dict[Parcel, _Presence] = {}
+        self._entered: Counter[nn.Module] = Counter()  # gates in whose forward passes parcels are in use, and how often
+        self._here: dict[Parcel, Presence] = {}
         self._rooms = Rooms(parcels, stays, ring, device, recorder)
+        self._fetcher = Fetcher(self._rooms, self._lane, recorder)
         self._began: Any = None  # marks when memory was taken
-        self._spare: tuple[Parcel, torch.Tensor, list[nn.Parameter]] | None = None
 
     def owned(self) -> Iterator[torch.Tensor]:
         """What modules may find where they look the parcels' weights up."""
@@ -70,8 +61,8 @@ class Streamer:
 
     def hook(self, undo: Callable[..., object]) -> None:
         """Lets the modules tell when they work; `undo` is given how to stop it."""
-        for gate, parcels in self._behind.items():
-            watch(gate, for_all(self.need, parcels), for_all(self.done, parcels), undo, self.expect)
+        for gate in self._behind:
+            watch(gate, partial(self.enter, gate), partial(self.leave, gate), undo, self.expect)
 
     def begin(self, method: str = "forward", make_way: Callable[[int], None] | None = None) -> None:
         """A pass begins: what is first needed starts to come.
@@ -125,8 +116,28 @@ class Streamer:
             self._drop(lambda other: not self._order.awaited(other))
             self._send_ahead()
 
-    def need(self, parcel: Parcel) -> None:
-        """`parcel` is used from now on, until it is `done`."""
+    def enter(self, gate: nn.Module) -> None:
+        """A forward pass of `gate` begins: its parcels are in use until it is left, or none is if this raises."""
+        used = []
+        try:
+            for parcel in self._behind[gate]:
+                self._need(parcel)
+                used.append(parcel)
+        except BaseException:
+            for parcel in used:
+                self._done(parcel)
+            raise
+        self._entered[gate] += 1
+
+    def leave(self, gate: nn.Module) -> None:
+        """The forward pass of `gate` is over; torch says so too where entering it failed."""
+        if self._entered[gate]:
+            self._entered[gate] -= 1
+            for parcel in self._behind[gate]:
+                self._done(parcel)
+
+    def _need(self, parcel: Parcel) -> None:
+        """`parcel` is used from now on, until it is `_done`."""
         if not self._complete:
             self.begin()
         expected = self._order.used(parcel)
@@ -136,17 +147,21 @@ class Streamer:
             self._send_now(parcel)
         here = self._here[parcel]
         if here.versions is None:
-            self._show(parcel, here)
+            try:
+                here.show(self._away, self._recorder)
+            except BaseException:
+                self._leave([parcel])  # it did not come, or not all of it: the next who needs it asks anew
+                raise
         here.users += 1
 
-    def done(self, parcel: Parcel) -> None:
+    def _done(self, parcel: Parcel) -> None:
         here = self._here.get(parcel)
         if here is None:
             return
         here.users -= 1
         if here.users:
             return
-        self._hide(parcel, here)
+        here.hide(self._away)
         if parcel not in self._rooms.stays and not self._order.awaited(parcel):
             self._release(parcel)
             self._send_ahead()
@@ -173,11 +188,13 @@ class Streamer:
             here = self._here.get(parcel)
             if here is not None:
                 here.arrival.abandon()
-                self._hide(parcel, here)
+                here.hide(self._away)
             self._away.keep(parcel)
             if parcel.home.writable:
                 parcel.show(self._away[parcel], parcel.masters)
-        self._here, self._spare = {}, None
+        self._here = {}
+        self._entered.clear()
+        self._fetcher.forget()
         self._order.rewind()
         self._rooms.clear()
         self._make_way = None
@@ -218,43 +235,15 @@ class Streamer:
         with self._recorder.uncounted(), torch.no_grad():
             arrival = parcel.home.send(self._lane, region, after)
         self._recorder.moved(bytes_in=parcel.size)
-        self._here[parcel] = _Presence(region, arrival, lease)
-
-    # what modules find
-
-    def _show(self, parcel: Parcel, here: _Presence) -> None:
-        self._recorder.waited(here.arrival.settle())
-        with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
-            weights = here.weights or parcel.views(here.region)
-            self._away.put_written(parcel, weights)
-        here.weights, here.versions = weights, versions_of(weights)
-        parcel.show(self._away[parcel], weights)
-
-    def _hide(self, parcel: Parcel, here: _Presence) -> None:
-        """Modules find what stands for the weights: what others do between two uses is done to that, and known."""
-        if here.weights is None or here.versions is None:
-            return
-        parcel.show(here.weights, self._away[parcel])
-        if versions_of(here.weights) != here.versions:
-            self._away.keep_changed(parcel, here.weights, here.versions)
-        here.versions = None
+        self._here[parcel] = Presence(parcel, region, arrival, lease)
 
     def fetch(self, parcel: Parcel, index: int) -> torch.Tensor:
         """One weight that code looks at while nobody has said that it is needed."""
         here = self._here.get(parcel)
         if here is not None:
             self._recorder.waited(here.arrival.settle())
-            with torch.no_grad():
-                return (here.weights or parcel.views(here.region))[index].detach().clone()
-        if self._spare is None or self._spare[0] is not parcel:
-            self._spare = None
-            self._recorder.unforeseen()
-            with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
-                region = self._rooms.extra(parcel.size)
-                parcel.home.send(self._lane, region, self._lane.mark()).settle()
-                self._recorder.moved(bytes_in=parcel.size)
-                self._spare = (parcel, region, parcel.views(region))
-        return self._spare[2][index].detach().clone()
+            return here.copy_of(index)
+        return self._fetcher.fetch(parcel, index)
 
     # memory
 
@@ -308,7 +297,7 @@ class Streamer:
 
     def _release(self, parcel: Parcel) -> None:
         here = self._here.pop(parcel)
-        self._hide(parcel, here)
+        here.hide(self._away)
         if here.lease is not None:
             self._rooms.give_back(here.lease, self._lane.mark())
 
