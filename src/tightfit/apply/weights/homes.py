@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tightfit.apply.weights.page_lock import PageLock
 from tightfit.apply.weights.staging import Stager
 from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.memory import arena
@@ -51,10 +52,14 @@ class Home(ABC):
     alignment = ALIGNMENT  # of the memory that it sends to
     writable: bool  # whether what somebody writes into a weight can be written into its master
     layouts: tuple[Layout, ...]
+    lock_refused = False  # whether the masters should be page-locked and are not
 
-    def lock_pages(self) -> Callable[[], None] | None:
-        """Page-locks the masters; returns how to unlock them, or None where that is refused."""
-        return None
+    def lock_pages(self) -> bool:
+        """Page-locks the masters; whether they are locked now."""
+        return False
+
+    def unlock_pages(self) -> None:  # noqa: B027 - most have nothing to unlock
+        """Waits for copies in flight and unlocks the masters."""
 
     def values(self) -> list[torch.Tensor]:
         """The plain tensors; asked only where masters have no values."""
@@ -80,18 +85,28 @@ class HostHome(Home):
         shapes = any(tensor.is_meta for tensor in tensors)
         self._buffer = torch.empty(offset, dtype=torch.uint8, device="meta") if shapes else arena(offset)
         self._device, self._stager = device, stager
-        self._locked = False
+        self._wants_lock = False
+        self._lock: PageLock | None = None
         if not shapes:
             for tensor, layout in zip(tensors, layouts, strict=True):
                 tensor.data = layout.view(self._buffer).copy_(tensor.data)
 
-    def lock_pages(self) -> Callable[[], None] | None:
-        unlock = self._device.lock_pages(self._buffer)
-        self._locked = unlock is not None
-        return unlock
+    @property
+    def lock_refused(self) -> bool:  # type: ignore[override]
+        return self._wants_lock and self._lock is None
+
+    def lock_pages(self) -> bool:
+        self._wants_lock, self._lock = True, PageLock.acquire(self._buffer, self._device)
+        return self._lock is not None
+
+    def unlock_pages(self) -> None:
+        self._wants_lock = False
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
-        if self._locked or self._stager is None:
+        if self._lock is not None or self._stager is None:
             return lane.send(target, self._buffer, after)
         return self._stager.send(lane, target, after, self._fill)
 
@@ -107,8 +122,13 @@ class HostHome(Home):
         )
 
     def anew(self, tensors: Sequence[torch.Tensor]) -> HostHome:
-        """A home for what `tensors` are by now."""
-        return HostHome(tensors, self._device, self._stager)
+        """A home for what `tensors` are by now, page-locked if this one should be, which is given up."""
+        locked = self._wants_lock
+        self.unlock_pages()
+        home = HostHome(tensors, self._device, self._stager)
+        if locked:
+            home.lock_pages()
+        return home
 
 
 def write_back(master: torch.Tensor, written: torch.Tensor, device: Device) -> None:

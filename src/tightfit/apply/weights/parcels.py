@@ -67,6 +67,10 @@ class Parcel:
         self.home, self.likes = self.home.anew(plain), [_like(master) for master in self.masters]
         return True
 
+    def unlock_pages(self) -> None:
+        """Unlocks the masters, in whatever home they are by now."""
+        self.home.unlock_pages()
+
     def fill(self) -> None:
         """The masters have values again, read from their home."""
         plain = self.home.values()

@@ -127,11 +127,10 @@ class Residency:
     def _lock(self, name: str, parcels: list[Parcel], undo: ExitStack) -> None:
         """Page-locks the masters, as far as the system lets us."""
         for count, parcel in enumerate(parcels):
-            unlock = parcel.home.lock_pages()
-            if unlock is None:
+            if not parcel.home.lock_pages():
                 self._recorder.note(f"{name}: page-locking was refused after {count} of {len(parcels)} parcels")
                 return
-            undo.callback(unlock)
+            undo.callback(parcel.unlock_pages)  # by then it may have another home
 
     def enter(self, name: str) -> None:
         """The component `name` starts to work: those it does not share the device with go, and it comes."""

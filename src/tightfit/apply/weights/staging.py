@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tightfit.apply.weights.page_lock import PageLock
 from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.memory import arena
 from tightfit.devices.seam import Device
@@ -50,7 +51,7 @@ class _Buffer:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._ring, self._memory = Ring(0), torch.empty(0, dtype=torch.uint8)
-        self._unlock: Callable[[], None] | None = None
+        self._lock: PageLock | None = None
         self._under_way: deque[tuple[Lease, Arrival]] = deque()
 
     def send(self, lane: Lane, target: torch.Tensor, after: Any, fill: Callable[[torch.Tensor], None]) -> Arrival:
@@ -82,14 +83,14 @@ class _Buffer:
     def _grow(self, size: int) -> None:
         self.close()
         self._ring, self._memory = Ring(size), arena(size)
-        self._unlock = self._device.lock_pages(self._memory)
+        self._lock = PageLock.acquire(self._memory, self._device)
 
     def close(self) -> None:
         while self._under_way:
             self._await_one()
-        if self._unlock is not None:
-            self._unlock()
-        self._ring, self._memory, self._unlock = Ring(0), torch.empty(0, dtype=torch.uint8), None
+        if self._lock is not None:
+            self._lock.release()
+        self._ring, self._memory, self._lock = Ring(0), torch.empty(0, dtype=torch.uint8), None
 
 
 class _Staged(Arrival):

@@ -255,6 +255,8 @@ class Streamer:
         for parcel in self._parcels:
             if parcel.keep_up():
                 self._away.renew(parcel)
+                if parcel.home.lock_refused:
+                    self._recorder.note("page-locking was refused for weights that had been changed")
             parcel.show(parcel.masters, self._away[parcel])
         self._rooms.open()
 
