@@ -3,7 +3,6 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-DEVICE := $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo loopback)  # loopback: a card played by the CPU
 READY  := $(VENV)/.ready
 TORCH  ?= 2.12.1
 CUDA_VENV  := .venv-cuda$(if $(filter-out 2.12.1,$(TORCH)),-$(TORCH))
@@ -12,10 +11,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: demo test test-slow test-gpu test-cuda test-cuda-full bench chart lint clean
 
-demo: $(READY)  ## a picture inside a memory budget, and where the memory went
+demo: $(READY)  ## a picture inside a memory budget, and where the memory went; on a card, or on one played by the CPU
 	@mkdir -p demo-out
 	$(BIN)/tightfit run "a large red circle on the left and a small blue square on the right" \
-		--device $(DEVICE) --level 3 --seed 7 --out demo-out/picture.png --timeline demo-out/memory.png
+		--device cuda,loopback --level 3 --seed 7 --out demo-out/picture.png --timeline demo-out/memory.png
 	@echo "look at demo-out/picture.png and demo-out/memory.png"
 
 test: lint  ## lint, types and tests; under 15 minutes on 2 cores

@@ -424,8 +424,16 @@ def test_the_command_line_itself_loads_no_torch() -> None:
 # the real thing
 
 
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "tightfit", "run", "--help"]
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert result.stdout == tightfit_("run", "--help").output.replace("main run", "tightfit run", 1)
+
+
 def started(*words: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tightfit.cli", *map(str, words)]
+    command = [sys.executable, "-m", "tightfit", *map(str, words)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -44,7 +44,9 @@ Guidance = Annotated[float | None, typer.Option(help="How strongly the prompt st
 Batch = Annotated[int, typer.Option(help="Pictures of the same prompt.")]
 Timeline = Annotated[Path | None, typer.Option(help="Draw where the memory goes, as PNG or SVG.")]
 Negative = Annotated[str | None, typer.Option(help="What to keep away from.")]
-Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 or loopback. Default: the best.")]
+Where = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1, loopback, or the first of several: cuda,cpu.")
+]
 Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from pathlib import Path
@@ -9,22 +10,33 @@ from pathlib import Path
 import psutil
 import torch
 
-from tightfit.devices.cuda import CudaDevice, cuda_count
+from tightfit.devices.cuda import CudaDevice, unusable_card, usable_cards
 from tightfit.devices.seam import CpuDevice, Device, LoopbackDevice, pinnable_bytes, ram_bytes, ram_free, ram_limit
 from tightfit.errors import InputError, unknown_name
 from tightfit.records import Accelerator, Machine
 
 __all__ = ["choose_device", "find_machine", "processor"]
 
+_told: set[str] = set()  # why cards are not used, as logged by now
+
 
 def choose_device(name: str | torch.device | Device | None = None) -> Device:
-    """The device called `name`: "cpu", "cuda", "cuda:1", "loopback", "pretend:0"; None: a card, else the CPU."""
+    """The device called `name`: "cpu", "cuda", "cuda:1", "loopback", "pretend:0"; None: "cuda,cpu".
+
+    Of several with commas between, the first that is there and that torch can use.
+    """
     if isinstance(name, Device):
         return name
-    cards = cuda_count()
-    if name is None:
-        return CudaDevice() if cards else CpuDevice()
-    kind, _, index = str(name).partition(":")
+    *preferred, last = str("cuda,cpu" if name is None else name).split(",")
+    for each in preferred:
+        if each.partition(":")[0] != "cuda" or _card(each) is not None:
+            return _device(each)
+        _tell_of_unusable_card()
+    return _device(last)
+
+
+def _device(name: str) -> Device:
+    kind, _, index = name.partition(":")
     match kind:
         case "cpu":
             return CpuDevice()
@@ -34,11 +46,28 @@ def choose_device(name: str | torch.device | Device | None = None) -> Device:
             from tightfit.devices.pretend import PretendDevice  # only where it is asked for
 
             return PretendDevice(int(index or 0) if (index or "0").isdecimal() else -1)
-        case "cuda" if index in ("", *map(str, range(cards))) and cards:
-            return CudaDevice(int(index or 0))
+        case "cuda" if (card := _card(name)) is not None:
+            return card
         case "cuda":
-            raise InputError(f"no such device: {name}; this computer has {cards} CUDA cards", cards=cards)
-    raise InputError(unknown_name("device", kind, ("cpu", "cuda", "loopback", "pretend")), name=str(name))
+            cards, reason = len(usable_cards()), unusable_card()
+            because = f"; {reason}" if reason else ""
+            raise InputError(f"no such device: {name}; this computer has {cards} CUDA cards{because}", cards=cards)
+    raise InputError(unknown_name("device", kind, ("cpu", "cuda", "loopback", "pretend")), name=name)
+
+
+def _card(name: str) -> CudaDevice | None:
+    """The card called "cuda" or "cuda:1", if torch can use it."""
+    index, cards = name.partition(":")[2], usable_cards()
+    found = [card for card in cards if index in ("", str(card))]
+    return CudaDevice(found[0]) if found else None
+
+
+def _tell_of_unusable_card() -> None:
+    """Logs, once, that a card is there which torch cannot use: what runs without it is slower than one would expect."""
+    reason = unusable_card()
+    if reason is not None and reason not in _told:
+        _told.add(reason)
+        logging.getLogger("tightfit").warning("running without the card: %s", reason)
 
 
 def find_machine() -> Machine:
@@ -46,7 +75,9 @@ def find_machine() -> Machine:
 
     Asking cards what they have free opens a context on each, which takes some hundred MB of it.
     """
-    cards = [CudaDevice(index) for index in range(cuda_count())]
+    cards = [CudaDevice(index) for index in usable_cards()]
+    if not cards:
+        _tell_of_unusable_card()
     devices: list[Device] = [*cards] or [CpuDevice()]
     cpu = processor()
     return Machine(
