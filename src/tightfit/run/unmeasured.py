@@ -21,7 +21,7 @@ STRIPS = 4  # an autoencoder's feature maps have a quarter of the device: what i
 def plan_unmeasured(pipe: Any, site: Site) -> Plan:
     """Level 3 for the untouched `pipe` on the first device of `site`, in strips, with its budget for a cap."""
     device, budget = site.devices[0], site.limits.budget
-    choices: dict[str, Any] = {"level": 3, "vae": {"tile": None, "strips": _room(device, budget) // STRIPS}}
+    choices: dict[str, Any] = {"level": 3, "vae": {"tile": None, "strips": max(_room(device, budget) // STRIPS, 1)}}
     if device.separate:
         choices["vae"] |= {"maps": "host"}
     elif budget is not None:  # memory is RAM, so weights come from the disk
