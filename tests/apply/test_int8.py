@@ -228,7 +228,7 @@ def test_what_is_stored_is_cut_up_as_before(storage: Any) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(16384, 16384), nn.Linear(600, 600))  # 1 GiB; 1.4 MB, less than a thousandth
     before = list(find_leaves(model))
-    _, restore = store_weights(model, ComponentPlan(storage=storage), Shelf(), originals_in_ram=True)
+    restore = store_weights(model, ComponentPlan(storage=storage), Shelf(), originals_in_ram=True)
     assert list(find_leaves(model)) == before == ["0", "1"]
     restore()
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from inspection import assert_same, imprint
 from tightfit import fit
 from tightfit.apply.weights import staging
+from tightfit.apply.weights.homes import plain_parts
 from tightfit.devices.cuda import cuda_count
-from tightfit.measure.modules import find_components
+from tightfit.measure.modules import find_components, weight_bytes
 from tiny_pipelines import CASES, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
@@ -59,3 +62,105 @@ def test_compiled_blocks_on_the_card() -> None:
     for _ in range(2):
         assert torch.equal(run(pipe, case).cpu(), wanted)
     fitted.undo()
+
+
+@pytest.mark.filterwarnings("ignore:.*upcast_vae")
+@pytest.mark.parametrize("placement", ["per-phase", "per-unit"])
+def test_masters_that_are_cast_in_each_call_stay_page_locked(placement: str) -> None:
+    case = next(case for case in CASES if case.name == "StableDiffusionXL")
+    pipe = case.make().to(torch.float16)
+    pipe.vae.register_to_config(force_upcast=True)
+    fit(pipe, level=0, device="cuda")
+    wanted = [run(pipe, case).cpu() for _ in range(2)]
+    chosen = {"home": "host", "pinned": True, "placement": placement}
+    fitted = fit(pipe, plan={"components": {"vae": chosen, "unet": chosen}}, device="cuda")
+    parcels, pinned = fitted._places.of("vae")._streamers["vae"]._parcels, []
+    look = pipe.vae.decoder.register_forward_hook(
+        lambda *_: pinned.extend(master.is_pinned() for parcel in parcels for master in parcel.masters)
+    )
+    for each in wanted:
+        assert torch.equal(run(pipe, case).cpu(), each)
+    look.remove()
+    assert len(pinned) == 2 * sum(len(parcel.masters) for parcel in parcels)
+    assert all(pinned)
+    fitted.undo()
+    assert not any(weight.is_pinned() for part in (pipe.vae, pipe.unet) for weight in part.parameters())
+
+
+def layers(count: int, width: int) -> nn.Module:
+    torch.manual_seed(0)
+    network = nn.Module()
+    network.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+    return network.to(torch.bfloat16).requires_grad_(False)
+
+
+def inside(model: nn.Module) -> list[tuple[type, torch.device, list[tuple[torch.device, torch.Tensor]]]]:
+    """Of each weight its class, where it is, and where what it consists of is, with the values."""
+    return [
+        (type(weight), weight.device, [(part.device, part.detach().cpu().clone()) for part in plain_parts(weight)])
+        for weight in model.parameters()
+    ]
+
+
+def assert_same_inside(model: nn.Module, before: list[Any]) -> None:
+    for (kind, device, parts), (kind_before, device_before, parts_before) in zip(inside(model), before, strict=True):
+        assert (kind, device) == (kind_before, device_before)
+        assert [place for place, _ in parts] == [place for place, _ in parts_before]
+        assert all(torch.equal(now, then) for (_, now), (_, then) in zip(parts, parts_before, strict=True))
+
+
+@pytest.mark.parametrize("begins", ["cpu", "cuda"])
+@pytest.mark.parametrize("storage", ["float8_e4m3fn", "int8"])
+def test_storing_in_eight_bits_needs_the_stored_form_and_one_weight(storage: str, begins: str) -> None:
+    if storage == "int8":
+        pytest.importorskip("torchao")
+    model = layers(16, 1024).to(begins)
+    before, device = inside(model), torch.device("cuda", 0)
+    loaded, one = weight_bytes(model), model.blocks[0].weight.nbytes
+    at_first = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    plan = {"components": {"model": {"placement": "resident", "storage": storage, "skip": []}}}
+    fitted = fit(model, plan=plan, device="cuda")
+    stored = weight_bytes(model)
+    assert stored < 0.52 * loaded
+    most = torch.cuda.max_memory_allocated(device) - at_first
+    assert most <= (stored + one if begins == "cpu" else 0)
+    held = torch.cuda.memory_allocated(device) - at_first - (stored if begins == "cpu" else stored - loaded)
+    assert 0 <= held <= 16 * 4 * 512  # allocators round
+    parts = [part for weight in model.parameters() for part in plain_parts(weight)]
+    assert {part.device for part in parts} == {device}
+    fitted.undo()
+    assert_same_inside(model, before)
+
+
+def test_what_is_written_into_stored_weights_is_kept() -> None:
+    model = layers(2, 64)
+    plan = {"components": {"model": {"placement": "resident", "storage": "float8_e4m3fn", "skip": []}}}
+    fitted = fit(model, plan=plan, device="cuda")
+    model.blocks[1].weight.data.fill_(0.5)
+    fitted.undo()
+    assert model.blocks[1].weight.device.type == "cpu"
+    assert model.blocks[1].weight.eq(0.5).all()
+
+
+@pytest.mark.parametrize("begins", ["cpu", "cuda"])
+@pytest.mark.parametrize("placement", ["resident", "per-phase", "per-unit"])
+def test_weights_that_were_quantised_before_are_moved_with_all_that_they_consist_of(
+    placement: str, begins: str
+) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = layers(3, 256)
+    plain = nn.Sequential(*model.blocks)
+    quantization.quantize_(plain, quantization.Int8WeightOnlyConfig(version=2))
+    model.to(begins)
+    x = torch.randn(2, 256, dtype=torch.bfloat16, device="cuda")
+    before = inside(model)
+    model.forward = plain.forward
+    wanted = copy.deepcopy(plain).to("cuda")(x).cpu()
+    fitted = fit(model, plan={"components": {"model": {"placement": placement}}}, device="cuda")
+    assert torch.equal(model(x).cpu(), wanted)
+    if placement == "resident":
+        parts = [part for weight in model.parameters() for part in plain_parts(weight)]
+        assert {part.device for part in parts} == {x.device}
+    fitted.undo()
+    assert_same_inside(model, before)

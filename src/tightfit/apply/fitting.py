@@ -166,18 +166,14 @@ class Fitted:
     def _fit_component(
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
     ) -> None:
-        """Layout, place, storage, moving activations; then the module learns to say when it works."""
+        """Layout, storage, place, moving activations; then the module learns to say when it works."""
         residency, recorder = self._places.of(name), self._recorder.of(device.name)
         self._shelf.fill(module, left_in_files(module, plan, separate=device.separate))
         forward = exported(module, plan)  # before anything is changed: it is compared with the module
         if plan.channels_last:
             undo.callback(channels_last(module))
-        copied = plan.placement == "resident" and device.swaps_parameters  # then copies come as they are stored
-        if copied:
-            self._store(name, module, plan, undo, counted=False)
+        residency.store(name, module, plan, undo)
         residency.place(name, module, plan, undo)
-        if not copied:
-            self._store(name, module, plan, undo, counted=plan.placement == "resident" or not device.separate)
         residency.stream(name, module, plan, undo)
         note = recorder.note
         if plan.feed_forward is not None:
@@ -193,16 +189,6 @@ class Fitted:
                 crossing = Crossing(self._device, device)
                 crossing.watch(child, lambda: not self._session.at_work(name), undo.callback)
             watch(child, functools.partial(self._session.touch, name), None, undo.callback)
-
-    def _store(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack, *, counted: bool) -> None:
-        """Weights that are always on the device are `counted` once, in the form in which they are there."""
-        if plan.storage == "as-loaded":
-            return
-        grown = self._places.of(name).store(module, plan, undo)
-        if counted:
-            recorder = self._recorder.of(self.plan.device_of(name))
-            recorder.weights_changed(grown)
-            undo.callback(recorder.weights_changed, -grown)
 
     def _component_members(
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack

@@ -21,7 +21,18 @@ from tightfit.devices.memory import arena
 from tightfit.devices.seam import Device
 from tightfit.measure.modules import weight_tensors
 
-__all__ = ["HOST", "Home", "HostHome", "Layout", "moved", "plain_parts", "rebuilt", "version_of", "write_back"]
+__all__ = [
+    "HOST",
+    "Home",
+    "HostHome",
+    "Layout",
+    "moved",
+    "plain_parts",
+    "rebuilt",
+    "relocate",
+    "version_of",
+    "write_back",
+]
 
 HOST = torch.device("cpu")
 ALIGNMENT = 128  # bytes: what the most demanding of copies within a device wants
@@ -165,6 +176,18 @@ def rebuilt(like: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
+def relocate(tensor: torch.Tensor, device: torch.device) -> None:
+    """`tensor` itself is on `device` from now on, with all that it consists of."""
+    _adopt(tensor, rebuilt(tensor, [part.data.to(device) for part in plain_parts(tensor)]))
+
+
+def _adopt(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # `.data` reaches the outer tensor alone
+            _adopt(getattr(tensor, name), getattr(new, name))
+    tensor.data = new
+
+
 def moved(module: nn.Module, target: torch.device) -> Callable[[], None]:
     """Moves the weights of `module` to `target`; returns how to move each back to where it was."""
     homes = {id(tensor): tensor.device for tensor in weight_tensors(module) if not tensor.is_meta}
@@ -173,7 +196,14 @@ def moved(module: nn.Module, target: torch.device) -> Callable[[], None]:
     def move(home: Callable[[torch.Tensor], torch.device]) -> None:
         for tensor in weight_tensors(module):
             if tensor.device != home(tensor) and not tensor.is_meta:  # of what is only a shape, the host has no copy
-                tensor.data = tensor.data.to(home(tensor))
+                relocate(tensor, home(tensor))
 
-    move(lambda tensor: target)
-    return lambda: move(lambda tensor: homes.get(id(tensor), usual))
+    def move_back() -> None:
+        move(lambda tensor: homes.get(id(tensor), usual))
+
+    try:
+        move(lambda tensor: target)
+    except BaseException:  # out of memory half way, say
+        move_back()
+        raise
+    return move_back

@@ -32,6 +32,7 @@ class Housing:
 
     def set_aside(self, weight: StoredWeight) -> None:
         """`weight` goes to the disk right away: that is where it will be read from."""
+        assert weight.nbytes  # it remembers them while its values are elsewhere
         for part in plain_parts(weight):
             self._aside[id(part)] = part, self._spilling().write(part)
             part.data = torch.empty(0, dtype=part.dtype)

@@ -57,8 +57,7 @@ class Residency:
 
         `undo` takes them back.
         """
-        if any(tensor.device != HOST and not tensor.is_meta for tensor in weight_tensors(module)):
-            self._elsewhere.add(name)
+        self._look_where(name, module)
         if plan.placement == "resident" and self._device.swaps_parameters:
             cargo = Cargo(module, self._device, self._recorder)
             cargo.bring()
@@ -69,11 +68,19 @@ class Residency:
         else:
             undo.callback(moved(module, HOST))
 
-    def store(self, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> int:
-        """Puts weights of `module` into eight bits; returns by how many bytes they grew (negative).
+    def _look_where(self, name: str, module: nn.Module) -> None:
+        if any(tensor.device != HOST and not tensor.is_meta for tensor in weight_tensors(module)):
+            self._elsewhere.add(name)
 
-        What will be read from the disk goes there at once, each weight as soon as it is stored.
+    def store(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
+        """Puts weights of `module`, the component `name`, into eight bits in host memory.
+
+        It comes before `place`, so that no device has to hold them as they were loaded. What will be read from the
+        disk goes there at once, each weight as soon as it is stored.
         """
+        if plan.storage == "as-loaded":
+            return
+        self._look_where(name, module)
         passing = leaf_weights(module) if plan.home == "disk" and plan.placement != "resident" else set()
 
         def aside(original: nn.Parameter, weight: StoredWeight) -> None:
@@ -81,10 +88,8 @@ class Residency:
                 self._housing.set_aside(weight)
 
         in_ram = self._device.separate
-        grown, restore = store_weights(module, plan, self._shelf, originals_in_ram=in_ram, aside=aside)
+        undo.callback(store_weights(module, plan, self._shelf, originals_in_ram=in_ram, aside=aside))
         trim_heap()
-        undo.callback(restore)
-        return grown
 
     def stream(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
         """Lets the weights of `module`, the component `name`, come and go as it works."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from tightfit.apply.weights.disk import read_like
 from tightfit.apply.weights.eight_bits import Entry, StoredWeight, storable
 from tightfit.apply.weights.fp8 import Float8Weight
-from tightfit.apply.weights.homes import plain_parts, rebuilt
+from tightfit.apply.weights.homes import HOST, plain_parts, rebuilt
 from tightfit.apply.weights.shelf import Shelf
 from tightfit.devices.depot import is_dense
 from tightfit.devices.disk import DiskReader
@@ -66,26 +67,27 @@ def store_weights(
     *,
     originals_in_ram: bool,
     aside: Callable[[nn.Parameter, StoredWeight], None] = lambda original, weight: None,
-) -> tuple[int, Callable[[], None]]:
-    """Stores what `plan` wants of `module`'s weights in eight bits, one weight after another.
+) -> Callable[[], None]:
+    """Stores what `plan` wants of `module`'s weights in eight bits in host memory, one weight after another.
 
+    So a device never holds what the plan stores in eight bits in another form; what was there leaves it here.
     Originals on the `shelf` are read from there one by one, and stay there; others go to RAM, or to a file on the shelf
     where RAM is what should be saved. `aside` is given each original and what it became.
 
-    Returns by how many bytes the module's weights grew (negative), and how to restore the originals exactly.
+    Returns how to restore the originals exactly.
     What was written into a stored weight in the meantime (a fused LoRA) wins over its original.
     """
     compute = getattr(torch, plan.compute_dtype) if plan.compute_dtype else None
     entries = storable_in(module, plan)
     originals = {id(original): original for _, _, original in entries}
+    places = {key: original.device for key, original in originals.items()}
     stored: dict[int, StoredWeight] = {}
-    grown = 0
-    with DiskReader() as reader:
+    with _put_back_on_failure(originals, places), DiskReader() as reader:
         for key, original in originals.items():
             file = shelf.where(original)
+            _place(original, HOST)
             there = original if file is None else read_like(original, file, reader)
             weight = stored[key] = _stored(there, plan.storage, compute, original.requires_grad)
-            grown += weight.nbytes - original.nbytes
             aside(original, weight)
     for owner, name, original in entries:
         owner._parameters[name] = stored[id(original)]  # type: ignore[assignment]
@@ -95,7 +97,9 @@ def store_weights(
     def restore() -> None:
         with DiskReader() as reader:
             back = {
-                key: shape if shelf.stays and not stored[key].written else shelf.filled(shape, reader)
+                key: shape
+                if shelf.stays and places[key].type in ("cpu", "meta") and not stored[key].written
+                else shelf.filled(shape, reader)
                 for key, shape in kept.items()
             }
         for owner, name, original in entries:
@@ -104,22 +108,36 @@ def store_weights(
                 continue  # somebody put another there: theirs stands
             if parameter.written:
                 value.data.copy_(parameter.widen())
+            _place(value, places[id(original)])
             owner._parameters[name] = value
         for table, name, loaded, changed in cast:
             if table.get(name) is changed:
                 table[name] = loaded
 
-    return grown, restore
+    return restore
+
+
+def _place(weight: nn.Parameter, device: torch.device) -> None:
+    """`weight` is on `device` from now on; what is only a shape stays one."""
+    if not weight.is_meta and device.type != "meta" and weight.device != device:
+        weight.data = weight.data.to(device)
+
+
+@contextmanager
+def _put_back_on_failure(weights: Mapping[int, nn.Parameter], places: Mapping[int, torch.device]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for key, weight in weights.items():
+            _place(weight, places[key])
+        raise
 
 
 def _set_aside(originals: Mapping[int, nn.Parameter], shelf: Shelf, *, in_ram: bool) -> dict[int, nn.Parameter]:
     """What stands for `originals`, by key, while others are in their places: themselves, or shapes on the `shelf`."""
     file, kept = None, dict(originals)
     for key, original in originals.items():
-        if original.is_meta:  # on the shelf already, or without values everywhere
-            continue
-        if in_ram:
-            original.data = original.data.to("cpu")  # whoever moved them to the device moves them back
+        if in_ram or original.is_meta:  # on the shelf already, or without values everywhere
             continue
         file = file or shelf.spill()
         like = torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device="meta")
