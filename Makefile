@@ -30,7 +30,7 @@ test-cuda:  ## the CUDA path without a card, on PyTorch's CUDA wheel: TORCH=2.12
 	$(STUB)/test.sh $(CUDA_VENV) $(TORCH) -m "gpu and not full"
 
 test-cuda-full:  ## all proofs of the CUDA path; hours, goes on where it was
-	$(STUB)/test.sh $(CUDA_VENV) $(TORCH) -m gpu --only-new
+	$(STUB)/test.sh $(CUDA_VENV) $(TORCH) -m gpu -p cuda_stub.resume --results bench/results/test-cuda.jsonl
 
 bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/fp8.py

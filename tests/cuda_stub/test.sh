@@ -5,6 +5,7 @@ venv=$1 torch=$2
 shift 2
 here=$(cd "$(dirname "$0")" && pwd)
 cd "$here/../.."
+export STUB_CARDS=${STUB_CARDS:-2}
 if [ ! -e "$venv/.ready" ] || [ -n "$(find constraints.txt pyproject.toml "$here"/setup.sh -newer "$venv/.ready")" ]; then
     "$here/setup.sh" "$venv" "$torch" || {
         code=$?

@@ -5,6 +5,8 @@ On the stub of a card also: copies that come as late as they may, no races, no h
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +14,12 @@ import torch
 
 import tightfit
 from card_state import assert_nothing_left, card_state
-from inspection import assert_same, imprint
+from inspection import assert_same, imprint, relative_error
 from tightfit.devices.cuda import cuda_count
 from tightfit.errors import BudgetTooSmall
 from tightfit.measure.modules import find_components
 from tightfit.run.shape import request_of
-from tiny_pipelines import CASES, TinyCase, run
+from tiny_pipelines import CASES, FRAMES, TinyCase, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
 
@@ -35,7 +37,9 @@ def choices(pipe: Any, case: TinyCase, way: str) -> dict[str, Any]:
     """What `fit` is given."""
     components = find_components(pipe)
     if way.endswith("budget"):
-        request = request_of(pipe, (), case.call())
+        request = request_of(pipe, (), case.call()) or tightfit.Request()
+        if "video" in case.call():
+            request = request.model_copy(update={"frames": FRAMES})
         return {"budget": SIZE if "large" in way else least_budget(pipe, request), "request": request}
     if way.startswith("level"):
         return {"plan": {"level": int(way[-1]), "vae": {"slicing": False}}}
@@ -49,10 +53,19 @@ def choices(pipe: Any, case: TinyCase, way: str) -> dict[str, Any]:
     return {"plan": plans[way]}
 
 
-def least_budget(pipe: Any, request: tightfit.Request | None) -> int:
+def least_budget(pipe: Any, request: tightfit.Request) -> int:
     with pytest.raises(BudgetTooSmall) as raised:
         tightfit.fit(pipe, budget=MIB, request=request, device="cuda")
     return int(raised.value.facts["needed_bytes"])
+
+
+@contextlib.contextmanager
+def fitted_as(pipe: Any, **chosen: Any) -> Iterator[Any]:
+    fitted = tightfit.fit(pipe, **chosen, device="cuda")
+    try:
+        yield fitted
+    finally:
+        fitted.undo()
 
 
 @pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.full) for way in MORE_WAYS)])
@@ -61,15 +74,16 @@ def test_whatever_moves_the_numbers_are_those_of_level_0(case: TinyCase, way: st
     pipe = case.make()
     run(pipe, case)  # transformers installs hooks of its own at the first call
     before = imprint(pipe)
-    fitted = tightfit.fit(pipe, level=0, device="cuda")
-    wanted = run(pipe, case).cpu()
-    fitted.undo()
+    with fitted_as(pipe, level=0):
+        wanted = run(pipe, case).cpu()
     chosen = choices(pipe, case, way)
     card = card_state()
-    fitted = tightfit.fit(pipe, **chosen, device="cuda")
-    for _ in range(2):
-        assert torch.equal(run(pipe, case).cpu(), wanted)
-    assert fitted.report().trace.lossy == ()
-    fitted.undo()
+    with fitted_as(pipe, **chosen) as fitted:
+        exact = fitted.plan.vae.strips is None  # strips of another height: other sums
+        for _ in range(2):
+            found = run(pipe, case).cpu()
+            assert torch.equal(found, wanted) if exact else relative_error(found, wanted) <= 1e-5
+        assert fitted.report().trace.lossy == ()
+    del fitted
     assert_same(before, imprint(pipe))
     assert_nothing_left(card)
