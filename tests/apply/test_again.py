@@ -11,8 +11,10 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
 from tightfit.apply import again
 from tightfit.apply.again import Draws, Finished
+from tightfit.devices.depot import PAGE
 from tightfit.devices.seam import CpuDevice, LoopbackDevice
 from tightfit.errors import RunError
+from tightfit.records import Stint
 
 
 class Work:
@@ -109,3 +111,35 @@ def test_generators_go_back(several: bool) -> None:
     draws.rewind()
     same = [torch.equal(one(), value) for one, value in zip(draw, before, strict=True)]
     assert same == [True, True, several]
+
+
+def test_the_last_pass_of_the_plan_is_not_kept(finished: Finished) -> None:
+    stints = [("vae", "decode", 1), ("unet", "forward", 2), ("vae", "decode", 2)]
+    finished.forget([Stint(component=name, method=method, runs=runs) for name, method, runs in stints])
+    passes = [((name, method), Work(torch.zeros(3))) for name, method, runs in stints for _ in range(runs)]
+    for _ in range(2):
+        for what, work in passes:
+            finished.once(work, what)
+        finished.begin_again()
+    assert [work.times for _, work in passes] == [1, 1, 1, 1, 2]
+    assert finished.count == 4
+
+
+def test_small_results_share_host_memory_which_the_next_call_uses_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, taken = LoopbackDevice(), list[int]()
+    room = device.host_room
+    monkeypatch.setattr(device, "host_room", lambda size: taken.append(size) or room(size))
+    finished = Finished(device)
+    finished.active = True
+    values = [torch.full((200,), float(number)) for number in range(4)] + [torch.zeros(0), torch.ones(PAGE // 4 + 1)]
+    for _ in range(2):
+        finished.forget()
+        for value in values:
+            finished.once(Work(value))
+        finished.begin_again()
+        for value in values:
+            assert torch.equal(finished.once(Work(None)), value)
+    assert taken == [PAGE, 2 * PAGE]
+    finished.close()
+    finished.once(Work(values[0]))
+    assert taken == [PAGE, 2 * PAGE, PAGE]

@@ -8,23 +8,27 @@ and a pipeline does the same with the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.apply.activations.strips.noise import usual_generators
+from tightfit.apply.weights.agenda import Pass
 from tightfit.apply.weights.disk import Spill, Stored, read_stored
-from tightfit.devices.depot import bytes_of, is_dense
+from tightfit.devices.depot import PAGE, bytes_of, is_dense
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.lane import Arrival
+from tightfit.devices.pages import Pages
 from tightfit.devices.seam import Device
 from tightfit.errors import RunError
+from tightfit.records import Stint
 
 __all__ = ["Draws", "Finished", "let_go"]
 
 MOST_BYTES = 2**30  # of host memory, or of the file: what would be more is done again
+ALIGNMENT = 512  # bytes, of what lies in a page
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -47,45 +51,72 @@ class Finished:
 
     def __init__(self, device: Device) -> None:
         self._device, self._lane = device, device.lane()
+        self._rooms = _Rooms(device)
         self._results: list[_Result | None] = []  # None: it has to be done again
         self._bytes = 0  # of host memory that they take
         self._given = 0  # of them, how many were given back since the call began again
         self.active = False  # whether a call is being made
         self._leaving: list[tuple[Arrival, torch.Tensor]] = []  # what the copies on their way read from
         self._file: Spill | None = None
+        self._last: Pass | None = None  # what the call ends with, as far as that is known
+        self._ahead = 0  # how many passes of that kind are still to come
+        self._order: Sequence[Stint] = ()
 
     @property
     def count(self) -> int:
         """How many pieces of work need not be done again."""
         return sum(result is not None for result in self._results)
 
-    def forget(self) -> None:
-        """Another call begins."""
+    def forget(self, order: Sequence[Stint] = ()) -> None:
+        """Another call begins, which will probably work through `order`."""
         self._settle()
         self._results.clear()
+        self._rooms.forget()
         self._given = self._bytes = 0
         if self._file is not None:
             self._file.close()
             self._file = None
+        self._order = order
+        self._expect()
+
+    def _expect(self) -> None:
+        """The call is at its beginning."""
+        passes = [((each.component, each.method), each.runs) for each in self._order]
+        self._last = passes[-1][0] if passes else None
+        self._ahead = sum(runs for what, runs in passes if what == self._last)
+
+    def close(self) -> None:
+        """Nothing is kept any more, and no host memory for later calls either."""
+        self.forget()
+        self._rooms.close()
 
     def begin_again(self) -> None:
         self._settle()
         self._given = 0
+        self._expect()
         if self._file is not None:
             self._file.finish()
 
-    def once(self, work: Callable[[], Any]) -> Any:
-        """What `work()` gives, or gave when it was done before in this call."""
+    def once(self, work: Callable[[], Any], what: Pass | None = None) -> Any:
+        """What `work()`, the pass `what`, gives, or gave when it was done before in this call."""
         if not self.active:
             return work()
+        last = self._is_last(what)
         if self._given < len(self._results):
             result = self._results[self._given]
             self._given += 1
             return work() if result is None else self._back(result)
         value = work()
-        self._results.append(self._kept(value))
+        self._results.append(None if last else self._kept(value))  # after the last pass little is left to run out
         self._given += 1
         return value
+
+    def _is_last(self, what: Pass | None) -> bool:
+        """Whether `what`, which begins, is the last pass of the call, as far as that is known."""
+        if what is None or what != self._last:
+            return False
+        self._ahead -= 1
+        return self._ahead == 0
 
     def _kept(self, value: Any) -> _Result | None:
         """A copy of `value`, on its way; None of what nobody can copy, or while there is no room."""
@@ -111,7 +142,7 @@ class Finished:
         own = leaf.detach().clone(memory_format=torch.contiguous_format)  # whoever asked for it may write into it
         if own.device != self._device.torch_device:
             return own
-        room = self._device.host_room(own.nbytes)
+        room = self._rooms.take(own.nbytes)
         arrival = self._lane.send(room, bytes_of(own), self._lane.mark())
         self._leaving.append((arrival, own))
         return _Copy(room, own.shape, own.dtype, arrival)
@@ -132,6 +163,39 @@ class Finished:
             with DiskReader() as reader:
                 return read_stored(leaf, reader)
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+class _Rooms:
+    """Host memory for what is kept, page-locked: to any other memory the device's copies make the host wait.
+
+    Small results lie together in pages, which are there for the next call too: locking takes longer than copying.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._pages = Pages(device)
+        self._taken: list[torch.Tensor] = []  # the last is not full
+        self._left = 0  # bytes at its end
+
+    def take(self, size: int) -> torch.Tensor:
+        """`size` bytes, uint8 of shape (size,), until `forget`."""
+        room = -(-size // ALIGNMENT) * ALIGNMENT
+        if room > self._left or not self._taken:
+            whole = max(-(-room // PAGE), 1) * PAGE
+            self._taken.append(self._pages.take(whole))
+            self._left = whole
+        page = self._taken[-1]
+        start = page.nbytes - self._left
+        self._left -= room
+        return page[start : start + size]
+
+    def forget(self) -> None:
+        """Nobody needs what was taken: the next call uses it again."""
+        self._taken.clear()
+        self._left = 0
+
+    def close(self) -> None:
+        self.forget()
+        self._pages.close()
 
 
 class Draws:

@@ -100,7 +100,7 @@ class Calls:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """The call, made again under another plan where memory runs out."""
-        finished.forget()
+        finished.forget(follower.plan.order or ())
         draws, handled = Draws(kwargs, self._device), sys.exception()  # by who calls
         finished.active = True
         try:

@@ -208,7 +208,7 @@ class Fitted:
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if finished is None or session.busy:
                     return work(self, *args, **kwargs)
-                return finished.once(lambda: work(self, *args, **kwargs))
+                return finished.once(lambda: work(self, *args, **kwargs), (name, method))
 
             def work(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 with session.work(name, role, method), seam.working() if attends else nullcontext():
@@ -293,6 +293,8 @@ class Fitted:
         if self._undo is not None:
             self._undo.close()
             self._undo = None
+        if self._calls.finished is not None and not self._shelf.stays:  # else the call goes on, under another plan
+            self._calls.finished.close()
 
 
 def _in_parts(plan: ComponentPlan) -> bool:

@@ -75,8 +75,7 @@ class PretendDevice(Device):
         return 2**60
 
     def lock_pages(self, buffer: torch.Tensor) -> Callable[[], None] | None:
-        if not buffer.is_meta:
-            pin(buffer)
+        pin(buffer)
         return lambda: None
 
     def pinned(self, size: int) -> torch.Tensor:
@@ -145,8 +144,8 @@ class _PretendLane(Lane):
                 card.timeline.wait(self._stream, after)
             if source.is_meta:
                 card.copy_in(source.nbytes, pinned=True, wait=False)
-            elif target.is_meta:
-                card.copy_out(source.nbytes, pinned=True, wait=False)
+            elif target.is_meta:  # to memory that was not locked the host waits, as for any copy there
+                card.copy_out(source.nbytes, pinned=is_pinned(target), wait=False)
             else:
                 target.copy_(source, non_blocking=is_pinned(target if source.device == self._place else source))
             return _PretendArrival(card, card.record())

@@ -24,18 +24,18 @@ class _Known:
     """Tensors in host memory of which something is known, until their storage dies."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address; what died is swept now and then
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # what died is swept now and then
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
-        known = self._storages.get(storage.data_ptr())
+        known = self._storages.get(storage._cdata)
         return known is not None and known() is storage
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        for address in [address for address, storage in self._storages.items() if storage() is None]:
-            del self._storages[address]
+        for number in [number for number, storage in self._storages.items() if storage() is None]:
+            del self._storages[number]
         storage = tensor.untyped_storage()
-        self._storages[storage.data_ptr()] = weakref.ref(storage)
+        self._storages[storage._cdata] = weakref.ref(storage)
         return tensor
 
 
