@@ -45,7 +45,8 @@ SMALL = {"height": 256, "width": 256}  # for --dry
 def calls(pipe: Any, way: Callable[[], Any], asked: Request, size: int, *, cuda: bool) -> Row:
     """Two calls, in this process, of which torch's allocator may have `size` bytes of a card."""
     if cuda:
-        torch.cuda.set_per_process_memory_fraction(size / torch.cuda.get_device_properties(0).total_memory)
+        share = size / torch.cuda.get_device_properties(0).total_memory  # a card of 24 GB has less than 24 GiB
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
     torch.set_num_threads(os.cpu_count() or 1)
     clock = Clock(_event, lambda earlier, later: earlier.elapsed_time(later) / 1000) if cuda else _plain_clock()
     arguments = call_arguments(pipe, Prompt(PROMPT, seed=0), asked.model_copy(update={"steps": STEPS}))
