@@ -134,6 +134,7 @@ class Accelerator(Record):
     kind: str  # "cuda", "cpu", "loopback", "pretend" …
     bytes: Positive
     free: Count | None = None  # of these bytes, how many tensors could take when it was asked
+    taken: Count | None = None  # of a card: bytes that tensors of this process took when it was asked
     title: str | None = None  # what it is sold as
     compute_capability: str | None = None  # of a CUDA card, e.g. "8.9"
     arithmetic_rates: dict[str, Rate] = Field(default_factory=dict)

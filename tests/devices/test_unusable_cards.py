@@ -13,7 +13,7 @@ import torch
 
 from tightfit.devices import choice
 from tightfit.devices.choice import choose_device
-from tightfit.devices.cuda import unusable_card, usable_cards
+from tightfit.devices.cuda_support import unusable_card, usable_cards
 from tightfit.errors import InputError
 
 TOO_OLD = (
@@ -71,7 +71,7 @@ def test_a_driver_that_is_too_old_is_named_with_what_to_do(cards: Cards, caplog:
         assert choose_device("cuda,loopback").name == "loopback"
         assert choose_device().kind == "cpu"
     [said] = caplog.messages  # once
-    assert said.startswith("running without the card: the NVIDIA driver is too old for torch ")
+    assert said.startswith("running without a card: the NVIDIA driver is too old for torch ")
     assert "supports CUDA 12.4, torch needs 13.0. Update the driver, or install torch for CUDA 12.4" in said
     with pytest.raises(InputError, match="no such device: cuda; this computer has 0 CUDA cards; the NVIDIA driver is"):
         choose_device("cuda")

@@ -11,7 +11,7 @@ import torch
 from inspection import assert_same, imprint, relative_error
 from tightfit import fit
 from tightfit.devices.choice import choose_device, find_machine
-from tightfit.devices.cuda import cuda_count
+from tightfit.devices.cuda_support import cuda_count
 from tightfit.run.machines import measured_machine
 from tiny_pipelines import CASES, run
 

@@ -8,7 +8,7 @@ import torch
 from inspection import assert_same, imprint
 from tightfit import fit
 from tightfit.devices.choice import choose_device
-from tightfit.devices.cuda import cuda_count
+from tightfit.devices.cuda_support import cuda_count
 from tightfit.devices.depot import Depot, bytes_of
 from tiny_autoencoders import CASES as AUTOENCODERS
 from tiny_autoencoders import decode

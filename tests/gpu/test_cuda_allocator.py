@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tightfit.devices.cuda import cuda_count
+from tightfit.devices.cuda_support import cuda_count
 from tightfit.pretend.allocator import CachingAllocator, CardFull
 from tightfit.pretend.blocks import Block
 

@@ -7,7 +7,7 @@ import torch
 
 import tightfit
 from inspection import assert_same, imprint
-from tightfit.devices.cuda import cuda_count
+from tightfit.devices.cuda_support import cuda_count
 from tightfit.measure.modules import find_components, find_role
 from tightfit.run.shape import request_of
 from tiny_pipelines import CASES, run

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from pretend.conftest import make_cards  # noqa: F401  a fixture
 from pretend.layouts import CONVOLUTIONS, CUDA_ONLY, OTHERS, POINTWISE, differences, pairs
-from tightfit.devices.cuda import cuda_count
+from tightfit.devices.cuda_support import cuda_count
 from tightfit.devices.pretend import PretendDevice
 from tightfit.pretend import operations
 

@@ -15,7 +15,7 @@ import torch
 import tightfit
 from card_state import assert_nothing_left, card_state
 from inspection import assert_same, imprint, relative_error
-from tightfit.devices.cuda import cuda_count
+from tightfit.devices.cuda_support import cuda_count
 from tightfit.errors import BudgetTooSmall
 from tightfit.measure.modules import find_components
 from tightfit.run.shape import request_of

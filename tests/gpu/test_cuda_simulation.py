@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tightfit
-from tightfit.devices.cuda import cuda_count
+from tightfit.devices.cuda_support import cuda_count
 from tiny_pipelines import CASES, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tightfit
-from tightfit.devices.cuda import cuda_count
+from tightfit.devices.cuda_support import cuda_count
 from tiny_pipelines import CASES, TinyCase
 
 COUNTED = hasattr(ctypes.CDLL(None), "stub_get")

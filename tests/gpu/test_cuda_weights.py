@@ -13,7 +13,7 @@ from inspection import assert_same, imprint
 from tightfit import fit
 from tightfit.apply.weights import staging
 from tightfit.apply.weights.homes import plain_parts
-from tightfit.devices.cuda import cuda_count
+from tightfit.devices.cuda_support import cuda_count
 from tightfit.measure.modules import find_components, weight_bytes
 from tiny_pipelines import CASES, run
 

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from tightfit.apply.again import Draws, Finished, let_go
 from tightfit.apply.session import Session
+from tightfit.devices.exhaustion import is_out_of_memory
 from tightfit.devices.memory import RamExceeded
 from tightfit.devices.seam import Device
 from tightfit.errors import BudgetTooSmall
@@ -33,8 +32,11 @@ class Replans(Protocol):
     def for_held(self, pipe: Any, now: Plan, held: int) -> Plan:
         """The plan for the same call of a process that held so many bytes of RAM. Raises BudgetTooSmall."""
 
-    def for_less(self, pipe: Any, now: Plan, free: Mapping[str, int]) -> Plan:
-        """The plan for the same call within the bytes that are `free` of its devices. Raises BudgetTooSmall."""
+    def for_less(self, pipe: Any, now: Plan, free: Mapping[str, int], beside: Mapping[str, int]) -> Plan:
+        """The plan for the same call within the bytes that are `free` of its devices. Raises BudgetTooSmall.
+
+        `beside` is what other tensors of this process take of them.
+        """
 
 
 class Learner(Protocol):
@@ -107,7 +109,9 @@ class Calls:
             while True:
                 try:
                     return self._once(follower, pipe, call, args, kwargs)
-                except torch.OutOfMemoryError as error:
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
                     failure = let_go(error, handled)
                 self._before.append(follower.recorder.trace())
                 self._make_do(follower, replans, pipe, failure)
@@ -171,7 +175,7 @@ class Calls:
             if isinstance(failure, RamExceeded):
                 after = replans.for_held(pipe, follower.plan, failure.held)
             else:
-                after = replans.for_less(pipe, follower.plan, _free(follower))
+                after = replans.for_less(pipe, follower.plan, _free(follower), _beside(follower))
         except BudgetTooSmall as error:
             raise error from failure
         done = self.finished.count if self.finished else 0
@@ -191,3 +195,11 @@ class Calls:
 def _free(follower: Follower) -> dict[str, int]:
     """What there is of each device, by name, as if it had no weights of the pipeline."""
     return {each.name: each.free_bytes() + follower.recorder.of(each.name).weights for each in follower.devices}
+
+
+def _beside(follower: Follower) -> dict[str, int]:
+    """What tensors of this process take of each device that counts them, by name, without the pipeline's weights."""
+    allocated = {each.name: each.allocated_bytes() for each in follower.devices if each.separate}
+    return {
+        name: max(size - follower.recorder.of(name).weights, 0) for name, size in allocated.items() if size is not None
+    }

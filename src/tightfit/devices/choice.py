@@ -10,20 +10,23 @@ from pathlib import Path
 import psutil
 import torch
 
-from tightfit.devices.cuda import CudaDevice, unusable_card, usable_cards
+from tightfit.devices.cuda import CudaDevice, current_cuda
+from tightfit.devices.cuda_support import unusable_card, usable_cards
 from tightfit.devices.seam import CpuDevice, Device, LoopbackDevice, pinnable_bytes, ram_bytes, ram_free, ram_limit
 from tightfit.errors import InputError, unknown_name
 from tightfit.records import Accelerator, Machine
 
 __all__ = ["choose_device", "find_machine", "processor"]
 
+logger = logging.getLogger("tightfit")
 _told: set[str] = set()  # why cards are not used, as logged by now
 
 
 def choose_device(name: str | torch.device | Device | None = None) -> Device:
     """The device called `name`: "cpu", "cuda", "cuda:1", "loopback", "pretend:0"; None: "cuda,cpu".
 
-    Of several with commas between, the first that is there and that torch can use.
+    Of several with commas between, the first that is there and that torch can use. Without a number "cuda" is torch's
+    current card.
     """
     if isinstance(name, Device):
         return name
@@ -31,7 +34,7 @@ def choose_device(name: str | torch.device | Device | None = None) -> Device:
     for each in preferred:
         if each.partition(":")[0] != "cuda" or _card(each) is not None:
             return _device(each)
-        _tell_of_unusable_card()
+        _tell_of_unused_cards()
     return _device(last)
 
 
@@ -58,16 +61,19 @@ def _device(name: str) -> Device:
 def _card(name: str) -> CudaDevice | None:
     """The card called "cuda" or "cuda:1", if torch can use it."""
     index, cards = name.partition(":")[2], usable_cards()
-    found = [card for card in cards if index in ("", str(card))]
-    return CudaDevice(found[0]) if found else None
+    if not index and cards:
+        return CudaDevice(current if (current := current_cuda()) in cards else cards[0])
+    return CudaDevice(int(index)) if index in map(str, cards) else None
 
 
-def _tell_of_unusable_card() -> None:
-    """Logs, once, that a card is there which torch cannot use: what runs without it is slower than one would expect."""
-    reason = unusable_card()
+def _tell_of_unused_cards() -> None:
+    """Logs, once, what is there and not used: what runs without it is slower than one would expect."""
+    reason, other = unusable_card(), torch.accelerator.current_accelerator(check_available=True)
+    if reason is None and other is not None and other.type != "cuda":
+        reason = f"torch found {other.type}, which tightfit does not support"
     if reason is not None and reason not in _told:
         _told.add(reason)
-        logging.getLogger("tightfit").warning("running without the card: %s", reason)
+        logger.warning("running without a card: %s", reason)
 
 
 def find_machine() -> Machine:
@@ -77,7 +83,7 @@ def find_machine() -> Machine:
     """
     cards = [CudaDevice(index) for index in usable_cards()]
     if not cards:
-        _tell_of_unusable_card()
+        _tell_of_unused_cards()
     devices: list[Device] = [*cards] or [CpuDevice()]
     cpu = processor()
     return Machine(
@@ -98,6 +104,7 @@ def _accelerator(device: Device, title: str | None) -> Accelerator:
         kind=device.kind,
         bytes=device.total_bytes(),
         free=device.free_bytes(),
+        taken=device.allocated_bytes() if device.separate else None,
         title=title,
         compute_capability=device.compute_capability(),
     )

@@ -1,79 +1,104 @@
-"""CUDA cards. The only file that calls `torch.cuda`."""
+"""CUDA cards."""
 
 from __future__ import annotations
 
 import contextlib
-import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tightfit.devices.exhaustion import is_out_of_memory
 from tightfit.devices.lane import Arrival, Lane
-from tightfit.devices.seam import Device, pinnable_bytes
+from tightfit.devices.seam import Device, by_windows, pinnable_bytes
+from tightfit.errors import RunError
 
-__all__ = ["CudaDevice", "cuda_count", "unusable_card", "usable_cards"]
+__all__ = ["CudaDevice", "current_cuda", "release_unused"]
 
-ELSEWHERE = "https://pytorch.org/get-started/locally/"  # where torch for other CUDA versions is
-
-
-def cuda_count() -> int:
-    """The number of cards that torch can compute on."""
-    return len(usable_cards())
+SMALL = 2**20  # bytes: the largest request that torch takes from its smallest segments
+TRIES = 64  # of these; a stream that was used before may have some left
 
 
-def usable_cards() -> tuple[int, ...]:
-    """The indices of the cards that torch can compute on."""
-    with warnings.catch_warnings(action="ignore"):  # torch's own warning of what `unusable_card` says
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return tuple(index for index in range(count) if _missing_kernels(index) is None)
+def current_cuda() -> int:
+    """The card that "cuda" means; asking opens no context, and before there is one it is the first."""
+    return torch.cuda.current_device() if _initialized() else 0
 
 
-def unusable_card() -> str | None:
-    """Why torch cannot compute on the card that is there, and what to do. None if it can, or if there is no card."""
-    if torch.version.cuda is None or usable_cards():
-        return None
-    return _missing_kernels(0) if torch.cuda.is_available() else _driver_error()
+def release_unused() -> None:
+    """Gives memory that torch's allocator keeps for later back to the driver, of all cards."""
+    if _initialized():
+        torch.cuda.empty_cache()
 
 
-def _driver_error() -> str | None:
-    """Why CUDA does not start, though a driver is there: mostly it is older than torch's CUDA."""
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        if reason.startswith(("Found no NVIDIA driver", "No CUDA GPUs are available")):
-            return None
-        if found := re.search(r"too old \(found version (\d+)\)", reason):
-            there = f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
-            return (
-                f"the NVIDIA driver is too old for torch {torch.__version__}: it supports CUDA {there}, torch needs "
-                f"{torch.version.cuda}. Update the driver, or install torch for CUDA {there} or older: {ELSEWHERE}"
-            )
-        return f"torch {torch.__version__} cannot use the NVIDIA card: {reason}"
-    return None
+def _initialized() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _missing_kernels(index: int) -> str | None:
-    """Why this torch has no kernels for card `index`; None if it has."""
-    built = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name) for name in torch.cuda.get_arch_list()]
-    capability = torch.cuda.get_device_capability(index)
-    made_for = [(each[1], (int(each[2]), int(each[3]))) for each in built if each]
-    if not made_for or any(_runs(kind, version, capability) for kind, version in made_for):
-        return None
-    versions = ", ".join(f"{major}.{minor}" for _, (major, minor) in made_for)
-    major, minor = capability
-    return (
-        f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(index)}, which has compute "
-        f"capability {major}.{minor}: only for {versions}. Install torch for an older CUDA version: {ELSEWHERE}"
-    )
+def _private(name: str) -> Callable[..., Any]:
+    """A private function of torch's that has no public name."""
+    found = getattr(torch._C, name, None)
+    if found is None:
+        raise RunError(f"torch {torch.__version__} has no torch._C.{name}, which tightfit needs on a card", name=name)
+    return found  # type: ignore[no-any-return]
 
 
-def _runs(kind: str, version: tuple[int, int], capability: tuple[int, int]) -> bool:
-    """Whether a card of this capability runs what was compiled for `version`: PTX ("compute") also on later ones."""
-    return version <= capability and (kind == "compute" or version[0] == capability[0])
+class _Segments:
+    """torch's setting expandable_segments, which is the process's: on while any caller wants it."""
+
+    def __init__(self) -> None:
+        self._callers, self._before = 0, ""
+
+    def grow(self) -> Callable[[], None]:
+        """Switches it on; segments that are there already stay as they are. Returns an undo."""
+        if not self._callers:
+            self._before = _private("_accelerator_getAllocatorSettings")() or ""
+            self._set("expandable_segments:True")
+        self._callers += 1
+        return self._leave
+
+    def _leave(self) -> None:
+        self._callers -= 1
+        if not self._callers:  # torch keeps a key that new settings do not name
+            self._set("" if "expandable_segments" in self._before else "expandable_segments:False")
+
+    def _set(self, last: str) -> None:
+        _private("_accelerator_setAllocatorSettings")(",".join(filter(None, (self._before, last))))
+
+
+class _Shares:
+    """The share of each card that this process may take: the least of the user's own and of all caps in force."""
+
+    def __init__(self) -> None:
+        self._caps: dict[int, list[float]] = {}
+        self._before: dict[int, float] = {}  # the user's own, where there is a cap
+
+    def now(self, device: torch.device) -> float:
+        told = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        if told is not None:
+            return float(told(device))
+        return min(self._caps.get(device.index, ()), default=1.0)
+
+    def limit(self, device: torch.device, share: float) -> Callable[[], None]:
+        caps = self._caps.setdefault(device.index, [])
+        if not caps:
+            self._before[device.index] = self.now(device)
+        caps.append(share)
+        self._set(device)
+
+        def undo() -> None:
+            caps.remove(share)
+            self._set(device)
+
+        return undo
+
+    def _set(self, device: torch.device) -> None:
+        share = min(self._before[device.index], *self._caps[device.index], 1.0)
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+_SEGMENTS, _SHARES = _Segments(), _Shares()
+_FIXED: dict[int, str | None] = {}  # why segments cannot grow, by card
 
 
 class CudaDevice(Device):
@@ -96,9 +121,11 @@ class CudaDevice(Device):
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     def free_bytes(self) -> int:
-        """What the driver has left, and what this process's allocator keeps without a tensor in it."""
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return free + torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        """What the driver has left, and what the allocator keeps without a tensor in it; within its cap."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        allocated = torch.cuda.memory_allocated(self.torch_device)
+        unused = torch.cuda.memory_reserved(self.torch_device) - allocated
+        return max(min(free + unused, int(_SHARES.now(self.torch_device) * total) - allocated), 0)
 
     def title(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
@@ -138,10 +165,17 @@ class CudaDevice(Device):
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def allocated_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.torch_device)
+        return self._allocated("current")
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        return self._allocated("peak")
+
+    def _allocated(self, figure: str) -> int:
+        """One of the allocator's figures: torch's own functions flatten all of them first, which takes 70 us."""
+        told = getattr(torch._C, "_cuda_memoryStats", None)
+        if told is None or not _initialized():
+            return int(torch.cuda.memory_stats(self.torch_device).get(f"allocated_bytes.all.{figure}", 0))
+        return int(told(self.torch_device.index)["allocated_bytes"]["all"][figure])
 
     def peak_reserved_bytes(self) -> int:
         return torch.cuda.max_memory_reserved(self.torch_device)
@@ -164,20 +198,50 @@ class CudaDevice(Device):
         return float(begin.elapsed_time(end)) * 1e-3
 
     def grow_segments(self) -> Callable[[], None]:
-        """By torch's own setting, which is the process's; segments that are there already stay as they are."""
-        before = torch._C._accelerator_getAllocatorSettings()
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (before, "expandable_segments:True"))))
-        return lambda: torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+        return _SEGMENTS.grow() if self.fixed_segments() is None else super().grow_segments()
+
+    def fixed_segments(self) -> str | None:
+        index = self.torch_device.index
+        if index not in _FIXED:
+            _FIXED[index] = self._why_fixed()
+        return _FIXED[index]
+
+    def _why_fixed(self) -> str | None:
+        """Tried with one small segment, because torch ignores the setting where it cannot do it."""
+        if by_windows():  # WSL takes it, and some of its drivers fail at once, others later
+            return "expandable segments do not work on Windows"
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native":
+            return f"the allocator {backend} has no expandable segments"
+        off = _SEGMENTS.grow()
+        try:
+            grows = self._maps_a_segment()
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0]
+            return None if is_out_of_memory(error) else f"the driver refuses expandable segments: {said}"
+        finally:
+            off()
+        return None if grows else "torch ignores the setting expandable_segments here"
+
+    def _maps_a_segment(self) -> bool:
+        """Whether a new segment is expandable. On a stream of its own: what fails there is in nobody's way."""
+        held: list[torch.Tensor] = []
+        with torch.cuda.stream(torch.cuda.Stream(self.torch_device)):  # type: ignore[no-untyped-call]
+            before = torch.cuda.memory_reserved(self.torch_device)
+            while torch.cuda.memory_reserved(self.torch_device) == before and len(held) < TRIES:
+                held.append(torch.empty(SMALL, dtype=torch.uint8, device=self.torch_device))
+        address = held[-1].data_ptr()
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return any(each["is_expandable"] for each in segments if 0 <= address - each["address"] < each["total_size"])
 
     def cap(self, size: int) -> Callable[[], None]:
-        """By the process's share of the card, which torch cannot tell: what somebody had set before is lost."""
-        share = min((size + 1) / self.total_bytes(), 1.0)  # it is rounded down to bytes
-        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
-        return lambda: torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+        """By the process's share of the card; a lower one that somebody has set stays."""
+        return _SHARES.limit(self.torch_device, min((size + 1) / self.total_bytes(), 1.0))  # it is rounded down
 
     def release_cache(self) -> None:
         torch.cuda.empty_cache()
-        torch._C._host_emptyCache()  # page-locked buffers, which torch keeps for later too
+        if hasattr(torch._C, "_host_emptyCache"):
+            torch._C._host_emptyCache()  # page-locked buffers, which torch keeps for later too
 
     def check_history(self) -> None:
         return None

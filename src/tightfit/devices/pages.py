@@ -12,6 +12,8 @@ from tightfit.devices.seam import Device
 
 __all__ = ["Pages"]
 
+ASK_EVERY = 256 * 2**20  # bytes that are page-locked before it is asked again how many can be
+
 
 class _Loan(weakref.ref[torch.Tensor]):
     """A tensor over memory that is free again when it dies."""
@@ -30,6 +32,7 @@ class Pages:
         self._back: list[weakref.ref[torch.Tensor]] = []  # loans whose tensors have died
         self._locks: list[tuple[torch.Tensor, Callable[[], None]]] = []
         self._refused = False
+        self._lockable = 0  # bytes that can be locked before that is asked again
         weakref.finalize(self, _unlock, self._locks).atexit = False
 
     def take(self, size: int) -> torch.Tensor:
@@ -52,13 +55,20 @@ class Pages:
 
     def _new(self, size: int) -> torch.Tensor:
         page = self._device.host_room(size)
-        if not self._refused and size <= self._device.pinnable():
+        if not self._refused and self._may_lock(size):
             unlock = self._device.lock_pages(page)
             if unlock is None:
                 self._refused = True
             else:
                 self._locks.append((page, unlock))
+                self._lockable -= size
         return page
+
+    def _may_lock(self, size: int) -> bool:
+        """Whether there is so much RAM: asking takes almost as long as locking a page."""
+        if self._lockable < size:
+            self._lockable = min(self._device.pinnable(), max(size, ASK_EVERY))
+        return self._lockable >= size
 
     def close(self) -> None:
         """Gives everything up; what is still lent lives on for its holders, no longer page-locked."""

@@ -15,7 +15,16 @@ from tightfit.devices.lane import HostLane, Lane
 from tightfit.devices.memory import arena, own_maps, trim_heap
 from tightfit.errors import InputError
 
-__all__ = ["CpuDevice", "Device", "LoopbackDevice", "pinnable_bytes", "ram_bytes", "ram_free", "ram_limit"]
+__all__ = [
+    "CpuDevice",
+    "Device",
+    "LoopbackDevice",
+    "by_windows",
+    "pinnable_bytes",
+    "ram_bytes",
+    "ram_free",
+    "ram_limit",
+]
 
 GROUPS = Path("/sys/fs/cgroup")  # where control groups are mounted
 OWN_GROUPS = Path("/proc/self/cgroup")  # which of them this process is in
@@ -119,9 +128,14 @@ class Device(ABC):
     def grow_segments(self) -> Callable[[], None]:
         """From now on little of what the allocator holds lies idle between tensors; returns an undo.
 
-        CUDA's segments grow, and a CPU's large tensors have maps of their own. Elsewhere nothing is changed.
+        CUDA's segments grow, and a CPU's large tensors have maps of their own. Elsewhere nothing is changed, nor where
+        `fixed_segments` says why not.
         """
         return lambda: None
+
+    def fixed_segments(self) -> str | None:
+        """Why segments of the device's allocator cannot grow; None where they can, or where it has none."""
+        return None
 
     def cap(self, size: int) -> Callable[[], None]:
         """From now on the allocator holds at most `size` bytes, or is out of memory; returns an undo.
@@ -236,8 +250,12 @@ def pinnable_bytes() -> int:
     too, and in containers 0.5 to 1 GB has been seen (microsoft/WSL#14078, NVIDIA/nvidia-docker#1725). So whoever
     page-locks must be ready for a refusal.
     """
-    by_windows = platform.system() == "Windows" or "microsoft" in platform.release().lower()
-    return min(ram_free(), ram_bytes() // 2) if by_windows else ram_free()
+    return min(ram_free(), ram_bytes() // 2) if by_windows() else ram_free()
+
+
+def by_windows() -> bool:
+    """Whether the driver is that of Windows, or of WSL."""
+    return platform.system() == "Windows" or "microsoft" in platform.release().lower()
 
 
 def _limits() -> Iterator[tuple[int, int]]:

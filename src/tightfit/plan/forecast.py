@@ -30,6 +30,8 @@ __all__ = [
     "needed_bytes",
     "play",
     "play_together",
+    "room_within",
+    "taken_by_others",
 ]
 
 PERCENT, MARGIN = 1, 32 * 2**20  # by which a peak may be higher than its parts say …
@@ -115,6 +117,20 @@ def most_weights(size: int, room: int, device: Accelerator) -> int:
     """As many as there can be beside `room` for activations within `size` bytes, by `needed_bytes`."""
     left = size // SEGMENT * SEGMENT - _margin(device)
     return ((left + 1) * 100 - 1) // (100 + PERCENT) - room - _workspace(device)
+
+
+def taken_by_others(device: Accelerator) -> int:
+    """Bytes of a card that tensors of this process take beside the pipeline.
+
+    Little more than cuBLAS's workspace counts as none: it stays after a first call, and is part of what a plan needs.
+    """
+    taken = device.taken or 0
+    return taken if taken > _workspace(device) + SEGMENT else 0
+
+
+def room_within(device: Accelerator, size: int) -> int:
+    """Bytes for a pipeline where all tensors of this process may take `size` of a card together."""
+    return max(min(size, device.bytes) - taken_by_others(device), 0)
 
 
 def _margin(device: Accelerator) -> int:

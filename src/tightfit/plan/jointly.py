@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tightfit.errors import BudgetTooSmall, PlanError, unknown_name
-from tightfit.plan.forecast import foresee_together
+from tightfit.plan.forecast import foresee_together, room_within
 from tightfit.plan.guesses import rated
 from tightfit.plan.levels import plan_for
 from tightfit.plan.search import storages_of
@@ -28,7 +28,7 @@ def plan_jointly(
     known = {name: _member(machine, name) for name in budget.devices}
     if host is not None and host not in known:
         raise PlanError(f"denoisers cannot compute on {host}: the budget names {', '.join(known)}", device=host)
-    members = [Member(rated(each), min(budget.devices[each.name], each.bytes)) for each in known.values()]
+    members = [Member(rated(each), room_within(each, budget.devices[each.name])) for each in known.values()]
     first = None if host is None else list(known).index(host)
 
     def team(storages: Mapping[str, Storage]) -> Team:

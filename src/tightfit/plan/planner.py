@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.branch import Found
-from tightfit.plan.forecast import foresee
+from tightfit.plan.forecast import foresee, room_within, taken_by_others
 from tightfit.plan.guesses import rated, rated_disk
 from tightfit.plan.jointly import plan_jointly
 from tightfit.plan.learned import learned
@@ -30,7 +31,8 @@ from tightfit.units import format_bytes, format_enough
 
 __all__ = ["SPARE", "make_plan"]
 
-SPARE = 0.05  # of what is free: left alone where nobody names a budget
+SPARE = 0.05  # of what is free: left alone where nobody names a budget …
+SPARE_LEAST = 512 * 2**20  # … and at least so many bytes of a card: kernels and libraries are loaded later
 
 
 class _Room(NamedTuple):
@@ -38,13 +40,16 @@ class _Room(NamedTuple):
 
     size: int  # bytes of the device
     ram: int | None  # of host memory for what waits; None: as many as wanted
-    taken: int = 0  # on a CPU: bytes that this process holds already …
+    taken: int = 0  # bytes that this process holds already …
     whole: int | None = None  # … of so many; None: beside `size`
+    card: bool = True  # else the device is a CPU, whose bytes are the process's
 
     @property
     def described(self) -> str:
         said = format_bytes(self.size + self.taken if self.whole is None else self.whole)
-        if self.taken:
+        if self.taken and self.card:
+            said += f", of which other tensors of this process take {format_bytes(self.taken)},"
+        elif self.taken:
             said += f", while this process holds {format_bytes(self.taken)} before anything is loaded,"
         return said
 
@@ -63,9 +68,10 @@ def make_plan(
     A budget that names several devices is for all of them together; `device` is then where denoisers compute (None:
     wherever that is best), and `experiences`, which are of one device, teach nothing.
 
-    Without a budget: within 95 % of what was free. On a CPU bytes of the device and of RAM are the same, and what
-    this process holds already counts. Lossless where that fits at all; else by the lossy techniques that `allow` names.
-    What calls like this one were like on this machine, its `experiences`, corrects what shapes and rates say.
+    Without a budget: within 95 % of what was free, and on a card at least 512 MiB less. On a CPU bytes of the device
+    and of RAM are the same, and what this process holds already counts; on a card other tensors of this process do.
+    Lossless where that fits at all; else by the lossy techniques that `allow` names. What calls like this one were like
+    on this machine, its `experiences`, corrects what shapes and rates say.
     Raises PlanError for a footprint without a request, unknown devices and techniques, and BudgetTooSmall where nothing
     fits.
     """
@@ -94,23 +100,41 @@ def make_plan(
 
 
 def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Room:
-    taken = (machine.ram_taken or 0) if device.is_cpu else 0
-    if budget is None:
-        free = device.bytes if device.free is None else device.free
-        return _Room(int(free * (1 - SPARE)), None, taken)
     if device.is_cpu:
+        taken = machine.ram_taken or 0
+        if budget is None:
+            free = device.bytes if device.free is None else device.free
+            return _Room(int(free * (1 - SPARE)), None, taken, card=False)
         whole = min(budget.of_cpu, device.bytes)
-        return _Room(max(whole - taken, 0), None, taken, whole)
-    free = device.bytes if device.free is None else device.free
-    return _Room(min(budget.device or free, device.bytes), budget.ram)
+        return _Room(max(whole - taken, 0), None, taken, whole, card=False)
+    free = room_within(device, device.bytes) if device.free is None else device.free
+    if budget is None:
+        return _Room(max(free - _spared(device, free), 0), None)
+    if budget.device is None:
+        return _Room(free, budget.ram)
+    whole = min(budget.device, device.bytes)
+    return _Room(room_within(device, whole), budget.ram, taken_by_others(device), whole)
+
+
+def _spared(device: Accelerator, free: int) -> int:
+    """Of what is `free` of a card, what is left to others where nobody names a budget.
+
+    Kernels and libraries are loaded when they are first used, into memory that torch's allocator does not have. Where
+    it is not known what is free, that is part of what the context is taken to need.
+    """
+    least = SPARE_LEAST if device.kind == "cuda" and device.free is not None else 0
+    return max(math.ceil(free * SPARE), least)
 
 
 def _remarks(known: Accelerator, rated: Accelerator, room: _Room, budget: Budget | None) -> Iterator[Reason]:
     if budget is None:
         because = f"that is {1 - SPARE:.0%} of what was free on {known.called}"
+        if not known.is_cpu and known.free is not None and _spared(known, known.free) == SPARE_LEAST:
+            because = f"that leaves {format_bytes(SPARE_LEAST)} of what was free on {known.called}"
         yield Reason(decision=f"{room.described} may be used", because=because)
     elif room.taken:
-        because = f"this process holds {format_bytes(room.taken)} already"
+        holds = "other tensors of this process take" if room.card else "this process holds"
+        because = f"{holds} {format_bytes(room.taken)} already"
         yield Reason(decision=f"{format_bytes(room.size)} are left for the pipeline", because=because)
     if rated != known:
         because = f"not all rates of {known.called} were measured (`tightfit machine` does); bytes are none"
@@ -119,7 +143,7 @@ def _remarks(known: Accelerator, rated: Accelerator, room: _Room, budget: Budget
 
 def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: Machine, room: _Room) -> BudgetTooSmall:
     """What would fit: more of the device, or of RAM, or what is `lossy` and was not allowed."""
-    footprint, device, (size, ram, taken, _) = search.footprint, search.device, room
+    footprint, device, (size, ram, taken, *_) = search.footprint, search.device, room
     needed = search.least(ram)
     phase = _tightest_phase(search, machine, needed, ram)
     asked = footprint.request.described if footprint.request else "this call"

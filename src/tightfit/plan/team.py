@@ -22,7 +22,7 @@ __all__ = ["Member", "Post", "Team", "Together"]
 _GUESS = 0.02  # of the soonest, how much longer it takes
 _SHORTEST = 1e-6  # seconds
 _ROUNDING = 1e-9
-_OWN = {"name", "bytes", "free", "title"}  # of an accelerator: what says nothing of how fast it is
+_OWN = {"name", "bytes", "free", "taken", "title"}  # of an accelerator: what says nothing of how fast it is
 
 
 class Member(NamedTuple):

@@ -20,7 +20,7 @@ from tightfit.measure.rates import Told, measure_rates
 from tightfit.records import Accelerator, Machine
 from tightfit.run.experiences import forget
 
-__all__ = ["machine_now", "machine_of", "measured_machine", "with_less_taken"]
+__all__ = ["machine_now", "machine_of", "measured_machine", "with_less_taken", "with_taken"]
 
 _RATES = ("arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "channels_last_gains")
 
@@ -77,14 +77,25 @@ def with_less_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
     return machine.model_copy(update={"accelerators": accelerators, "ram_taken": taken})
 
 
+def with_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
+    """`machine` where tensors of this process take `sizes` bytes of the accelerators that are named there."""
+    accelerators = (
+        each.model_copy(update={"taken": sizes[each.name]}) if each.name in sizes else each
+        for each in machine.accelerators
+    )
+    return machine.model_copy(update={"accelerators": tuple(accelerators)})
+
+
 def _freer(device: Accelerator, size: int) -> Accelerator:
     free = None if device.free is None else max(min(device.free + size, device.bytes), 0)
-    return device.model_copy(update={"free": free})
+    taken = None if device.taken is None else max(device.taken - size, 0)
+    return device.model_copy(update={"free": free, "taken": taken})
 
 
 def _accelerator(target: Device) -> Accelerator:
     """What is known of a device that is none of this computer's usual ones."""
-    return known_accelerator(target).model_copy(update={"name": target.name})
+    taken = target.allocated_bytes() if target.separate else None
+    return known_accelerator(target).model_copy(update={"name": target.name, "taken": taken})
 
 
 def _known_machine() -> Machine:

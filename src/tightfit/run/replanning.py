@@ -13,10 +13,12 @@ from tightfit.devices.memory import resident_bytes
 from tightfit.devices.seam import Device
 from tightfit.errors import BudgetTooSmall, RequestError
 from tightfit.measure.modules import find_components, weight_tensors
+from tightfit.plan.forecast import taken_by_others
+from tightfit.plan.parts import up
 from tightfit.records import Budget, Machine, Plan, Request
 from tightfit.run.experiences import Basis, Past
 from tightfit.run.footprints import Measurer
-from tightfit.run.machines import machine_now, with_less_taken
+from tightfit.run.machines import machine_now, with_less_taken, with_taken
 from tightfit.run.pupil import Pupil
 from tightfit.run.shape import Shape, request_of, shape_of
 from tightfit.run.unmeasured import plan_unmeasured, with_reason
@@ -27,6 +29,7 @@ __all__ = ["Replanner"]
 
 logger = logging.getLogger("tightfit")
 
+QUANTUM = 512  # bytes: of what a card's allocator hands out
 LESS = 0.95  # of what a plan wanted that ran out of memory
 
 
@@ -116,16 +119,22 @@ class Replanner:
         more = max(held - (basis.machine.ram_taken or 0) - told, int(told * (1 - LESS)), 1)
         machine = with_less_taken(basis.machine, {now.device: -more})
         plan = basis._replace(machine=machine).plan(self._limits)
-        self._machine, self._plans = machine, {shape: plan}
-        self._bases = {each: known._replace(machine=machine) for each, known in self._bases.items()}
+        self._now_on(machine)
+        self._plans = {shape: plan}
         self.pupil.studies(plan, self._bases[shape])
         return plan
 
-    def for_less(self, pipe: Any, now: Plan, free: Mapping[str, int]) -> Plan:
+    def _now_on(self, machine: Machine) -> Machine:
+        """From now on plans are made for `machine`."""
+        self._machine = machine
+        self._bases = {each: known._replace(machine=machine) for each, known in self._bases.items()}
+        return machine
+
+    def for_less(self, pipe: Any, now: Plan, free: Mapping[str, int], beside: Mapping[str, int]) -> Plan:
         """The plan for what `now` was made for, within the bytes that are `free` of its devices, by name.
 
         And within less than it needs: of the devices that have less, or if none has, of all. From now on nothing is
-        planned for more. Raises BudgetTooSmall.
+        planned for more. What other tensors take, `beside`, is part of a budget. Raises BudgetTooSmall.
         """
         assert now.request is not None
         if not now.forecast:
@@ -133,12 +142,15 @@ class Replanner:
         told = {name: now.told_peak(name) for name in free}
         short = [name for name, size in free.items() if size < told[name]] or list(free)
         sizes = {name: min(size, int(told[name] * LESS)) if name in short else size for name, size in free.items()}
+        machine = self._now_on(with_taken(self._bases[shape_of(pipe, now.request)].machine, beside))
+        others = {each.name: taken_by_others(each) for each in machine.accelerators}
         budget = self._limits.budget or Budget(device=1)
         if budget.devices:
-            less = {name: max(min(size, sizes.get(name, size)), 1) for name, size in budget.devices.items()}
+            whole = {name: sizes[name] + others.get(name, 0) for name in sizes}
+            less = {name: max(min(size, whole.get(name, size)), 1) for name, size in budget.devices.items()}
             budget = budget.model_copy(update={"devices": less})
         else:
-            budget = budget.model_copy(update={"device": max(sizes[now.device], 1)})
+            budget = budget.model_copy(update={"device": max(sizes[now.device] + others.get(now.device, 0), 1)})
         self._limits = self._limits._replace(budget=budget)
         self._plans.clear()
         return self.plan(pipe, now.request)
@@ -165,7 +177,7 @@ def _bytes_of(pipe: Any, target: Device) -> int:
     """Of the memory of `target`, what the pipeline's own weights take now."""
     tensors = [tensor for module in find_components(pipe).values() for tensor in weight_tensors(module)]
     there = [tensor for tensor in tensors if tensor.device == target.torch_device]
-    return sum(tensor.nbytes for tensor in there) if target.separate else resident_bytes(there)
+    return sum(up(tensor.nbytes, QUANTUM) for tensor in there) if target.separate else resident_bytes(there)
 
 
 def _is_whole(plan: Plan) -> bool:

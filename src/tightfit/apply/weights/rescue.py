@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import wrap
+from tightfit.devices.cuda import release_unused
+from tightfit.devices.exhaustion import is_out_of_memory
 
 __all__ = ["rescue_blocks", "rescued"]
 
@@ -34,17 +36,25 @@ def rescue_blocks(blocks: dict[str, nn.Module], shed: Callable[[str], bool], und
 
 
 def rescued(method: Callable[..., Any], shed: Callable[[], bool]) -> Callable[..., Any]:
-    """`method`, run again after each OutOfMemoryError while `shed` makes room and its inputs are as they were."""
+    """`method`, run again each time that memory runs out, while `shed` makes room and its inputs are as they were."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = _seen(args, kwargs)
+        before, cached = _seen(args, kwargs), True
         while True:
             try:
                 return method(*args, **kwargs)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 failure = error.with_traceback(None)  # its frames hold what was computed so far
-            if not _unchanged(before, _seen(args, kwargs)) or not shed():
+            if not _unchanged(before, _seen(args, kwargs)):
+                raise failure
+            more = shed()
+            if not isinstance(failure, torch.OutOfMemoryError):  # it was not torch's allocator: what that keeps helps
+                release_unused()
+                more, cached = more or cached, False
+            if not more:
                 raise failure
 
     return run

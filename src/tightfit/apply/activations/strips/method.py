@@ -25,6 +25,7 @@ from tightfit.apply.activations.strips.workarounds import work_around
 from tightfit.apply.again import let_go
 from tightfit.decisions import Maps
 from tightfit.devices.depot import Depot
+from tightfit.devices.exhaustion import is_out_of_memory
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
@@ -99,7 +100,9 @@ class Strips:
         while True:
             try:
                 outputs = self._run_once(way, prepared.weights, inputs)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 failure = let_go(error, handled)
             else:
                 prepared.way = way
