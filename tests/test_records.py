@@ -54,7 +54,8 @@ REQUEST = Request(height=768, width=512, frames=81, batch=2, steps=20, guidance=
 BUDGET = Budget(device=8 * 10**9, ram=32 * 2**30)
 BUDGETS = Budget(devices={"cuda:0": 8 * 10**9, "cuda:1": 6 * 10**9})
 CARD = Accelerator(
-    name="cuda:0", kind="cuda", bytes=80 * 2**30, free=79 * 2**30, title="NVIDIA H100", compute_capability="9.0",
+    name="cuda:0", kind="cuda", bytes=80 * 2**30, free=79 * 2**30, taken=2**20, title="NVIDIA H100",
+    fixed_segments="the driver refuses them", compute_capability="9.0", flash=False,
     arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13}, memory_rate=3.35e12, link_rate=5.5e10,
     link_rate_out=5.4e10, launch_overhead=5e-6, channels_last_gains={"denoiser.float16": 1.2},
 )  # fmt: skip

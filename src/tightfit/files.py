@@ -12,8 +12,9 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-__all__ = ["cache_folder", "code_mark", "replacing"]
+__all__ = ["BINARY", "cache_folder", "code_mark", "read_at", "replacing", "write_at"]
 
+BINARY = getattr(os, "O_BINARY", 0)  # without it Windows reads and writes text
 _LIBRARIES = ("diffusers", "torch", "transformers")
 
 
@@ -53,3 +54,21 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def read_at(handle: int, view: memoryview, offset: int) -> int:
+    """Reads into `view` from `offset` on; how many bytes came. One thread at a time: on Windows it moves the file."""
+    if hasattr(os, "preadv"):
+        return os.preadv(handle, [view], offset)
+    os.lseek(handle, offset, os.SEEK_SET)
+    data = os.read(handle, len(view))
+    view[: len(data)] = data
+    return len(data)
+
+
+def write_at(handle: int, data: memoryview, offset: int) -> int:
+    """Writes `data` from `offset` on; how many bytes went. One thread at a time, as `read_at`."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(handle, data, offset)
+    os.lseek(handle, offset, os.SEEK_SET)
+    return os.write(handle, data)

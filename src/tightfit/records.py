@@ -135,8 +135,10 @@ class Accelerator(Record):
     bytes: Positive
     free: Count | None = None  # of these bytes, how many tensors could take when it was asked
     taken: Count | None = None  # of a card: bytes that tensors of this process took when it was asked
+    fixed_segments: str | None = None  # why those of its allocator cannot grow; None: they can
     title: str | None = None  # what it is sold as
     compute_capability: str | None = None  # of a CUDA card, e.g. "8.9"
+    flash: bool = True  # whether torch has flash attention for it
     arithmetic_rates: dict[str, Rate] = Field(default_factory=dict)
     memory_rate: Rate | None = None  # bytes per second
     link_rate: Rate | None = None  # bytes per second, pinned host memory to device

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tightfit.apply.weights.disk import Spill, read_stored
 from tightfit.devices import disk
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
 from tightfit.devices.memory import arena
@@ -597,3 +598,15 @@ def test_the_garbage_collector_may_close_it_in_its_own_thread(file: Path, monkey
     own.join(20)
     assert len(collected) == 1
     assert left_behind() == before
+
+
+def test_systems_without_reads_at_a_place(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("preadv", "pwrite", "O_DIRECT"):  # Windows has none of them
+        monkeypatch.delattr(os, name)
+    with DiskReader() as reader:
+        assert get(reader, file, 5, LENGTH - 9) == noise(LENGTH)[5:-4]
+        assert reader.direct_bytes == 0
+        value = torch.arange(10_000)
+        spill = Spill()
+        spill.write(torch.ones(3))
+        assert torch.equal(read_stored(spill.write(value), reader), value)

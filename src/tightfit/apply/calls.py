@@ -138,6 +138,10 @@ class Calls:
             raise RamExceeded(held)
         self._held = held
 
+    def remark(self, what: str) -> None:
+        """The report of the next call says it."""
+        self._remarks.append(what)
+
     def whole(self, trace: Trace) -> Trace:
         """`trace` of the call that is being made, and what came before memory ran out."""
         for before in reversed(self._before):

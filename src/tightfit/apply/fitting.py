@@ -27,7 +27,9 @@ from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.crossing import Crossing
 from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import watch
+from tightfit.apply.limits import limit_allocators
 from tightfit.apply.methods import cast_at_home, computing, exported, refused
+from tightfit.apply.others import refuse_offloaded
 from tightfit.apply.session import Session
 from tightfit.apply.weights.places import Places
 from tightfit.apply.weights.rescue import rescued
@@ -74,6 +76,7 @@ def apply_plan(
     `replans` makes other plans, for calls that ask for something else and for when memory runs out.
     """
     check_storage(plan)
+    refuse_offloaded(pipe)
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()
@@ -126,8 +129,7 @@ class Fitted:
             self._places = Places(plan, devices, self._recorder, self._shelf)
             alone = isinstance(pipe, nn.Module)  # nobody else wants its place
             self._session = Session(self._places, self._recorder, self._finished, self._calls.exceeded, keeps=alone)
-            for device in devices.values():
-                self._limit(device, plan, undo)
+            limit_allocators(plan, devices, undo, self._calls.remark)
             for name, module in components.items():
                 chosen, device = plan.components.get(name, ComponentPlan()), devices[plan.device_of(name)]
                 self._fit_component(name, module, chosen, device, undo)
@@ -154,14 +156,6 @@ class Fitted:
         known = self._recorder.others
         self._recorder.others = {name: known.get(name) or Recorder(device) for name, device in others.items()}
         return devices
-
-    def _limit(self, device: Device, plan: Plan, undo: ExitStack) -> None:
-        """What the plan and its budget say of the allocator."""
-        if plan.growing_segments:
-            undo.callback(device.grow_segments())
-        most = plan.budget and (plan.budget.of(device.name) if device.separate else plan.budget.of_cpu)
-        if most:
-            undo.callback(device.cap(most))
 
     def _fit_component(
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack

@@ -3,7 +3,8 @@
 torch's own kernels (aten/src/ATen/native/transformers: attention.cpp, sdp_utils_cpp.h, cuda/sdp_utils.cpp, torch 2.11
 to 2.13):
 
-- flash takes half precision without a mask on compute capability 8.0 and above, heads of up to 256, grouped or not;
+- flash, where torch was compiled with it, takes half precision without a mask on compute capability 8.0 and above,
+  heads of up to 256, grouped or not;
 - memory-efficient takes masks, float32 and heads of any size that is a multiple of 8 (float32: 4);
 - cuDNN takes half precision and heads of up to 128, and comes first on 9.0, 10.0 and 10.3;
 - math is left: the path of plain products, with a matrix of scores for each head.
@@ -63,6 +64,7 @@ class AttentionCall(NamedTuple):
     causal: bool = False
     grouped: bool = False  # whether a head of the keys may serve several of the queries
     dropout: float = 0.0
+    flash: bool = True  # whether torch was compiled with flash attention for cards
 
     @classmethod
     def of(
@@ -77,6 +79,7 @@ class AttentionCall(NamedTuple):
         causal: bool = False,
         grouped: bool = False,
         dropout: float = 0.0,
+        flash: bool = True,
     ) -> Self:
         """The call with these tensors, by what they tell of themselves.
 
@@ -107,6 +110,7 @@ class AttentionCall(NamedTuple):
             causal=causal,
             grouped=grouped,
             dropout=dropout,
+            flash=flash,
         )
 
     @property
@@ -152,7 +156,8 @@ def _refuse_flash(call: AttentionCall) -> str | None:
             or _shape(call, grouped=call.grouped)
         )
     return (
-        _card(call, (8, 0), HALVES)
+        (None if call.flash else "anything: torch was compiled without it")
+        or _card(call, (8, 0), HALVES)
         or ("a mask" if call.mask != "none" else None)
         or _unequal_widths(call)
         or (f"heads of {call.width}, more than 256" if call.width > 256 else None)

@@ -105,8 +105,10 @@ def _accelerator(device: Device, title: str | None) -> Accelerator:
         bytes=device.total_bytes(),
         free=device.free_bytes(),
         taken=device.allocated_bytes() if device.separate else None,
+        fixed_segments=device.fixed_segments(),
         title=title,
         compute_capability=device.compute_capability(),
+        flash=device.has_flash(),
     )
 
 

@@ -130,9 +130,16 @@ class CudaDevice(Device):
     def title(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
 
-    def compute_capability(self) -> str:
+    def compute_capability(self) -> str | None:
+        """None on ROCm, whose numbers are of other architectures."""
+        if torch.version.hip:
+            return None
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         return f"{major}.{minor}"
+
+    def has_flash(self) -> bool:
+        told = getattr(torch.backends.cuda, "is_flash_attention_available", None)
+        return told is None or bool(told())
 
     def lane(self) -> Lane:
         return _CudaLane(self.torch_device)
@@ -162,7 +169,12 @@ class CudaDevice(Device):
             self.synchronize()
 
     def pinned(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return super().pinned(size)
 
     def allocated_bytes(self) -> int:
         return self._allocated("current")

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 import torch
 
 from tightfit.errors import InputError, ModelError, RunError, TightfitError
+from tightfit.files import BINARY, read_at
 from tightfit.units import format_bytes
 
 __all__ = ["SECTOR", "DiskReader", "Extent", "Reading"]
@@ -59,7 +60,7 @@ class DiskFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._buffered = os.open(path, os.O_RDONLY)
+        self._buffered = os.open(path, os.O_RDONLY | BINARY)
         self._opened = os.fstat(self._buffered)
         self._direct: int | None = None
         if hasattr(os, "O_DIRECT"):
@@ -90,14 +91,14 @@ class DiskFile:
         """One system call, or two where the first finds out that the file system refuses direct reads."""
         if direct and self._direct is not None:
             try:
-                count = os.preadv(self._direct, [view], offset)
+                count = read_at(self._direct, view, offset)
                 return count, count
             except OSError as error:
                 if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
                     raise
                 os.close(self._direct)
                 self._give_up_direct(error)
-        count = os.preadv(self._buffered, [view], offset)
+        count = read_at(self._buffered, view, offset)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._buffered, offset, count, os.POSIX_FADV_DONTNEED)
         return count, 0

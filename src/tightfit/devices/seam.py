@@ -66,6 +66,10 @@ class Device(ABC):
         """Of a CUDA card, e.g. "8.9"."""
         return None
 
+    def has_flash(self) -> bool:
+        """Whether torch was compiled with flash attention for such a device."""
+        return True
+
     def lane(self) -> Lane:
         """A new queue of copies to the device, or from it."""
         return HostLane()
@@ -92,8 +96,8 @@ class Device(ABC):
         return None
 
     def pinned(self, size: int) -> torch.Tensor:
-        """`size` bytes of host memory of the kind that copies to and from the device fastest."""
-        return torch.empty(size, dtype=torch.uint8)
+        """`size` bytes of host memory of the kind that copies to and from the device fastest, where there is any."""
+        return arena(size)
 
     def allocated_bytes(self) -> int | None:
         """Bytes of live tensors as the device's own allocator counts them; None where it does not count."""

@@ -40,6 +40,7 @@ def known_accelerator(device: Device) -> Accelerator:
         bytes=device.total_bytes(),
         title=device.title() or processor(),
         compute_capability=device.compute_capability(),
+        flash=device.has_flash(),
     )
     for key, fields in read_kept().items():
         with contextlib.suppress(InputError):

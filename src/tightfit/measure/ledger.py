@@ -102,8 +102,8 @@ class _PhaseLedger:
         self._order.append(kind)
         self.peak = max(self.peak, _highest(stretches))
 
-    def phase(self, units: dict[str, list[str]], history: Sequence[Step]) -> Phase:
-        """`units` are all there are, by component; `history` is what was asked of an allocator meanwhile."""
+    def phase(self, units: dict[str, list[str]], room: int) -> Phase:
+        """`units` are all there are, by component; `room` is what an allocator wants for its activations."""
         kinds = list(self._kinds)
         used: dict[str, list[set[str]]] = {}
         for component, *_, names in kinds:
@@ -115,7 +115,7 @@ class _PhaseLedger:
             name=self.name,
             peak=self.peak,
             outside=self.outside,
-            room=_room(history, self.peak),
+            room=room,
             passes=tuple(self._pass(kind) for kind in kinds),
             order=tuple(map(kinds.index, self._order)),
             between=self.between.workloads(),
@@ -130,11 +130,6 @@ class _PhaseLedger:
         return Pass(component=component, method=method, runs=self._order.count(kind), peak=peak, uses=uses)
 
 
-def _room(history: Sequence[Step], peak: int) -> int:
-    """Bytes that an allocator must have for `history` at the least, and for a peak that repeated passes brought."""
-    return least_capacity(history, expandable=True) + max(0, peak - replay(history, 2**60).allocated.peak)
-
-
 def _highest(stretches: list[_Stretch]) -> int:
     return max((stretch.peak for stretch in stretches), default=0)
 
@@ -145,8 +140,9 @@ class Ledger:
     Bytes are looked at with every kernel, while it holds what it holds.
     """
 
-    def __init__(self, card: Card) -> None:
-        self._card = card
+    def __init__(self, card: Card, *, expandable: bool = True) -> None:
+        """`expandable`: rooms are for an allocator whose segments grow."""
+        self._card, self._expandable = card, expandable
         settle()
         self._weights = card.allocator.allocated.now - card.workspace_bytes
         self._began = len(card.allocator.history)
@@ -175,9 +171,19 @@ class Ledger:
         """What was seen."""
         ends = [phase.began for phase in self._phases[1:]] + [len(self._card.allocator.history)]
         return tuple(
-            phase.phase(self._units, self._history(phase.began, end))
+            phase.phase(self._units, self._room(phase, self._history(phase.began, end), end))
             for phase, end in zip(self._phases, ends, strict=True)
         )
+
+    def _room(self, phase: _PhaseLedger, history: Sequence[Step], end: int) -> int:
+        """Bytes that an allocator must have for a phase at the least, and for a peak that repeated passes brought.
+
+        Where segments are fixed, what is left of the phases before keeps whole ones: then those are asked again, too.
+        """
+        more = max(0, phase.peak - replay(history, 2**60).allocated.peak)
+        if self._expandable:
+            return least_capacity(history, expandable=True) + more
+        return least_capacity(self._history(self._phases[0].began, end)) + more
 
     def _history(self, begin: int, end: int) -> list[Step]:
         """What was asked of the allocator between two of its steps; first, all activations that were there by then."""

@@ -117,6 +117,7 @@ def _foreseen(width: int, component: Component, chosen: ComponentPlan, accelerat
         capability=(int(major), int(minor or 0)) if device == "cuda" else None,
         dtype=chosen.compute_dtype or component.main_dtype or "float32",
         items=1, heads=1, key_heads=1, value_heads=1, queries=_MANY, keys=_MANY, width=width, value_width=width,
+        flash=accelerator.flash,
     )  # fmt: skip
 
 

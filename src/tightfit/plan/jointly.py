@@ -70,7 +70,7 @@ def _plan(team: Team, machine: Machine, budget: Budget, found: Together, reasons
         "vae": next((share.vae for _, share in found.shares if share.vae.cuts), found.shares[0][1].vae).to_mapping(),
         "budget": budget.to_mapping(),
         "order": [stint.to_mapping() for stint in order_of(footprint)],
-        "growing_segments": True,
+        "growing_segments": all(device.fixed_segments is None for device in devices),
     }
     device = devices[host.member]
     plan = plan_for(

@@ -136,6 +136,8 @@ def _remarks(known: Accelerator, rated: Accelerator, room: _Room, budget: Budget
         holds = "other tensors of this process take" if room.card else "this process holds"
         because = f"{holds} {format_bytes(room.taken)} already"
         yield Reason(decision=f"{format_bytes(room.size)} are left for the pipeline", because=because)
+    if known.fixed_segments is not None:
+        yield Reason(decision="segments of the allocator are fixed", because=known.fixed_segments)
     if rated != known:
         because = f"not all rates of {known.called} were measured (`tightfit machine` does); bytes are none"
         yield Reason(decision="times are guesses", because=because)
@@ -176,6 +178,12 @@ def _accelerator(machine: Machine, device: str | None) -> Accelerator:
     raise PlanError(f"no device {device} in this machine: there is {names}", device=device)
 
 
+def _grows(device: Accelerator, found: Found, size: int) -> bool:
+    if device.is_cpu:
+        return size - found.peak < found.branch.most_room(found.vae)
+    return device.fixed_segments is None
+
+
 def _plan(
     search: Search, machine: Machine, budget: Budget | None, size: int, found: Found, placed: Sequence[Reason] = ()
 ) -> Plan:
@@ -194,7 +202,7 @@ def _plan(
         "vae": found.vae.to_mapping(),
         "budget": budget.to_mapping() if budget else None,
         "order": [stint.to_mapping() for stint in order_of(search.footprint)],
-        "growing_segments": not device.is_cpu or size - found.peak < found.branch.most_room(found.vae),
+        "growing_segments": _grows(device, found, size),
     }
     plan = plan_for(
         footprint, device.name, separate=not device.is_cpu, choices=choices, request=footprint.request,

@@ -28,7 +28,7 @@ from tightfit.run.wishes import Limits
 __all__ = ["MOST", "Basis", "Past", "forget"]
 
 MOST = 8  # calls that are kept
-_PASSING = {"name", "bytes", "free", "taken"}  # of an accelerator: what is no part of how fast it is
+_PASSING = {"name", "bytes", "free", "taken", "fixed_segments"}  # of an accelerator: what is no part of how fast it is
 
 
 def forget() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from tightfit.apply import fitting
 from tightfit.apply.fitting import Fitted, apply_plan
+from tightfit.apply.others import refuse_offloaded
 from tightfit.devices.seam import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE
@@ -76,6 +77,7 @@ def fit(
 def _fit_within(pipe: Any, site: Site, request: Request | Mapping[str, Any] | None, count_activations: bool) -> Fitted:
     if isinstance(pipe, nn.Module):
         raise PlanError(f"a budget is for a whole pipeline: give a single {type(pipe).__name__} a level or a plan")
+    refuse_offloaded(pipe)
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()

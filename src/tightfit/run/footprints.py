@@ -89,18 +89,19 @@ class Measurer:
     Raises as `measure_footprint` does.
     """
 
-    def __init__(self, subject: Any, dtype: str | None = None) -> None:
+    def __init__(self, subject: Any, dtype: str | None = None, *, expandable: bool = True) -> None:
+        """`expandable`: plans are for allocators whose segments grow."""
         named = isinstance(subject, str | Path)
         self._model: Any = None
         self._model, self._mark = find_subject(str(subject)) if named else (shadow_of(subject), mark_of(subject))
-        self._dtype = _checked(dtype)
+        self._dtype, self._expandable = _checked(dtype), expandable
 
     def measure(self, asked: Request) -> Footprint:
-        return _kept(self._mark, asked, None, self._model, self._dtype)
+        return _kept(self._mark, asked, None, self._model, self._dtype, expandable=self._expandable)
 
     def question(self, asked: Request) -> dict[str, Any] | None:
         """What the answer is kept under; None where it is not kept."""
-        return _question(self._mark, asked, self._dtype) if self._mark else None
+        return _question(self._mark, asked, self._dtype, expandable=self._expandable) if self._mark else None
 
 
 def _checked(dtype: str | None) -> str | None:
@@ -109,21 +110,23 @@ def _checked(dtype: str | None) -> str | None:
     return dtype
 
 
-def _question(mark: str, asked: Request, dtype: str | None) -> dict[str, Any]:
-    return {"model": mark, "request": asked.to_mapping(), "dtype": dtype}
+def _question(mark: str, asked: Request, dtype: str | None, *, expandable: bool) -> dict[str, Any]:
+    return {"model": mark, "request": asked.to_mapping(), "dtype": dtype, "expandable": expandable}
 
 
-def _kept(mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: str | None = None) -> Footprint:
+def _kept(
+    mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: str | None = None, *, expandable: bool = True
+) -> Footprint:
     """From the cache, where all that the answer depends on has a mark."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise InputError(f"a pipeline's inputs go by name, not as {type(inputs).__name__}", kind=type(inputs).__name__)
 
     def measure() -> Footprint:
-        return _measure_call(model, asked, inputs or {}, dtype)
+        return _measure_call(model, asked, inputs or {}, dtype, expandable)
 
     if inputs or not mark:
         return measure()
-    return remembered(Footprint, _question(mark, asked, dtype), measure)
+    return remembered(Footprint, _question(mark, asked, dtype, expandable=expandable), measure)
 
 
 @contextlib.contextmanager
@@ -138,11 +141,13 @@ def _collecting_rarely() -> Iterator[None]:
 
 
 @_collecting_rarely()
-def _measure_call(model: Any, asked: Request, inputs: Mapping[str, Any], dtype: str | None) -> Footprint:
+def _measure_call(
+    model: Any, asked: Request, inputs: Mapping[str, Any], dtype: str | None, expandable: bool
+) -> Footprint:
     precision = getattr(torch, dtype) if dtype else None
     with roomy_card(ANY_CARD) as card, ExitStack() as undo:
         stage = Stage(_untouched(model), card, {"level": 0}, asked, precision)
-        ledger, calls = Ledger(card), _Calls(stage.components, undo)
+        ledger, calls = Ledger(card, expandable=expandable), _Calls(stage.components, undo, expandable=expandable)
         ledger.follow(stage.components, undo)
         stage.play(inputs)
         made = inspect_pipeline(stage.pipe)
@@ -152,7 +157,7 @@ def _measure_call(model: Any, asked: Request, inputs: Mapping[str, Any], dtype: 
     def denoise(variant: Variant) -> tuple[Phase, ...]:
         with roomy_card(ANY_CARD) as card, ExitStack() as undo:
             stage = Stage(_untouched(model), card, _choices(footprint, variant), asked, precision)
-            return _denoised(stage, variant, inputs, undo)
+            return _denoised(stage, variant, inputs, undo, Ledger(stage.card, expandable=expandable))
 
     return footprint.model_copy(update={"variants": measure_variants(footprint, denoise)})
 
@@ -172,7 +177,9 @@ class _Denoised(Exception):
     """All denoisers have done their work."""
 
 
-def _denoised(stage: Stage, variant: Variant, inputs: Mapping[str, Any], undo: ExitStack) -> tuple[Phase, ...]:
+def _denoised(
+    stage: Stage, variant: Variant, inputs: Mapping[str, Any], undo: ExitStack, ledger: Ledger
+) -> tuple[Phase, ...]:
     """The phases in which denoisers work, of the call on `stage`; what comes after them is not played."""
     denoisers = {name for name, module in stage.components.items() if find_role(name, module) == "denoiser"}
     for name, module in stage.components.items():
@@ -180,7 +187,6 @@ def _denoised(stage: Stage, variant: Variant, inputs: Mapping[str, Any], undo: E
             chunk_blocks(module, variant.batch, undo)
         elif find_role(name, module) == "autoencoder" and hasattr(module, "decode"):
             vars(module)["decode"] = _ended
-    ledger = Ledger(stage.card)
     ledger.follow(stage.components, undo)
     with contextlib.suppress(_Denoised):
         stage.play(inputs)
@@ -194,7 +200,8 @@ def _ended(*args: Any, **kwargs: Any) -> Any:
 class _Calls:
     """How autoencoders were called first: as they were then, and the shapes of what they were given."""
 
-    def __init__(self, components: Mapping[str, nn.Module], undo: ExitStack) -> None:
+    def __init__(self, components: Mapping[str, nn.Module], undo: ExitStack, *, expandable: bool) -> None:
+        self._expandable = expandable
         self._seen: dict[tuple[str, str], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
         for name, module in components.items():
             if find_role(name, module) == "autoencoder":
@@ -229,7 +236,8 @@ class _Calls:
         ((name, method),) = kinds
         beside = max(done.uses[0].waiting for done in phase.passes)
         module, args, kwargs = self._seen[name, method]
-        ways = survey(module, method, args, kwargs, phase.peak - beside, beside, phase.outside)
+        own = phase.peak - beside
+        ways = survey(module, method, args, kwargs, own, beside, phase.outside, expandable=self._expandable)
         return phase.model_copy(update={"ways": tuple(ways)})
 
 

@@ -144,7 +144,9 @@ def _measurer(which: str | ModelFolder, accelerator: Accelerator) -> Measurer:
     from tightfit.run.footprints import Measurer
 
     usual = None if isinstance(which, str) else stored_dtype(which.components)
-    return Measurer(which if isinstance(which, str) else which.path, "float32" if accelerator.is_cpu else usual)
+    dtype = "float32" if accelerator.is_cpu else usual
+    subject = which if isinstance(which, str) else which.path
+    return Measurer(subject, dtype, expandable=accelerator.fixed_segments is None)
 
 
 def _own_machine(say: Say) -> Machine:

@@ -95,7 +95,8 @@ def _freer(device: Accelerator, size: int) -> Accelerator:
 def _accelerator(target: Device) -> Accelerator:
     """What is known of a device that is none of this computer's usual ones."""
     taken = target.allocated_bytes() if target.separate else None
-    return known_accelerator(target).model_copy(update={"name": target.name, "taken": taken})
+    now = {"name": target.name, "taken": taken, "fixed_segments": target.fixed_segments()}
+    return known_accelerator(target).model_copy(update=now)
 
 
 def _known_machine() -> Machine:

@@ -43,7 +43,7 @@ class Replanner:
         self._limits, self._devices = site
         self._own = {device.name: _bytes_of(pipe, device) for device in self._devices}
         self._unmeasured = plan_unmeasured(pipe, site)  # for calls that cannot be measured
-        self._measurer = _measurer(pipe)
+        self._measurer = _measurer(pipe, site)
         self._machine: Machine | None = None  # as it was before the pipeline followed any plan
         self._bases: dict[Shape, Basis] = {}
         self._plans: dict[Shape, Plan] = {}
@@ -156,10 +156,10 @@ class Replanner:
         return self.plan(pipe, now.request)
 
 
-def _measurer(pipe: Any) -> Measurer | Exception:
+def _measurer(pipe: Any, site: Site) -> Measurer | Exception:
     """Who measures `pipe`, or why nobody can: weights in somebody else's format, say."""
     try:
-        return Measurer(pipe)
+        return Measurer(pipe, expandable=site.expandable)
     except Exception as error:  # of anybody's code, which copies of modules run
         return error
 

@@ -30,6 +30,11 @@ class Site(NamedTuple):
     limits: Limits
     devices: tuple[Device, ...]  # one, or those that the budget names
 
+    @property
+    def expandable(self) -> bool:
+        """Whether segments of all its allocators can grow."""
+        return all(device.fixed_segments() is None for device in self.devices)
+
     def host_of(self, plan: Plan) -> Device:
         """Where a pipeline computes that follows a plan made for this site."""
         return next(device for device in self.devices if device.name == plan.device)
@@ -51,7 +56,7 @@ def plan_within(subject: Any, request: Request, site: Site, dtype: str | None = 
 
     On a CPU what this process holds by now is part of the budget: what measuring left behind goes first.
     """
-    measurer = Measurer(subject, dtype)
+    measurer = Measurer(subject, dtype, expandable=site.expandable)
     footprint = measurer.measure(request)
     machine = machine_now(*site.devices)
     basis = Basis(footprint, machine, Past(measurer.question(request), machine.accelerators[0]))

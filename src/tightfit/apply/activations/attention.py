@@ -44,6 +44,7 @@ class AttentionSeam:
         self._wanted = check_wanted(wanted)
         self._usual = "torch" if wanted == "auto" else wanted
         self._kind, self._capability = _kind_of(device)
+        self._flash = device.has_flash()
         self._block = block or block_bytes(self._kind)
         self._installed = {name for name, package in PACKAGES.items() if find_spec(package) is not None}
         self._tell = tell
@@ -116,6 +117,7 @@ class AttentionSeam:
             causal=settings.causal,
             grouped=settings.grouped,
             dropout=settings.dropout,
+            flash=self._flash,
         )
 
 

@@ -24,6 +24,7 @@ from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
 from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.memory import CACHE_LINE, OWN_MEMORY, arena, copy_alike
 from tightfit.errors import RunError
+from tightfit.files import write_at
 
 __all__ = ["DiskHome", "Spill", "Stored", "read_like", "read_stored"]
 
@@ -136,7 +137,7 @@ class Spill:
         try:
             done = 0
             while done < len(data):
-                done += os.pwrite(self._handle, data[done : done + 2**30], self._end + done)
+                done += write_at(self._handle, data[done : done + 2**30], self._end + done)
         except OSError as error:
             raise RunError(
                 f"cannot set {len(data):,} bytes of weights aside in {self.path.parent}: {error.strerror}",

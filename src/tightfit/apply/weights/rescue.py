@@ -50,12 +50,12 @@ def rescued(method: Callable[..., Any], shed: Callable[[], bool]) -> Callable[..
                 failure = error.with_traceback(None)  # its frames hold what was computed so far
             if not _unchanged(before, _seen(args, kwargs)):
                 raise failure
-            more = shed()
-            if not isinstance(failure, torch.OutOfMemoryError):  # it was not torch's allocator: what that keeps helps
-                release_unused()
-                more, cached = more or cached, False
-            if not more:
+            outside = not isinstance(failure, torch.OutOfMemoryError)  # of torch's allocator: what that keeps may help
+            if not (outside and cached) and not shed():
                 raise failure
+            if outside:
+                release_unused()
+                cached = False
 
     return run
 

@@ -84,6 +84,8 @@ class _Buffer:
         self.close()
         self._ring, self._memory = Ring(size), arena(size)
         self._lock = PageLock.acquire(self._memory, self._device)
+        if self._lock is None:  # drivers that lock no memory that is there (WSL) may still make some
+            self._memory = self._device.pinned(size)
 
     def close(self) -> None:
         while self._under_way:

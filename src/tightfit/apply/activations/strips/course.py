@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from tightfit.apply.activations.strips.peaks import Kept, Peak, peak_of, taken
@@ -41,15 +40,14 @@ class Course:
     passes: tuple[Pass, ...]
     peak: Peak  # bytes beside weights and inputs, and what kernels hold for themselves
 
-    @cached_property
-    def room(self) -> int:
-        """Bytes that an allocator whose segments grow needs on the device, with what kernels hold.
+    def room(self, *, expandable: bool = True) -> int:
+        """Bytes that an allocator needs on the device, with what kernels hold; `expandable`: its segments grow.
 
         For plans: it takes as long to find as half of the course, and who only runs it need not know.
         """
         moves: list[int] = []
         peak_of_passes(self.graph, self.in_host, self.passes, moves)
-        return least_capacity(list(steps_of(moves)), expandable=True, within=ROUGH)
+        return least_capacity(list(steps_of(moves)), expandable=expandable, within=ROUGH)
 
     @property
     def most_strips(self) -> int:

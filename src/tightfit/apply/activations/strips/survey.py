@@ -26,11 +26,20 @@ PAGES = 20 * 2**20  # bytes that an allocator may hold beside what else is there
 
 
 def survey(
-    module: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], whole: int, beside: int, outside: int
+    module: nn.Module,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    whole: int,
+    beside: int,
+    outside: int,
+    *,
+    expandable: bool = True,
 ) -> list[Way]:
     """Ways of `module.method(*args, **kwargs)`, one item of a batch at a time; none where it is not taken apart.
 
-    It takes `whole` bytes as it is, `beside` more are there all along, and `outside` bytes before or after.
+    It takes `whole` bytes as it is, `beside` more are there all along, and `outside` bytes before or after. Segments of
+    the allocator grow if it is `expandable`.
     """
     first, *others = args
     count = len(first)
@@ -51,7 +60,7 @@ def survey(
                 course = Strips(program, strips, maps, mark).course
                 if maps == "host" and not course.in_host:
                     continue
-                room = max(beside + items + course.room, outside) + PAGES
+                room = max(beside + items + course.room(expandable=expandable), outside) + PAGES
                 legs = tuple(legs_of(course, trials, homes))
                 ways.append(Way(strips=strips, maps=maps, room=room, host=course.peak.host, items=count, legs=legs))
     return ways
