@@ -44,5 +44,5 @@ def _idle(plan: Plan, devices: Mapping[str, Device]) -> Iterator[Device]:
 
 def _cap(device: Device, plan: Plan, undo: ExitStack) -> None:
     most = plan.budget and (plan.budget.of(device.name) if device.separate else plan.budget.of_cpu)
-    if plan.forecast and most:
-        undo.callback(device.cap(most))  # it was made to keep within that
+    if most:
+        undo.callback(device.cap(most))
