@@ -129,4 +129,4 @@ def _channels_last(args: tuple[Any, ...], output: torch.Tensor, accelerator: Acc
     on_tensor_cores = major >= 7 if output.dtype in _HALVES else major >= 8 and output.dtype is torch.float32
     if not on_tensor_cores or 1 < groups == first.shape[1]:
         return ()
-    return (sum(part.nbytes for part in (first, output, weight) if part.is_contiguous() and part.shape[1] > 1),)
+    return (sum(part.nbytes for part in (first, output, weight) if part.shape[1] > 1 and part.stride(1) > 1),)
