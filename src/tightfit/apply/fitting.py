@@ -34,7 +34,7 @@ from tightfit.apply.session import Session
 from tightfit.apply.weights.places import Places
 from tightfit.apply.weights.rescue import rescued
 from tightfit.apply.weights.shelf import Shelf
-from tightfit.apply.weights.storage import check_storage, left_in_files
+from tightfit.apply.weights.storage import check_kinds, check_storage, left_in_files
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
@@ -86,6 +86,7 @@ def apply_plan(
                 f"{name} already follows the plan of another pipeline: undo() that one first", name=name
             )
     target = choose_device(device or plan.device)
+    check_kinds(find_components(pipe), plan, lambda name: _device_of(name, plan, target))
     return Fitted(pipe, plan, target, count_activations=count_activations, replans=replans)
 
 
@@ -289,6 +290,12 @@ class Fitted:
             self._undo = None
         if self._calls.finished is not None and not self._shelf.stays:  # else the call goes on, under another plan
             self._calls.finished.close()
+
+
+def _device_of(name: str, plan: Plan, target: Device) -> Device:
+    """On which the component `name` computes by `plan`, whose own device is `target`."""
+    chosen = plan.device_of(name)
+    return target if chosen == plan.device else choose_device(chosen)
 
 
 def _in_parts(plan: ComponentPlan) -> bool:

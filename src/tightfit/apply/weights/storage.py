@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.apply.weights.disk import read_like
 from tightfit.apply.weights.eight_bits import Entry, StoredWeight, storable
@@ -18,11 +19,12 @@ from tightfit.apply.weights.shelf import Shelf
 from tightfit.devices.depot import is_dense
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.memory import own_room
+from tightfit.devices.seam import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import leaf_weights
 from tightfit.records import ComponentPlan, Plan, Storage
 
-__all__ = ["check_storage", "left_in_files", "storable_in", "store_weights"]
+__all__ = ["check_kinds", "check_storage", "left_in_files", "storable_in", "store_weights"]
 
 PIECE = 4 * 2**20  # bytes that are stored in eight bits at once
 
@@ -38,6 +40,29 @@ def check_storage(plan: Plan) -> None:
                     f"{name}: storage=int8 needs torchao 0.18 or newer ({error}): pip install 'tightfit[int8]'",
                     name=name,
                 ) from error
+
+
+def check_kinds(components: Mapping[str, nn.Module], plan: Plan, device_of: Callable[[str], Device]) -> None:
+    """PlanError where weights would be moved that carry more than their numbers, and nobody here knows how.
+
+    Those of bitsandbytes have the state of their quantisation beside them, diffusers' GGUF ones the name of it. Where
+    they stay on the device on which they are, they are as they were.
+    """
+    for name, module in components.items():
+        chosen, device = plan.components.get(name, ComponentPlan()), device_of(name)
+        host_is_home = not device.separate and chosen.home != "disk"
+        stays = (chosen.placement == "resident" or host_is_home) and not device.swaps_parameters
+        for path, weight in module.named_parameters():
+            kind = type(weight)
+            if kind is nn.Parameter or is_traceable_wrapper_subclass(weight):
+                continue
+            if not (stays and weight.device == device.torch_device):
+                raise PlanError(
+                    f"{name}: {path} is a {kind.__name__}, whose values cannot be moved without what belongs to them: "
+                    f"load {name} without that quantisation, or move it to {device.name} before and leave it "
+                    f"resident (as storage, tightfit has float8_e4m3fn, float8_e5m2 and int8 of its own)",
+                    name=name,
+                )
 
 
 def storable_in(module: nn.Module, plan: ComponentPlan) -> list[Entry]:
