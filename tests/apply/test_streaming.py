@@ -125,3 +125,28 @@ def test_a_processor_reads_past_the_page_cache(monkeypatch: pytest.MonkeyPatch) 
     if not reader.notes:  # else the file system refuses direct reads
         assert reader.direct_bytes == reader.bytes_read > 0
     fitted.undo()
+
+
+def test_each_pass_follows_the_one_before_whatever_stream_it_is_on() -> None:
+    told: list[str] = []
+
+    class Telling(LateLane):
+        def follow_host(self) -> None:
+            told.append("follow")
+
+        def mark(self) -> None:
+            told.append("mark")
+
+    class Card(LateDevice):
+        def lane(self) -> LateLane:
+            return Telling()
+
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    model.to(torch.float32)
+    plan = {"placement": "per-unit", "stays": ["0"], "ring": 2 * (2**20 + 4096)}
+    fit(model, plan={"components": {"model": plan}}, device=Card())
+    for _ in range(3):
+        told.clear()
+        model(torch.zeros(1, 512))
+        assert told[0] == "follow"
+        assert told[-1] == "mark"

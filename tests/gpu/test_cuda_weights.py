@@ -13,6 +13,7 @@ from inspection import assert_same, imprint
 from tightfit import fit
 from tightfit.apply.weights import staging
 from tightfit.apply.weights.homes import plain_parts
+from tightfit.devices.cuda import CudaDevice
 from tightfit.devices.cuda_support import cuda_count
 from tightfit.measure.modules import find_components, weight_bytes
 from tiny_pipelines import CASES, run
@@ -164,3 +165,19 @@ def test_weights_that_were_quantised_before_are_moved_with_all_that_they_consist
         assert {part.device for part in parts} == {x.device}
     fitted.undo()
     assert_same_inside(model, before)
+
+
+def test_what_another_stream_is_given_next_begins_after_the_last_mark() -> None:
+    lane = CudaDevice().lane()
+    number = torch.zeros(1, device="cuda")
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(500_000_000)
+        number.fill_(1)
+        lane.mark()
+    with torch.cuda.stream(second):
+        lane.follow_host()
+        copy = number.clone()
+    torch.cuda.synchronize()
+    assert copy.item() == 1

@@ -272,6 +272,7 @@ class _CudaLane(Lane):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._marked: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # the last mark, and on which stream
 
     def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
         with torch.cuda.stream(self._stream):
@@ -285,7 +286,15 @@ class _CudaLane(Lane):
         self._stream.wait_event(arrival.event)
 
     def mark(self) -> Any:
-        return torch.cuda.current_stream(self._device).record_event()
+        stream = torch.cuda.current_stream(self._device)
+        event = stream.record_event()
+        self._marked = stream, event
+        return event
+
+    def follow_host(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if self._marked is not None and self._marked[0] != stream:
+            stream.wait_event(self._marked[1])
 
 
 class _CudaArrival(Arrival):

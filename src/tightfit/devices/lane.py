@@ -49,6 +49,9 @@ class Lane(ABC):
         """The point after all that the device's arithmetic was given so far."""
         return None
 
+    def follow_host(self) -> None:  # noqa: B027 - most devices have one stream
+        """What the host gives the device from now on, perhaps on another stream, begins after the last mark."""
+
 
 class HostLane(Lane):
     """Where the CPU plays the device: copies at once, so that what comes too early destroys what is in use."""

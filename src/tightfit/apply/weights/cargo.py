@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tightfit.apply.weights.homes import plain_parts, rebuilt, version_of, write_back
+from tightfit.apply.weights.homes import forget_casts, plain_parts, rebuilt, version_of, write_back
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
@@ -82,6 +82,7 @@ class Cargo:
                 self._recorder.moved(bytes_out=copy.nbytes)
             table[name] = master
         self._slots = []
+        forget_casts()
         self._recorder.hold(self, 0)
         self.aboard = False  # last: who is interrupted here is evicted again
 

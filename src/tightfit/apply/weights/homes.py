@@ -26,6 +26,7 @@ __all__ = [
     "Home",
     "HostHome",
     "Layout",
+    "forget_casts",
     "moved",
     "plain_parts",
     "rebuilt",
@@ -156,6 +157,11 @@ def write_back(master: torch.Tensor, written: torch.Tensor, device: Device) -> N
 def version_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What changes when somebody writes into `tensor`, or gives it other data."""
     return tuple((part._version, part.data_ptr(), part.dtype) for part in plain_parts(tensor))
+
+
+def forget_casts() -> None:
+    """Frees copies of weights that autocast keeps until it ends: weights that come anew are never found among them."""
+    torch.clear_autocast_cache()
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from torch import nn
 from tightfit.apply.gates import watch
 from tightfit.apply.weights.absences import Absences
 from tightfit.apply.weights.fetcher import Fetcher
+from tightfit.apply.weights.homes import forget_casts
 from tightfit.apply.weights.parcels import Parcel, behind_gates, expected_in
 from tightfit.apply.weights.presence import Presence
 from tightfit.apply.weights.rooms import Rooms
@@ -72,6 +73,7 @@ class Streamer:
         """
         if self._make_way is not None:  # it was not the last, after all
             self.clear()
+        self._lane.follow_host()
         self._take_memory()
         self._choose_order(method)
         self._make_way = make_way
@@ -82,6 +84,7 @@ class Streamer:
         """Its turn is next: what it needs first, up to `most` bytes, starts to come into at most `limit` bytes."""
         if self._complete:
             return
+        self._lane.follow_host()
         self._appear()
         self._choose_order(method)
         self._rooms.take_some(limit)
@@ -107,6 +110,7 @@ class Streamer:
         """The pass has come to its end."""
         self._order.end()
         self._send_ahead()
+        self._lane.mark()  # for a pass on another stream
 
     def expect(self, gates: Sequence[nn.Module]) -> None:
         """Of this pass it is known in which order `gates` are at work from now on."""
@@ -193,6 +197,7 @@ class Streamer:
             if parcel.home.writable:
                 parcel.show(self._away[parcel], parcel.masters)
         self._here = {}
+        forget_casts()
         self._entered.clear()
         self._fetcher.forget()
         self._order.rewind()
@@ -300,6 +305,7 @@ class Streamer:
     def _release(self, parcel: Parcel) -> None:
         here = self._here.pop(parcel)
         here.hide(self._away)
+        forget_casts()
         if here.lease is not None:
             self._rooms.give_back(here.lease, self._lane.mark())
 
