@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_stored
+from tightfit.apply.weights.staging import Stager
 from tightfit.devices.disk import DiskReader
+from tightfit.devices.lane import HostLane
 from tightfit.devices.memory import OWN_MEMORY
+from tightfit.devices.seam import LoopbackDevice
 
 SHAPES = {"a": (3, 64), "b": (5,), "c": (64, 7), "d": (16, 16), "e": (2, 3), "f": (1024, 600), "g": (0, 4)}
 
@@ -45,3 +49,29 @@ def test_weights_lie_as_in_a_mapped_file(more: int, dtype: torch.dtype, tmp_path
         for name, value in found.items():
             assert torch.equal(value, tensors[name]), name
             assert not value.numel() or value.data_ptr() % 64 == stored[name].offset % 64, name
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("more", [0, 8, 16])
+@pytest.mark.parametrize("names", ["abcdefg", "f", "fb", "g", "dca"])
+def test_on_a_card_each_weight_begins_where_any_other_tensor_would(
+    names: str, more: int, staged: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    tensors = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in SHAPES.items()}
+    save_file(tensors, file, metadata={"filled": "x" * more})
+    stored = stored_in(file)
+    with ExitStack() as end:
+        reader = end.enter_context(DiskReader())
+        stager = Stager(LoopbackDevice()) if staged else None
+        if stager is not None:
+            end.callback(stager.close)
+        home = DiskHome([stored[name] for name in names], reader, stager, aligned=True)
+        region = torch.full((home.size,), 255, dtype=torch.uint8)
+        home.send(HostLane(), region, None).settle()
+        assert home.size <= sum(stored[name].size + 256 for name in names)
+        again = home.values()
+    for name, layout, value in zip(names, home.layouts, again, strict=True):
+        assert layout.offset % 256 == 0 or not stored[name].size
+        assert torch.equal(layout.view(region), tensors[name])
+        assert torch.equal(value, tensors[name])

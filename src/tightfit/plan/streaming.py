@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 ALIGNMENT = 4096  # bytes: sizes in the ring are rounded up to it
-PADDING = 512  # bytes, of four tensors in a flat buffer
+PADDING = 1024  # bytes, of four tensors in a flat buffer
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number that is stored in one
 ROW = 64  # bytes as loaded for each byte of scales, at least
 INT8_ROW = 5  # bytes beside the values of each row: its scale and its zero point

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from tightfit.apply.weights.homes import Home, Layout
-from tightfit.apply.weights.staging import Stager
+from tightfit.apply.weights.homes import ALIGNMENT, Home, Layout
+from tightfit.apply.weights.staging import Piece, Stager, send_pieces
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
 from tightfit.devices.lane import Arrival, Lane
 from tightfit.devices.memory import CACHE_LINE, OWN_MEMORY, arena, copy_alike
@@ -53,25 +53,33 @@ class DiskHome(Home):
     writable = False
     alignment = SECTOR
 
-    def __init__(self, stored: Sequence[Stored], reader: DiskReader, stager: Stager | None = None) -> None:
-        """With a `stager`, what goes to another device is read and sent by that."""
+    def __init__(
+        self, stored: Sequence[Stored], reader: DiskReader, stager: Stager | None = None, *, aligned: bool = False
+    ) -> None:
+        """With a `stager`, what goes to another device is read and sent by that.
+
+        Where tensors are `aligned`, each arrives at a multiple of ALIGNMENT, from where a card's kernels read fastest,
+        and by the same instructions as of any other tensor; else as it lies within its sector.
+        """
         self._reader, self._stager = reader, stager
         self.stored = tuple(stored)
         self._runs: list[tuple[Extent, int]] = []  # what is read, and to where
         places = _runs(stored, self._runs)
-        self.layouts = tuple(
-            Layout(place, each.dtype, each.shape, each.strides) for place, each in zip(places, stored, strict=True)
-        )
-        self.size = max((place + _sectors(extent.size) for extent, place in self._runs), default=0)
+        self._read_size = max((place + _sectors(extent.size) for extent, place in self._runs), default=0)
+        self._pieces = [Piece(0, 0, self._read_size)]
+        self.layouts = self._read_layouts = _layouts(stored, places)
+        if aligned:
+            self.layouts = _layouts(stored, _aligned(stored, places, self._pieces))
+        self._aligned, self.size = aligned, self._pieces[-1].target + self._pieces[-1].size
 
     def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
-        if target.device.type == "cpu":
+        if target.device.type == "cpu" and not self._aligned:
             return _Read(self._read(target))
         if self._stager is not None:
-            return self._stager.send(lane, target, after, self._fill)
-        staging = arena(self.size)
+            return self._stager.send(lane, target, after, self._fill, self._pieces, self._read_size)
+        staging = arena(self._read_size)
         self._fill(staging)
-        return lane.send(target, staging, after)
+        return send_pieces(lane, target, staging, self._pieces, after)
 
     def _fill(self, part: torch.Tensor) -> None:
         self._read(part).wait()
@@ -81,9 +89,9 @@ class DiskHome(Home):
 
     def values(self) -> list[torch.Tensor]:
         """All of them, views of memory of their own."""
-        region = arena(self.size)
+        region = arena(self._read_size)
         self._fill(region)
-        return [layout.view(region) for layout in self.layouts]
+        return [layout.view(region) for layout in self._read_layouts]
 
 
 def read_stored(stored: Stored, reader: DiskReader) -> torch.Tensor:
@@ -190,6 +198,30 @@ def _runs(stored: Sequence[Stored], runs: list[tuple[Extent, int]]) -> list[int]
         places[index] = place + each.offset - begun
         end = place + _sectors(runs[-1][0].size)
     return places
+
+
+def _layouts(stored: Sequence[Stored], places: Sequence[int]) -> tuple[Layout, ...]:
+    return tuple(
+        Layout(place, each.dtype, each.shape, each.strides) for place, each in zip(places, stored, strict=True)
+    )
+
+
+def _aligned(stored: Sequence[Stored], places: Sequence[int], pieces: list[Piece]) -> list[int]:
+    """Fills `pieces` with what is sent of what was read to `places`; returns where each tensor begins then.
+
+    Of neighbours that lie as far apart as they should one piece is sent: mostly all of a file's.
+    """
+    pieces[:] = [Piece(0, 0, 0)]
+    aligned = [0] * len(stored)
+    for index in sorted(range(len(stored)), key=lambda index: places[index]):
+        begin, size, last = places[index], stored[index].size, pieces[-1]
+        if last.size and (begin - last.source) % ALIGNMENT == 0 and begin - last.source - last.size < SECTOR:
+            pieces[-1] = Piece(last.source, last.target, max(last.size, begin - last.source + size))
+        else:
+            end = -(-(last.target + last.size) // ALIGNMENT) * ALIGNMENT
+            pieces[len(pieces) - (not last.size) :] = [Piece(begin, end, size)]
+        aligned[index] = pieces[-1].target + begin - pieces[-1].source
+    return aligned
 
 
 def _end(extent: Extent) -> int:

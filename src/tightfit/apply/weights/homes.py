@@ -22,6 +22,7 @@ from tightfit.devices.seam import Device
 from tightfit.measure.modules import weight_tensors
 
 __all__ = [
+    "ALIGNMENT",
     "HOST",
     "Home",
     "HostHome",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 HOST = torch.device("cpu")
-ALIGNMENT = 128  # bytes: what the most demanding of copies within a device wants
+ALIGNMENT = 256  # bytes: the most that libraries look at when they choose a kernel by the address of a matrix
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,13 @@ class Housing:
             self._reader = DiskReader()
             undo.callback(self._reader.close)
         reader = self._reader
-        return lambda masters: DiskHome([self._on_disk(part, reader) for part in _plain(masters)], reader, stager)
+        aligned = self._device.separate and self._device.torch_device.type != "cpu"
+
+        def home(masters: list[nn.Parameter]) -> Home:
+            stored = [self._on_disk(part, reader) for part in _plain(masters)]
+            return DiskHome(stored, reader, stager, aligned=aligned)
+
+        return home
 
     def _on_disk(self, tensor: torch.Tensor, reader: DiskReader) -> Stored:
         """Where `tensor` is as it is used; it is written where it is in no file, or not like that."""

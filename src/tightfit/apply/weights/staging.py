@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +22,41 @@ from tightfit.devices.memory import arena
 from tightfit.devices.seam import Device
 from tightfit.plan.ring import Lease, Ring
 
-__all__ = ["Stager"]
+__all__ = ["Piece", "Stager", "send_pieces"]
 
 SIZE = 64 * 2**20  # bytes of the buffer, where nothing larger passes through
+
+
+class Piece(NamedTuple):
+    """Bytes that are sent together, from one offset to another."""
+
+    source: int
+    target: int
+    size: int
+
+
+def send_pieces(lane: Lane, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Piece], after: Any) -> Arrival:
+    """Sends `pieces` of `source` to `target`, as `lane` does."""
+    arrivals = [lane.send(target[to : to + size], source[begin : begin + size], after) for begin, to, size in pieces]
+    return arrivals[0] if len(arrivals) == 1 else _Several(arrivals)
+
+
+class _Several(Arrival):
+    """Copies that are waited for together."""
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._arrivals = arrivals
+
+    def settle(self) -> float:
+        return sum(arrival.settle() for arrival in self._arrivals)
+
+    def land(self) -> None:
+        for arrival in self._arrivals:
+            arrival.land()
+
+    def abandon(self) -> None:
+        for arrival in self._arrivals:
+            arrival.abandon()
 
 
 class Stager:
@@ -35,9 +67,22 @@ class Stager:
         self._buffer = _Buffer(device)
         weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
 
-    def send(self, lane: Lane, target: torch.Tensor, after: Any, fill: Callable[[torch.Tensor], None]) -> Arrival:
-        """Sends to `target` (uint8, on the device), as `lane` does, what `fill` puts into a tensor of that size."""
-        return _Staged(self._thread.submit(self._buffer.send, lane, target, after, fill))
+    def send(
+        self,
+        lane: Lane,
+        target: torch.Tensor,
+        after: Any,
+        fill: Callable[[torch.Tensor], None],
+        pieces: Sequence[Piece] = (),
+        size: int | None = None,
+    ) -> Arrival:
+        """Sends to `target` (uint8, on the device), as `lane` does, what `fill` puts into a tensor of that size.
+
+        Or into one of `size` bytes, of which `pieces` are sent.
+        """
+        whole = pieces or [Piece(0, 0, target.nbytes)]
+        size = target.nbytes if size is None else size
+        return _Staged(self._thread.submit(self._buffer.send, lane, target, after, fill, whole, size))
 
     def close(self) -> None:
         """What has not been begun is not sent any more; the buffer goes."""
@@ -54,13 +99,21 @@ class _Buffer:
         self._lock: PageLock | None = None
         self._under_way: deque[tuple[Lease, Arrival]] = deque()
 
-    def send(self, lane: Lane, target: torch.Tensor, after: Any, fill: Callable[[torch.Tensor], None]) -> Arrival:
+    def send(
+        self,
+        lane: Lane,
+        target: torch.Tensor,
+        after: Any,
+        fill: Callable[[torch.Tensor], None],
+        pieces: Sequence[Piece],
+        size: int,
+    ) -> Arrival:
         with torch.inference_mode():  # it writes bytes, whatever mode their tensors were made in
-            lease = self._lease(target.nbytes)
-            part = self._memory[lease.offset : lease.offset + target.nbytes]
+            lease = self._lease(size)
+            part = self._memory[lease.offset : lease.offset + size]
             try:
                 fill(part)
-                arrival = lane.send(target, part, after)
+                arrival = send_pieces(lane, target, part, pieces, after)
             except BaseException:
                 self._ring.give_back(lease)
                 raise
