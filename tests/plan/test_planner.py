@@ -31,6 +31,7 @@ from tightfit.records import (
     Way,
     Workload,
 )
+from tightfit.units import format_bytes
 
 MIB = 2**20
 GIB = 2**30
@@ -324,3 +325,39 @@ def test_an_error_says_what_would_do() -> None:
     assert "allow=fp8 would do" in said
     with pytest.raises(BudgetTooSmall, match=r"\d+ MiB would do, for denoise; something"):
         make_plan(footprint, HERE, Budget(device=10 * MIB, ram=1))
+
+
+# what else is on a card
+
+
+def small_call() -> Footprint:
+    part = component("unet", "denoiser", [8 * MIB] * 4, MIB)
+    done = passes_of(part, [10**9] * 4, 2, 10 * MIB)
+    return Footprint(
+        pipeline="Pipeline", components=(part,), request=Request(), phases=(phase("denoise", done, 10 * MIB),)
+    )
+
+
+@pytest.mark.parametrize(("free", "left"), [(6 * GIB, 512 * MIB), (20 * GIB, GIB)])
+def test_without_a_budget_some_of_a_card_stays_free(free: int, left: int) -> None:
+    card = CARD.model_copy(update={"free": free})
+    plan = make_plan(small_call(), HERE.model_copy(update={"accelerators": (card,)}))
+    (said,) = (reason.decision for reason in plan.reasons if reason.decision.endswith("may be used"))
+    assert said == f"{format_bytes(free - left)} may be used"
+
+
+def test_what_others_take_is_no_part_of_a_budget() -> None:
+    alone = make_plan(small_call(), HERE, Budget(device=200 * MIB))
+    card = CARD.model_copy(update={"taken": 100 * MIB})
+    here = HERE.model_copy(update={"accelerators": (card,)})
+    assert make_plan(small_call(), here, Budget(device=300 * MIB)).forecast == alone.forecast
+    with pytest.raises(BudgetTooSmall, match=r"within 150 MiB, of which other tensors of this process take 100 MiB,"):
+        make_plan(small_call(), here, Budget(device=150 * MIB))
+
+
+def test_segments_that_cannot_grow_are_no_decision_but_a_reason() -> None:
+    card = CARD.model_copy(update={"fixed_segments": "the driver refuses them"})
+    plan = make_plan(small_call(), HERE.model_copy(update={"accelerators": (card,)}), Budget(device=GIB))
+    assert make_plan(small_call(), HERE, Budget(device=GIB)).growing_segments
+    assert not plan.growing_segments
+    assert "the driver refuses them" in [reason.because for reason in plan.reasons]

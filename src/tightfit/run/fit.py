@@ -40,9 +40,10 @@ def fit(
     At most one of `budget`, `level` (0 to 3) and `plan` is given. A budget is what the device's allocator may hold,
     as bytes or in words ("8GB" is 8·10⁹, "8GiB" 8·2³⁰), or a Budget; with `ram`, so many bytes of host memory may
     wait for the device. On a CPU both are the process's resident set, of which Python and its libraries take some
-    hundred megabytes. Given nothing, the plan is for 95 % of what is free on the device. Of several cards each has its
-    own: `budget={"cuda:0": "10GB", "cuda:1": "8GB"}`; each component computes on one of them, and the pipeline where
-    its denoiser does (`device`, or where that is best).
+    hundred megabytes; on a card other tensors of this process count too. Given nothing, the plan is for 95 % of what is
+    free on the device, and at least 512 MiB of a card are left free. Of several cards each has its own:
+    `budget={"cuda:0": "10GB", "cuda:1": "8GB"}`; each component computes on one of them, and the pipeline where its
+    denoiser does (`device`, or where that is best).
 
     A budget is planned for `request` (default: the pipeline's own defaults) from a footprint, which is measured once,
     and from a card's rates, which are measured once too (up to 20 s). Numbers stay the same; only where nothing fits
@@ -55,8 +56,8 @@ def fit(
     and the report says so; BudgetTooSmall there leaves all as it was.
 
     A plan is a Plan, a mapping of its fields, or a YAML or JSON file of them; a mapping may name a `level` and only
-    what differs from it. `device` is "cpu", "cuda", "cuda:1" or "loopback" (default: the first card, else the CPU). A
-    second `fit` of a pipeline replaces the first.
+    what differs from it. `device` is "cpu", "cuda", "cuda:1" or "loopback" (default: torch's current card, else the
+    CPU). A second `fit` of a pipeline replaces the first.
 
     On a card its allocator counts bytes for nothing. Elsewhere each operation is watched, which costs tens of
     microseconds apiece: nothing beside large layers, half of the time with tiny ones. `count_activations=False`

@@ -49,7 +49,7 @@ def load(
     """Loads `model`, a diffusers folder, a hub id, or the folder of one diffusers network, to follow a plan.
 
     At most one of `budget` (with `ram` and `allow`, see `fit`), `level` and `plan` is given; given none of them, the
-    plan is for 95 % of what is free. A budget's plan is made from the folder's configurations before anything is
+    plan is for what is free, as `fit` says. A budget's plan is made from the folder's configurations before anything is
     loaded. A call that asks for something else is planned for as `fit` says; what stays in files is not read for it.
 
     As `fit(DiffusionPipeline.from_pretrained(model), …)`, but nothing is loaded that the plan wants on the disk: of a
