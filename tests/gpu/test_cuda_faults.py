@@ -1,0 +1,166 @@
+"""Calls of the driver that fail: right numbers, or one clear error with nothing left; and then all is as before.
+
+Only the stub of a card can let its calls fail.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import tightfit
+from card_state import assert_nothing_left, card_state
+from cuda_stub import driver
+from inspection import assert_same, imprint
+from tightfit.errors import TightfitError
+from tightfit.run.shape import request_of
+from tiny_pipelines import CASES, TinyCase, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not driver.loaded(), reason="a real card cannot be let fail")]
+
+MIB = 2**20
+SIZE = 512 * MIB
+FOR_EVER = 10**6
+STREAMED = {"level": 3, "vae": {"slicing": False}}
+OUT_OF_MEMORY = r"out of memory|ALLOC_FAILED"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What fails, the n-th time and so many times, while `fit` or a call works; and how an error may name it."""
+
+    kind: str
+    number: int
+    when: str
+    chosen: str  # what `fit` is given: "level 3", "resident" or "budget"
+    times: int = 1
+    error: str = OUT_OF_MEMORY
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number} (x{self.times}) in {self.when} at {self.chosen}"
+
+    @property
+    def settings(self) -> dict[str, int]:
+        if self.kind == "neighbour":  # leaves so many MiB
+            return {"neighbour": torch.cuda.mem_get_info()[0] - self.number * MIB}
+        return {f"fail_{self.kind}": self.number, f"fail_{self.kind}_times": self.times}
+
+
+COPY, ENGINE, MAP = "unknown error", "unable to find an engine|CUDNN|cuDNN", "driver error|unknown error"
+ONE_OF_EACH = (
+    Fault("malloc", 1, "fit", "resident", times=4),
+    Fault("malloc", 1, "call", "level 3", times=2),
+    Fault("malloc", 1, "call", "budget", times=2),
+    Fault("register", 1, "fit", "level 3"),
+    Fault("register", 2, "fit", "level 3", times=FOR_EVER),
+    Fault("neighbour", 0, "call", "level 3"),
+    Fault("neighbour", 0, "call", "budget"),
+    Fault("cublas", 20, "call", "level 3"),
+    Fault("cudnn", 3, "call", "level 3", error=ENGINE),
+    Fault("map", 1, "fit", "budget", times=FOR_EVER, error=MAP),
+    Fault("map", 1, "call", "budget", times=FOR_EVER, error=MAP),
+    Fault("copy", 5, "fit", "resident", error=COPY),
+    Fault("copy", 40, "call", "level 3", error=COPY),
+)
+MORE = tuple(
+    Fault(kind, number, when, chosen, times, {"copy": COPY, "cudnn": ENGINE, "map": MAP}.get(kind, OUT_OF_MEMORY))
+    for kind in ("malloc", "register", "cublas", "cudnn", "copy", "neighbour")
+    for number in (1, 2, 5, 9, 33)
+    for when in ("fit", "call")
+    for chosen in ("resident", "level 3", "budget")
+    for times in ((1, 3, FOR_EVER) if kind != "neighbour" else (1,))
+    if not (when == "fit" and kind in ("cublas", "cudnn")) and not (chosen != "level 3" and kind == "register")
+)
+
+
+@pytest.mark.parametrize("fault", ONE_OF_EACH, ids=str)
+def test_a_fault_gives_right_numbers_or_one_clear_error(fault: Fault) -> None:
+    assert happened(fault), "nothing failed: this tests nothing"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", MORE, ids=str)
+def test_more_faults_give_right_numbers_or_one_clear_error(fault: Fault) -> None:
+    if not happened(fault):
+        pytest.skip("there is no such call")
+
+
+def happened(fault: Fault) -> bool:
+    """Lets it happen, if there is such a call, and looks at what comes of it."""
+    case = next(case for case in CASES if case.name == "Flux")
+    start_libraries()
+    card, pipe = card_state(), case.make()
+    run(pipe, case)  # transformers installs hooks of its own at the first call
+    before = imprint(pipe)
+    fitted = tightfit.fit(pipe, level=0, device="cuda")
+    wanted = run(pipe, case).cpu()
+    fitted.undo()
+    chosen = choices(pipe, case, fault.chosen)
+    del fitted
+    filling = fill_cache()  # so that memory is asked of the driver
+    seen = driver.count("faults"), driver.count("refused")
+    found, error, fitted = attempt(pipe, case, chosen, fault)
+    if error is None:
+        assert torch.equal(found, wanted)
+    else:
+        assert_clear(error, fault)
+    had = (driver.count("faults"), driver.count("refused")) != seen
+    if fitted is not None:
+        assert torch.equal(run(pipe, case).cpu(), wanted), "the fault is over, but not what it did"
+        fitted.undo()
+    assert_same(before, imprint(pipe))
+    del fitted, filling, pipe  # schedulers keep tensors on the card
+    assert_nothing_left(card)
+    return had
+
+
+def start_libraries() -> None:
+    """cuBLAS keeps a workspace from its first product on."""
+    torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
+
+
+def choices(pipe: Any, case: TinyCase, name: str) -> dict[str, Any]:
+    if name == "budget":
+        chosen = {"budget": SIZE, "request": request_of(pipe, (), case.call())}
+        tightfit.fit(pipe, **chosen, device="cuda").undo()  # measures and plans while nothing fails
+        return chosen
+    return {"plan": STREAMED} if name == "level 3" else {"level": 0}
+
+
+def fill_cache() -> list[torch.Tensor]:
+    """Tensors in all memory that the allocator has from the driver."""
+    torch.cuda.empty_cache()
+    reserved, filling = torch.cuda.memory_reserved(), []
+    for size in (2 * MIB, 512):  # from segments for large tensors, and for small ones
+        while torch.cuda.memory_reserved() == reserved:
+            filling.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        filling.pop()
+        torch.cuda.empty_cache()
+    return filling
+
+
+def attempt(pipe: Any, case: TinyCase, chosen: dict[str, Any], fault: Fault) -> tuple[Any, Any, Any]:
+    """Output, error (its class and words) and what was fitted, of `fit` and a call in one of which `fault` happens."""
+    fitted = found = filling = None
+    try:
+        with driver.faults(**(fault.settings if fault.when == "fit" else {})):
+            fitted = tightfit.fit(pipe, **chosen, device="cuda")
+        filling = fill_cache() if fault.when == "call" else []
+        with driver.faults(**(fault.settings if fault.when == "call" else {})):
+            found = run(pipe, case).cpu()
+    except Exception as raised:  # its frames would keep tensors
+        return found, (type(raised), str(raised)), fitted
+    finally:
+        del filling
+    return found, None, fitted
+
+
+def assert_clear(error: tuple[type, str], fault: Fault) -> None:
+    kind, said = error
+    ours = issubclass(kind, TightfitError)
+    memory = issubclass(kind, torch.OutOfMemoryError) and re.search("out of memory", fault.error)
+    assert ours or memory or re.search(fault.error, said), f"{kind.__name__}: {said[:500]}"
