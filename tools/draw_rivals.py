@@ -1,7 +1,11 @@
-"""bench/results/rivals-pretend.json → docs/beside-others.png: who takes how long within which budget."""
+"""bench/results/rivals-pretend.json → docs/beside-others.png: who takes how long within which budget.
+
+bench/results/rivals_cuda.json → docs/beside-others-cuda.png: who runs on which card, by how many bytes a step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +26,61 @@ GAP = 0.35  # of a cell, between two models
 DARK = 2.0  # from here on, letters are white
 
 
+# bytes over the link in a step, both ways: up to so many GiB, and the colour of that
+LINK_STEPS = tuple(
+    (most, colour, words)
+    for (most, words), (_, colour, _) in zip(
+        (
+            (0.01, "none"),
+            (1.0, "to 1 GiB"),
+            (3.0, "to 3 GiB"),
+            (10.0, "to 10 GiB"),
+            (20.0, "to 20 GiB"),
+            (float("inf"), "more"),
+        ),
+        STEPS,
+        strict=False,
+    )
+)
+Cell = Callable[[Axes, float, int, dict[str, Any], dict[str, Any]], None]  # draws a contender's row beside ours
+
+
 def draw_rivals(rows: list[dict[str, Any]], card: str, path: Path) -> None:
     """Writes the picture of `rows`, which were played on `card`, to `path` (.png)."""
+    title = "A call within a budget, beside others"
+    said = f"Whole calls with tightfit, and how many times as long with others: so many GiB of a pretend {card}."
+    _draw_grid(rows, (title, said), _cell, STEPS, path)
+
+
+def draw_rivals_cuda(rows: list[dict[str, Any]], path: Path) -> None:
+    """Writes the picture of what was counted on cards of several sizes to `path` (.png)."""
+    title = "Offloading on a card's own allocator, beside others"
+    said = "GiB over the link in one denoising step, both ways; below, the most GiB that the allocator reserved."
+    rows = [{**row, "budget": row["cap"]} for row in rows]
+    _draw_grid(rows, (title, f"{said} Cards of so many GiB."), _link_cell, LINK_STEPS, path, high=0.46)
+
+
+def _draw_grid(
+    rows: list[dict[str, Any]],
+    heading: tuple[str, str],
+    cell: Cell,
+    steps: tuple[tuple[float, str, str], ...],
+    path: Path,
+    high: float = HIGH,
+) -> None:
+    """A block of cells for each request, contenders by budgets, some abreast; each cell is drawn by `cell`."""
     asked = list(dict.fromkeys((row["model"], row["request"]) for row in rows))
     names = list(dict.fromkeys(row["contender"] for row in rows))
+    names = sorted(names, key=lambda name: name != OURS)
     budgets = sorted({row["budget"] for row in rows})
     bands = [asked[start : start + ABREAST] for start in range(0, len(asked), ABREAST)]
     across, down = max(map(len, bands)) * (len(budgets) + GAP) - GAP, len(bands) * (HEAD + len(names))
-    size = (LEFT + across * WIDE + RIGHT, TOP + down * HIGH + BOTTOM)
+    size = (LEFT + across * WIDE + RIGHT, TOP + down * high + BOTTOM)
     with style.context(["default", LOOK]):
         figure = Figure(figsize=size)
-        title = "A call within a budget, beside others"
-        figure.text(0.2 / size[0], 1 - 0.3 / size[1], title, fontsize=13, weight="bold")
-        said = f"Whole calls with tightfit, and how many times as long with others: so many GiB of a pretend {card}."
-        figure.text(0.2 / size[0], 1 - 0.53 / size[1], said, fontsize=9, color=GREY)
-        box = (LEFT / size[0], BOTTOM / size[1], across * WIDE / size[0], down * HIGH / size[1])
+        figure.text(0.2 / size[0], 1 - 0.3 / size[1], heading[0], fontsize=13, weight="bold")
+        figure.text(0.2 / size[0], 1 - 0.53 / size[1], heading[1], fontsize=9, color=GREY)
+        box = (LEFT / size[0], BOTTOM / size[1], across * WIDE / size[0], down * high / size[1])
         axes = figure.add_axes(box, xlim=(0, across), ylim=(down, 0))
         axes.axis("off")
         for band, together in enumerate(bands):
@@ -54,10 +98,25 @@ def draw_rivals(rows: list[dict[str, Any]], card: str, path: Path) -> None:
                     axes.text(x + 0.5, over, f"{budget / 2**30:g}", ha="center", fontsize=8.5, color=GREY)
                     here = {row["contender"]: row for row in own if row["budget"] == budget}
                     for line, name in enumerate(names):
-                        _cell(axes, x, first + line, here.get(name, {}), here.get(OURS, {}))
-        _legend(figure, size)
+                        cell(axes, x, first + line, here.get(name, {}), here.get(OURS, {}))
+        _legend(figure, size, steps)
         FigureCanvasAgg(figure)
         figure.savefig(path, dpi=150, facecolor=PAPER)
+
+
+def _link_cell(axes: Axes, x: float, line: int, row: dict[str, Any], ours: dict[str, Any]) -> None:
+    if "to_card" not in row:
+        if "failed" in row or "error" in row or "refused" in row:
+            axes.add_patch(Rectangle((x, line), 1, 1, **REFUSED))
+        return
+    moved = (row["to_card"] + row["from_card"]) / 2**30
+    colour = next(step[1] for step in LINK_STEPS if moved <= step[0])
+    axes.add_patch(Rectangle((x, line), 1, 1, facecolor=colour, edgecolor=PAPER, linewidth=1.2))
+    weight = "bold" if row["contender"] == OURS else "normal"
+    text = f"{moved:.3g}" if moved >= LINK_STEPS[0][0] else "0"
+    text += "*" if row.get("tiles") else ""
+    axes.text(x + 0.5, line + 0.36, text, ha="center", va="center", fontsize=8.5, weight=weight)
+    axes.text(x + 0.5, line + 0.75, f"{row['reserved'] / 2**30:.1f}", ha="center", va="center", fontsize=7, color=INK)
 
 
 def _cell(axes: Axes, x: float, line: int, row: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -81,11 +140,12 @@ def _short(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 3600 else f"{seconds / 3600:.3g} h"
 
 
-def _legend(figure: Figure, size: tuple[float, float]) -> None:
+def _legend(figure: Figure, size: tuple[float, float], steps: tuple[tuple[float, str, str], ...]) -> None:
     across, high = size
     x, y = 0.2, 0.5
-    named = [({"facecolor": colour, "edgecolor": GREY, "linewidth": 0.4}, words) for _, colour, words in STEPS]
-    named[0] = named[0][0], "as long (within 1 %)"
+    named = [({"facecolor": colour, "edgecolor": GREY, "linewidth": 0.4}, words) for _, colour, words in steps]
+    if steps is STEPS:
+        named[0] = named[0][0], "as long (within 1 %)"
     for facts, words in [*named, (REFUSED, "does not fit")]:
         figure.add_artist(Rectangle((x / across, y / high), 0.26 / across, 0.18 / high, **facts))
         figure.text((x + 0.32) / across, (y + 0.09) / high, words, va="center", fontsize=8.5)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draw_rivals import draw_rivals
+from draw_rivals import draw_rivals, draw_rivals_cuda
 from make_readme import OURS, all_budgets, read, rivals_by_budget, table
-from tightfit.catalog.cuda import CONTEXT
-from tightfit.catalog.known import card_names, model_names
+from tightfit.catalog.cuda import CONTEXT, workspace_bytes
+from tightfit.catalog.known import card_names, known_card, model_names
 from tightfit.chart import Cell, Chart, ChartedCard, LevelTable
 from tightfit.plan.guesses import GUESSED_DISK
 from tightfit.plan.levels import LEVEL_TILE
@@ -178,6 +178,47 @@ def rivals_versions() -> str:
     return ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "diffusers-mm") if name in versions)
 
 
+def rivals_cuda() -> str:
+    """What was counted in everybody's calls on cards of several sizes; sizes with one result share a line."""
+    lines: dict[tuple[object, ...], list[int]] = {}
+    for row in read("rivals_cuda")["rows"]:
+        about = row["model"], row["request"], row["contender"]
+        lines.setdefault((*about, *_counted(row)), []).append(row["cap"] // 2**30)
+    rows = [
+        (*line[:3], ", ".join(map(str, sorted(caps))), *line[3:])
+        for line, caps in sorted(lines.items(), key=lambda line: _cuda_place(line[0], line[1]))
+    ]
+    head = ("", "", "", "GiB of the card", "runs", "reserved", "to the card", "from the card", "page-locked", "waits")
+    return table(head, rows)
+
+
+def _cuda_place(line: tuple[object, ...], caps: list[int]) -> tuple[int, int, int]:
+    rows = read("rivals_cuda")["rows"]
+    models, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "contender"))
+    return models.index(line[0]), (names.index(line[2]) + 1) * (line[2] != OURS), min(caps)
+
+
+def _counted(row: dict[str, Any]) -> tuple[str, ...]:
+    """One contender on one card, in words."""
+    if "to_card" not in row:
+        why = f"out of memory ({row['failed']})" if "failed" in row else str(row.get("refused", row.get("error")))
+        return why.partition("\n")[0][:120].replace("|", "/"), *[NONE] * 5
+    size = {key: format_bytes(row[key]) for key in ("reserved", "to_card", "from_card", "locked")}
+    if row["to_card"] and row["to_card_pageable"] > row["to_card"] / 2:
+        size["to_card"] += ", pageable"
+    said = ", ".join(what for what in ("yes", "tiles" * bool(row["tiles"]), row.get("chosen") or "") if what)
+    return said, size["reserved"], size["to_card"], size["from_card"], size["locked"], str(row["waits"])
+
+
+def rivals_cuda_versions() -> str:
+    return ", ".join(f"{name} {number}" for name, number in read("rivals_cuda")["versions"].items())
+
+
+def workspace(name: str) -> str:
+    """What cuBLAS keeps for each thread on this card."""
+    return format_bytes(workspace_bytes(known_card(name).compute_capability))
+
+
 def level_table(which: str) -> LevelTable:
     tables = [LevelTable.from_mapping(each) for each in facts()["levels"]]
     return next(each for each in tables if each.model.startswith(which))
@@ -234,6 +275,8 @@ WORDS: dict[str, Callable[..., str]] = {
     "rivals": rivals,
     "rivals.card": lambda: str(read("rivals-pretend")["card"]),
     "rivals.requests": rivals_steps,
+    "rivals_cuda": rivals_cuda,
+    "rivals_cuda.versions": rivals_cuda_versions,
     "rivals.versions": rivals_versions,
     "share": lambda: f"{1 - SPARE:.0%}",
     "size": lambda name: format_bytes(column(name).bytes),
@@ -244,6 +287,7 @@ WORDS: dict[str, Callable[..., str]] = {
     "verdict": verdict,
     "weights": weights,
     "within_ram": within_ram,
+    "workspace": workspace,
 }
 
 
@@ -274,6 +318,7 @@ def main() -> None:
         draw_chart(the_chart(), ROOT / "docs/chart.png", "png")
         beside = read("rivals-pretend")
         draw_rivals(beside["rows"], beside["card"], ROOT / "docs/beside-others.png")
+        draw_rivals_cuda(read("rivals_cuda")["rows"], ROOT / "docs/beside-others-cuda.png")
     sys.exit(1 if check and stale else 0)
 
 
