@@ -31,6 +31,7 @@ test-cuda:  ## the CUDA path without a card, on PyTorch's CUDA wheel: TORCH=2.12
 
 test-cuda-full:  ## all proofs of the CUDA path; hours, goes on where it was
 	$(STUB)/test.sh $(CUDA_VENV) $(TORCH) -m gpu -p cuda_stub.resume --results bench/results/test-cuda.jsonl
+	STUB_CARDS=1 $(STUB)/run.sh $(CUDA_VENV) python -W ignore -m cuda_stub.mutants --results bench/results/test-cuda-mutants.jsonl
 
 bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/fp8.py
