@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from tightfit.pretend.layouts import suggested
 from tightfit.records import Accelerator
 
 __all__ = ["Kind", "Work", "duration", "work_of"]
@@ -129,4 +130,15 @@ def _channels_last(args: tuple[Any, ...], output: torch.Tensor, accelerator: Acc
     on_tensor_cores = major >= 7 if output.dtype in _HALVES else major >= 8 and output.dtype is torch.float32
     if not on_tensor_cores or 1 < groups == first.shape[1]:
         return ()
-    return (sum(part.nbytes for part in (first, output, weight) if part.shape[1] > 1 and part.stride(1) > 1),)
+    layout = next((each for each in map(suggested, (first, weight)) if each is not torch.contiguous_format), None)
+    taken = [part.is_contiguous(memory_format=layout or torch.contiguous_format) for part in (first, weight)]
+    before = [part.nbytes for part, as_it_is in zip((first, weight), taken, strict=True) if not as_it_is]
+    if layout is not None:
+        return tuple(before)
+    copied = (part.nbytes for part in (first, output, weight) if _has_channels_first(part))
+    return (*before, sum(copied))
+
+
+def _has_channels_first(part: torch.Tensor) -> bool:
+    """Whether `part`, made contiguous, would have to be copied to have its channels last."""
+    return part.shape[1] > 1 and part.shape[2:].numel() > 1
