@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from diffusers import CogVideoXVideoToVideoPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from PIL import Image
 
 import tightfit
@@ -251,6 +251,21 @@ def test_what_a_call_asks_for(arguments: dict[str, Any], said: dict[str, Any]) -
     pipe = object.__new__(kind)
     taken = {name: value for name, value in arguments.items() if name != "height" or "image" not in arguments}
     assert request_of(pipe, (), taken) == tightfit.Request(**said)
+
+
+@pytest.mark.parametrize(
+    "video",
+    [
+        [Image.new("RGB", (96, 64))] * 9,
+        [torch.zeros(9, 3, 64, 96)],
+        torch.zeros(1, 9, 3, 64, 96),
+    ],
+    ids=["pictures", "a clip in a list", "a batch of clips"],
+)
+def test_a_call_that_starts_from_a_clip_asks_for_its_frames(video: Any) -> None:
+    pipe = object.__new__(CogVideoXVideoToVideoPipeline)
+    asked = request_of(pipe, (), {"prompt": "a fox", "video": video})
+    assert asked == tightfit.Request(height=64, width=96, frames=9)
 
 
 def test_what_no_request_can_say_is_left_to_the_pipeline() -> None:

@@ -64,16 +64,22 @@ class Replanner:
         if shape not in self._plans:
             try:
                 basis = self._bases.get(shape) or self._basis(request)
-            except Exception as error:  # of anybody's code: pipelines, hooks, adapters
-                if isinstance(error, RequestError) and request != Request():
+            except RequestError as error:
+                if request != Request():
                     raise
-                logger.info("this call cannot be measured", exc_info=True)
-                return with_reason(self._unmeasured, request, error)
+                return self._level_3(request, error)
+            except Exception as error:  # of anybody's code: pipelines, hooks, adapters
+                return self._level_3(request, error)
             plan = self._plans[shape] = basis.plan(self._limits)
             self._bases[shape] = basis
             self._stays_on(plan)
             self.pupil.studies(plan, basis)
         return self._plans[shape]
+
+    def _level_3(self, request: Request, error: Exception) -> Plan:
+        """The plan for `request`, which cannot be measured because of `error`."""
+        logger.info("this call cannot be measured: %s", error)
+        return with_reason(self._unmeasured, request, error)
 
     def _stays_on(self, plan: Plan) -> None:
         """Of several devices, the one on which the pipeline computes stays the same."""
@@ -103,7 +109,10 @@ class Replanner:
         shape, planned = shape_of(pipe, asked), shape_of(pipe, now.request)
         if shape == planned or (_is_whole(now) and _is_within(shape, planned)):
             return None
-        return self.plan(pipe, asked)
+        try:
+            return self.plan(pipe, asked)
+        except RequestError as error:  # the call itself may be right: only the pipeline knows
+            return self._level_3(asked, error)
 
     def for_held(self, pipe: Any, now: Plan, held: int) -> Plan:
         """The plan for what `now` was made for, of a process that held `held` bytes of RAM while it followed that.

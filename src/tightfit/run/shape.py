@@ -39,6 +39,8 @@ def request_of(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Req
     found["batch"] = _prompts(given) * (each or 1)
     if not found.keys() & {"height", "width"}:
         found |= _size_of(given)
+    if "frames" not in found and (frames := _frames_of(given.get("video"))):
+        found["frames"] = frames
     try:
         return Request.from_mapping(found)
     except TightfitError:
@@ -50,6 +52,14 @@ def _prompts(given: Mapping[str, Any]) -> int:
     if isinstance(prompt, list | tuple):
         return len(prompt)
     return len(embeds) if isinstance(embeds, torch.Tensor) and prompt is None else 1
+
+
+def _frames_of(video: Any) -> int | None:
+    """Of the clip that the call starts from: a list of pictures, or an array of shape (..., frames, C, H, W)."""
+    if isinstance(video, list | tuple):
+        return _frames_of(video[0]) if len(video) == 1 and getattr(video[0], "ndim", 0) >= 4 else len(video)
+    shape: tuple[int, ...] = getattr(video, "shape", ())
+    return int(shape[-4]) if len(shape) >= 4 else None
 
 
 def _size_of(given: Mapping[str, Any]) -> dict[str, int]:
