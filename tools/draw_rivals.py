@@ -106,7 +106,7 @@ def _draw_grid(
 
 def _link_cell(axes: Axes, x: float, line: int, row: dict[str, Any], ours: dict[str, Any]) -> None:
     if "to_card" not in row:
-        if "failed" in row or "error" in row or "refused" in row:
+        if "failed" in row:  # what was stopped, or not run, stays blank
             axes.add_patch(Rectangle((x, line), 1, 1, **REFUSED))
         return
     moved = (row["to_card"] + row["from_card"]) / 2**30
