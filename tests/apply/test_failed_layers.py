@@ -84,9 +84,12 @@ def test_a_layer_that_fails_once_is_in_use_neither_too_long_nor_too_short(failin
     part = {"placement": "per-unit", "stays": stays, "ring": 3 * largest, "grain": "block" if compiled else "leaf"}
     plan = {"components": {"model": part | ({} if compiled else {"feed_forward": "1MB"})}}
     fitted = fit(model, plan=plan, device=device)
+    fails_in = failing if not compiled else -(-failing // 2)
+    if failing <= 2 * (BLOCKS - 1):  # what stays is only waited for as it comes, in the first pass
+        assert torch.equal(model(X), wanted)
+    device.fails_in = fails_in
     assert torch.equal(model(X), wanted)
-    device.fails_in = failing if not compiled else -(-failing // 2)
-    assert torch.equal(model(X), wanted)
+    assert device.fails_in <= 0
     assert any("out of memory" in note for note in fitted.report().trace.notes)
     device.rooms = 0
     for _ in range(2):

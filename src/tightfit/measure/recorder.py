@@ -61,6 +61,9 @@ class _Phase:
     waited: float = 0.0
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 @dataclass
 class Recorder:
     """Told of weights by those who move them and of activations by a meter or the allocator; makes Traces.
@@ -196,11 +199,9 @@ class Recorder:
         """Something happened that the plan did not foresee."""
         self._notes[what] = None
 
-    @contextlib.contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def uncounted(self) -> contextlib.AbstractContextManager[None]:
         """What is made inside is no activation (weights, host copies): whoever makes it tells by itself."""
-        with self._meter.paused() if self._meter else contextlib.nullcontext():
-            yield
+        return self._meter.paused() if self._meter else _NOTHING
 
     def _activations_changed(self, difference: int) -> None:
         self._activations += difference

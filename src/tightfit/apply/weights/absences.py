@@ -48,11 +48,18 @@ class Absences:
     def _fetching(self, parcel: Parcel, index: int) -> Callable[[], torch.Tensor]:
         return lambda: self._fetch(parcel, index)
 
-    def put_written(self, parcel: Parcel, weights: list[nn.Parameter]) -> None:
-        """What others wrote takes its place among `weights`, which have come from their home."""
-        for index, away in enumerate(self._of[parcel]):
-            if away.absence.written is not None:
-                weights[index] = nn.Parameter(away.absence.value(away.device), away.requires_grad)
+    def any_written(self, parcel: Parcel) -> bool:
+        """Whether others wrote into one of the parcel's weights."""
+        return any(away.absence.written is not None for away in self._of[parcel])
+
+    def with_written(self, parcel: Parcel, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """`weights`, which have come from their home, with what others wrote in its place."""
+        return [
+            weight
+            if away.absence.written is None
+            else nn.Parameter(away.absence.value(away.device), away.requires_grad)
+            for away, weight in zip(self._of[parcel], weights, strict=True)
+        ]
 
     def keep_changed(self, parcel: Parcel, weights: list[nn.Parameter], versions: Versions) -> None:
         """Somebody wrote into weights that will be forgotten (a LoRA fused in a callback, say)."""

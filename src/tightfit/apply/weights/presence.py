@@ -10,6 +10,7 @@ from torch import nn
 
 from tightfit.apply.weights.absences import Absences, versions_of
 from tightfit.apply.weights.parcels import Parcel
+from tightfit.apply.weights.rooms import Rooms
 from tightfit.devices.lane import Arrival
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.ring import Lease
@@ -29,12 +30,16 @@ class Presence:
     versions: Any = None  # of the weights when modules saw them first; None: modules do not see them
     users: int = 0
 
-    def show(self, away: Absences, recorder: Recorder) -> None:
+    def show(self, away: Absences, recorder: Recorder, rooms: Rooms) -> None:
         """Modules find the weights, with what others wrote into what stood for them."""
         recorder.waited(self.arrival.settle())
-        with recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
-            weights = self.weights or self.parcel.views(self.region)
-            away.put_written(self.parcel, weights)
+        weights = self.weights or rooms.known_views(self.parcel, self.lease)
+        if weights is None or away.any_written(self.parcel):
+            with recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
+                if weights is None:
+                    weights = self.parcel.views(self.region)
+                    rooms.keep_views(self.parcel, self.lease, weights)
+                weights = away.with_written(self.parcel, weights)
         self.weights, self.versions = weights, versions_of(weights)
         self.parcel.show(away[self.parcel], weights)
 

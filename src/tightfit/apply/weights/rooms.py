@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
+from torch import nn
 
 from tightfit.apply.weights.parcels import Parcel
 from tightfit.devices.seam import Device
@@ -13,6 +14,8 @@ from tightfit.plan.parts import chunks
 from tightfit.plan.ring import ALIGNMENT, Lease, Ring
 
 __all__ = ["Rooms"]
+
+PLACES = 32  # in the ring for which a parcel's weights are kept: pass after pass they soon are the same few
 
 
 class Rooms:
@@ -34,6 +37,7 @@ class Rooms:
         self._expected: list[list[Parcel]] = []  # what stays, by the pieces that are not taken yet
         self._chunks: list[tuple[torch.Tensor, list[Parcel]]] = []
         self._places: dict[Parcel, torch.Tensor] = {}
+        self._views: dict[Parcel, dict[int, list[nn.Parameter]]] = {}  # by the offset in the ring
         self._ring: Ring | None = None
         self._ring_room = torch.empty(0, dtype=torch.uint8)
         self._counted = 0
@@ -115,6 +119,18 @@ class Rooms:
         """A place in the ring; None while there is none."""
         lease = None if self._ring is None else self._ring.take(parcel.size)
         return None if lease is None else (lease, self._ring_room[lease.offset : lease.offset + parcel.size])
+
+    def known_views(self, parcel: Parcel, lease: Lease | None) -> list[nn.Parameter] | None:
+        """The weights of `parcel` as they lay in that place of the ring before: to make them takes the host 17 us."""
+        return None if lease is None else self._views.get(parcel, {}).get(lease.offset)
+
+    def keep_views(self, parcel: Parcel, lease: Lease | None, weights: list[nn.Parameter]) -> None:
+        """`weights` will be `known_views`, as long as the ring is there."""
+        if lease is not None and self._ring is not None:
+            known = self._views.setdefault(parcel, {})
+            if len(known) >= PLACES:
+                known.clear()
+            known[lease.offset] = weights
 
     def give_back(self, lease: Lease, mark: object) -> None:
         """The place in the ring is free for what waits for `mark`."""

@@ -152,7 +152,7 @@ class Streamer:
         here = self._here[parcel]
         if here.versions is None:
             try:
-                here.show(self._away, self._recorder)
+                here.show(self._away, self._recorder, self._rooms)
             except BaseException:
                 self._leave([parcel])  # it did not come, or not all of it: the next who needs it asks anew
                 raise
@@ -165,10 +165,11 @@ class Streamer:
         here.users -= 1
         if here.users:
             return
-        here.hide(self._away)
-        if parcel not in self._rooms.stays and not self._order.awaited(parcel):
-            self._release(parcel)
-            self._send_ahead()
+        if parcel not in self._rooms.stays:  # what stays is left where modules find it: that is quicker
+            here.hide(self._away)
+            if not self._order.awaited(parcel):
+                self._release(parcel)
+                self._send_ahead()
         if self._make_way is not None:
             self._give_way(self._make_way)
 
@@ -237,7 +238,7 @@ class Streamer:
         after = lease.after if lease is not None and lease.after is not None else self._began
         if lease is None and parcel not in self._rooms.stays:
             after = self._lane.mark()
-        with self._recorder.uncounted(), torch.no_grad():
+        with self._recorder.uncounted():
             arrival = parcel.home.send(self._lane, region, after)
         self._recorder.moved(bytes_in=parcel.size)
         self._here[parcel] = Presence(parcel, region, arrival, lease)

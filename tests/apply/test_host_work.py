@@ -1,0 +1,38 @@
+"""What the host does again for weights in each pass, and what it does once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tightfit import fit
+from tightfit.apply.weights.parcels import Parcel
+from tightfit.devices.seam import LoopbackDevice
+
+LAYERS, PASSES = 9, 12
+X = torch.randn(2, 512, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("stays", [0, 4, LAYERS])
+def test_weights_are_made_of_their_bytes_once_for_each_place(stays: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[str]()
+    views = Parcel.views
+    monkeypatch.setattr(Parcel, "views", lambda self, region: made.append(self.name) or views(self, region))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(LAYERS)))
+    wanted, size = model(X), sum(p.nbytes for p in model[0].parameters()) + 4096
+    part = {"placement": "per-unit", "stays": [str(n) for n in range(stays)], "ring": 3 * size, "grain": "leaf"}
+    fitted = fit(model, plan={"components": {"model": part}}, device=LoopbackDevice())
+    for _ in range(PASSES):
+        assert torch.equal(model(X), wanted)
+    assert len(made) <= 3 * LAYERS  # three places in the ring
+    settled = len(made)
+    assert torch.equal(model(X), wanted)
+    assert len(made) == settled
+    with torch.no_grad():
+        model[0].weight.zero_()  # what others write is used all the same
+    changed = model(X)
+    assert not torch.equal(changed, wanted)
+    fitted.undo()
+    assert torch.equal(model(X), changed)
