@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pretend.conftest import make_cards  # noqa: F401  a fixture
 from pretend.layouts import convolved, kernel, pairs
-from tightfit.devices.cuda import cuda_count
+from tightfit.devices.cuda_support import cuda_count
 from tightfit.devices.pretend import PretendDevice
 from tightfit.pretend import operations
 from tightfit.pretend.storage import settle

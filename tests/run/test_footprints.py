@@ -137,7 +137,7 @@ def test_steps_that_are_not_worked_through_are_like_those_that_are(monkeypatch: 
 
 @pytest.mark.parametrize("model", ["sd-1.5", "wan-2.1-1.3b"])
 def test_peaks_are_those_of_a_rehearsal(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footprints, "survey", lambda *_: [])  # of a clip of 81 frames, that takes minutes
+    monkeypatch.setattr(footprints, "survey", lambda *_, **__: [])  # of a clip of 81 frames, that takes minutes
     asked = Request(steps=2, height=128, width=128)
     footprint = measure_footprint(model, asked)
     trace = rehearse(model, known_card("rtx3060"), {"level": 0}, asked).trace

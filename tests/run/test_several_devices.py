@@ -15,6 +15,7 @@ from pretend.conftest import ACCELERATOR
 from run.test_shrinking import MIB, REQUEST, draw, large_unet, shrink
 from tightfit import Budget, BudgetTooSmall, InputError, PlanError
 from tightfit.catalog.known import known_card, known_model
+from tightfit.devices.pretend import PretendDevice
 from tightfit.measure.building import build_known
 from tightfit.measure.modules import find_components, find_role
 from tightfit.pretend.backend import use_cards
@@ -153,10 +154,11 @@ def test_parts_that_are_called_by_themselves_cross_too() -> None:
     pipe = case.make()
     wanted = pipe.vae.post_quant_conv(torch.ones(1, 4, 8, 8))
     tightfit.fit(pipe, plan=apart(pipe, "per-phase"))
-    found = pipe.vae.post_quant_conv(torch.ones(1, 4, 8, 8, device=ONE))
-    assert found.device == torch.device(ONE)
+    here = PretendDevice(0).torch_device
+    found = pipe.vae.post_quant_conv(torch.ones(1, 4, 8, 8, device=here))
+    assert found.device == here
     assert torch.equal(found.cpu(), wanted)
-    assert pipe.vae.device == torch.device(ONE)  # all that a pipeline holds is there
+    assert pipe.vae.device == here  # all that a pipeline holds is there
 
 
 def forecasted(card: str, choices: dict[str, Any] | None = None, budget: str | None = None) -> Prediction:

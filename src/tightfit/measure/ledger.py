@@ -8,11 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from tightfit.footprint import Pass, Phase, Turn, Use
+from tightfit.measure.call_signature import call_signature
 from tightfit.measure.modules import find_leaves, find_phase, find_role, find_units
 from tightfit.measure.tally import Tally
 from tightfit.pretend.allocator import Step
@@ -21,7 +20,7 @@ from tightfit.pretend.history import least_capacity, replay
 from tightfit.pretend.kernels import Work
 from tightfit.pretend.storage import settle
 
-__all__ = ["Ledger", "likeness"]
+__all__ = ["Ledger"]
 
 
 @dataclass
@@ -225,7 +224,7 @@ class Ledger:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._works(name):
                 return inner(*args, **kwargs)
-            self._begin(phase, _Open(name, method, likeness(args, kwargs)))
+            self._begin(phase, _Open(name, method, call_signature(args, kwargs)))
             try:
                 return inner(*args, **kwargs)
             finally:
@@ -241,7 +240,7 @@ class Ledger:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             begun.append(not self._works(name))
             if begun[-1]:
-                self._begin(phase, _Open(name, path, likeness(args, kwargs)))
+                self._begin(phase, _Open(name, path, call_signature(args, kwargs)))
 
         def after(*_: Any) -> None:
             if begun.pop():
@@ -317,10 +316,3 @@ class Ledger:
     def _wait(self) -> None:
         if self._open:
             self._open[-1].stretches[-1].wait(self._open[-1].leaf)
-
-
-def likeness(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What calls with the same work have in common: their arguments, and of tensors shape and dtype."""
-    leaves, structure = tree_flatten((args, kwargs))
-    shapes = ((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
-    return (str(structure), *shapes)

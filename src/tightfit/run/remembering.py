@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from tightfit.measure.ledger import likeness
+from tightfit.measure.call_signature import call_signature
 from tightfit.measure.recorder import Moment, Recorder
 from tightfit.pretend.card import Card
 from tightfit.pretend.kernels import Work
@@ -55,7 +55,7 @@ class Remembering:
         self._known: dict[Any, list[_Pass]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key, watched = likeness(args, kwargs), self._watched
+        key, watched = call_signature(args, kwargs), self._watched
         self._passes[key] += 1
         number = self._passes[key]
         if number in watched:
