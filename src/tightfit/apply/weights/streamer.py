@@ -165,11 +165,10 @@ class Streamer:
         here.users -= 1
         if here.users:
             return
-        if parcel not in self._rooms.stays:  # what stays is left where modules find it: that is quicker
-            here.hide(self._away)
-            if not self._order.awaited(parcel):
-                self._release(parcel)
-                self._send_ahead()
+        here.hide(self._away)  # what stays too: a LoRA that is fused between two passes writes into what modules find
+        if parcel not in self._rooms.stays and not self._order.awaited(parcel):
+            self._release(parcel)
+            self._send_ahead()
         if self._make_way is not None:
             self._give_way(self._make_way)
 
