@@ -10,7 +10,8 @@ import torch
 import tightfit
 from tightfit.devices import cuda
 from tightfit.devices.choice import choose_device
-from tightfit.devices.cuda import CudaDevice, cuda_count
+from tightfit.devices.cuda import CudaDevice
+from tightfit.devices.cuda_support import cuda_count
 from tiny_pipelines import CASES, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
