@@ -50,7 +50,7 @@ class Fault:
         return {f"fail_{self.kind}": self.number, f"fail_{self.kind}_times": self.times}
 
 
-COPY, ENGINE, MAP = "unknown error", "unable to find an engine|CUDNN|cuDNN", "driver error|unknown error"
+COPY, ENGINE = "unknown error", "unable to find an engine|CUDNN|cuDNN"
 ONE_OF_EACH = (
     Fault("malloc", 1, "fit", "resident", times=4),
     Fault("malloc", 1, "call", "level 3", times=2),
@@ -61,13 +61,11 @@ ONE_OF_EACH = (
     Fault("neighbour", 0, "call", "budget"),
     Fault("cublas", 20, "call", "level 3"),
     Fault("cudnn", 3, "call", "level 3", error=ENGINE),
-    Fault("map", 1, "fit", "budget", times=FOR_EVER, error=MAP),
-    Fault("map", 1, "call", "budget", times=FOR_EVER, error=MAP),
     Fault("copy", 5, "fit", "resident", error=COPY),
     Fault("copy", 40, "call", "level 3", error=COPY),
 )
 MORE = tuple(
-    Fault(kind, number, when, chosen, times, {"copy": COPY, "cudnn": ENGINE, "map": MAP}.get(kind, OUT_OF_MEMORY))
+    Fault(kind, number, when, chosen, times, {"copy": COPY, "cudnn": ENGINE}.get(kind, OUT_OF_MEMORY))
     for kind in ("malloc", "register", "cublas", "cudnn", "copy", "neighbour")
     for number in (1, 2, 5, 9, 33)
     for when in ("fit", "call")

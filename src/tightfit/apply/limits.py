@@ -45,4 +45,5 @@ def _idle(plan: Plan, devices: Mapping[str, Device]) -> Iterator[Device]:
 def _cap(device: Device, plan: Plan, undo: ExitStack) -> None:
     most = plan.budget and (plan.budget.of(device.name) if device.separate else plan.budget.of_cpu)
     if most:
+        device.release_cache()  # what was kept for later counts as well
         undo.callback(device.cap(most))
