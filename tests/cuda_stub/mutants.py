@@ -27,6 +27,7 @@ import tightfit.devices.cuda
 from cuda_stub import driver
 from cuda_stub.compute import computing
 from cuda_stub.orderings import Ordering, all_orderings, leave_out
+from cuda_stub.plugin import rates_without_numbers
 from cuda_stub.resume import _of_what
 from tightfit.apply.weights import staging
 from tightfit.measure.modules import find_components
@@ -55,7 +56,7 @@ def main() -> None:
     staging.SIZE = 64 * 1024
     for name in {name for name, _ in SCENARIOS.values()}:
         run(_case(name).make(), _case(name))  # whatever is imported by the first call
-    with tempfile.TemporaryDirectory() as folder:
+    with rates_without_numbers(), tempfile.TemporaryDirectory() as folder:
         references = Path(folder) / "references.pt"
         begun = time.monotonic()
         first = _in_a_fork(lambda: _references(references), patience=1200)

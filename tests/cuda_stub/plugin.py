@@ -7,6 +7,7 @@ stub's clock is made up.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,9 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs real time: the stub's clock is made up"))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _rates_of_the_stubs_clock() -> Iterator[None]:
-    """Rates are measured without numbers: nobody needs the products."""
+@contextmanager
+def rates_without_numbers() -> Iterator[None]:
+    """Rates are those of the stub's clock: nobody needs the products."""
     from tightfit.run import machines
 
     measure = machines.measure_rates
@@ -45,6 +46,12 @@ def _rates_of_the_stubs_clock() -> Iterator[None]:
     machines.measure_rates = without_numbers
     yield
     machines.measure_rates = measure
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _rates_without_numbers() -> Iterator[None]:
+    with rates_without_numbers():
+        yield
 
 
 @pytest.hookimpl(hookwrapper=True)
