@@ -138,8 +138,9 @@ def rate_of(device: Device, make: Make, seconds: float) -> float:
         # the next takes four times as long, and runs six times
         if time.perf_counter() + 24 * max(taken, waited) > deadline:
             break
-    affordable = (deadline - time.perf_counter()) / (LEAST_RUNS * waited)
-    times = max(1, min(math.ceil(SHORTEST / max(taken, 1e-6)), int(affordable)))
+    times = math.ceil(SHORTEST / max(taken, 1e-6))
+    while times > 1 and time.perf_counter() + LEAST_RUNS * times * waited > deadline:
+        times //= 2
 
     def run() -> None:
         for _ in range(times):
