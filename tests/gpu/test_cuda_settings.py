@@ -17,14 +17,14 @@ from tiny_pipelines import CASES, run
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
 
 MIB = 2**20
-settings, set_to = torch._C._accelerator_getAllocatorSettings, torch._C._accelerator_setAllocatorSettings
+set_to = torch._C._accelerator_setAllocatorSettings
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
     monkeypatch.setattr(cuda, "_SHARES", cuda._Shares())
     torch.cuda.empty_cache()
-    before = settings()
+    before = cuda._allocator_settings()
     yield CudaDevice(0)
     set_to(before or "expandable_segments:False")
     torch.cuda.set_per_process_memory_fraction(1.0, 0)

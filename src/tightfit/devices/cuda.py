@@ -13,7 +13,6 @@ from tightfit.devices.cuda_streams import CudaLane
 from tightfit.devices.exhaustion import is_out_of_memory
 from tightfit.devices.lane import Lane
 from tightfit.devices.seam import Device, by_windows, pinnable_bytes
-from tightfit.errors import RunError
 
 __all__ = ["CudaDevice", "current_cuda", "release_unused"]
 
@@ -36,12 +35,16 @@ def _initialized() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _private(name: str) -> Callable[..., Any]:
-    """A private function of torch's that has no public name."""
-    found = getattr(torch._C, name, None)
-    if found is None:
-        raise RunError(f"torch {torch.__version__} has no torch._C.{name}, which tightfit needs on a card", name=name)
-    return found  # type: ignore[no-any-return]
+_SETTER = "_accelerator_setAllocatorSettings"  # of torch._C; it has no public name
+
+
+def _allocator_settings() -> str:
+    """What the allocator was last told."""
+    told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if told is None:  # torch 2.11
+        snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+        return str(snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
+    return told() or ""
 
 
 class _Segments:
@@ -53,7 +56,7 @@ class _Segments:
     def grow(self) -> Callable[[], None]:
         """Switches it on; segments that are there already stay as they are. Returns an undo."""
         if not self._callers:
-            self._before = _private("_accelerator_getAllocatorSettings")() or ""
+            self._before = _allocator_settings()
             self._set("expandable_segments:True")
         self._callers += 1
         return self._leave
@@ -64,7 +67,7 @@ class _Segments:
             self._set("" if "expandable_segments" in self._before else "expandable_segments:False")
 
     def _set(self, last: str) -> None:
-        _private("_accelerator_setAllocatorSettings")(",".join(filter(None, (self._before, last))))
+        getattr(torch._C, _SETTER)(",".join(filter(None, (self._before, last))))
 
 
 class _Shares:
@@ -223,6 +226,8 @@ class CudaDevice(Device):
         """Tried with one small segment, because torch ignores the setting where it cannot do it."""
         if by_windows():  # WSL takes it, and some of its drivers fail at once, others later
             return "expandable segments do not work on Windows"
+        if not hasattr(torch._C, _SETTER):
+            return f"torch {torch.__version__} has no torch._C.{_SETTER}"
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
             return f"the allocator {backend} has no expandable segments"
