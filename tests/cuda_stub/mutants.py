@@ -9,6 +9,7 @@ all of it is memory of the process.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -16,6 +17,9 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +38,35 @@ from tightfit.measure.modules import find_components
 from tightfit.run.shape import request_of
 from tiny_pipelines import CASES, run
 
+
+@dataclass(frozen=True)
+class Scenario:
+    """Two calls of a tiny pipeline under a plan, and what happens between them."""
+
+    case: str
+    plan: Any
+    faults: dict[str, int] = field(default_factory=dict)
+    between: str = ""
+
+
 ON_DISK = {"home": "disk", "placement": "per-unit"}
-SCENARIOS: dict[str, tuple[str, Any]] = {
-    "streamed": ("Flux", {"level": 3, "vae": {"slicing": False}}),
-    "maps in host memory": ("StableDiffusion", {"vae": {"strips": 30_000, "maps": "host"}}),
-    "waiting activations": ("StableDiffusion", {"level": 0, "offload_activations": True}),
-    "disk": ("Flux", "disk"),
-    "budget": ("Flux", "budget"),
+STREAMED = {"level": 3, "vae": {"slicing": False}}
+IN_STRIPS = {"vae": {"strips": 30_000, "maps": "host"}}
+WAITING = {"level": 0, "offload_activations": True}
+SCENARIOS: dict[str, Scenario] = {
+    "streamed": Scenario("Flux", STREAMED),
+    "streamed, refused page locks": Scenario("Flux", STREAMED, {"fail_register": 1, "fail_register_times": 10**6}),
+    "streamed, another stream": Scenario("Flux", STREAMED, between="another stream"),
+    "streamed, looked at": Scenario("Flux", STREAMED, between="looks at weights"),
+    "streamed, interrupted": Scenario("Flux", STREAMED, between="interrupted"),
+    "waiting activations": Scenario("StableDiffusion", WAITING),
+    "waiting, interrupted": Scenario("StableDiffusion", WAITING, between="interrupted"),
+    "disk": Scenario("Flux", "disk"),
+    "disk, interrupted": Scenario("Flux", "disk", between="interrupted"),
+    "budget": Scenario("Flux", "budget"),
+    "maps in host memory": Scenario("StableDiffusion", IN_STRIPS),
+    "maps, interrupted": Scenario("StableDiffusion", IN_STRIPS, between="interrupted"),
 }
-CALLS = 2
 
 
 def main() -> None:
@@ -54,7 +78,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     torch.cuda.init()
     staging.SIZE = 64 * 1024
-    for name in {name for name, _ in SCENARIOS.values()}:
+    for name in {scenario.case for scenario in SCENARIOS.values()}:
         run(_case(name).make(), _case(name))  # whatever is imported by the first call
     with rates_without_numbers(), tempfile.TemporaryDirectory() as folder:
         references = Path(folder) / "references.pt"
@@ -120,27 +144,74 @@ def _case(name: str) -> Any:
     return next(case for case in CASES if case.name == name)
 
 
-def _made(name: str) -> list[torch.Tensor]:
-    """What the calls of a scenario make."""
-    case_name, plan = SCENARIOS[name]
-    case = _case(case_name)
+class _Interruption(Exception):
+    pass
+
+
+@contextmanager
+def _interrupting(network: torch.nn.Module) -> Iterator[None]:
+    """What computes last in `network`'s middle is left with an exception."""
+    layers = [module for module in network.modules() if not list(module.children()) and list(module.parameters())]
+
+    def interrupt(*_: Any) -> None:
+        raise _Interruption
+
+    hook = layers[len(layers) // 2].register_forward_hook(interrupt)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _between(pipe: Any, case: Any, what: str) -> None:
+    networks = find_components(pipe)
+    if what == "looks at weights":
+        for network in networks.values():
+            float(next(network.parameters()).detach().sum())
+    if what == "interrupted":
+        for name in set(networks) & {"vae", "unet", "transformer", "text_encoder"}:
+            network = networks[name].decoder if name == "vae" else networks[name]
+            with suppress(_Interruption), _interrupting(network):
+                run(pipe, case)
+
+
+def _made(name: str) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """What the calls of a scenario make, and the memory that they take and leave."""
+    scenario = SCENARIOS[name]
+    case = _case(scenario.case)
     pipe = case.make()
-    chosen: dict[str, Any] = {"plan": plan}
-    if plan == "disk":
+    chosen: dict[str, Any] = {"plan": scenario.plan}
+    if scenario.plan == "disk":
         chosen = {"plan": {"components": dict.fromkeys(find_components(pipe), ON_DISK)}}
-    if plan == "budget":
+    if scenario.plan == "budget":
         chosen = {"budget": 512 * 2**20, "request": request_of(pipe, (), case.call())}
-    fitted = tightfit.fit(pipe, **chosen, device="cuda")
-    made = [run(pipe, case).cpu() for _ in range(CALLS)]
-    fitted.undo()
-    return made
+    gc.collect()
+    begin = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with driver.faults(**scenario.faults) if scenario.faults else nullcontext():
+        fitted = tightfit.fit(pipe, **chosen, device="cuda")
+        made = [run(pipe, case).cpu()]
+        _between(pipe, case, scenario.between)
+        with torch.cuda.stream(torch.cuda.Stream()) if scenario.between == "another stream" else nullcontext():
+            made.append(run(pipe, case).cpu())
+        peak = torch.cuda.max_memory_allocated() - begin
+        if scenario.between == "interrupted":
+            with suppress(_Interruption), _interrupting(find_components(pipe)["text_encoder"]):
+                run(pipe, case)
+        fitted.undo()
+    torch.cuda.synchronize()
+    gc.collect()
+    memory = {"peak": peak, "left": torch.cuda.memory_allocated() - begin, "locked": driver.count("registered")}
+    return made, memory
 
 
 def _references(file: Path) -> dict[str, str]:
     with computing():
-        torch.save({name: _made(name)[0] for name in SCENARIOS}, file)
-    found = {name: driver.count(name) for name in ("races", "hazards")}
-    return {"outcome": "ok"} if not any(found.values()) else {"outcome": f"not clean: {found}"}
+        found = {name: _made(name) for name in SCENARIOS}
+    torch.save({name: (made[0], memory) for name, (made, memory) in found.items()}, file)
+    wrong = {name: driver.count(name) for name in ("races", "hazards") if driver.count(name)}
+    unequal = [name for name, (made, _) in found.items() if not torch.equal(*made)]
+    return {"outcome": "ok"} if not wrong and not unequal else {"outcome": f"not clean: {wrong} {unequal}"}
 
 
 def _outcome(ordering: Ordering, references: Path) -> dict[str, Any]:
@@ -151,12 +222,16 @@ def _outcome(ordering: Ordering, references: Path) -> dict[str, Any]:
         now = ""
         leave_out(ordering, lambda: reached.append(now) if now not in reached else None)
         for now in SCENARIOS:
-            made = _made(now)
+            made, memory = _made(now)
             for what in ("races", "hazards"):
                 if driver.count(what):
                     return {"outcome": "caught", "by": f"{driver.count(what)} {what}", "in": now}
-            if not all(torch.equal(each, wanted[now]) for each in made):
+            picture, usual = wanted[now]
+            if not all(torch.equal(each, picture) for each in made):
                 return {"outcome": "caught", "by": "wrong numbers", "in": now}
+            more = {name: memory[name] - usual[name] for name in usual if memory[name] > usual[name]}
+            if more:
+                return {"outcome": "caught", "by": f"more memory: {more}", "in": now}
     return {"outcome": "survived", "in": reached} if reached else {"outcome": "not reached"}
 
 
