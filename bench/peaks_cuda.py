@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import diffusers
 import torch
 from torch import nn
 
 from measuring import RESULTS
+from rivals_cuda import let_nobody_ask_for_values
 from tightfit import fit
 from tightfit.catalog.known import known_card, known_model, model_names
 from tightfit.errors import TightfitError
@@ -48,7 +48,6 @@ WORKSPACES = ("copies", "0", "twice")
 ENDLESS = 512  # GB
 SHARE = 0.9  # of a card, as a budget
 LIMIT = 900  # seconds for a row
-SCHEDULERS = ("EulerDiscrete", "FlowMatchEulerDiscrete", "DPMSolverMultistep", "UniPCMultistep", "DEISMultistep")
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def rows_of(models: Iterable[str]) -> Iterator[Row]:
 
 
 def without_numbers() -> None:
-    """Nothing that would touch a weight's pages, or ask the card for numbers that it has not."""
+    """Nothing that would touch a weight's pages."""
     usual: Callable[..., torch.Tensor] = torch.Tensor.copy_
 
     def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -89,8 +88,6 @@ def without_numbers() -> None:
         return self if on_host and self.nbytes > 2**20 else usual(self, source, non_blocking)
 
     torch.Tensor.copy_ = copy_  # type: ignore[method-assign,assignment]
-    for name in SCHEDULERS:
-        getattr(diffusers, f"{name}Scheduler").index_for_timestep = lambda *_, **__: 0
 
 
 def give_weights(network: nn.Module) -> None:
@@ -119,6 +116,7 @@ def measured(row: Row) -> tuple[Any, Any, Any]:
     for network in find_components(pipe).values():
         give_weights(network)
     pipe.set_progress_bar_config(disable=True)
+    let_nobody_ask_for_values(pipe)
     asked = request_of(row.model)
     wish: dict[str, Any] = {"budget": row.budget} if row.level is None else {"level": row.level}
     fitted = fit(pipe, device="cuda", request=asked, **wish)
@@ -130,7 +128,11 @@ def measured(row: Row) -> tuple[Any, Any, Any]:
             pipe(**call_arguments(pipe, Prompt("a prompt", seed=0), left) | pictures | {"output_type": "pt"})
     except (RuntimeError, TightfitError) as error:
         failed = error
-    return fitted.plan, fitted.report().trace, failed
+    try:
+        trace = fitted.report().trace
+    except TightfitError:  # it failed before any component was at work
+        raise failed or RuntimeError("nothing was measured") from None
+    return fitted.plan, trace, failed
 
 
 def compare(row: Row) -> dict[str, Any]:

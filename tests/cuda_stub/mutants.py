@@ -1,7 +1,8 @@
 """What shows when a wait is missing: tiny pipelines without one ordering of the sources after the other.
 
-python -m cuda_stub.mutants [--sample N] [--seed N] [--results FILE]: a line of JSON for each, on the stub of a card.
-"caught": by races, hazards, wrong numbers, an error or a hang; "survived": reached, and nothing shows; "not reached".
+python -m cuda_stub.mutants [--sample N] [--seed N] [--caught FILE] [--results FILE]: on the stub of a card, a line of
+JSON for each. "caught": by races, hazards, wrong numbers, more memory, an error or a hang; "survived": reached, and
+nothing shows; "not reached".
 Each runs in a fork of one process that has imported everything. A card does not survive a fork, but the stub's does:
 all of it is memory of the process.
 """
@@ -13,6 +14,7 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -73,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sample", type=int)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--caught", type=Path, help="only those that were caught, by these results")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -88,6 +91,10 @@ def main() -> None:
         if first.get("outcome") != "ok":
             sys.exit(f"without any mutant: {first}")
         orderings = all_orderings()
+        if options.caught:
+            lines = map(json.loads, options.caught.read_text().splitlines())
+            caught = {_without_line(line["ordering"]) for line in lines if line["outcome"] == "caught"}
+            orderings = [ordering for ordering in orderings if _without_line(str(ordering)) in caught]
         if options.sample:
             orderings = random.Random(options.seed).sample(orderings, min(options.sample, len(orderings)))
         done = _done(options.results)
@@ -101,6 +108,11 @@ def main() -> None:
             if options.results:
                 with options.results.open("a") as results:
                     results.write(json.dumps(line) + "\n")
+
+
+def _without_line(ordering: str) -> str:
+    """What an ordering is called also where lines before it have come or gone."""
+    return re.sub(r":\d+ ", ": ", ordering, count=1)
 
 
 def _done(file: Path | None) -> set[str]:
@@ -190,10 +202,10 @@ def _made(name: str) -> tuple[list[torch.Tensor], dict[str, int]]:
     torch.cuda.reset_peak_memory_stats()
     with driver.faults(**scenario.faults) if scenario.faults else nullcontext():
         fitted = tightfit.fit(pipe, **chosen, device="cuda")
-        made = [run(pipe, case).cpu()]
+        made = [run(pipe, case)]
         _between(pipe, case, scenario.between)
         with torch.cuda.stream(torch.cuda.Stream()) if scenario.between == "another stream" else nullcontext():
-            made.append(run(pipe, case).cpu())
+            made.append(run(pipe, case))
         peak = torch.cuda.max_memory_allocated() - begin
         if scenario.between == "interrupted":
             with suppress(_Interruption), _interrupting(find_components(pipe)["text_encoder"]):
@@ -202,7 +214,7 @@ def _made(name: str) -> tuple[list[torch.Tensor], dict[str, int]]:
     torch.cuda.synchronize()
     gc.collect()
     memory = {"peak": peak, "left": torch.cuda.memory_allocated() - begin, "locked": driver.count("registered")}
-    return made, memory
+    return [picture.cpu() for picture in made], memory
 
 
 def _references(file: Path) -> dict[str, str]:

@@ -24,35 +24,45 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.full,
     pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card"),
-    pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux"),
+    pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux"),
 ]
 
 MB = 10**6
 MORE = 300 * MB  # what fitting may take beside the weights
 
 
-def anonymous() -> int:
-    """Bytes of anonymous memory of this process and of those that it started."""
+def anonymous(cards: set[int]) -> int:
+    """Bytes of anonymous memory of this process and of those that it started, without a stub's cards.
+
+    Those are memory of this process, too: the mappings in which segments of torch's allocator begin. `cards` gets to
+    know them.
+    """
     this = psutil.Process()
-    return sum(_anonymous(process.pid) for process in (this, *this.children(recursive=True)))
+    cards |= {segment["address"] for segment in torch.cuda.memory_snapshot()}
+    mappings = [each for process in (this, *this.children(recursive=True)) for each in _mappings(process.pid)]
+    return sum(size for begin, end, size in mappings if not any(begin <= address < end for address in cards))
 
 
-def _anonymous(pid: int) -> int:
+def _mappings(pid: int) -> list[tuple[int, int, int]]:
+    """Where each mapping begins and ends, and how many of its bytes are anonymous."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
     except OSError:  # it has ended
-        return 0
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+        return []
+    spans = [line.split()[0].split("-") for line in lines if "-" in line.partition(" ")[0]]
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:")]
+    return [(int(begin, 16), int(end, 16), size) for (begin, end), size in zip(spans, sizes, strict=True)]
 
 
 @contextmanager
 def highest() -> Iterator[list[int]]:
     """The most that `anonymous` was within, as the list's only item."""
-    seen, over = [anonymous()], threading.Event()
+    cards: set[int] = set()
+    seen, over = [anonymous(cards)], threading.Event()
 
     def look() -> None:
-        while not over.wait(0.02):
-            seen[0] = max(seen[0], anonymous())
+        while not over.wait(0.1):
+            seen[0] = max(seen[0], anonymous(cards))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -63,33 +73,32 @@ def highest() -> Iterator[list[int]]:
         thread.join()
 
 
-def test_an_8_gb_pipeline_within_3_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_9_gb_pipeline_within_3_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if psutil.virtual_memory().available < 12 * 10**9:
         pytest.skip("needs 12 GB of RAM")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with _disable_current_modes():  # nobody needs the stub's numbers
-        pipe = a_pipeline_of_8_gb()
+        pipe = a_pipeline_of_9_gb()
         torch.zeros(1, device="cuda")
         gc.collect()
-        before = anonymous()
+        before = anonymous(set())
         with highest() as most:
             fitted = tightfit.fit(pipe, budget="3GB", device="cuda", request={"height": 1024, "width": 1024})
     assert fitted.plan.forecast
-    assert fitted.plan.components["unet"].placement == "per-unit"
+    assert "per-unit" in {part.placement for part in fitted.plan.components.values()}
+    print(f"fitting took {(most[0] - before) / MB:.0f} MB of RAM beside the weights")
     assert most[0] - before <= MORE
     fitted.undo()
 
 
-def a_pipeline_of_8_gb() -> Any:
-    """SDXL with its text encoders in float32: weights with values, so that their memory is taken."""
-    pipe = build_known(known_model("sdxl"), torch.bfloat16)
-    for name in ("text_encoder", "text_encoder_2"):
-        getattr(pipe, name).to(torch.float32)
+def a_pipeline_of_9_gb() -> Any:
+    """Sana with values in its weights, so that their memory is taken."""
+    pipe = build_known(known_model("sana-1.6b"))
     tensors = []
     for module in find_components(pipe).values():
         module.to_empty(device="cpu")
         tensors += weight_tensors(module)
     for tensor in tensors:
         tensor.data.fill_(0.01)
-    assert 8_000 * MB < sum(tensor.nbytes for tensor in tensors) < 9_000 * MB
+    assert 9_000 * MB < sum(tensor.nbytes for tensor in tensors) < 9_500 * MB
     return pipe
