@@ -19,7 +19,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,9 +93,11 @@ def main() -> None:
             sys.exit(f"without any mutant: {first}")
         orderings = all_orderings()
         if options.caught:
-            lines = map(json.loads, options.caught.read_text().splitlines())
-            caught = {_without_line(line["ordering"]) for line in lines if line["outcome"] == "caught"}
-            orderings = [ordering for ordering in orderings if _without_line(str(ordering)) in caught]
+            lines = [json.loads(line) for line in options.caught.read_text().splitlines()]
+            names = _names(line["ordering"] for line in lines)
+            caught = {name for name, line in zip(names, lines, strict=True) if line["outcome"] == "caught"}
+            names = _names(map(str, orderings))
+            orderings = [ordering for name, ordering in zip(names, orderings, strict=True) if name in caught]
         if options.sample:
             orderings = random.Random(options.seed).sample(orderings, min(options.sample, len(orderings)))
         done = _done(options.results)
@@ -110,9 +113,15 @@ def main() -> None:
                     results.write(json.dumps(line) + "\n")
 
 
-def _without_line(ordering: str) -> str:
-    """What an ordering is called also where lines before it have come or gone."""
-    return re.sub(r":\d+ ", ": ", ordering, count=1)
+def _names(orderings: Iterable[str]) -> list[str]:
+    """What each of them is called also where lines before it have come or gone; the second of a name has number 2."""
+    seen: Counter[str] = Counter()
+    names = []
+    for ordering in orderings:
+        name = re.sub(r":\d+ ", ": ", ordering, count=1)
+        seen[name] += 1
+        names.append(f"{name} {seen[name]}")
+    return names
 
 
 def _done(file: Path | None) -> set[str]:
