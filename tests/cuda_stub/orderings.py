@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["Ordering", "all_orderings", "leave_out"]
 
 SRC = Path(__file__).parents[2] / "src" / "tightfit"
-ELSEWHERE = {"pretend.py", "lane.py"}  # simulated cards have waits of their own, and so has memory that is RAM
+ELSEWHERE = {"pretend.py"}  # simulated cards have waits of their own
 TIMING = "seconds"  # the method that times work
 WAITS = {
     "abandon", "follow", "land", "mark", "precede", "record_event", "sent", "settle", "synchronize", "wait_event",

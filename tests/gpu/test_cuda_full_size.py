@@ -21,7 +21,7 @@ pytestmark = [
 
 BENCH = Path(__file__).parents[2] / "bench" / "peaks_cuda.py"
 ENDLESS = 512 * 10**9
-OFF = 0.01  # of what is reserved: SDXL's level 0 is 0.8 % above what is predicted
+OFF, OFF_SDXL = 0.005, 0.008  # of what is reserved; the target is missed by SDXL's level 0 alone
 
 
 def measured(model: str, level: int) -> dict[str, Any]:
@@ -41,8 +41,9 @@ def test_peaks_at_full_size(model: str, level: int) -> None:
     found = measured(model, level)
     assert found["failed"] is None
     assert [phase["name"] for phase in found["phases"]] == ["encode", "denoise", "decode"]
+    off = OFF_SDXL if (model, level) == ("sdxl", 0) else OFF
     for phase in found["phases"]:
         real, told = phase["allocated"]
         assert told == real, phase
         real, told = phase["reserved"]
-        assert told == pytest.approx(real, rel=OFF), phase
+        assert told == pytest.approx(real, rel=off), phase

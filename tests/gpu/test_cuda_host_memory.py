@@ -61,7 +61,7 @@ def highest() -> Iterator[list[int]]:
     seen, over = [anonymous(cards)], threading.Event()
 
     def look() -> None:
-        while not over.wait(0.1):
+        while not over.wait(0.02):
             seen[0] = max(seen[0], anonymous(cards))
 
     thread = threading.Thread(target=look)
