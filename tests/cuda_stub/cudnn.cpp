@@ -1,5 +1,6 @@
 // cuDNN's backend API as a store of attributes: one engine for everything. Its workspace is STUB_CUDNN_WORKSPACE bytes;
-// "copies": as many as a convolution's input, weights and output have that lie channels first (what tightfit assumes).
+// "copies": as many as a convolution's input, weights and output have that lie channels first (what tightfit assumes);
+// "twice": twice as many.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -39,7 +40,9 @@ static void find_workspace(Thing* it) {
       for (auto* tensor : list<Thing*>(it, name)) sum += bytes_channels_first(tensor);
   if (it->kind == CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR) add(CUDNN_ATTR_OPERATIONGRAPH_OPS);
   if (it->kind == CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR) add(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH);
-  set_workspace(it, text && strcmp(text, "copies") ? atoll(text) : text ? sum : 0);
+  bool twice = text && !strcmp(text, "twice") && it->kind == CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR;
+  bool counted = text && (!strcmp(text, "twice") || !strcmp(text, "copies"));
+  set_workspace(it, counted ? sum * (twice ? 2 : 1) : text ? atoll(text) : 0);
 }
 API size_t cudnnGetVersion() { return CUDNN_VERSION; }
 API size_t cudnnGetCudartVersion() { return 13000; }
