@@ -15,12 +15,16 @@ import torch
 import tightfit
 from card_state import assert_nothing_left, card_state
 from cuda_stub import driver
-from inspection import assert_same, imprint
+from inspection import assert_same, imprint, relative_error
 from tightfit.errors import TightfitError
 from tightfit.run.shape import request_of
 from tiny_pipelines import CASES, TinyCase, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not driver.loaded(), reason="a real card cannot be let fail")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not driver.loaded(), reason="a real card cannot be let fail"),
+    pytest.mark.filterwarnings("ignore:gemm_and_bias error"),  # torch's own, before it tries another way
+]
 
 MIB = 2**20
 SIZE = 512 * MIB
@@ -102,14 +106,17 @@ def happened(fault: Fault) -> bool:
     filling = fill_cache()  # so that memory is asked of the driver
     seen = driver.count("faults"), driver.count("refused")
     found, error, fitted = attempt(pipe, case, chosen, fault)
-    if error is None:
-        assert torch.equal(found, wanted)
-    else:
-        assert_clear(error, fault)
-    had = (driver.count("faults"), driver.count("refused")) != seen
-    if fitted is not None:
-        assert torch.equal(run(pipe, case).cpu(), wanted), "the fault is over, but not what it did"
-        fitted.undo()
+    try:
+        if error is None:
+            assert_right(found, wanted, fitted)
+        else:
+            assert_clear(error, fault)
+        had = (driver.count("faults"), driver.count("refused")) != seen
+        if fitted is not None:  # the fault is over, and so is what it did
+            assert_right(run(pipe, case).cpu(), wanted, fitted)
+    finally:  # its cap would fail the tests after it
+        if fitted is not None:
+            fitted.undo()
     assert_same(before, imprint(pipe))
     del fitted, filling, pipe  # schedulers keep tensors on the card
     assert_nothing_left(card)
@@ -157,6 +164,14 @@ def attempt(pipe: Any, case: TinyCase, chosen: dict[str, Any], fault: Fault) -> 
     finally:
         del filling
     return found, None, fitted
+
+
+def assert_right(found: torch.Tensor, wanted: torch.Tensor, fitted: tightfit.Fitted) -> None:
+    """The same to the bit; strips, which a pipeline that could not be measured is run in, sum in another order."""
+    if fitted.plan.vae.strips is None:
+        assert torch.equal(found, wanted)
+    else:
+        assert relative_error(found, wanted) <= 1e-5
 
 
 def assert_clear(error: tuple[type, str], fault: Fault) -> None:
