@@ -199,3 +199,13 @@ def test_large_tensors_are_not_kept_alive() -> None:
     ghosts = [weakref.ref(step.first), weakref.ref(step.second), weakref.ref(step.latents)]
     del step.first, step.second, step.latents
     assert all(ghost() is None for ghost in ghosts)
+
+
+@pytest.mark.parametrize("guidance", ["apart", "together"])
+def test_hooks_of_the_owner_see_each_call_whole(guidance: str) -> None:
+    case, sizes = named("SD"), list[int]()
+    pipe: Any = case.make()
+    with fit(pipe, level=0, device="loopback", guidance=guidance, count_activations=False):
+        pipe.unet.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+        latents(pipe, case)
+    assert sizes == [2] * STEPS

@@ -138,6 +138,7 @@ class Fitted:
                 undo.callback(disguise(pipe, **self._pipeline_members(type(pipe)), **{HANDLE: self}))
             undo.callback(self._places.clear)
             self._undo = undo.pop_all()
+        self._places.settled()
         self._shelf.tidy()
 
     def _clear_shelf(self, components: Iterable[nn.Module]) -> None:
@@ -177,8 +178,9 @@ class Fitted:
             chunk_blocks(module, plan.batch, undo, note)
         if self.plan.offload_activations and has_skips(module) and not forward:
             move_waiting(module, device, recorder, undo)
-        members = self._component_members(name, module, plan, device, undo)
-        undo.callback(disguise(module, **members, **forward))
+        if forward:
+            undo.callback(disguise(module, **forward))
+        undo.callback(disguise(module, **self._component_members(name, module, plan, device, undo)))
         for child in module.children():
             if device is not self._device:
                 crossing = Crossing(self._device, device)
@@ -215,12 +217,8 @@ class Fitted:
 
             return run
 
-        call = original.__call__
-        if _in_parts(plan) and plan.placement != "per-unit":
-            call = in_chunks(call, plan.batch, recorder.note)
-        if plan.guidance == "together":
-            call = joined(call, recorder.note)
-        members: dict[str, Any] = {HANDLE: self, "__call__": working("forward", call)}
+        members: dict[str, Any] = {HANDLE: self, **self._batched(module, plan, recorder.note)}
+        members["__call__"] = working("forward", members.get("__call__", original.__call__))
         if role == "autoencoder":
             for method, cut in cut_up(original, self.plan.vae, device, recorder, undo).items():
                 members[method] = working(method, cut)
@@ -234,6 +232,21 @@ class Fitted:
             # its own code asks while it works; else the pipeline does, which is on the host as all that it holds
             members["device"] = property(lambda _: (device if session.at_work(name) else host).torch_device)
         return members
+
+    def _batched(self, module: nn.Module, plan: ComponentPlan, told: Callable[[str], object]) -> dict[str, Any]:
+        """The method of `module` that takes batches apart or joins calls, by its name, if the plan wants that.
+
+        It is `forward`, so that its owner's hooks see each call once and whole; `__call__` where torch does not come
+        by the class's `forward`, or compiles it.
+        """
+        around = "forward" in vars(module) or module._compiled_call_impl is not None
+        name = "__call__" if around else "forward"
+        usual = method = getattr(type(module), name)
+        if _in_parts(plan) and plan.placement != "per-unit":
+            method = in_chunks(method, plan.batch, told)
+        if plan.guidance == "together":
+            method = joined(method, told)
+        return {} if method is usual else {name: method}
 
     def _pipeline_members(self, original: type) -> dict[str, Any]:
         fitted, device = self, self._device

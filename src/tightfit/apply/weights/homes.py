@@ -6,7 +6,7 @@ A home knows how its weights lie in the bytes that it sends, so that they become
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from tightfit.measure.modules import weight_tensors
 __all__ = [
     "ALIGNMENT",
     "HOST",
+    "Held",
     "Home",
     "HostHome",
     "Layout",
@@ -36,6 +37,7 @@ __all__ = [
     "write_back",
 ]
 
+Held = dict[int, list[torch.Tensor]]  # what weights consisted of, by their id()
 HOST = torch.device("cpu")
 ALIGNMENT = 256  # bytes: the most that libraries look at when they choose a kernel by the address of a matrix
 
@@ -197,22 +199,36 @@ def _adopt(tensor: torch.Tensor, new: torch.Tensor) -> None:
     tensor.data = new
 
 
-def moved(module: nn.Module, target: torch.device) -> Callable[[], None]:
-    """Moves the weights of `module` to `target`; returns how to move each back to where it was."""
+def moved(module: nn.Module, target: torch.device, held: Held) -> Callable[[], None]:
+    """Moves the weights of `module` to `target`; returns how to move each back to where it was.
+
+    What they consisted of in host memory stays in `held` until its owner empties it: a card that fails at once is not
+    asked for a copy.
+    """
     homes = {id(tensor): tensor.device for tensor in weight_tensors(module) if not tensor.is_meta}
     usual = next(iter(homes.values()), HOST)  # for what is loaded in the meantime
 
-    def move(home: Callable[[torch.Tensor], torch.device]) -> None:
-        for tensor in weight_tensors(module):
-            if tensor.device != home(tensor) and not tensor.is_meta:  # of what is only a shape, the host has no copy
-                relocate(tensor, home(tensor))
-
     def move_back() -> None:
-        move(lambda tensor: homes.get(id(tensor), usual))
+        for tensor in _found_elsewhere(module, lambda tensor: homes.get(id(tensor), usual)):
+            if id(tensor) in held:
+                _adopt(tensor, rebuilt(tensor, held.pop(id(tensor))))
+            else:
+                relocate(tensor, homes.get(id(tensor), usual))
 
     try:
-        move(lambda tensor: target)
+        for tensor in _found_elsewhere(module, lambda tensor: target):
+            before = [part.data for part in plain_parts(tensor)]
+            relocate(tensor, target)
+            if homes[id(tensor)] == HOST:
+                held[id(tensor)] = before
     except BaseException:  # out of memory half way, say
         move_back()
         raise
     return move_back
+
+
+def _found_elsewhere(module: nn.Module, place: Callable[[torch.Tensor], torch.device]) -> Iterator[torch.Tensor]:
+    """Weights of `module` that are not where they should be; of what is only a shape, the host has no copy."""
+    for tensor in weight_tensors(module):
+        if tensor.device != place(tensor) and not tensor.is_meta:
+            yield tensor

@@ -12,7 +12,7 @@ from tightfit.apply.activations.feed_forward import inside_feed_forwards
 from tightfit.apply.weights.agenda import Agenda, Pass
 from tightfit.apply.weights.cargo import Cargo
 from tightfit.apply.weights.eight_bits import StoredWeight
-from tightfit.apply.weights.homes import HOST, moved
+from tightfit.apply.weights.homes import HOST, Held, moved
 from tightfit.apply.weights.housing import Housing
 from tightfit.apply.weights.parcels import Parcel, parcels_of
 from tightfit.apply.weights.rescue import rescue_blocks, rescued
@@ -41,6 +41,7 @@ class Residency:
         self._device, self._shelf = device, shelf
         self._housing = Housing(device, shelf)
         self._elsewhere: set[str] = set()  # whose weights were not in host memory before
+        self._held: Held = {}  # until all is in place
         self._recorder = recorder
         self._cargo: dict[str, Cargo] = {}
         self._streamers: dict[str, Streamer] = {}
@@ -63,10 +64,14 @@ class Residency:
             cargo.bring()
             undo.callback(cargo.evict)
         elif plan.placement == "resident" or not self._device.separate:
-            undo.callback(moved(module, self._device.torch_device))
+            undo.callback(moved(module, self._device.torch_device, self._held))
             self._count(weight_bytes(module), undo)
         else:
-            undo.callback(moved(module, HOST))
+            undo.callback(moved(module, HOST, self._held))
+
+    def settled(self) -> None:
+        """All is in place: what was there before goes."""
+        self._held.clear()
 
     def _look_where(self, name: str, module: nn.Module) -> None:
         if any(tensor.device != HOST and not tensor.is_meta for tensor in weight_tensors(module)):

@@ -46,6 +46,11 @@ class Places:
         """The call has come to its end; returns how many bytes of RAM the process held, where those are too many."""
         return max(each.end() for each in self._all.values())
 
+    def settled(self) -> None:
+        """Everything is where it belongs: what would have led back from the moves is let go."""
+        for each in self._all.values():
+            each.settled()
+
     def rest(self) -> None:
         """What is small goes, so that at the next call the modules are looked through for new weights."""
         for each in self._all.values():
