@@ -201,11 +201,20 @@ def test_large_tensors_are_not_kept_alive() -> None:
     assert all(ghost() is None for ghost in ghosts)
 
 
-@pytest.mark.parametrize("guidance", ["apart", "together"])
-def test_hooks_of_the_owner_see_each_call_whole(guidance: str) -> None:
-    case, sizes = named("SD"), list[int]()
+@pytest.mark.parametrize(
+    ("name", "guidance", "sizes"),
+    [("StableDiffusion", "apart", [4] * STEPS), ("Wan", "together", [1] * 2 * STEPS)],
+)
+def test_hooks_of_the_owner_see_each_call_as_the_pipeline_makes_it(name: str, guidance: str, sizes: list[int]) -> None:
+    case, seen = named(name), list[int]()
     pipe: Any = case.make()
-    with fit(pipe, level=0, device="loopback", guidance=guidance, count_activations=False):
-        pipe.unet.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-        latents(pipe, case)
-    assert sizes == [2] * STEPS
+    part = "unet" if hasattr(pipe, "unet") else "transformer"
+
+    def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(len(args[0] if args else kwargs["hidden_states"]))
+
+    fitted = fit(pipe, plan={"level": 0, "components": {part: {"guidance": guidance}}}, device="loopback")
+    getattr(pipe, part).register_forward_pre_hook(watch, with_kwargs=True)
+    latents(pipe, case)
+    fitted.undo()
+    assert seen == sizes
