@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -103,12 +104,13 @@ class _Count:
         if start.strips is not None:
             self._strips = {index: [self._strip(index, span) for span in start.strips[index]] for index in start.strips}
         self._windows: dict[int, Span] = {}  # the rows each node holds
+        self._slices: set[int] = set()  # of these, what was cut out of a strip that is kept
         self._memory: dict[int, _Memory] = {}  # and where
         self._going = set(stage.drops)
         self._whole = {index for index in stage.stores if graph.needed_whole(index)}
         for index, used_up in zip(stage.whole, graph.used_up(stage), strict=True):
             self._add(self._nodes[index].bytes)
-            self._kernel(index, self._nodes[index].rows)
+            self._kernel(index, Span(0, self._nodes[index].rows))
             for other in used_up:
                 self._drop(self._nodes[other].bytes)
             self._going -= set(used_up)
@@ -133,15 +135,46 @@ class _Count:
         self._add(size)
         self._drop(size)
 
-    def _kernel(self, index: int, rows: int) -> None:
-        """What a convolution on a card holds while it makes `rows`: copies of its input, its output and its weights."""
+    def _kernel(self, index: int, span: Span) -> None:
+        """What a convolution on a card holds while it makes the rows `span`.
+
+        First a contiguous copy of its input, where that is a slice of what is held, or needs more padding than the
+        convolution itself makes; then copies of input, output and weights with their channels last.
+        """
         node = self._nodes[index]
-        if self._moves is not None and node.word.startswith("conv"):
-            sources = [self._nodes[source] for source in node.sources]
-            fixed = sum(source.bytes for source in sources if source.op == "weight")
-            others = node.bytes + sum(source.bytes for source in sources if source.op != "weight")
-            held = fixed + others * rows // max(node.rows, 1)
-            self._moves += [held, -held]
+        if self._moves is None or not node.word.startswith("conv"):
+            return
+        sources = [self._nodes[source] for source in node.sources]
+        data, fixed = sources[0], sum(source.bytes for source in sources if source.op == "weight")
+        rule = self._graph.rules[index]
+        needs = rule.needs[0] if rule is not None else None
+        if needs is None:
+            given, before = data.bytes, 0
+        else:
+            reach = needs(span)
+            has = reach.within(data.rows)
+            given = (has.hi - has.lo) * data.row_bytes
+            before = given if self._is_slice(node.sources[0], has) else 0
+        held = fixed + given + node.bytes * (span.hi - span.lo) // max(node.rows, 1)
+        self._moves += [before, held, -held, -before] if before else [held, -held]
+
+    def _is_slice(self, index: int, span: Span) -> bool:
+        """Whether the rows `span`, taken of what is held of a node, do not lie side by side."""
+        node = self._nodes[index]
+        if math.prod(node.shape[: node.axis or 0]) == 1:  # rows are the outermost dimension
+            return False
+        return index in self._slices or self._windows.get(index, Span(0, node.rows)) != span
+
+    def _lies_among_others(self, index: int, span: Span) -> bool:
+        """Whether the rows `span`, as they are made or taken, are a slice of more."""
+        node, kept = self._nodes[index], (self._strips or {}).get(index, ())
+        if node.op == "input" or self._graph.needed_whole(index):
+            return span != Span(0, node.rows)
+        if index in self._stage.reads:
+            return any(has != span and has.lo <= span.lo and span.hi <= has.hi for has, _ in kept)
+        if node.is_view:
+            return index in self._graph.program.scattered or node.sources[0] in self._slices
+        return self._is_cut_out(index, span)
 
     def expect(self, now: Mapping[int, Span], then: Mapping[int, Span]) -> None:
         """A strip begins that takes the rows `now`; what only the one after it takes, of `then`, may come already."""
@@ -166,7 +199,7 @@ class _Count:
         if made:
             held = (span.lo - step.held) * self._nodes[index].row_bytes if index in self._windows else 0
             rows = self._make(index, span, made, held)
-            self._kernel(index, span.hi - span.lo)
+            self._kernel(index, span)
             if index in self._stage.measured:  # side by side, and in float32
                 apart = made if self._is_cut_out(index, span) else 0
                 self._hold_for_a_moment(made // self._nodes[index].dtype.itemsize * 4 + apart)
@@ -193,9 +226,14 @@ class _Count:
             self._add(held + made)
             self._leave(self._memory.pop(index))
             self._memory[index] = _Memory(made + held)
+            self._slices.discard(index)
         else:
             rows.users += 1
             self._memory[index] = rows
+            if self._moves is not None and self._lies_among_others(index, span):
+                self._slices.add(index)
+            else:
+                self._slices.discard(index)
         return rows
 
     def _is_cut_out(self, index: int, span: Span) -> bool:
@@ -270,6 +308,7 @@ class _Count:
             self._leave(self._memory.pop(index))
             self._memory[index] = _Memory(rest)
             self._windows[index] = Span(first, hi)
+            self._slices.discard(index)
 
     def end(self) -> Kept:
         """What is kept when the stage is over."""

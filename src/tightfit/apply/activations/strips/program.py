@@ -78,6 +78,11 @@ class Node:
         """Whether its output lies in the memory of its first argument."""
         return self.word in _VIEWS
 
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What it makes of `tensor`, its only source."""
+        args, kwargs = replace_refs((self.args, self.kwargs), lambda _: tensor)
+        return self.function(*args, **kwargs)  # type: ignore[no-any-return]
+
     @property
     def draws_noise(self) -> bool:
         """Whether it draws random numbers; attention would for its dropout, which is off."""
@@ -126,6 +131,19 @@ class Program:
     def derived(self) -> dict[str, Any]:
         """What others work out of it once, under a name of theirs: it never changes."""
         return {}
+
+    @cached_property
+    def scattered(self) -> frozenset[int]:
+        """Views whose numbers do not lie side by side, such as some of a clip's frames."""
+        views: dict[int, torch.Tensor] = {}
+        for index, node in enumerate(self.nodes):
+            if not node.is_view or len(node.sources) != 1:
+                continue
+            source = node.sources[0]
+            shape, dtype = self.nodes[source].shape, self.nodes[source].dtype
+            whole = views[source] if source in views else torch.empty(shape, dtype=dtype, device="meta")
+            views[index] = node.of(whole)
+        return frozenset(index for index, view in views.items() if not view.is_contiguous())
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:

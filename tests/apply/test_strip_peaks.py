@@ -1,0 +1,67 @@
+"""The bytes that a run in strips is planned with are those that a card's allocator is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+from torch.utils._pytree import tree_flatten
+
+from apply.test_labour import ROWS, on
+from apply.test_strips import prepared
+from pretend.conftest import ACCELERATOR
+from tightfit import fit
+from tightfit.apply.activations.strips.capture import NotTakenApart
+from tightfit.apply.activations.strips.course import peak_of_passes
+from tightfit.apply.activations.strips.method import program_of
+from tightfit.apply.activations.strips.ways import Way
+from tightfit.decisions import Maps
+from tightfit.pretend.backend import use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
+from tiny_autoencoders import CASES, decode
+
+STRIPS = 50_000  # bytes
+QUICK = ["AutoencoderKL", "AutoencoderKLMochi"]
+OTHERS = [case.name for case in CASES if case.name not in QUICK and not case.large]
+
+
+@pytest.fixture
+def card() -> Iterator[Card]:
+    card = Card(0, ACCELERATOR, Host())
+    use_cards([card])
+    yield card
+    use_cards(())
+
+
+def planned_and_asked(name: str, maps: Maps, card: Card) -> tuple[int, int]:
+    """The planned peak of decoding in strips, and the most bytes that the allocator was asked for."""
+    case, model = prepared(name)
+    rows = case.only_rows or max(ROWS // case.granule * case.granule, case.least_rows)
+    latents = case.latents(rows, 1)
+    fitted = fit(model, plan={"level": 0, "vae": {"strips": STRIPS, "maps": maps}}, device="pretend:0")
+    there = replace(case, decode_kwargs=lambda batch: {k: on(v) for k, v in case.decode_kwargs(batch).items()})
+    given = latents.to("privateuseone:0")
+    decode(model, there, given, 1)  # constants come to the card
+    before = card.allocator.requested.now
+    card.allocator.requested.peak = before
+    decode(model, there, given, 1)
+    asked = card.allocator.requested.peak - before
+    fitted.undo()
+    leaves, form = tree_flatten(((), case.decode_kwargs(1)))
+    try:
+        program, mark, _ = program_of(model, type(model), "decode", latents, leaves, form)
+    except NotTakenApart as reason:
+        pytest.skip(str(reason))
+    course, moves = Way(program, STRIPS, maps, mark).course, list[int]()
+    peak_of_passes(course.graph, course.in_host, course.passes, moves)
+    return max(accumulate(moves)), asked
+
+
+@pytest.mark.parametrize("maps", ["device", "host"])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_no_more_is_asked_for_than_is_planned(name: str, maps: Maps, card: Card) -> None:
+    planned, asked = planned_and_asked(name, maps, card)
+    assert asked <= planned
