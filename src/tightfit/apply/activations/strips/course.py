@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tightfit.apply.activations.strips.peaks import Kept, Peak, peak_of, taken
+from tightfit.apply.activations.strips.boundaries import Kept, Peak
+from tightfit.apply.activations.strips.peaks import peak_of, taken
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.schedule import Step, make_schedule
 from tightfit.apply.activations.strips.stages import Graph, Stage, find_stages

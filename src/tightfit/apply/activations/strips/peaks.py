@@ -6,37 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
-from typing import NamedTuple
 
+from tightfit.apply.activations.strips.boundaries import Kept, Peak
 from tightfit.apply.activations.strips.rows import Span
 from tightfit.apply.activations.strips.schedule import Step
 from tightfit.apply.activations.strips.stages import Graph, Stage
 
-__all__ = ["Kept", "Peak", "peak_of", "taken"]
-
-
-class Peak(NamedTuple):
-    """Bytes of maps at most, inputs aside: on the device, and in host memory. What has no rows is small beside them."""
-
-    device: int
-    host: int
-
-    def higher(self, other: Peak) -> Peak:
-        """The higher of the two, on the device and in host memory."""
-        return Peak(max(self.device, other.device), max(self.host, other.host))
-
-
-class Kept(NamedTuple):
-    """What stages keep for each other: bytes, and which strips the maps on the device lie in (None: not known).
-
-    Beside those bytes, how many of each node are still on their way to host memory, or already on their way back.
-    """
-
-    bytes: Peak
-    strips: Mapping[int, Sequence[Span]] | None
-    leaving: Mapping[int, int] = MappingProxyType({})
-    coming: Mapping[int, int] = MappingProxyType({})
+__all__ = ["peak_of", "taken"]
 
 
 def taken(stage: Stage, strip: Sequence[Step]) -> dict[int, Span]:
