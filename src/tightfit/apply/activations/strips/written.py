@@ -9,8 +9,8 @@ import torch
 
 from tightfit.apply.activations.exporting import HERE
 from tightfit.apply.activations.operations import find_operation, read_argument, written_argument
+from tightfit.apply.activations.strips.boundaries import Peak
 from tightfit.apply.activations.strips.course import Course, passes_of
-from tightfit.apply.activations.strips.peaks import Peak
 from tightfit.apply.activations.strips.program import Node, Program, Ref
 from tightfit.apply.activations.strips.stages import Graph, Stage
 
