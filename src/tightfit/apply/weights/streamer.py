@@ -150,6 +150,7 @@ class Streamer:
         """`parcel` is used from now on, until it is `_done`."""
         if not self._complete:
             self.begin()
+        self._device.use_layer(streams=parcel not in self._rooms.stays)
         expected = self._order.used(parcel)
         if self._order.known and not expected:
             self._drop(lambda other: not self._order.awaited(other) and other is not parcel)
@@ -196,8 +197,7 @@ class Streamer:
     def clear(self) -> None:
         """Everything goes, and modules find the masters again; whatever state an interruption left."""
         for parcel in self._parcels:
-            here = self._here.get(parcel)
-            if here is not None:
+            if (here := self._here.get(parcel)) is not None:
                 here.arrival.abandon()
                 here.hide(self._away)
             self._away.keep(parcel)
@@ -247,8 +247,7 @@ class Streamer:
 
     def fetch(self, parcel: Parcel, index: int) -> torch.Tensor:
         """One weight that code looks at while nobody has said that it is needed."""
-        here = self._here.get(parcel)
-        if here is not None:
+        if (here := self._here.get(parcel)) is not None:
             self._recorder.waited(here.arrival.settle())
             return here.copy_of(index)
         return self._fetcher.fetch(parcel, index)
