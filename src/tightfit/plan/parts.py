@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from tightfit.catalog.cuda import PAGEABLE
+from tightfit.plan.eight_bits import widened_bytes
 from tightfit.plan.flow import Flow, Overheads
 from tightfit.plan.pace import Pace
 from tightfit.plan.streaming import loose_bytes, parcel_sizes, settle_streaming
@@ -57,6 +58,11 @@ class Part:
     def always(self) -> int:
         """Bytes on the device all along."""
         return always(self.component, self._device, remains=self.remains)
+
+    @cached_property
+    def widened(self) -> int:
+        """Bytes beside its weights while a layer works that is stored in eight bits."""
+        return widened_bytes(self.component, self.plan)
 
     @property
     def on_cpu(self) -> bool:
