@@ -15,8 +15,8 @@ GUESSED: Mapping[str, object] = {
     "memory_rate": 3e11,
     "link_rate": 1e10,
     "launch_overhead": 1e-5,
-    "streamed_overhead": 1e-5,
-    "resident_overhead": 2.2e-6,
+    "streamed_overhead": 1.3e-5,
+    "resident_overhead": 2.3e-6,
 }
 GUESSED_CPU: Mapping[str, object] = {
     "arithmetic_rates": {"float32": 1e11},
