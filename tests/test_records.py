@@ -57,7 +57,8 @@ CARD = Accelerator(
     name="cuda:0", kind="cuda", bytes=80 * 2**30, free=79 * 2**30, taken=2**20, title="NVIDIA H100",
     fixed_segments="the driver refuses them", compute_capability="9.0", flash=False,
     arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13}, memory_rate=3.35e12, link_rate=5.5e10,
-    link_rate_out=5.4e10, launch_overhead=5e-6, channels_last_gains={"denoiser.float16": 1.2},
+    link_rate_out=5.4e10, launch_overhead=5e-6, streamed_overhead=9e-6, resident_overhead=2e-6,
+    channels_last_gains={"denoiser.float16": 1.2},
 )  # fmt: skip
 MACHINE = Machine(
     accelerators=(CARD,), ram=2**37, ram_taken=2**29, ram_free=2**36, ram_limit=2**37, pinnable=2**35, cores=16,

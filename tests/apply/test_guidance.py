@@ -13,6 +13,7 @@ from torch import nn
 from inspection import imprint, relative_error
 from more_pipelines import MORE_CASES
 from tightfit import fit
+from tightfit.apply.activations.agreement import are_equal
 from tightfit.apply.activations.guidance import joined
 from tightfit.apply.disguise import disguise
 from tiny_pipelines import CASES, TinyCase
@@ -218,3 +219,28 @@ def test_hooks_of_the_owner_see_each_call_as_the_pipeline_makes_it(name: str, gu
     latents(pipe, case)
     fitted.undo()
     assert seen == sizes
+
+
+def test_in_each_step_only_what_is_made_anew_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card the host waits for each comparison: Flux makes its timestep anew, and keeps its tables of positions."""
+    compared = list[tuple[int, ...]]()
+
+    def counted(one: torch.Tensor, other: torch.Tensor) -> bool:
+        compared.append(tuple(one.shape))
+        return are_equal(one, other)
+
+    monkeypatch.setattr("tightfit.apply.activations.guidance.are_equal", counted)
+    case = named("Flux")
+    pipe: Any = case.make()
+    watched(pipe.transformer, joined)
+    latents(pipe, case)
+    assert compared[-STEPS + 2 :] == [(1,)] * (STEPS - 2)
+
+
+def test_prompts_of_different_sizes_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.apply.activations.guidance.are_equal", lambda *_: pytest.fail("compared"))
+    case, notes = named("QwenImage"), list[str]()
+    pipe: Any = case.make()
+    watched(pipe.transformer, lambda forward: joined(forward, notes.append))
+    latents(pipe, case)
+    assert {"prompts of different sizes" in note for note in notes} == {True}

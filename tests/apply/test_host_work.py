@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from tightfit import fit
+from tightfit.apply.weights.absences import Absences
 from tightfit.apply.weights.parcels import Parcel
 from tightfit.devices.seam import LoopbackDevice
 
@@ -36,3 +40,25 @@ def test_weights_are_made_of_their_bytes_once_for_each_place(stays: int, monkeyp
     assert not torch.equal(changed, wanted)
     fitted.undo()
     assert torch.equal(model(X), changed)
+
+
+def test_what_others_wrote_is_not_kept_on_the_device_for_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[weakref.ref[torch.Tensor]]()
+    with_written = Absences.with_written
+
+    def remembered(self: Absences, parcel: Parcel, weights: Any) -> Any:
+        found = with_written(self, parcel, weights)
+        made.extend(weakref.ref(weight) for weight, was in zip(found, weights, strict=True) if weight is not was)
+        return found
+
+    monkeypatch.setattr(Absences, "with_written", remembered)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(LAYERS)))
+    part = {"placement": "per-unit", "stays": [], "ring": 4 * 2**20, "grain": "leaf"}
+    fitted = fit(model, plan={"components": {"model": part}}, device=LoopbackDevice())
+    model(X)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    model(X)
+    assert made
+    assert not any(weight() is not None for weight in made)
+    fitted.undo()

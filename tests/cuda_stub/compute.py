@@ -198,4 +198,6 @@ def _computed(function: Any, args: Any, kwargs: Any, out: Any, seed: int | None)
                 results[index] = right.to(got.device)
             else:
                 on_cpu(got).copy_(right)
+        elif isinstance(got, bool):  # torch.equal's
+            results[index] = right
     return type(out)(results) if several else results[0]

@@ -6,7 +6,7 @@ stub's clock is made up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,15 +37,20 @@ def rates_without_numbers() -> Iterator[None]:
     """Rates are those of the stub's clock: nobody needs the products."""
     from tightfit.run import machines
 
-    measure = machines.measure_rates
+    measured = {name: getattr(machines, name) for name in ("measure_rates", "layer_overheads")}
 
-    def without_numbers(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return measure(*args, **kwargs)
+    def without_numbers(measure: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return measure(*args, **kwargs)
 
-    machines.measure_rates = without_numbers
+        return run
+
+    for name, measure in measured.items():
+        setattr(machines, name, without_numbers(measure))
     yield
-    machines.measure_rates = measure
+    for name, measure in measured.items():
+        setattr(machines, name, measure)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tightfit
+from more_pipelines import MORE_CASES
 from tightfit.devices.cuda_support import cuda_count
 from tiny_pipelines import CASES, TinyCase
 
@@ -59,3 +60,17 @@ def test_no_waits_within_a_step_but_the_pipelines_own(name: str, how: dict[str, 
     fitted.undo()
     made, undone = counted("host_registers", "host_unregisters").values()
     assert made - locked["host_registers"] == undone - locked["host_unregisters"] > 0
+
+
+@pytest.mark.parametrize(("name", "more"), [("Flux", 1), ("QwenImage", 0)])
+def test_guidance_together_waits_for_the_timestep_alone(name: str, more: int) -> None:
+    """Flux makes it anew for a step's second call; QwenImage's two prompts cannot be joined, so nothing is compared."""
+    case: TinyCase = next(case for case in (*CASES, *MORE_CASES) if case.name == name)
+    pipe, found = case.make(), []
+    for guidance in (None, "together"):
+        part = {"components": {"transformer": {"guidance": guidance}}}
+        fitted = tightfit.fit(pipe, plan={"level": 0, **part}, device="cuda")
+        found.append(waits_of_a_step(pipe, case))
+        fitted.undo()
+    plain, together = found
+    assert together == plain | {"stream_syncs": plain["stream_syncs"] + more}

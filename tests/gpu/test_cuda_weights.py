@@ -181,3 +181,30 @@ def test_what_another_stream_is_given_next_begins_after_the_last_mark() -> None:
         copy = number.clone()
     torch.cuda.synchronize()
     assert copy.item() == 1
+
+
+def test_a_stream_waits_for_what_stays_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait takes the host time in each pass; another stream waits by itself."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))), torch.randn(2, 512)
+    waits = list[torch.cuda.Stream]()
+    wait = torch.cuda.Stream.wait_event
+
+    def counted(self: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        waits.append(self)
+        wait(self, event)
+
+    with torch.no_grad():
+        fitted = fit(model, plan={"components": {"model": {"placement": "per-phase"}}}, device="cuda")
+        monkeypatch.setattr(torch.cuda.Stream, "wait_event", counted)
+        x = x.to("cuda")
+        wanted = model(x)
+        assert waits.count(torch.cuda.current_stream()) == 6
+        waits.clear()
+        assert torch.equal(model(x), wanted)
+        assert not waits
+        other = torch.cuda.Stream()
+        with torch.cuda.stream(other):
+            assert torch.equal(model(x), wanted)
+        assert waits == 7 * [other]  # and for the pass before
+        fitted.undo()

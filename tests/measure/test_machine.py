@@ -456,7 +456,8 @@ def test_gains_in_words() -> None:
 CARD = Accelerator(
     name="cuda:1", kind="cuda", bytes=24 * GIB, free=23 * GIB, title="NVIDIA GeForce RTX 4090",
     compute_capability="8.9", arithmetic_rates={"matmul.bfloat16": 1.5e14, "convolution.float16": 9.87e8},
-    memory_rate=900 * GIB, link_rate=25 * GIB, launch_overhead=4.21e-6,
+    memory_rate=900 * GIB, link_rate=25 * GIB, launch_overhead=4.21e-6, streamed_overhead=1.62e-5,
+    resident_overhead=4e-6,
 )  # fmt: skip
 
 
@@ -483,7 +484,8 @@ def test_a_card_in_words() -> None:
         "  convolution            not measured         987 M  not measured",
         "  attention              not measured  not measured  not measured",
         "",
-        "memory 900 GiB/s, link 25 GiB/s in, 25 GiB/s out, 4.21 µs of the host for each operation",
+        "memory 900 GiB/s, link 25 GiB/s in, 25 GiB/s out, 4.21 µs of the host for each operation, "
+        "16.2 µs for each layer that streams, 4 µs for one that stays",
         "note: disk: not measured",
     ]
 

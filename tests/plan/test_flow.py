@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.plan.flow import Flow
+from tightfit.plan.flow import Flow, Overheads
 from tightfit.plan.stretches import Stretch, alone
 
 RATE = 1e9
@@ -80,6 +80,15 @@ def test_a_host_that_waits_has_launched_nothing_ahead() -> None:
 def test_the_host_may_be_what_takes_longest() -> None:
     run = flow({"a": 4096}, {"a"}, 0, launch=0.001)
     assert run.work(stretches({"a": 0.001}, 0.01)) == pytest.approx(0.011)
+
+
+def test_the_host_is_busy_with_each_use_of_a_layer() -> None:
+    sizes, uses = {"a": 4096, "b": 4096}, stretches({"a": 0.0, "b": 0.0, "": 0.0})
+    for stays, took in (({"a"}, 0.003), ({"a", "b"}, 0.002), (set[str](), 0.004)):
+        run = Flow(list(sizes), sizes, stays, 2 * 4096, RATE, overheads=Overheads(streamed=0.002, resident=0.001))
+        for _ in range(3):
+            assert run.work(uses) == pytest.approx(took, abs=1e-5)
+    assert alone(uses, 0.001) == pytest.approx(0.002)
 
 
 def test_another_order_than_was_guessed_is_slower_once() -> None:

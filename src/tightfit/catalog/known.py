@@ -32,6 +32,9 @@ __all__ = [
 SHARES = {"matmul": 0.7, "convolution": 0.5, "attention": 0.5}
 MEMORY_SHARE = 0.85
 LAUNCH_OVERHEAD = 10e-6  # seconds of the host for each kernel of a network in Python (half of a slow server core's)
+# … and for each use of a layer that streams, or stays: half of what bench/host_cost.py measured for FLUX.1 on a busy
+# server's core, with torch's own CUDA code and no driver (28 us, of which the copy's launch took 2, and 4.6 us)
+STREAMED_OVERHEAD, RESIDENT_OVERHEAD = 13e-6, 2.3e-6
 
 
 class KnownComponent(Record):
@@ -111,6 +114,8 @@ def known_card(name: str) -> Accelerator:
         memory_rate=MEMORY_SHARE * facts["memory_rate"],
         link_rate=facts["link_rate"],
         launch_overhead=LAUNCH_OVERHEAD,
+        streamed_overhead=STREAMED_OVERHEAD,
+        resident_overhead=RESIDENT_OVERHEAD,
     )
 
 

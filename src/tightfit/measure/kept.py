@@ -24,7 +24,7 @@ from tightfit.records import Accelerator, Machine
 
 __all__ = ["kept_file", "known_accelerator", "machine_key", "read_kept"]
 
-_MEASURING = ("rates.py", "layouts.py")
+_MEASURING = ("measure/rates.py", "measure/layouts.py", "apply/weights/overheads.py")
 
 
 def known_accelerator(device: Device) -> Accelerator:
@@ -77,5 +77,5 @@ def machine_key(machine: Machine) -> str:
     depends = (cards, machine.cpu, machine.cores, torch.get_num_threads(), version("torch"))
     digest = hashlib.sha256(json.dumps(depends).encode())
     for name in _MEASURING:
-        digest.update(Path(str(files("tightfit") / "measure" / name)).read_bytes())
+        digest.update(Path(str(files("tightfit") / name)).read_bytes())
     return digest.hexdigest()

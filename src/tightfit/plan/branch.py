@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from tightfit.plan.eight_bits import rooms_of
 from tightfit.plan.forecast import most_weights, needed_bytes
 from tightfit.plan.guests import ALTERNATIONS, visits
 from tightfit.plan.menus import Menu, Option, Race
@@ -20,7 +21,6 @@ from tightfit.plan.strips import way_of
 from tightfit.records import Accelerator, Footprint, Reason, Storage, VaePlan, Variant, Way
 
 __all__ = ["Branch", "Chance", "Found", "Known"]
-
 
 _ENDLESS = 2**63  # bytes: as many as wanted, of what is limited
 _Visitor = tuple[str, tuple[int, ...]]
@@ -115,7 +115,7 @@ class Branch:
     @cached_property
     def _rooms(self) -> dict[VaePlan, list[int]]:
         """The same, phase by phase, for each way in which autoencoders can work."""
-        return {vae: [(way_of(phase, vae) or phase).room for phase in self.footprint.phases] for vae in self._vaes}
+        return {vae: rooms_of(self.footprint, vae, self.storages) for vae in self._vaes}
 
     def _ways(self, vae: VaePlan) -> list[Way | None]:
         return [way_of(phase, vae) for phase in self.footprint.phases]

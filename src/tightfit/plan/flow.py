@@ -14,7 +14,17 @@ from tightfit.plan.order import Order
 from tightfit.plan.ring import Lease, Ring
 from tightfit.plan.stretches import Stretch
 
-__all__ = ["Clocks", "Flow"]
+__all__ = ["Clocks", "Flow", "Overheads"]
+
+
+class Overheads(NamedTuple):
+    """Seconds of the host for each use of what streams, and of what stays."""
+
+    streamed: float = 0.0
+    resident: float = 0.0
+
+
+NO_OVERHEADS = Overheads()
 
 
 class Clocks(NamedTuple):
@@ -37,7 +47,7 @@ class Flow:
     """Parcels of `sizes` bytes over a link of `link_rate` bytes a second: those in `stays` once, others for each use.
 
     `guess` is the order in which they are expected to be used, until that is known. The host takes `launch` seconds
-    for each piece of work. The computing stream has done all that it was given by `now`.
+    for each piece of work, and `overheads` for each use. The computing stream has done all that it was given by `now`.
     """
 
     def __init__(
@@ -49,9 +59,11 @@ class Flow:
         link_rate: float,
         launch: float = 0.0,
         now: float = 0.0,
+        overheads: Overheads = NO_OVERHEADS,
     ) -> None:
         self.now = self._link = self._began = self._host = self._fed = now
         self._sizes, self._stays, self._rate, self._launch = sizes, set(stays), link_rate, launch
+        self._overheads = overheads
         self._order, self._ring = Order(guess), Ring(ring)
         self._here: dict[str, _Presence] = {}
 
@@ -96,6 +108,7 @@ class Flow:
         """Work, as soon as what it needs is there."""
         parcel, seconds, launching, waits = stretch
         if parcel:
+            self._host += self._overheads.resident if parcel in self._stays else self._overheads.streamed
             self._need(parcel)
         self._host += launching
         self.now = max(self.now + seconds, self._host)

@@ -161,19 +161,19 @@ class _Call:
 
     def _phase(self, phase: Phase) -> Told:
         began, weights = self._now, 0 if phase.order else self._there
-        way = way_of(phase, self._vae)
+        way, widened = way_of(phase, self._vae), 0
         for index, group in itertools.groupby(phase.order):
             done = phase.passes[index]
             part = self._parts[done.component]
             if self._guests.works(done.component) and not part.remains:
                 self._foresee_early(done, part)
                 self._now = part.come(self._now)
-            weights = max(weights, self._there)
+            weights, widened = max(weights, self._there), max(widened, part.widened)
             self._now = part.work(done, len(list(group)), self._now, way)
             self._last = part
         self._now += phase.pace * alone([stretch_of(phase.between, self._device)])
         weights += sum(part.always for part in self._parts.values())
-        return Told(phase.name, self._now - began, weights, way.room if way else phase.room)
+        return Told(phase.name, self._now - began, weights, (way or phase).room + widened)
 
     def _foresee_early(self, done: Pass, part: Part) -> None:
         if self._last is None or self._last.remains or math.isinf(part.rate):

@@ -15,6 +15,8 @@ GUESSED: Mapping[str, object] = {
     "memory_rate": 3e11,
     "link_rate": 1e10,
     "launch_overhead": 1e-5,
+    "streamed_overhead": 1.3e-5,
+    "resident_overhead": 2.3e-6,
 }
 GUESSED_CPU: Mapping[str, object] = {
     "arithmetic_rates": {"float32": 1e11},
@@ -29,7 +31,7 @@ def rated(accelerator: Accelerator) -> Accelerator:
     """`accelerator` with guessed rates where it has none."""
     guessed = GUESSED_CPU if accelerator.is_cpu else GUESSED
     known = {name: rate for name in guessed if (rate := getattr(accelerator, name))}
-    lacking = guessed.keys() - known.keys() - {"launch_overhead"}  # a host may launch in no time
+    lacking = guessed.keys() - known.keys() - {"launch_overhead", "streamed_overhead", "resident_overhead"}  # or none
     return accelerator.model_copy(update={**guessed, **known}) if lacking else accelerator
 
 

@@ -65,13 +65,16 @@ class Order(Generic[K]):
         """`key` is used now; returns whether it was known to be next."""
         self._seen.append(key)
         self._used.add(key)
+        if self._cycle and self._cycle[(self._at + 1) % len(self._cycle)] == key:  # nearly always
+            self._at += 1
+            self._looked = max(self._looked, self._at + 1)
+            return True
         position = self.next_use(key)
         if position is None:
             return False
-        expected = position == self._at + 1
         self._at = position
         self._looked = max(self._looked, position + 1)
-        return expected
+        return False
 
     @property
     def ahead(self) -> int:

@@ -21,7 +21,7 @@ class Pace:
         self._parcels = {grain: _parcels(component, grain) for grain in ("leaf", "block")}
         self._known: dict[tuple[int, Grain], tuple[Pass, list[Stretch]]] = {}
         self._laps: dict[tuple[int, float, Grain | None], tuple[Way, list[Lap]]] = {}
-        self._alone: dict[tuple[int, float], tuple[Way, float]] = {}
+        self._alone: dict[tuple[int, float, Grain | None], tuple[Way, float]] = {}
 
     def stretches(self, done: Pass, grain: Grain = "leaf") -> list[Stretch]:
         """A pass from its beginning to its end, with all weights there, by what moves together.
@@ -47,13 +47,18 @@ class Pace:
             self._laps[key] = way, [self._lap(leg, pace, parcels) for leg in way.legs]
         return self._laps[key][1]
 
-    def alone(self, done: Pass, way: Way | None = None) -> float:
-        """The seconds of a pass that waits for no weights, if it is done in this way."""
+    def alone(self, done: Pass, way: Way | None = None, grain: Grain | None = None) -> float:
+        """The seconds of a pass that waits for no weights, if it is done in this way.
+
+        With a `grain` weights came before it, and are told of each use.
+        """
+        overhead = self._device.resident_overhead if grain else 0.0
         if way is None:
-            return alone(self.stretches(done))
-        key = id(way), done.pace
+            return alone(self.stretches(done, grain or "leaf"), overhead)
+        grain = grain if overhead else None
+        key = id(way), done.pace, grain
         if key not in self._alone:
-            self._alone[key] = way, seconds_alone(self.laps(way, done.pace, None), way.items)
+            self._alone[key] = way, seconds_alone(self.laps(way, done.pace, grain), way.items, overhead)
         return self._alone[key][1]
 
     def _lap(self, leg: Leg, pace: float, parcels: dict[str, str]) -> Lap:

@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import TypeVar
 
 from tightfit.catalog.cuda import PAGEABLE
-from tightfit.plan.flow import Flow
+from tightfit.plan.eight_bits import widened_bytes
+from tightfit.plan.flow import Flow, Overheads
 from tightfit.plan.pace import Pace
 from tightfit.plan.streaming import loose_bytes, parcel_sizes, settle_streaming
 from tightfit.plan.strips import work_in_strips
@@ -45,6 +46,7 @@ class Part:
         link = device.link_rate or float("inf")
         self.rate = min(link, disk_rate or link) if plan.home == "disk" else link  # bytes a second from its home
         self.launch = device.launch_overhead  # seconds of the host for each piece of work
+        self._overheads = Overheads(device.streamed_overhead, device.resident_overhead)
         self._flow: Flow | None = None
         self.idle = 0.0  # seconds at the end of its last pass for which its link has nothing to bring for it
 
@@ -56,6 +58,11 @@ class Part:
     def always(self) -> int:
         """Bytes on the device all along."""
         return always(self.component, self._device, remains=self.remains)
+
+    @cached_property
+    def widened(self) -> int:
+        """Bytes beside its weights while a layer works that is stored in eight bits."""
+        return widened_bytes(self.component, self.plan)
 
     @property
     def on_cpu(self) -> bool:
@@ -96,13 +103,14 @@ class Part:
     def work(self, done: Pass, runs: int, now: float, way: Way | None = None) -> float:
         """When `runs` passes are done that begin `now`, one after another, each in the same `way`."""
         if self.remains or (self._flow is not None and self._flow.complete):
-            self.idle = self._pace.alone(done, way)
+            self.idle = self._pace.alone(done, way, None if self.remains else self._grain)
             return now + runs * self.idle
         stretches = self._pace.stretches(done, self._grain)
         if self._flow is None:
             used = {stretch.parcel for stretch in stretches}
             guess = [name for name in self._sizes if name in used]
-            self._flow = Flow(guess, self._sizes, self._stays, self.plan.ring or 0, self.rate, self.launch, now)
+            ring, overheads = self.plan.ring or 0, self._overheads
+            self._flow = Flow(guess, self._sizes, self._stays, ring, self.rate, self.launch, now, overheads)
         self._flow.now = max(self._flow.now, now)
         seconds: list[float] = []
         while len(seconds) < min(runs, KNOWN) and not self._flow.complete and not _steady(seconds):
@@ -110,7 +118,7 @@ class Part:
                 seconds.append(self._flow.work(stretches))
             else:
                 seconds.append(work_in_strips(self._pace.laps(way, done.pace, self._grain), way.items, self._flow))
-        later = self._pace.alone(done, way) if self._flow.complete else sum(seconds[-2:]) / 2
+        later = self._pace.alone(done, way, self._grain) if self._flow.complete else sum(seconds[-2:]) / 2
         self.idle = later if self._flow.complete and len(seconds) < runs else self._flow.idle
         return now + sum(seconds) + later * (runs - len(seconds))
 

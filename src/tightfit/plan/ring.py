@@ -14,7 +14,7 @@ __all__ = ["ALIGNMENT", "Lease", "Ring"]
 ALIGNMENT = 4096  # bytes: what direct reads from disks need, and more than any kernel asks for
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Lease:
     """Bytes of the ring from `offset` on. `after` marks the last work on what was there before."""
 

@@ -8,17 +8,16 @@ it forgets each layer just before its next use.)
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from tightfit.errors import PlanError, unknown_name
-from tightfit.records import Component, ComponentPlan, Grain, Unit
+from tightfit.plan.eight_bits import stored_bytes
+from tightfit.records import Component, ComponentPlan, Grain
 from tightfit.units import format_bytes
 
 __all__ = [
-    "DEFAULT_SKIP",
     "Parcels",
     "group_leaves",
     "loose_bytes",
@@ -30,24 +29,10 @@ __all__ = [
 
 ALIGNMENT = 4096  # bytes: sizes in the ring are rounded up to it
 PADDING = 1024  # bytes, of four tensors in a flat buffer
-WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number that is stored in one
-ROW = 64  # bytes as loaded for each byte of scales, at least
-INT8_ROW = 5  # bytes beside the values of each row: its scale and its zero point
 SECTORS = 4  # of a disk, that reading a weight and a bias takes beyond the two
 AHEAD = 4  # of the largest that pass through, how many the ring holds
 CLOSE = 1e-4  # how well the rate of the slowest link is found, of itself
 BLOCKS_FROM = 40  # blocks that must fit beside each other before they move as a whole
-
-
-# Names of parameters that stay as loaded: what a model has once, at its ends (few bytes, much influence), and
-# what a LoRA adds. The modulation of every block is not among them: it is 27 % of FLUX.1's bytes, and a U-Net's
-# counterpart (`time_emb_proj`) or Qwen-Image's (`img_mod`) would not be recognised by its name anyway.
-DEFAULT_SKIP = (
-    r"embed",
-    r"scale_shift_table",
-    r"^(\w*modulation\w*|adaln_single|norm_out|final_layer|conv_in|conv_out|proj_in|proj_out|time_\w+)\.",
-    r"lora_",
-)
 
 
 class Division(NamedTuple):
@@ -212,21 +197,9 @@ def _choose_grain(component: Component, chosen: ComponentPlan) -> Grain:
 def parcel_sizes(component: Component, grain: Grain, chosen: ComponentPlan) -> dict[str, int]:
     """Bytes in the ring of all that moves together; from disks come whole sectors around what is wanted."""
     more = SECTORS * ALIGNMENT if chosen.home == "disk" else PADDING
-    own = {leaf.name: _stored_bytes(leaf, chosen) + more for leaf in component.leaves}
+    own = {leaf.name: stored_bytes(leaf, chosen) + more for leaf in component.leaves}
     groups = group_leaves(component, grain)
     return {name: -(-sum(own[leaf] for leaf in leaves) // ALIGNMENT) * ALIGNMENT for name, leaves in groups.items()}
-
-
-def _stored_bytes(leaf: Unit, chosen: ComponentPlan) -> int:
-    """Bytes of `leaf` in the form in which it is stored."""
-    skip = DEFAULT_SKIP if chosen.skip is None else chosen.skip
-    if chosen.storage == "as-loaded" or any(re.search(pattern, f"{leaf.name}.weight") for pattern in skip):
-        return leaf.bytes
-    if chosen.storage == "int8":
-        values = sum(size // WIDTHS.get(dtype, 1) for dtype, size in leaf.matrices.items())
-        return leaf.bytes - sum(leaf.matrices.values()) + values + leaf.rows * INT8_ROW
-    narrowed = sum(size - size // WIDTHS[dtype] - size // ROW for dtype, size in leaf.dtypes.items() if dtype in WIDTHS)
-    return leaf.bytes - narrowed
 
 
 def spread_evenly(

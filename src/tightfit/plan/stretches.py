@@ -30,11 +30,12 @@ def stretch_of(work: Iterable[Workload], device: Accelerator, parcel: str = "") 
     return Stretch(parcel, seconds + launching if device.is_cpu else seconds, launching)
 
 
-def alone(stretches: Iterable[Stretch]) -> float:
-    """The seconds of a pass that waits for no weights."""
+def alone(stretches: Iterable[Stretch], overhead: float = 0.0) -> float:
+    """The seconds of a pass that waits for no weights; the host takes `overhead` for each use of what could move."""
     seconds = launching = 0.0
     for stretch in stretches:
         seconds, launching = seconds + stretch.seconds, launching + stretch.launching
+        launching += overhead if stretch.parcel else 0.0
         if stretch.waits:
             seconds = launching = max(seconds, launching)
     return max(seconds, launching)

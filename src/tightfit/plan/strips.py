@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from tightfit.plan.flow import Clocks, Flow
+from tightfit.plan.flow import Clocks, Flow, Overheads
 from tightfit.plan.stretches import Lap, Stretch, in_order
 from tightfit.records import Phase, VaePlan, Way
 
@@ -24,9 +24,12 @@ def way_of(phase: Phase, vae: VaePlan) -> Way | None:
     return next((way for way in phase.ways if (way.strips, way.maps) == (vae.strips, vae.maps)), None)
 
 
-def seconds_alone(laps: Sequence[Lap], items: int) -> float:
-    """The seconds of a pass that waits for no weights: nothing in `laps` needs any."""
-    return work_in_strips(laps, items, Flow((), {}, (), 0, float("inf")))
+def seconds_alone(laps: Sequence[Lap], items: int, overhead: float = 0.0) -> float:
+    """The seconds of a pass that waits for no weights: the host takes `overhead` for each use of those in `laps`."""
+    there = list(dict.fromkeys(stretch.parcel for stretch in in_order(laps) if stretch.parcel))
+    overheads = Overheads(resident=overhead)
+    flow = Flow(there, dict.fromkeys(there, 0), there, 0, float("inf"), overheads=overheads)
+    return work_in_strips(laps, items, flow)
 
 
 def work_in_strips(laps: Sequence[Lap], items: int, flow: Flow) -> float:

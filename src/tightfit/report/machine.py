@@ -76,7 +76,11 @@ def _paths(accelerator: Accelerator) -> str:
     if not accelerator.is_cpu:
         out = accelerator.link_rate_out or accelerator.link_rate
         parts.append(f"link {_bytes_per_second(accelerator.link_rate)} in, {_bytes_per_second(out)} out")
-    return ", ".join([*parts, f"{accelerator.launch_overhead * 1e6:.3g} µs of the host for each operation"])
+    parts.append(f"{accelerator.launch_overhead * 1e6:.3g} µs of the host for each operation")
+    if accelerator.streamed_overhead:
+        streamed, resident = (1e6 * each for each in (accelerator.streamed_overhead, accelerator.resident_overhead))
+        parts.append(f"{streamed:.3g} µs for each layer that streams, {resident:.3g} µs for one that stays")
+    return ", ".join(parts)
 
 
 def _size(count: int | None) -> str:

@@ -10,7 +10,8 @@ import gc
 import json
 from collections.abc import Mapping
 
-from tightfit.devices.choice import find_machine
+from tightfit.apply.weights.overheads import layer_overheads
+from tightfit.devices.choice import choose_device, find_machine
 from tightfit.devices.memory import trim_heap
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError
@@ -22,7 +23,10 @@ from tightfit.run.experiences import forget
 
 __all__ = ["machine_now", "machine_of", "measured_machine", "with_less_taken", "with_taken"]
 
-_RATES = ("arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "channels_last_gains")
+_RATES = (
+    "arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "streamed_overhead",
+    "resident_overhead", "channels_last_gains",
+)  # fmt: skip
 
 
 def measured_machine(*, again: bool = False, told: Told = lambda name, done, total: None) -> Machine:
@@ -40,10 +44,21 @@ def measured_machine(*, again: bool = False, told: Told = lambda name, done, tot
         return rated
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-    rated = measure_rates(machine, file.parent, told)
+    rated = _with_overheads(measure_rates(machine, file.parent, told))
     with contextlib.suppress(OSError), replacing(file) as partial:
         partial.write_text(json.dumps(kept | {key: rated.to_mapping()}))
     return rated
+
+
+def _with_overheads(machine: Machine) -> Machine:
+    """`machine` with what its host does for layers whose weights come and go to its cards."""
+    accelerators = list(machine.accelerators)
+    for index, each in enumerate(accelerators):
+        if (device := choose_device(each.name)).separate:
+            streamed, resident = layer_overheads(device, each.launch_overhead)
+            found = {"streamed_overhead": streamed, "resident_overhead": resident}
+            accelerators[index] = each.model_copy(update=found)
+    return machine.model_copy(update={"accelerators": tuple(accelerators)})
 
 
 def machine_of(*targets: Device) -> Machine:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["AwayWeight"]
+__all__ = ["Absence", "AwayWeight"]
 
 _aten = torch.ops.aten
 _DATA: Any = torch.Tensor.data

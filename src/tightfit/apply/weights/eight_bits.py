@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tightfit.apply.weights.homes import plain_parts, rebuilt
-from tightfit.plan.streaming import DEFAULT_SKIP
+from tightfit.plan.eight_bits import DEFAULT_SKIP
 
 __all__ = ["Entry", "StoredWeight", "storable"]
 

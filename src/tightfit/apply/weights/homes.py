@@ -159,8 +159,6 @@ def write_back(master: torch.Tensor, written: torch.Tensor, device: Device) -> N
 
 def version_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What changes when somebody writes into `tensor`, or gives it other data."""
-    if type(tensor) is nn.Parameter:  # nearly always: to ask what is inside takes longer than all of this
-        return ((tensor._version, tensor.data_ptr(), tensor.dtype),)
     return tuple((part._version, part.data_ptr(), part.dtype) for part in plain_parts(tensor))
 
 

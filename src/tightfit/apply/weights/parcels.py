@@ -17,7 +17,7 @@ from tightfit.measure.modules import compiled_around, find_leaves
 from tightfit.plan.streaming import group_leaves, paths_to
 from tightfit.records import Component, Grain
 
-__all__ = ["Parcel", "Place", "behind_gates", "expected_in", "parcels_of"]
+__all__ = ["Parcel", "Place", "Table", "behind_gates", "expected_in", "parcels_of"]
 
 Table = dict[str, torch.Tensor | None]
 

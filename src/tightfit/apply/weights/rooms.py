@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
-from torch import nn
 
 from tightfit.apply.weights.parcels import Parcel
+from tightfit.apply.weights.presence import Presence
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.parts import chunks
@@ -15,7 +15,7 @@ from tightfit.plan.ring import ALIGNMENT, Lease, Ring
 
 __all__ = ["Rooms"]
 
-PLACES = 32  # in the ring for which a parcel's weights are kept: pass after pass they soon are the same few
+PLACES = 32  # in the ring for which a parcel's parameters are kept: pass after pass they soon are the same few
 
 
 class Rooms:
@@ -36,8 +36,8 @@ class Rooms:
     def _forget(self) -> None:
         self._expected: list[list[Parcel]] = []  # what stays, by the pieces that are not taken yet
         self._chunks: list[tuple[torch.Tensor, list[Parcel]]] = []
-        self._places: dict[Parcel, torch.Tensor] = {}
-        self._views: dict[Parcel, dict[int, list[nn.Parameter]]] = {}  # by the offset in the ring
+        self._places: dict[Parcel, Presence] = {}
+        self._known: dict[Parcel, dict[int, Presence]] = {}  # by the offset in the ring
         self._ring: Ring | None = None
         self._ring_room = torch.empty(0, dtype=torch.uint8)
         self._counted = 0
@@ -84,7 +84,7 @@ class Rooms:
         self._chunks.append((room, chunk))
         offset = 0
         for parcel in chunk:
-            self._places[parcel] = room[offset : offset + parcel.size]
+            self._places[parcel] = Presence(parcel, room[offset : offset + parcel.size])
             offset += _aligned(parcel)
         return True
 
@@ -111,26 +111,24 @@ class Rooms:
         self._counted += size
         self._recorder.hold(self, self._counted)
 
-    def place(self, parcel: Parcel) -> torch.Tensor | None:
+    def place(self, parcel: Parcel) -> Presence | None:
         """Where `parcel`, which stays, has its place; None while that is not taken."""
         return self._places.get(parcel)
 
-    def lease(self, parcel: Parcel) -> tuple[Lease, torch.Tensor] | None:
+    def lease(self, parcel: Parcel) -> Presence | None:
         """A place in the ring; None while there is none."""
         lease = None if self._ring is None else self._ring.take(parcel.size)
-        return None if lease is None else (lease, self._ring_room[lease.offset : lease.offset + parcel.size])
-
-    def known_views(self, parcel: Parcel, lease: Lease | None) -> list[nn.Parameter] | None:
-        """The weights of `parcel` as they lay in that place of the ring before: to make them takes the host 17 us."""
-        return None if lease is None else self._views.get(parcel, {}).get(lease.offset)
-
-    def keep_views(self, parcel: Parcel, lease: Lease | None, weights: list[nn.Parameter]) -> None:
-        """`weights` will be `known_views`, as long as the ring is there."""
-        if lease is not None and self._ring is not None:
-            known = self._views.setdefault(parcel, {})
+        if lease is None:
+            return None
+        known = self._known.setdefault(parcel, {})
+        found = known.get(lease.offset)
+        if found is None:
             if len(known) >= PLACES:
                 known.clear()
-            known[lease.offset] = weights
+            region = self._ring_room[lease.offset : lease.offset + parcel.size]
+            found = known[lease.offset] = Presence(parcel, region)
+        found.lease = lease
+        return found
 
     def give_back(self, lease: Lease, mark: object) -> None:
         """The place in the ring is free for what waits for `mark`."""

@@ -25,7 +25,6 @@ from tightfit.apply.weights.shelf import Shelf
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.order import Order
-from tightfit.plan.ring import Lease
 
 __all__ = ["Streamer"]
 
@@ -58,7 +57,7 @@ class Streamer:
             yield from parcel.masters
             yield from self._away[parcel]
         for here in self._here.values():
-            yield from here.weights or ()
+            yield from here.weights
 
     def hook(self, undo: Callable[..., object]) -> None:
         """Lets the modules tell when they work; `undo` is given how to stop it."""
@@ -122,16 +121,23 @@ class Streamer:
 
     def enter(self, gate: nn.Module) -> None:
         """A forward pass of `gate` begins: its parcels are in use until it is left, or none is if this raises."""
+        parcels = self._behind[gate]
+        if len(parcels) == 1:
+            self._need(parcels[0])
+        else:
+            self._need_all(parcels)
+        self._entered[gate] += 1
+
+    def _need_all(self, parcels: Sequence[Parcel]) -> None:
         used = []
         try:
-            for parcel in self._behind[gate]:
+            for parcel in parcels:
                 self._need(parcel)
                 used.append(parcel)
         except BaseException:
             for parcel in used:
                 self._done(parcel)
             raise
-        self._entered[gate] += 1
 
     def leave(self, gate: nn.Module) -> None:
         """The forward pass of `gate` is over; torch says so too where entering it failed."""
@@ -144,15 +150,17 @@ class Streamer:
         """`parcel` is used from now on, until it is `_done`."""
         if not self._complete:
             self.begin()
+        self._device.use_layer(streams=parcel not in self._rooms.stays)
         expected = self._order.used(parcel)
         if self._order.known and not expected:
             self._drop(lambda other: not self._order.awaited(other) and other is not parcel)
-        if parcel not in self._here:
+        here = self._here.get(parcel)
+        if here is None:
             self._send_now(parcel)
-        here = self._here[parcel]
-        if here.versions is None:
+            here = self._here[parcel]
+        if not here.visible:
             try:
-                here.show(self._away, self._recorder, self._rooms)
+                here.show(self._away, self._recorder)
             except BaseException:
                 self._leave([parcel])  # it did not come, or not all of it: the next who needs it asks anew
                 raise
@@ -189,8 +197,7 @@ class Streamer:
     def clear(self) -> None:
         """Everything goes, and modules find the masters again; whatever state an interruption left."""
         for parcel in self._parcels:
-            here = self._here.get(parcel)
-            if here is not None:
+            if (here := self._here.get(parcel)) is not None:
                 here.arrival.abandon()
                 here.hide(self._away)
             self._away.keep(parcel)
@@ -213,15 +220,12 @@ class Streamer:
     def _send_if_room(self, parcel: Parcel) -> bool:
         if parcel in self._here:
             return True
-        if parcel in self._rooms.stays:
-            place = self._rooms.place(parcel)
-            if place is not None:
-                self._send(parcel, place)
-            return place is not None
-        lease = self._rooms.lease(parcel)
-        if lease is None:
+        stays = parcel in self._rooms.stays
+        place = self._rooms.place(parcel) if stays else self._rooms.lease(parcel)
+        if place is None:
             return False
-        self._send(parcel, lease[1], lease[0])
+        after = None if place.lease is None else place.lease.after
+        self._send(place, self._began if after is None else after)
         return True
 
     def _send_now(self, parcel: Parcel) -> None:
@@ -231,21 +235,19 @@ class Streamer:
             return
         self._drop(lambda other: other is not parcel)
         if not self._send_if_room(parcel):  # several at once, more than the ring was made for
-            self._send(parcel, self._rooms.extra(parcel.size))
+            self._send(Presence(parcel, self._rooms.extra(parcel.size)), self._lane.mark())
 
-    def _send(self, parcel: Parcel, region: torch.Tensor, lease: Lease | None = None) -> None:
-        after = lease.after if lease is not None and lease.after is not None else self._began
-        if lease is None and parcel not in self._rooms.stays:
-            after = self._lane.mark()
+    def _send(self, here: Presence, after: Any) -> None:
+        parcel = here.parcel
         with self._recorder.uncounted():
-            arrival = parcel.home.send(self._lane, region, after)
+            here.arrival = parcel.home.send(self._lane, here.region, after)
         self._recorder.moved(bytes_in=parcel.size)
-        self._here[parcel] = Presence(parcel, region, arrival, lease)
+        here.users = 0
+        self._here[parcel] = here
 
     def fetch(self, parcel: Parcel, index: int) -> torch.Tensor:
         """One weight that code looks at while nobody has said that it is needed."""
-        here = self._here.get(parcel)
-        if here is not None:
+        if (here := self._here.get(parcel)) is not None:
             self._recorder.waited(here.arrival.settle())
             return here.copy_of(index)
         return self._fetcher.fetch(parcel, index)
