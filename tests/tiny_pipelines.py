@@ -80,7 +80,7 @@ def _t5(scale: int = 1, suffix: str = "", *, family: str = "T5") -> Parts:
     letters = [(letter, -2.0) for letter in f"\N{LOWER ONE EIGHTH BLOCK}{string.ascii_lowercase}"]
     tokenizer = transformers.T5Tokenizer(vocab=special + letters, extra_ids=0, model_max_length=2 * TEXT_TOKENS)
     width = scale * T5_WIDTH
-    size: Parts = {"d_model": width, "d_kv": 8, "d_ff": 2 * width, "num_layers": 3, "num_heads": 2 * scale}
+    size: Parts = {"d_model": width, "d_kv": scale * 8, "d_ff": 2 * width, "num_layers": 3, "num_heads": 2}
     config_class, model = (getattr(transformers, family + kind) for kind in ("Config", "EncoderModel"))
     config = config_class(**size, vocab_size=len(tokenizer), feed_forward_proj="gated-gelu")
     return {f"tokenizer{suffix}": tokenizer, f"text_encoder{suffix}": model(config)}
