@@ -18,7 +18,6 @@ from tiny_pipelines import (
     T5_SQUARE,
     T5_WIDTH,
     TEXT_TOKENS,
-    TRANSFORMER_HEADS,
     TRANSFORMER_WIDTH,
     Parts,
     TinyCase,
@@ -28,16 +27,10 @@ from tiny_pipelines import (
     _stable_diffusion,
     _t5,
     _tiny,
+    heads,
 )
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-LANGUAGE_MODEL: Parts = {
-    "hidden_size": T5_WIDTH,
-    "intermediate_size": 2 * T5_WIDTH,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 
 
 def _vocab(*tokens: str) -> dict[str, int]:
@@ -45,10 +38,12 @@ def _vocab(*tokens: str) -> dict[str, int]:
     return {token: index for index, token in enumerate([*tokens, *string.ascii_letters, *string.digits])}
 
 
-def _size(tokenizer: Any) -> Parts:
+def _size(tokenizer: Any, scale: int) -> Parts:
     """A small language model of what `tokenizer` spells."""
-    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {**LANGUAGE_MODEL, **special, "vocab_size": len(tokenizer)}
+    size: Parts = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    size |= {"vocab_size": len(tokenizer), "num_hidden_layers": 3}
+    size |= {"hidden_size": scale * T5_WIDTH, "intermediate_size": scale * 2 * T5_WIDTH}
+    return {**size, "num_attention_heads": 2 * scale, "num_key_value_heads": scale}
 
 
 def _speak(*layers: torch.nn.Module) -> None:
@@ -58,29 +53,29 @@ def _speak(*layers: torch.nn.Module) -> None:
             torch.nn.init.normal_(parameter, std=0.2)
 
 
-def _controlnet() -> Parts:
-    base = _stable_diffusion()
+def _controlnet(scale: int = 1) -> Parts:
+    base = _stable_diffusion(scale)
     net = diffusers.ControlNetModel.from_unet(base["unet"], conditioning_embedding_out_channels=(8, 8, 16))
     _speak(*net.controlnet_down_blocks, net.controlnet_mid_block, net.controlnet_cond_embedding.conv_out)
     return {**base, "controlnet": net}
 
 
-def _pixart_sigma() -> Parts:
+def _pixart_sigma(scale: int = 1) -> Parts:
     transformer = diffusers.PixArtTransformer2DModel(
-        **TRANSFORMER_HEADS,
+        **heads(scale),
         in_channels=4,
         out_channels=8,
         num_layers=3,
-        cross_attention_dim=TRANSFORMER_WIDTH,
-        caption_channels=T5_WIDTH,
+        cross_attention_dim=scale * TRANSFORMER_WIDTH,
+        caption_channels=scale * T5_WIDTH,
         sample_size=LATENT_PIXELS,
         use_additional_conditions=False,
     )
     scheduler = diffusers.DPMSolverMultistepScheduler()
-    return {**_t5(), "vae": _image_vae(), "transformer": transformer, "scheduler": scheduler}
+    return {**_t5(scale), "vae": _image_vae(), "transformer": transformer, "scheduler": scheduler}
 
 
-def _sana() -> Parts:
+def _sana(scale: int = 1) -> Parts:
     """Sana: linear attention, convolutions between, a deep-compression autoencoder, and Gemma to read the prompt."""
     tokenizer = transformers.GemmaTokenizer(
         vocab=_vocab("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", SPACE), merges=[]
@@ -94,34 +89,35 @@ def _sana() -> Parts:
             f"{half}_qkv_multiscales": ((), (), (5,)),
         }
     transformer = diffusers.SanaTransformer2DModel(
-        **TRANSFORMER_HEADS,
+        **heads(scale),
         in_channels=4,
         out_channels=4,
         num_layers=3,
-        num_cross_attention_heads=2,
+        num_cross_attention_heads=2 * scale,
         cross_attention_head_dim=TRANSFORMER_WIDTH // 2,
-        cross_attention_dim=TRANSFORMER_WIDTH,
-        caption_channels=T5_WIDTH,
+        cross_attention_dim=scale * TRANSFORMER_WIDTH,
+        caption_channels=scale * T5_WIDTH,
         sample_size=LATENT_PIXELS,
     )
     return {
         "tokenizer": tokenizer,
-        "text_encoder": transformers.Gemma2Model(transformers.Gemma2Config(**_size(tokenizer), head_dim=16)),
+        "text_encoder": transformers.Gemma2Model(transformers.Gemma2Config(**_size(tokenizer, scale), head_dim=16)),
         "vae": diffusers.AutoencoderDC(**stages, latent_channels=4, attention_head_dim=8, scaling_factor=0.41),
         "transformer": transformer,
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
     }
 
 
-def _qwen_image() -> Parts:
+def _qwen_image(scale: int = 1) -> Parts:
     """Qwen-Image, whose text encoder is a language model that can see, of which the pipeline uses one half."""
     tokenizer = transformers.Qwen2Tokenizer(
         vocab=_vocab("<|endoftext|>", "<|im_start|>", "<|im_end|>", "\u0120", "\u010a", *".,:"), merges=[]
     )
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": T5_WIDTH}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+    vision |= {"out_hidden_size": scale * T5_WIDTH}
     rotary = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     config = transformers.Qwen2_5_VLConfig(
-        text_config={**_size(tokenizer), "rope_parameters": rotary}, vision_config=vision
+        text_config={**_size(tokenizer, scale), "rope_parameters": rotary}, vision_config=vision
     )
     vae = diffusers.AutoencoderKLQwenImage(
         base_dim=8,
@@ -133,11 +129,11 @@ def _qwen_image() -> Parts:
         latents_std=[1.0] * 4,
     )
     transformer = diffusers.QwenImageTransformer2DModel(
-        **TRANSFORMER_HEADS,
+        **heads(scale),
         in_channels=16,
         out_channels=4,
         num_layers=3,
-        joint_attention_dim=T5_WIDTH,
+        joint_attention_dim=scale * T5_WIDTH,
         axes_dims_rope=(4, 4, 8),
     )
     return {
@@ -149,20 +145,20 @@ def _qwen_image() -> Parts:
     }
 
 
-def _hidream() -> Parts:
+def _hidream(scale: int = 1) -> Parts:
     """HiDream: four text encoders, of the last one two layers' outputs, and experts that work when they are chosen."""
     tokenizer = transformers.LlamaTokenizer(
         vocab=_vocab("<unk>", "<s>", "</s>", SPACE), merges=[], model_max_length=TEXT_TOKENS, pad_token="</s>"
     )
-    llama = transformers.LlamaConfig(**_size(tokenizer), head_dim=16, attn_implementation="eager")
+    llama = transformers.LlamaConfig(**_size(tokenizer, scale), head_dim=16, attn_implementation="eager")
     transformer = diffusers.HiDreamImageTransformer2DModel(
-        **TRANSFORMER_HEADS,
+        **heads(scale),
         patch_size=2,
         in_channels=4,
         num_layers=1,
         num_single_layers=1,
-        caption_channels=[T5_WIDTH, T5_WIDTH],
-        text_emb_dim=T5_WIDTH,
+        caption_channels=[scale * T5_WIDTH] * 2,
+        text_emb_dim=scale * T5_WIDTH,
         num_routed_experts=9,
         num_activated_experts=1,
         axes_dims_rope=(8, 4, 4),
@@ -171,9 +167,9 @@ def _hidream() -> Parts:
     )
     _speak(*(module.gate for module in transformer.modules() if hasattr(module, "gate") and hasattr(module, "experts")))
     return {
-        **_clip(projected=True),
-        **_clip("_2", projected=True),
-        **_t5("_3"),
+        **_clip(scale, projected=True),
+        **_clip(scale, "_2", projected=True),
+        **_t5(scale, "_3"),
         "tokenizer_4": tokenizer,
         "text_encoder_4": transformers.LlamaForCausalLM(llama),
         "vae": _image_vae(**FLOW_VAE),
@@ -186,8 +182,8 @@ def _hidream_case() -> TinyCase:
     """HiDream scales every size to the number of pixels that its models were trained with."""
     case = _tiny("HiDreamImage", _hidream, **T5_SQUARE)
 
-    def make() -> Any:
-        pipe: Any = case.make()
+    def make(scale: int = 1) -> Any:
+        pipe: Any = case.make(scale)
         pipe.default_sample_size = LATENT_PIXELS
         return pipe
 

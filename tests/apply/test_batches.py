@@ -21,7 +21,7 @@ from tightfit.apply.disguise import disguise
 from tightfit.devices.seam import LoopbackDevice
 from tightfit.measure.modules import find_units
 from tightfit.measure.recorder import Recorder
-from tiny_pipelines import CASES, TRANSFORMER_HEADS, TinyCase, _unet
+from tiny_pipelines import CASES, TinyCase, _unet, heads
 
 ROUNDING = 1e-5  # relative, float32
 
@@ -142,7 +142,7 @@ def test_weights_come_once_for_all_chunks_of_a_block() -> None:
 def test_tables_are_known_even_where_they_have_as_many_rows() -> None:
     torch.manual_seed(0)
     transformer = diffusers.FluxTransformer2DModel(
-        **TRANSFORMER_HEADS,
+        **heads(),
         in_channels=16,
         num_layers=1,
         num_single_layers=1,

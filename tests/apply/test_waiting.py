@@ -23,7 +23,7 @@ from tightfit.pretend.backend import use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, PhaseTrace
-from tiny_pipelines import TRANSFORMER_HEADS, _unet
+from tiny_pipelines import _unet, heads
 
 Inputs = dict[str, Any]
 
@@ -104,7 +104,7 @@ def cascade() -> tuple[nn.Module, Inputs]:
 def hunyuan() -> tuple[nn.Module, Inputs]:
     """A transformer whose first blocks leave their tokens to its last ones."""
     transformer = diffusers.HunyuanDiT2DModel(
-        **TRANSFORMER_HEADS,
+        **heads(),
         in_channels=4,
         patch_size=2,
         sample_size=16,
@@ -203,7 +203,7 @@ def test_copies_may_come_at_the_last_moment(name: str) -> None:
 @torch.no_grad()
 def test_a_network_that_keeps_nothing_is_left_alone() -> None:
     transformer = diffusers.DiTTransformer2DModel(
-        **TRANSFORMER_HEADS, in_channels=4, num_layers=3, sample_size=16, num_embeds_ada_norm=8, norm_num_groups=8
+        **heads(), in_channels=4, num_layers=3, sample_size=16, num_embeds_ada_norm=8, norm_num_groups=8
     ).eval()
     labels = {"timestep": torch.tensor([3, 3]), "class_labels": torch.tensor([1, 1])}
     inputs = {"hidden_states": noise(2, 4, 16, 16), **labels}

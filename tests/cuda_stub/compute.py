@@ -24,7 +24,6 @@ from cuda_stub.accesses import PLAIN, fills_its_bytes, on_cpu, report_accesses
 __all__ = ["Compute", "computing", "not_computed"]
 
 RACES = os.environ.get("STUB_RACES", "0") != "0"
-NEVER_COMPUTED = 2**40  # multiplications; those who ask for so many measure rates
 WITHOUT_ARITHMETIC = {
     "empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "resize_", "set_", "record_stream",
     "_pin_memory", "is_pinned", "_local_scalar_dense", "_record_function_enter_new", "_record_function_exit",
@@ -75,8 +74,6 @@ class Compute(TorchDispatchMode):
         if not tensors or any(type(t) not in PLAIN for t in tensors) or _copied(function, args, out, tensors):
             return out
         catch_up(tensors)
-        if _measures_rates(_name(function), args, out):
-            return out
         return _computed(function, args, kwargs, out, seed)
 
 
@@ -152,12 +149,6 @@ def _copied(function: Any, args: Any, out: Any, tensors: list[torch.Tensor]) -> 
     catch_up(tensors)
     on_cpu(target).copy_(on_cpu(source))
     return True
-
-
-def _measures_rates(name: str, args: Any, out: Any) -> bool:
-    if name not in ("mm", "bmm", "addmm", "convolution") or not isinstance(out, torch.Tensor):
-        return False
-    return bool(out.numel() * args[-1 if name in ("mm", "bmm") else 1].numel() > NEVER_COMPUTED)
 
 
 def _attention(function: Any, args: Any, kwargs: Any) -> Any:

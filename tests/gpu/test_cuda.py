@@ -47,6 +47,14 @@ def test_fp8_on_the_card() -> None:
     assert_same(before, imprint(pipe))
 
 
+def test_products_of_large_matrices_have_numbers() -> None:
+    layer, rows = torch.nn.Linear(1024, 4096), torch.randn(608, 1024)
+    with torch.no_grad():
+        wanted = layer(rows)
+        found = layer.to("cuda")(rows.to("cuda")).cpu()
+    assert relative_error(found, wanted) < 1e-4
+
+
 def test_snapshot_is_written(tmp_path) -> None:
     device = choose_device("cuda")
     device.check_history()

@@ -1,7 +1,9 @@
-"""A live pipeline that was called, with a LoRA and hooks of its owner's, within the least budget there is for it."""
+"""A live pipeline that was called, with a LoRA and hooks of its owner's, within a budget: the numbers of level 0."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -9,26 +11,35 @@ import torch
 from peft import LoraConfig
 
 import tightfit
-from inspection import assert_same, imprint
+from card_state import assert_nothing_left, card_state
+from gpu.test_cuda_pipelines import fitted_as
+from inspection import assert_same, imprint, relative_error
+from more_pipelines import MORE_CASES
 from tightfit import BudgetTooSmall
+from tightfit.apply.fitting import Fitted
 from tightfit.devices.cuda_support import cuda_count
-from tightfit.measure.modules import find_components, find_role
+from tightfit.measure.modules import find_components, find_role, weight_tensors
+from tightfit.run.machines import measured_machine
 from tightfit.run.shape import request_of
-from tiny_pipelines import CASES, TinyCase, run
+from tiny_pipelines import CASES, PIXELS, TinyCase, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
 
 
 def add_past(pipe: Any, case: TinyCase) -> list[str]:
-    """Calls `pipe`, and gives its denoiser a LoRA and all components hooks, which list their passes."""
+    """Calls `pipe`, and gives its denoiser a LoRA and all components hooks, which list their passes.
+
+    Passes of their copies without weights, on which calls are measured, are not listed.
+    """
     run(pipe, case)
     passes: list[str] = []
     torch.manual_seed(0)
     for name, module in find_components(pipe).items():
         if find_role(name, module) == "denoiser" and hasattr(module, "add_adapter"):
             module.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
-        module.register_forward_hook(lambda module, args, output, name=name: passes.append(name))
-    run(pipe, case)
+        module.register_forward_hook(
+            lambda called, args, output, name=name, own=module: passes.append(name) if called is own else None
+        )
     return passes
 
 
@@ -39,11 +50,42 @@ def least_budget(pipe: Any, request: tightfit.Request | None) -> int:
     return int(needed)
 
 
-QUICK = ("StableDiffusionXL", "Flux", "Wan")
-SOME = [case if case.name in QUICK else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+def check_call(fitted: Fitted, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """What a call gave under a budget, beside that of level 0."""
+    parts = fitted.plan.components.values()
+    if fitted.plan.vae.cuts or any(part.batch or part.guidance or part.feed_forward for part in parts):
+        assert relative_error(found, wanted) <= 1e-5  # sums in another order
+    else:
+        assert torch.equal(found, wanted)
+    assert not [note for note in fitted.report().trace.notes if "could not" in note or "out of memory" in note]
 
 
-@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+OPEN = {  # what does not work yet; the first three ask for what a request cannot say: measured is another call
+    "PixArtSigma": "use_resolution_binning=False: the pipeline's usual call fails, so it is planned for as unmeasured",
+    "Sana": "use_resolution_binning=False: planned for as 512×512, for which half of the peak is too little",
+    "HiDreamImage": "max_sequence_length=16: the pipeline's usual call fails, so it is planned for as unmeasured",
+    "CogVideoX": "torch maps whole pages of 20 MiB, also beyond its limit: 172 MiB are reserved of 171",
+}
+LARGE = ("LTXImageToVideo",)  # at a larger size it needs more than half of its peak
+
+
+def marked(cases: tuple[TinyCase, ...], quick: tuple[str, ...], failing: Mapping[str, str]) -> list[Any]:
+    """`cases`, of which those that are not `quick` are for the full run, and those that are `failing`, and why."""
+
+    def marks(name: str) -> Iterator[pytest.MarkDecorator]:
+        if name not in quick:
+            yield pytest.mark.full
+        if name in failing:
+            yield pytest.mark.xfail(strict=True, reason=failing[name], raises=(AssertionError, BudgetTooSmall))
+
+    return [pytest.param(case, marks=tuple(marks(case.name))) for case in cases]
+
+
+LEAST = marked(CASES, ("StableDiffusionXL", "Flux", "Wan"), {})
+HALF = marked((*CASES, *MORE_CASES), ("StableDiffusionInpaint", "StableDiffusion3", "FluxImg2Img", "Wan"), OPEN)
+
+
+@pytest.mark.parametrize("case", LEAST, ids=lambda case: case.name)
 def test_the_least_budget_gives_what_level_0_gives(case: TinyCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.plan.parts.CHUNK", 64 * 1024)
     pipe: Any = case.make()
@@ -62,13 +104,53 @@ def test_the_least_budget_gives_what_level_0_gives(case: TinyCase, monkeypatch: 
     assert moving
     for _ in range(2):
         passes.clear()
-        found = run(pipe, case).cpu()
-        if fitted.plan.vae.cuts:  # sums in another order
-            assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-        else:
-            assert torch.equal(found, wanted)
+        check_call(fitted, run(pipe, case).cpu(), wanted)
         assert passes == usual  # the owner's hooks saw what they always see, once each
         assert max(phase.peak_reserved for phase in fitted.report().trace.phases) <= budget
-        assert not [note for note in fitted.report().trace.notes if "could not" in note or "out of memory" in note]
     fitted.undo()
     assert_same(before, imprint(pipe))
+
+
+WEIGHTS = 320 * 2**20  # bytes of a pipeline whose half is more than the least budget, with its margin of 32 MiB
+
+
+def wide(case: TinyCase) -> Any:
+    """A pipeline of `case` whose weights take about WEIGHTS."""
+    scale = 4
+    parts = find_components(case.make(scale)).values()
+    return case.make(
+        round(scale * math.sqrt(WEIGHTS / sum(each.nbytes for part in parts for each in weight_tensors(part))))
+    )
+
+
+@pytest.mark.parametrize("case", HALF, ids=lambda case: case.name)
+def test_half_of_the_peak_of_level_0_gives_what_level_0_gives(case: TinyCase) -> None:
+    """At another size too, which is planned for within the same budget."""
+    pipe = wide(case)
+    passes = add_past(pipe, case)
+    other = PIXELS // 2 if case.name in LARGE else PIXELS + PIXELS // 2
+    sizes, wanted, usual = (PIXELS, other), dict[int, torch.Tensor](), dict[int, list[str]]()
+    before = imprint(pipe)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with fitted_as(pipe, level=0):
+        for height in sizes:
+            passes.clear()
+            wanted[height] = run(pipe, case, height).cpu()
+            usual[height] = list(passes)
+            if height == PIXELS:
+                budget = torch.cuda.max_memory_reserved() // 2  # of all tensors of the process: of earlier tests too
+    measured_machine()  # leaves cuBLAS's workspace on each card, the first time
+    card = card_state()  # with what the scheduler keeps of a call
+    torch.cuda.reset_peak_memory_stats()
+    with fitted_as(pipe, budget=budget, request=request_of(pipe, (), case.call())) as fitted:
+        for height in (PIXELS, *sizes):
+            passes.clear()
+            check_call(fitted, run(pipe, case, height).cpu(), wanted[height])
+            assert passes == usual[height]  # the owner's hooks saw what they always see, once each
+            assert fitted.plan.forecast  # it was measured
+            assert any(part.placement != "resident" for part in fitted.plan.components.values())
+        assert torch.cuda.max_memory_reserved() <= budget
+    del fitted
+    assert_same(before, imprint(pipe))
+    assert_nothing_left(card)

@@ -49,7 +49,8 @@ def fit(
     and from a card's rates, which are measured once too (up to 20 s). Numbers stay the same; only where nothing fits
     that way are the lossy techniques used that `allow` names. A budget is for a whole pipeline.
 
-    A call that cannot be measured beforehand (code that looks at numbers, weights in a format of their own) runs at
+    A call is measured on a copy of the pipeline without weights: hooks of your own are called there too, with the copy.
+    One that cannot be measured beforehand (code that looks at numbers, weights in a format of their own) runs at
     level 3, within the budget as a cap and with nothing predicted; the plan and the report say why.
 
     A call that asks for something else (a larger picture, more of them, more frames) is planned for before it begins,
