@@ -1,7 +1,8 @@
 """Peaks of whole calls by torch's own CUDA allocator on a stand-in for the CUDA runtime, beside what is predicted.
 
-Known models at full size. Weights are memory that nobody touches, kernels do nothing, and the allocator, its streams
-and its limits are torch's own, so a row takes seconds and needs no card. What a convolution's workspace takes is the
+Known models at full size. Weights are memory that nobody touches, kernels compute small tensors only (which pipelines
+look at: time steps, masks), and the allocator, its streams and its limits are torch's own, so a row takes seconds and
+needs no card. What a convolution's workspace takes is the
 stand-in's: as many bytes as are assumed ("copies"), none, or twice as many.
 
     tests/cuda_stub/run.sh python bench/peaks_cuda.py                        all rows that are not there yet
@@ -26,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from cuda_stub.compute import Compute
 from measuring import RESULTS
-from rivals_cuda import let_nobody_ask_for_values
 from tightfit import fit
 from tightfit.catalog.known import known_card, known_model, model_names
 from tightfit.errors import TightfitError
@@ -48,6 +49,7 @@ WORKSPACES = ("copies", "0", "twice")
 ENDLESS = 512  # GB
 SHARE = 0.9  # of a card, as a budget
 LIMIT = 900  # seconds for a row
+SMALL = 64 * 2**10  # bytes up to which tensors are computed
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,6 @@ def measured(row: Row) -> tuple[Any, Any, Any]:
     for network in find_components(pipe).values():
         give_weights(network)
     pipe.set_progress_bar_config(disable=True)
-    let_nobody_ask_for_values(pipe)
     asked = request_of(row.model)
     wish: dict[str, Any] = {"budget": row.budget} if row.level is None else {"level": row.level}
     fitted = fit(pipe, device="cuda", request=asked, **wish)
@@ -124,7 +125,7 @@ def measured(row: Row) -> tuple[Any, Any, Any]:
     torch.cuda.reset_peak_memory_stats()
     failed: BaseException | None = None
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Compute(most=SMALL):
             pipe(**call_arguments(pipe, Prompt("a prompt", seed=0), left) | pictures | {"output_type": "pt"})
     except (RuntimeError, TightfitError) as error:
         failed = error
@@ -172,6 +173,8 @@ def run(row: Row) -> dict[str, Any]:
     settings = {
         "STUB_TOTAL": str(row.card * GB),
         "STUB_COPY": "0",
+        "STUB_COPY_MAX": str(SMALL),
+        "STUB_RACES": "0",
         "STUB_CUDNN_WORKSPACE": row.workspace,
         "OMP_NUM_THREADS": "1",
     }

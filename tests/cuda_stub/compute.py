@@ -56,28 +56,43 @@ def computing() -> Iterator[None]:
 
 
 class Compute(TorchDispatchMode):
+    """Operations are computed; with `most`, those whose tensors on cards all have up to so many bytes."""
+
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        self.most = most
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a subclass does it with others, which come here
         seed = _seed(function, kwargs)
-        if torch.Tag.dynamic_output_shape in function.tags:
+        if torch.Tag.dynamic_output_shape in function.tags and self._computes(_on_cards(args, kwargs)):
             return _of_unknown_size(function, args, kwargs)
         out = function(*args, **kwargs)
-        every: list[torch.Tensor] = []
-        tree_map_only(torch.Tensor, every.append, (args, kwargs, out))
-        tensors = [tensor for tensor in every if tensor.device.type == "cuda"]
+        tensors = _on_cards(args, kwargs, out)
         if _name(function) in WITHOUT_ARITHMETIC or _is_view(function, args, out, tensors):
             return out
         crosses = _name(function) in COPIES and len({t.device for t in _ends(function, args, out)}) > 1
         if RACES and not crosses:  # the stub itself sees what crosses a link
             report_accesses(function, args, kwargs, out)
-        if not tensors or any(type(t) not in PLAIN for t in tensors) or _copied(function, args, out, tensors):
+        if not tensors or any(type(t) not in PLAIN for t in tensors) or not self._computes(tensors):
+            return out
+        if _copied(function, args, out, tensors):
             return out
         catch_up(tensors)
         if _measures_rates(_name(function), args, out):
             return out
         return _computed(function, args, kwargs, out, seed)
+
+    def _computes(self, tensors: list[torch.Tensor]) -> bool:
+        return self.most is None or all(tensor.nbytes <= self.most for tensor in tensors)
+
+
+def _on_cards(*values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map_only(torch.Tensor, found.append, values)
+    return [tensor for tensor in found if tensor.device.type == "cuda"]
 
 
 def catch_up(tensors: Any = ()) -> None:
