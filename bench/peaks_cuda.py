@@ -49,7 +49,7 @@ WORKSPACES = ("copies", "0", "twice")
 ENDLESS = 512  # GB
 SHARE = 0.9  # of a card, as a budget
 LIMIT = 900  # seconds for a row
-SMALL = 64 * 2**10  # bytes up to which tensors are computed
+SMALL, SMALL_WHOLE = 64 * 2**10, 8 * 2**20  # bytes up to which tensors are computed; of integers and truth values
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def measured(row: Row) -> tuple[Any, Any, Any]:
     torch.cuda.reset_peak_memory_stats()
     failed: BaseException | None = None
     try:
-        with torch.no_grad(), Compute(most=SMALL):
+        with torch.no_grad(), Compute(most=SMALL, most_whole=SMALL_WHOLE):
             pipe(**call_arguments(pipe, Prompt("a prompt", seed=0), left) | pictures | {"output_type": "pt"})
     except (RuntimeError, TightfitError) as error:
         failed = error

@@ -24,6 +24,7 @@ from cuda_stub.accesses import PLAIN, fills_its_bytes, on_cpu, report_accesses
 __all__ = ["Compute", "computing", "not_computed"]
 
 RACES = os.environ.get("STUB_RACES", "0") != "0"
+COPIED_BY_STUB = 2**63 if os.environ.get("STUB_COPY") == "1" else int(os.environ.get("STUB_COPY_MAX", 2**16))  # bytes
 NEVER_COMPUTED = 2**40  # multiplications; those who ask for so many measure rates
 WITHOUT_ARITHMETIC = {
     "empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "resize_", "set_", "record_stream",
@@ -56,11 +57,14 @@ def computing() -> Iterator[None]:
 
 
 class Compute(TorchDispatchMode):
-    """Operations are computed; with `most`, those whose tensors on cards all have up to so many bytes."""
+    """Operations are computed; with `most`, those whose tensors on cards all have up to so many bytes.
 
-    def __init__(self, most: int | None = None) -> None:
+    `most_whole` is that for integers and truth values: positions and masks decide what happens next.
+    """
+
+    def __init__(self, most: int | None = None, most_whole: int = 0) -> None:
         super().__init__()
-        self.most = most
+        self.most, self.most_whole = most, most_whole
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,7 +90,11 @@ class Compute(TorchDispatchMode):
         return _computed(function, args, kwargs, out, seed)
 
     def _computes(self, tensors: list[torch.Tensor]) -> bool:
-        return self.most is None or all(tensor.nbytes <= self.most for tensor in tensors)
+        return self.most is None or all(tensor.nbytes <= self._most_of(tensor.dtype) for tensor in tensors)
+
+    def _most_of(self, dtype: torch.dtype) -> int:
+        assert self.most is not None
+        return self.most if dtype.is_floating_point or dtype.is_complex else max(self.most, self.most_whole)
 
 
 def _on_cards(*values: Any) -> list[torch.Tensor]:
@@ -160,7 +168,7 @@ def _copied(function: Any, args: Any, out: Any, tensors: list[torch.Tensor]) -> 
     if not crosses and name != "copy_":
         return False
     alike = target.dtype == source.dtype and target.shape == source.shape and target.stride() == source.stride()
-    if crosses and alike and fills_its_bytes(target):
+    if crosses and alike and fills_its_bytes(target) and target.nbytes <= COPIED_BY_STUB:
         return True  # the stub does it when its stream gets there
     for card in {t.device for t in (target, source) if crosses and t.device.type == "cuda"}:
         torch.cuda.current_stream(card).synchronize()  # what its path has copied is not computed yet
