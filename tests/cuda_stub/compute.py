@@ -24,7 +24,7 @@ from cuda_stub.accesses import PLAIN, fills_its_bytes, on_cpu, report_accesses
 __all__ = ["Compute", "computing", "not_computed"]
 
 RACES = os.environ.get("STUB_RACES", "0") != "0"
-COPIED_BY_STUB = 2**63 if os.environ.get("STUB_COPY") == "1" else int(os.environ.get("STUB_COPY_MAX", 2**16))  # bytes
+COPIED_BY_STUB = 2**63 if os.environ.get("STUB_COPY") == "1" else int(os.environ.get("STUB_COPY_MAX", "65536"))
 NEVER_COMPUTED = 2**40  # multiplications; those who ask for so many measure rates
 WITHOUT_ARITHMETIC = {
     "empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "resize_", "set_", "record_stream",
@@ -71,7 +71,9 @@ class Compute(TorchDispatchMode):
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a subclass does it with others, which come here
         seed = _seed(function, kwargs)
-        if torch.Tag.dynamic_output_shape in function.tags and self._computes(_on_cards(args, kwargs)):
+        if _name(function) == "index":
+            args = (args[0], _positions(args[1]))
+        elif torch.Tag.dynamic_output_shape in function.tags and self._computes(_on_cards(args, kwargs)):
             return _of_unknown_size(function, args, kwargs)
         out = function(*args, **kwargs)
         tensors = _on_cards(args, kwargs, out)
@@ -80,9 +82,8 @@ class Compute(TorchDispatchMode):
         crosses = _name(function) in COPIES and len({t.device for t in _ends(function, args, out)}) > 1
         if RACES and not crosses:  # the stub itself sees what crosses a link
             report_accesses(function, args, kwargs, out)
-        if not tensors or any(type(t) not in PLAIN for t in tensors) or not self._computes(tensors):
-            return out
-        if _copied(function, args, out, tensors):
+        plain = tensors and all(type(t) in PLAIN for t in tensors)
+        if not plain or not self._computes(tensors) or _copied(function, args, out, tensors):
             return out
         catch_up(tensors)
         if _measures_rates(_name(function), args, out):
@@ -135,6 +136,18 @@ def _of_unknown_size(function: Any, args: Any, kwargs: Any) -> Any:
     ours = tree_map_only(torch.Tensor, on_cpu, (args, kwargs))
     home = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
     return tree_map_only(torch.Tensor, lambda t: t.to(home), function(*ours[0], **ours[1]))
+
+
+def _positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """`indices` with masks as the positions that they select: CUDA's kernel for masks would count what is not there."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8) or index.device.type != "cuda":
+            found.append(index)
+        else:
+            catch_up([index])
+            found += on_cpu(index).nonzero().to(index.device).unbind(1)
+    return found
 
 
 def _ends(function: Any, args: Any, out: Any) -> list[torch.Tensor]:

@@ -38,8 +38,10 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         _note_write(tensor, inside[id(tensor)], card)
     back = {id(inside[id(tensor)]): tensor for tensor in outer}
     homes = {inside[id(tensor)].untyped_storage()._cdata: tensor for tensor in outer}
-    final = _returned(result, back, homes, card)
-    card.do(work_of(op, inner_args, list(inside.values()), list(_tensors((result,))), card.accelerator))
+    work = work_of(op, inner_args, list(inside.values()), list(_tensors((result,))), card.accelerator)
+    with card.holding(work.early):
+        final = _returned(result, back, homes, card)
+        card.do(work)
     return final
 
 
