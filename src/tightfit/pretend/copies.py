@@ -10,7 +10,7 @@ import torch
 from tightfit.pretend.layouts import is_dense
 from tightfit.pretend.operations import NAME, compute, inner, valueless
 from tightfit.pretend.pinning import hollow, is_hollow, is_pinned, pin
-from tightfit.pretend.storage import CPU_KEYS, store_of
+from tightfit.pretend.storage import CPU_KEYS, settle, store_of
 
 __all__ = ["cloning", "copy", "to_copy"]
 
@@ -60,6 +60,7 @@ def _buffers(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> 
 
     A dtype is changed on the card where the host does not wait, else on the host (`copy_kernel_cuda` in cuda/Copy.cu).
     """
+    settle()
     alike = source.dtype == target.dtype
     if alike and _lie_alike(source, target):
         return ()
