@@ -170,6 +170,15 @@ def compare(row: Row) -> dict[str, Any]:
 
 
 def run(row: Row) -> dict[str, Any]:
+    return _run(row) | {"commit": commit()}
+
+
+def commit() -> str:
+    """What the code is of that a row was measured with."""
+    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=RESULTS).strip()
+
+
+def _run(row: Row) -> dict[str, Any]:
     settings = {
         "STUB_TOTAL": str(row.card * GB),
         "STUB_COPY": "0",
