@@ -147,6 +147,7 @@ def compare(row: Row) -> dict[str, Any]:
         "allocated": counted["allocated_bytes.all.peak"],
         "reserved": counted["reserved_bytes.all.peak"],
         "retries": counted["num_alloc_retries"],
+        "ran_out": counted["num_ooms"],
         "failed": f"{type(failed).__name__}: {str(failed)[:300]}" if failed else None,
         "notes": list(trace.notes) if hasattr(trace, "notes") else [],
     }
