@@ -141,8 +141,8 @@ def published(calls: list[dict[str, Any]]) -> str:
     """Whole calls that others measured on cards."""
     lines = [
         "## Peaks that others published\n",
-        "Allocated bytes of whole calls, everything on the card. The pages these figures are from were not found again,",
-        "so their conditions are not known; single passes, whose pages are known, are within 0.2 % (README).\n",
+        "Allocated bytes of whole calls, everything on the card. The pages that these figures are from were not found",
+        "again, so their conditions are not known; single passes, whose pages are known, are within 0.2 % (README).\n",
         "| call | predicted | published | predicted ÷ published − 1 | highest phase | may differ |",
         "|---|---|---|---|---|---|",
     ]
