@@ -128,9 +128,7 @@ CALLS = [
     Call("sd3.5-large", SQUARE, (28.525, 28.525), 2024),
     Call("sd3-medium", SQUARE, (18.76, 18.80), 2024),
     Call("pixart-sigma", SQUARE, (14.45, 14.45), 2024, remark="which PixArt is not known"),
-    Call(
-        "sd-1.5", Request(height=512, width=512, steps=2), (2.62, 2.62), 2024, remark="with a safety checker or without"
-    ),
+    Call("sd-1.5", Request(height=512, width=512, steps=2), (2.62, 2.62), 2024, remark="perhaps with a safety checker"),
     Call("sdxl", SQUARE, (10.47, 10.47), 2024, remark="the autoencoder decodes in float32 here"),
     Call("cogvideox-5b", None, (31.746, 31.746), 2024, remark="size and frames not known"),
     Call("cogvideox-2b", None, (24.511, 24.511), 2024, remark="size and frames not known; T5's wo may be in float32"),
