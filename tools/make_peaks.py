@@ -32,13 +32,16 @@ bytes are equal to the byte in every phase. For budgets, the cap was kept unless
 """
 CAUSES = """## What remains
 
-- torch splits a sum with few outputs among a card's processors, through a buffer in the card's memory that depends on
-  their number (`setReduceConfig` in Reduce.cuh). That is not simulated: LTX-Video allocates up to 0.4 MB less than
-  predicted, because blocks lie elsewhere.
-- Workspaces of cuBLASLt, cuFFT, sorting and batch norm are not simulated; no known model's peak depends on them here.
+- Not simulated: the buffer through which torch splits a sum with few outputs among a card's processors
+  (`setReduceConfig` in Reduce.cuh; it depends on how many there are), and what cuFFT, cub's sorting, cuBLASLt and batch
+  norm ask for. No row that was measured again differs because of them.
+- torch 2.11 takes, of several free blocks of the same size, the one with the lowest address, which is the driver's
+  choice. So with 2.11 reserved bytes can be off. This page is for the version named above.
 - With another workspace than is assumed, peaks differ by what convolutions hold; that is the point of these columns.
-- Rows with {old} were measured with an older version of the code: there, outputs under a budget were copied on the card
-  first, values that a pipeline reads back were garbage, and which of several free blocks torch takes was not known.
+- Rows with {old} were measured with an older version of the code. There, outputs under a budget were copied on the card
+  first (up to 15 MB in each phase), values that a pipeline reads back were garbage (Wan's text encoder made a mask of 30 MB
+  for it; flux.2-dev and sd-1.5 could not run), kernels' buffers beside their outputs were partly missing, and
+  torch's choice among free blocks of the same size was not known (up to 5 % of what is reserved).
 """
 
 
@@ -103,11 +106,12 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def renewed(rows: list[dict[str, Any]]) -> str:
-    """The same of those rows that were measured with the code as it is."""
+    """The summary of those rows that were measured with the code as it is."""
     new = [row for row in rows if "commit" in row]
     if len(new) == len(rows):
         return ""
-    return f"{len(new)} of {len(rows)} rows were measured again since the code changed. Of these:\n\n{summary(new)}"
+    said = f"{len(new)} of {len(rows)} rows were measured since the code changed last:\n\n{summary(new)}"
+    return f"{said}All rows, the older ones included:\n\n"
 
 
 def tight(rows: list[dict[str, Any]]) -> str:
@@ -170,7 +174,7 @@ def published(calls: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     facts = json.loads(FACTS.read_text())
     rows = facts["rows"]
-    page = HEAD + f"torch {facts['torch']}, two steps, a model's usual size.\n\n" + summary(rows) + renewed(rows)
+    page = HEAD + f"torch {facts['torch']}, two steps, a model's usual size.\n\n" + renewed(rows) + summary(rows)
     page += tight(rows) + CAUSES.format(old=OLD) + "\n"
     page += published(json.loads(PUBLISHED.read_text()).get("calls", []), rows) + tables(rows)
     if "--check" in sys.argv:
