@@ -39,8 +39,8 @@ CAUSES = """## What remains
   choice. So with 2.11 reserved bytes can be off. This page is for the version named above.
 - With another workspace than is assumed, peaks differ by what convolutions hold; that is the point of these columns.
 - Rows with {old} were measured with an older version of the code. There, outputs under a budget were copied on the card
-  first (up to 15 MB in each phase), values that a pipeline reads back were garbage (Wan's text encoder made a mask of 30 MB
-  for it; flux.2-dev and sd-1.5 could not run), kernels' buffers beside their outputs were partly missing, and
+  first (up to 15 MB in each phase), values that a pipeline reads back were garbage (Wan's text encoder made a mask of
+  30 MB for it; flux.2-dev and sd-1.5 could not run), kernels' buffers beside their outputs were partly missing, and
   torch's choice among free blocks of the same size was not known (up to 5 % of what is reserved).
 """
 
