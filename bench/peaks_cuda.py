@@ -96,15 +96,19 @@ def without_numbers() -> None:
 
 def without_modes_for_large_products() -> None:
     """A linear layer adds its bias in place, but not while a dispatch mode is active, as the one that computes is."""
-    usual: Callable[..., torch.Tensor] = F.linear
 
-    def linear(tensor: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        if tensor.nbytes <= SMALL or tensor.device.type != "cuda":
-            return usual(tensor, *rest, **options)
-        with _disable_current_modes():
-            return usual(tensor, *rest, **options)
+    def alone(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def linear(tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            if tensor.nbytes <= SMALL or tensor.device.type != "cuda":
+                return usual(tensor, *rest, **options)
+            with _disable_current_modes():
+                return usual(tensor, *rest, **options)
 
-    F.linear = linear  # type: ignore[assignment]
+        return linear
+
+    F.linear = alone(F.linear)  # type: ignore[assignment]
+    op = torch.ops.aten.linear.default  # of exported networks
+    op._op = alone(op._op)
 
 
 def give_weights(network: nn.Module) -> None:

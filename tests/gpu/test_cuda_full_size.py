@@ -37,8 +37,9 @@ def measured(model: str, level: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("model", ["sdxl", "flux.1-dev"])
+@pytest.mark.parametrize(
+    ("model", "level"), [("sdxl", 0), ("sdxl", 3), ("flux.1-dev", 0), ("flux.1-dev", 3), ("wan-2.1-1.3b", 3)]
+)
 def test_peaks_at_full_size(model: str, level: int) -> None:
     found = measured(model, level)
     assert found["failed"] is None
