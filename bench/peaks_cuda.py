@@ -1,7 +1,8 @@
 """Peaks of whole calls by torch's own CUDA allocator on a stand-in for the CUDA runtime, beside what is predicted.
 
-Known models at full size. Weights are memory that nobody touches, kernels do nothing, and the allocator, its streams
-and its limits are torch's own, so a row takes seconds and needs no card. What a convolution's workspace takes is the
+Known models at full size. Weights are memory that nobody touches, kernels compute small tensors only (which pipelines
+look at: time steps, masks), and the allocator, its streams and its limits are torch's own, so a row takes seconds and
+needs no card. What a convolution's workspace takes is the
 stand-in's: as many bytes as are assumed ("copies"), none, or twice as many.
 
     tests/cuda_stub/run.sh python bench/peaks_cuda.py                        all rows that are not there yet
@@ -25,9 +26,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
+from cuda_stub.compute import Compute
 from measuring import RESULTS
-from rivals_cuda import let_nobody_ask_for_values
 from tightfit import fit
 from tightfit.catalog.known import known_card, known_model, model_names
 from tightfit.errors import TightfitError
@@ -48,6 +51,7 @@ WORKSPACES = ("copies", "0", "twice")
 ENDLESS = 512  # GB
 SHARE = 0.9  # of a card, as a budget
 LIMIT = 900  # seconds for a row
+SMALL, SMALL_WHOLE = 64 * 2**10, 8 * 2**20  # bytes up to which tensors are computed; of integers and truth values
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,23 @@ def without_numbers() -> None:
     torch.Tensor.copy_ = copy_  # type: ignore[method-assign,assignment]
 
 
+def without_modes_for_large_products() -> None:
+    """A linear layer adds its bias in place, but not while a dispatch mode is active, as the one that computes is."""
+
+    def alone(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def linear(tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            if tensor.nbytes <= SMALL or tensor.device.type != "cuda":
+                return usual(tensor, *rest, **options)
+            with _disable_current_modes():
+                return usual(tensor, *rest, **options)
+
+        return linear
+
+    F.linear = alone(F.linear)  # type: ignore[assignment]
+    op = torch.ops.aten.linear.default  # of exported networks
+    op._op = alone(op._op)
+
+
 def give_weights(network: nn.Module) -> None:
     """`network` with memory that nobody touches in place of what is on "meta"; what is shared stays shared."""
     made: dict[int, torch.Tensor] = {}
@@ -116,7 +137,6 @@ def measured(row: Row) -> tuple[Any, Any, Any]:
     for network in find_components(pipe).values():
         give_weights(network)
     pipe.set_progress_bar_config(disable=True)
-    let_nobody_ask_for_values(pipe)
     asked = request_of(row.model)
     wish: dict[str, Any] = {"budget": row.budget} if row.level is None else {"level": row.level}
     fitted = fit(pipe, device="cuda", request=asked, **wish)
@@ -124,7 +144,7 @@ def measured(row: Row) -> tuple[Any, Any, Any]:
     torch.cuda.reset_peak_memory_stats()
     failed: BaseException | None = None
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Compute(most=SMALL, most_whole=SMALL_WHOLE):
             pipe(**call_arguments(pipe, Prompt("a prompt", seed=0), left) | pictures | {"output_type": "pt"})
     except (RuntimeError, TightfitError) as error:
         failed = error
@@ -138,6 +158,7 @@ def measured(row: Row) -> tuple[Any, Any, Any]:
 def compare(row: Row) -> dict[str, Any]:
     started = time.perf_counter()
     without_numbers()
+    without_modes_for_large_products()
     plan, trace, failed = measured(row)
     counted = torch.cuda.memory_stats()
     found: dict[str, Any] = asdict(row) | {
@@ -146,6 +167,7 @@ def compare(row: Row) -> dict[str, Any]:
         "allocated": counted["allocated_bytes.all.peak"],
         "reserved": counted["reserved_bytes.all.peak"],
         "retries": counted["num_alloc_retries"],
+        "ran_out": counted["num_ooms"],
         "failed": f"{type(failed).__name__}: {str(failed)[:300]}" if failed else None,
         "notes": list(trace.notes) if hasattr(trace, "notes") else [],
     }
@@ -169,9 +191,20 @@ def compare(row: Row) -> dict[str, Any]:
 
 
 def run(row: Row) -> dict[str, Any]:
+    return _run(row) | {"commit": commit()}
+
+
+def commit() -> str:
+    """What the code is of that a row was measured with."""
+    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True, cwd=RESULTS).strip()
+
+
+def _run(row: Row) -> dict[str, Any]:
     settings = {
         "STUB_TOTAL": str(row.card * GB),
         "STUB_COPY": "0",
+        "STUB_COPY_MAX": str(SMALL),
+        "STUB_RACES": "0",
         "STUB_CUDNN_WORKSPACE": row.workspace,
         "OMP_NUM_THREADS": "1",
     }

@@ -12,9 +12,14 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from tightfit.apply import again
 from tightfit.apply.again import Draws, Finished
 from tightfit.devices.depot import PAGE
+from tightfit.devices.lane import LateLane
+from tightfit.devices.pretend import PretendDevice
 from tightfit.devices.seam import CpuDevice, LoopbackDevice
 from tightfit.errors import RunError
-from tightfit.records import Stint
+from tightfit.pretend.backend import use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
+from tightfit.records import Accelerator, Stint
 
 
 class Work:
@@ -28,7 +33,14 @@ class Work:
         return self.value
 
 
-@pytest.fixture(params=[LoopbackDevice, CpuDevice])
+class LateDevice(LoopbackDevice):
+    """Copies are made when somebody waits for them."""
+
+    def lane(self) -> LateLane:
+        return LateLane()
+
+
+@pytest.fixture(params=[LoopbackDevice, CpuDevice, LateDevice])
 def finished(request: pytest.FixtureRequest) -> Iterator[Finished]:
     made = Finished(request.param())
     made.active = True
@@ -73,6 +85,26 @@ def test_what_nobody_can_copy_and_what_is_too_much_is_done_again(
     for work in works:
         finished.once(work)
     assert [work.times for work in works] == [2, 1, 2, 1]
+
+
+def test_what_is_kept_takes_no_memory_of_the_device() -> None:
+    card = Card(0, Accelerator(name="a card", kind="cuda", bytes=2**30), Host(), values="real")
+    use_cards([card])
+    try:
+        finished, device = Finished(PretendDevice()), torch.device("privateuseone")
+        finished.active = True
+        values = [torch.rand(5, 3).to(device), torch.rand(3, 5).to(device).T, torch.rand(6, 6).to(device)[:, 1:]]
+        before, peak = card.allocator.allocated.now, card.allocator.allocated.peak
+        for value in values[:2]:
+            finished.once(Work(value))
+        assert card.allocator.allocated.peak == peak
+        finished.once(Work(values[2]))  # with gaps in its memory, which no copy leaves out
+        assert PretendDevice().allocated_bytes() == before
+        finished.begin_again()
+        for value in values:
+            assert torch.equal(finished.once(Work(None)).cpu(), value.cpu())
+    finally:
+        use_cards(())
 
 
 @pytest.mark.parametrize("error", [RunError("the disk is full"), FileNotFoundError("no folder for temporary files")])

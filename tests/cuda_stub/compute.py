@@ -24,6 +24,7 @@ from cuda_stub.accesses import PLAIN, fills_its_bytes, on_cpu, report_accesses
 __all__ = ["Compute", "computing", "not_computed"]
 
 RACES = os.environ.get("STUB_RACES", "0") != "0"
+COPIED_BY_STUB = 2**63 if os.environ.get("STUB_COPY") == "1" else int(os.environ.get("STUB_COPY_MAX", "65536"))
 WITHOUT_ARITHMETIC = {
     "empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "resize_", "set_", "record_stream",
     "_pin_memory", "is_pinned", "_local_scalar_dense", "_record_function_enter_new", "_record_function_exit",
@@ -55,26 +56,49 @@ def computing() -> Iterator[None]:
 
 
 class Compute(TorchDispatchMode):
+    """Operations are computed; with `most`, those whose tensors on cards all have up to so many bytes.
+
+    `most_whole` is that for integers and truth values: positions and masks decide what happens next.
+    """
+
+    def __init__(self, most: int | None = None, most_whole: int = 0) -> None:
+        super().__init__()
+        self.most, self.most_whole = most, most_whole
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a subclass does it with others, which come here
         seed = _seed(function, kwargs)
-        if torch.Tag.dynamic_output_shape in function.tags:
+        if _name(function) == "index":
+            args = (args[0], _positions(args[1]))
+        elif torch.Tag.dynamic_output_shape in function.tags and self._computes(_on_cards(args, kwargs)):
             return _of_unknown_size(function, args, kwargs)
         out = function(*args, **kwargs)
-        every: list[torch.Tensor] = []
-        tree_map_only(torch.Tensor, every.append, (args, kwargs, out))
-        tensors = [tensor for tensor in every if tensor.device.type == "cuda"]
+        tensors = _on_cards(args, kwargs, out)
         if _name(function) in WITHOUT_ARITHMETIC or _is_view(function, args, out, tensors):
             return out
         crosses = _name(function) in COPIES and len({t.device for t in _ends(function, args, out)}) > 1
         if RACES and not crosses:  # the stub itself sees what crosses a link
             report_accesses(function, args, kwargs, out)
-        if not tensors or any(type(t) not in PLAIN for t in tensors) or _copied(function, args, out, tensors):
+        plain = tensors and all(type(t) in PLAIN for t in tensors)
+        if not plain or not self._computes(tensors) or _copied(function, args, out, tensors):
             return out
         catch_up(tensors)
         return _computed(function, args, kwargs, out, seed)
+
+    def _computes(self, tensors: list[torch.Tensor]) -> bool:
+        return self.most is None or all(tensor.nbytes <= self._most_of(tensor.dtype) for tensor in tensors)
+
+    def _most_of(self, dtype: torch.dtype) -> int:
+        assert self.most is not None
+        return self.most if dtype.is_floating_point or dtype.is_complex else max(self.most, self.most_whole)
+
+
+def _on_cards(*values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map_only(torch.Tensor, found.append, values)
+    return [tensor for tensor in found if tensor.device.type == "cuda"]
 
 
 def catch_up(tensors: Any = ()) -> None:
@@ -111,6 +135,18 @@ def _of_unknown_size(function: Any, args: Any, kwargs: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.to(home), function(*ours[0], **ours[1]))
 
 
+def _positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """`indices` with masks as the positions that they select: CUDA's kernel for masks would count what is not there."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8) or index.device.type != "cuda":
+            found.append(index)
+        else:
+            catch_up([index])
+            found += on_cpu(index).nonzero().to(index.device).unbind(1)
+    return found
+
+
 def _ends(function: Any, args: Any, out: Any) -> list[torch.Tensor]:
     """Target and source of a copy."""
     return [t for t in (args[:2] if _name(function) == "copy_" else (out, args[0])) if isinstance(t, torch.Tensor)]
@@ -142,7 +178,7 @@ def _copied(function: Any, args: Any, out: Any, tensors: list[torch.Tensor]) -> 
     if not crosses and name != "copy_":
         return False
     alike = target.dtype == source.dtype and target.shape == source.shape and target.stride() == source.stride()
-    if crosses and alike and fills_its_bytes(target):
+    if crosses and alike and fills_its_bytes(target) and target.nbytes <= COPIED_BY_STUB:
         return True  # the stub does it when its stream gets there
     for card in {t.device for t in (target, source) if crosses and t.device.type == "cuda"}:
         torch.cuda.current_stream(card).synchronize()  # what its path has copied is not computed yet

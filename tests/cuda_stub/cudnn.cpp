@@ -1,6 +1,7 @@
 // cuDNN's backend API as a store of attributes: one engine for everything. Its workspace is STUB_CUDNN_WORKSPACE bytes;
 // "copies": as many as a convolution's input, weights and output have that lie channels first (what tightfit assumes);
-// "twice": twice as many.
+// "twice": twice as many. Beside an engine with a workspace there is one without, which torch tries where the first
+// finds no memory.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -66,14 +67,17 @@ API cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t it, cudnnBac
     if (out) memcpy(out, found->second.second.data(), (n < asked ? n : asked) * size_of(type));
     return CUDNN_STATUS_SUCCESS;
   }
-  if (name == CUDNN_ATTR_ENGINEHEUR_RESULTS) {  // one configuration, of one engine
-    if (count) *count = 1;
-    if (out && asked > 0) {
-      auto* config = *(Thing**)out; int64_t index = 0;
+  if (name == CUDNN_ATTR_ENGINEHEUR_RESULTS) {  // configurations, one of each engine
+    int64_t workspace = list<int64_t>(thing, WORKSPACE)[0], n = workspace > 0 ? 2 : 1;
+    if (asked > 0 && asked < n) n = asked;
+    if (count) *count = n;
+    for (int64_t index = 0; out && index < n && index < asked; index++) {
+      auto* config = ((Thing**)out)[index];
+      if (!config) continue;
       auto* engine = new Thing{CUDNN_BACKEND_ENGINE_DESCRIPTOR};
       engine->has[CUDNN_ATTR_ENGINE_GLOBAL_INDEX] = {1, std::vector<char>((char*)&index, (char*)&index + 8)};
-      if (config) set_workspace(config, list<int64_t>(thing, WORKSPACE)[0]);
-      if (config) config->has[CUDNN_ATTR_ENGINECFG_ENGINE] = {1, std::vector<char>((char*)&engine, (char*)&engine + 8)};
+      set_workspace(config, index ? 0 : workspace);
+      config->has[CUDNN_ATTR_ENGINECFG_ENGINE] = {1, std::vector<char>((char*)&engine, (char*)&engine + 8)};
     }
     return CUDNN_STATUS_SUCCESS;
   }

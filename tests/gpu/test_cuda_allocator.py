@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tightfit.pretend.blocks import Block
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
 MIB = 2**20
 STEPS = 150
+FEW_SIZES = tuple(int(size * MIB) for size in (0.3, 0.9, 1.2, 2, 3, 4, 5, 9, 12, 30, 31, 33))
 
 
 class Passed:
@@ -98,13 +99,18 @@ def grow(expandable: bool) -> None:
     torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
 
 
-def compare(seed: int, limit: int, *, expandable: bool, switches: bool = False) -> None:
-    """Asserts that both say the same after each of many random steps; sizes differ, so that no two blocks tie."""
+def compare(
+    seed: int, limit: int, *, expandable: bool, switches: bool = False, sizes: Sequence[int] | None = None
+) -> None:
+    """Asserts that both say the same after each of many random steps.
+
+    Sizes differ, so that no two blocks tie, or are of a few `sizes`, so that many do.
+    """
     chance, both, told = random.Random(seed), Both(limit, expandable=expandable), []
     for _ in range(STEPS):
         kind = chance.random()
         if kind < 0.55 or not both.alive:
-            size = int(2 ** chance.uniform(0, 26.5))
+            size = chance.choice(sizes) if sizes else int(2 ** chance.uniform(0, 26.5))
             told.append(both.malloc(size, int(chance.random() < 0.2)))
         elif kind < 0.9:
             told.append(both.free(chance.randrange(len(both.alive))))
@@ -122,8 +128,18 @@ def compare(seed: int, limit: int, *, expandable: bool, switches: bool = False) 
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("limit", [300, 700, 4000])
 def test_bytes_are_those_of_torchs_allocator(limit: int, expandable: bool) -> None:
+    run(f"many({limit}, {expandable})")
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="which of several blocks is taken depends on their addresses")
+@pytest.mark.parametrize("expandable", [False, True])
+def test_of_blocks_of_the_same_size_the_same_one_is_taken(expandable: bool) -> None:
+    run(f"many(4000, {expandable}, FEW_SIZES)")
+
+
+def run(call: str) -> None:
     """In a process of its own, whose allocator nobody has used."""
-    call = f"from gpu.test_cuda_allocator import many; many({limit}, {expandable})"
+    call = f"from gpu.test_cuda_allocator import *; {call}"
     # events are done at once: when another stream gives a block back is the clock's to say, not the allocator's
     at_once = os.environ | {"STUB_ASYNC": "0"}
     command = [sys.executable, "-c", call]
@@ -131,7 +147,7 @@ def test_bytes_are_those_of_torchs_allocator(limit: int, expandable: bool) -> No
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def many(limit: int, expandable: bool) -> None:
+def many(limit: int, expandable: bool, sizes: Sequence[int] | None = None) -> None:
     torch.cuda.init()
     for seed in range(40):
-        compare(seed, limit * MIB, expandable=expandable, switches=seed % 4 == 3)
+        compare(seed, limit * MIB, expandable=expandable, switches=not sizes and seed % 4 == 3, sizes=sizes)

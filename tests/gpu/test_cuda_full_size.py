@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tightfit.devices.cuda_support import cuda_count
 
@@ -21,7 +22,8 @@ pytestmark = [
 
 BENCH = Path(__file__).parents[2] / "bench" / "peaks_cuda.py"
 ENDLESS = 512 * 10**9
-OFF, OFF_SDXL = 0.005, 0.008  # of what is reserved; the target is missed by SDXL's level 0 alone
+# of what is reserved: torch 2.11 takes of several blocks the one with the lowest address, which is the driver's choice
+OFF = 0.008 if torch.__version__ < "2.12" else 0.0
 
 
 def measured(model: str, level: int) -> dict[str, Any]:
@@ -35,15 +37,15 @@ def measured(model: str, level: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("model", ["sdxl", "flux.1-dev"])
+@pytest.mark.parametrize(
+    ("model", "level"), [("sdxl", 0), ("sdxl", 3), ("flux.1-dev", 0), ("flux.1-dev", 3), ("wan-2.1-1.3b", 3)]
+)
 def test_peaks_at_full_size(model: str, level: int) -> None:
     found = measured(model, level)
     assert found["failed"] is None
     assert [phase["name"] for phase in found["phases"]] == ["encode", "denoise", "decode"]
-    off = OFF_SDXL if (model, level) == ("sdxl", 0) else OFF
     for phase in found["phases"]:
         real, told = phase["allocated"]
         assert told == real, phase
         real, told = phase["reserved"]
-        assert told == pytest.approx(real, rel=off), phase
+        assert told == pytest.approx(real, rel=OFF, abs=0), phase

@@ -37,6 +37,7 @@ class _Copy(NamedTuple):
 
     room: torch.Tensor
     shape: torch.Size
+    strides: tuple[int, ...]
     dtype: torch.dtype
     arrival: Arrival
 
@@ -56,7 +57,6 @@ class Finished:
         self._bytes = 0  # of host memory that they take
         self._given = 0  # of them, how many were given back since the call began again
         self.active = False  # whether a call is being made
-        self._leaving: list[tuple[Arrival, torch.Tensor]] = []  # what the copies on their way read from
         self._file: Spill | None = None
         self._last: Pass | None = None  # what the call ends with, as far as that is known
         self._ahead = 0  # how many passes of that kind are still to come
@@ -69,7 +69,6 @@ class Finished:
 
     def forget(self, order: Sequence[Stint] = ()) -> None:
         """Another call begins, which will probably work through `order`."""
-        self._settle()
         self._results.clear()
         self._rooms.forget()
         self._given = self._bytes = 0
@@ -91,7 +90,6 @@ class Finished:
         self._rooms.close()
 
     def begin_again(self) -> None:
-        self._settle()
         self._given = 0
         self._expect()
         if self._file is not None:
@@ -127,7 +125,6 @@ class Finished:
         if self._bytes + size > MOST_BYTES:
             return None
         self._bytes += size
-        self._settle()  # of the work before this
         try:
             return _Result([self._copied(leaf) for leaf in leaves], form)
         except (torch.OutOfMemoryError, RunError, OSError):  # the device is full, or the disk; or there is none
@@ -139,18 +136,13 @@ class Finished:
         if not self._device.separate:
             self._file = self._file or Spill()
             return self._file.write(leaf if is_dense(leaf) else leaf.contiguous())
-        own = leaf.detach().clone(memory_format=torch.contiguous_format)  # whoever asked for it may write into it
-        if own.device != self._device.torch_device:
-            return own
-        room = self._rooms.take(own.nbytes)
-        arrival = self._lane.send(room, bytes_of(own), self._lane.mark())
-        self._leaving.append((arrival, own))
-        return _Copy(room, own.shape, own.dtype, arrival)
-
-    def _settle(self) -> None:
-        for arrival, _ in self._leaving:
-            arrival.settle()
-        self._leaving.clear()
+        if leaf.device != self._device.torch_device:
+            return leaf.detach().clone(memory_format=torch.contiguous_format)
+        sent = leaf.detach() if is_dense(leaf) else leaf.detach().contiguous()
+        room = self._rooms.take(sent.nbytes)
+        arrival = self._lane.send(room, bytes_of(sent), self._lane.mark())
+        arrival.settle()  # whoever asked for it may write into it, and the device has no memory for a second one
+        return _Copy(room, sent.shape, sent.stride(), sent.dtype, arrival)
 
     def _back(self, result: _Result) -> Any:
         return tree_unflatten([self._there(leaf) for leaf in result.leaves], result.form)
@@ -158,7 +150,7 @@ class Finished:
     def _there(self, leaf: Any) -> Any:
         if isinstance(leaf, _Copy):
             leaf.arrival.land()
-            return self._device.bring(leaf.room.view(leaf.dtype).view(leaf.shape))
+            return self._device.bring(leaf.room.view(leaf.dtype).as_strided(leaf.shape, leaf.strides))
         if isinstance(leaf, Stored):
             with DiskReader() as reader:
                 return read_stored(leaf, reader)

@@ -9,6 +9,10 @@ streams used waits for them. Where the card is full, cached segments without any
 With `expandable`, segments are address ranges that are mapped page by page (PYTORCH_ALLOC_CONF=
 expandable_segments:True). A limit (`set_per_process_memory_fraction`, as a budget is) is compared with all that is
 reserved and the whole request, whatever of that is mapped already; the pages that are then mapped may exceed it.
+
+Which of several free blocks of the same size is taken differs: torch 2.12 takes the one that was made first. 2.11
+takes the one with the lowest address, which is the driver's choice; here addresses rise. So it is with 2.13 and 2.14
+too, on a stub of the driver whose addresses fall: by the oldest segment, it seems.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+import torch
 
 from tightfit.pretend.blocks import (
     LARGE_ROUNDING,
@@ -29,7 +35,6 @@ from tightfit.pretend.blocks import (
     chain,
     idle_run,
     of_stream,
-    order,
     place,
     room,
     rounded,
@@ -38,6 +43,8 @@ from tightfit.pretend.blocks import (
 )
 
 __all__ = ["CachingAllocator", "CardFull", "Event", "Step"]
+
+_OLDEST_FIRST = torch.__version__.startswith("2.12.")
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class CachingAllocator:
         self.history: list[Step] = []
         self._made = itertools.count()
         self._record = record
-        self._pools = {True: Pool(small=True), False: Pool(small=False)}
+        self._pools = {small: Pool(small, _OLDEST_FIRST) for small in (True, False)}
         self._waiting: dict[int, list[tuple[Event, Block]]] = {}  # by stream, oldest first
         self._next_address = LARGE_ROUNDING
 
@@ -133,8 +140,7 @@ class CachingAllocator:
 
     def _take_free(self, pool: Pool, size: int, stream: int) -> Block | None:
         """The smallest free block that fits, out of the pool."""
-        index = bisect.bisect_left(pool.free, (stream, size, 0), key=order)
-        candidates = of_stream(pool.free, index, stream)
+        candidates = pool.fitting(size, stream)
         best = next(candidates, None)
         if best is not None and best.expandable and not self.expandable:  # it was switched off in between
             best = next((other for other in candidates if not other.expandable), None)
@@ -167,8 +173,9 @@ class CachingAllocator:
         return rest >= QUANTUM if block.pool.small or self.expandable else rest > SMALL
 
     def _split(self, block: Block, size: int) -> None:
-        """Keeps the first `size` bytes in `block`; the rest is a free block of its own."""
+        """Keeps the first `size` bytes in `block`, as a new one; the rest is free, and as old as `block` was."""
         rest = Block(block.address + size, block.size - size, block.stream, block.pool, expandable=block.expandable)
+        rest.made, block.made = block.made, rest.made
         chain(block, rest, block.after)
         block.size = size
         block.pool.insert(rest)

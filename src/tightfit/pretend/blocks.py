@@ -17,7 +17,6 @@ __all__ = [
     "chain",
     "idle_run",
     "of_stream",
-    "order",
     "place",
     "room",
     "rounded",
@@ -70,6 +69,7 @@ class Block:
     after: Block | None = None
     streams: set[int] = field(default_factory=set)  # others that used it
     awaited: int = 0  # events that must pass before it is free
+    made: int = field(default_factory=itertools.count().__next__)  # the less, the older
 
     @property
     def idle(self) -> bool:
@@ -83,31 +83,38 @@ class Block:
 
 @dataclass(eq=False)
 class Pool:
-    """Free blocks for small or for large requests, ordered by size; what is not mapped, by address alone."""
+    """Free blocks for small or for large requests, ordered by size; what is not mapped, by address alone.
+
+    Of one size, the first is the one with the lowest address, or with `oldest_first` the one that was made first.
+    """
 
     small: bool
+    oldest_first: bool = False
     free: list[Block] = field(default_factory=list)
     unmapped: list[Block] = field(default_factory=list)
 
     def insert(self, block: Block) -> None:
         if block.mapped:
-            bisect.insort(self.free, block, key=order)
+            bisect.insort(self.free, block, key=self._order)
         else:
             bisect.insort(self.unmapped, block, key=place)
 
     def remove(self, block: Block) -> None:
         if block.mapped:
-            del self.free[bisect.bisect_left(self.free, order(block), key=order)]
+            del self.free[bisect.bisect_left(self.free, self._order(block), key=self._order)]
         else:
             del self.unmapped[bisect.bisect_left(self.unmapped, place(block), key=place)]
+
+    def fitting(self, size: int, stream: int) -> Iterator[Block]:
+        """The free blocks of `stream` with at least `size` bytes, the smallest first."""
+        return of_stream(self.free, bisect.bisect_left(self.free, (stream, size, -1), key=self._order), stream)
+
+    def _order(self, block: Block) -> tuple[int, int, int]:
+        return block.stream, block.size, block.made if self.oldest_first else block.address
 
     @property
     def page(self) -> int:
         return SMALL_SEGMENT if self.small else LARGE_SEGMENT
-
-
-def order(block: Block) -> tuple[int, int, int]:
-    return block.stream, block.size, block.address
 
 
 def place(block: Block) -> tuple[int, int]:

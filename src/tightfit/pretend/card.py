@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -92,14 +92,24 @@ class Card:
         if work.kind == "matmul" and self.stream not in self._workspaces and not self.accelerator.is_cpu:
             size = workspace_bytes(self.accelerator.compute_capability)
             self._workspaces[self.stream] = self.malloc(size)
-        held = [self.malloc(size) for size in work.held if size]
-        for watch in self.watchers:
-            watch(work)
-        for block in held:
-            self.allocator.free(block)
+        with self.holding(work.held):
+            for watch in self.watchers:
+                watch(work)
         self.timeline.run(self.stream, "compute", round(duration(work, self.accelerator) * self.pace))
         if self.accelerator.is_cpu:  # it computes by itself what it would launch elsewhere
             self.record().wait()
+
+    @contextlib.contextmanager
+    def holding(self, sizes: Sequence[int]) -> Iterator[None]:
+        """There are buffers of these sizes inside."""
+        blocks: list[Block] = []
+        try:
+            for size in filter(None, sizes):
+                blocks.append(self.malloc(size))
+            yield
+        finally:
+            for block in blocks:
+                self.allocator.free(block)
 
     @property
     def live(self) -> Counter:

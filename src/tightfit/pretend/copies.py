@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from tightfit.pretend.layouts import is_dense
 from tightfit.pretend.operations import NAME, compute, inner, valueless
 from tightfit.pretend.pinning import hollow, is_hollow, is_pinned, pin
-from tightfit.pretend.storage import CPU_KEYS, store_of
+from tightfit.pretend.storage import CPU_KEYS, settle, store_of
 
 __all__ = ["cloning", "copy", "to_copy"]
 
@@ -32,7 +33,8 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
             raise valueless("a copy to the host", source)
         else:
             target.copy_(numbers)
-        card.copy_out(source.nbytes, pinned=is_pinned(target), wait=not non_blocking)
+        with card.holding(_buffers(source, target, non_blocking)):
+            card.copy_out(source.nbytes, pinned=is_pinned(target), wait=not non_blocking)
         return target
     store = store_of(target)
     card = store.card
@@ -48,8 +50,35 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
     if source.device.type == NAME:
         card.timeline.wait(card.stream, store_of(source).card.record())
     pinned = source.device.type == NAME or is_pinned(source)
-    card.copy_in(source.nbytes, pinned=pinned, wait=not non_blocking)
+    with card.holding(() if source.device.type == NAME else _buffers(source, target, non_blocking)):
+        card.copy_in(source.nbytes, pinned=pinned, wait=not non_blocking)
     return target
+
+
+def _buffers(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> tuple[int, ...]:
+    """Bytes that a copy between host and card allocates on the card: what crosses is contiguous and of one dtype.
+
+    A dtype is changed on the card where the host does not wait, else on the host (`copy_kernel_cuda` in cuda/Copy.cu).
+    """
+    settle()
+    alike = source.dtype == target.dtype
+    if alike and _lie_alike(source, target):
+        return ()
+    leaves = source.device.type == NAME
+    if not leaves:
+        size = target.numel() * (source if non_blocking else target).itemsize
+        return () if target.is_contiguous() and (alike or not non_blocking) else (size,)
+    size = target.numel() * (target if non_blocking else source).itemsize
+    changed = (size,) if non_blocking and not alike else ()  # without the gaps in memory that the source may have
+    contiguous = source.is_contiguous() or (changed and not is_dense(source.shape, source.stride()))
+    return changed if contiguous else (*changed, size)
+
+
+def _lie_alike(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether one plain copy of memory does it."""
+    both = zip(source.shape, source.stride(), target.stride(), strict=True)
+    same = source.shape == target.shape and all(one == other for size, one, other in both if size > 1)
+    return same and is_dense(source.shape, source.stride())
 
 
 def to_copy(tensor: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:

@@ -32,6 +32,19 @@ _KINDS: dict[Any, Kind] = {
     aten._scaled_dot_product_flash_attention: "attention",
     aten._scaled_dot_product_flash_attention_for_cpu: "attention",
 }
+# these kernels make a contiguous copy of their first tensor where it is not contiguous: once their output is there …
+_ON_CONTIGUOUS = {
+    aten._log_softmax, aten._softmax, aten.avg_pool2d, aten.cumsum, aten.reflection_pad1d, aten.reflection_pad2d,
+    aten.reflection_pad3d, aten.topk,
+}  # fmt: skip
+# … or before that
+_ON_CONTIGUOUS_FIRST = {aten._fused_rms_norm, aten.native_layer_norm, aten.roll}
+# and these of their output too
+_RESIZES = {
+    aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d,
+    aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d,
+}  # fmt: skip
+_PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}  # where their matrices are
 # their first tensor is written, and not read before
 _OVERWRITES = {aten.copy_, aten.fill_, aten.normal_, aten.uniform_, aten.zero_}
 _HALVES = (torch.float16, torch.bfloat16)
@@ -45,7 +58,8 @@ class Work:
     dtype: torch.dtype
     operations: int
     bytes: int
-    held: tuple[int, ...] = ()  # bytes of each buffer that its kernel allocates and gives back
+    early: tuple[int, ...] = ()  # bytes of each buffer that is there before its outputs, and given back
+    held: tuple[int, ...] = ()  # … and of each that its kernel allocates after them
 
 
 def work_of(
@@ -60,13 +74,14 @@ def work_of(
     read = inputs[1:] if op.overloadpacket in _OVERWRITES else inputs
     traffic = sum(_touched(tensor) for tensor in (*read, *outputs))
     dtype = outputs[0].dtype if outputs else torch.float32
+    early, held = _buffers(op, args, outputs[0], accelerator) if outputs else ((), ())
     if kind == "memory" or not outputs:
-        return Work("memory", dtype, 0, traffic)
+        return Work("memory", dtype, 0, traffic, early, held)
     if kind == "attention":
         operations = _attention_operations(*(tensor.shape for tensor in args[:3]))
     else:
         operations = flop_registry[op.overloadpacket](*args, out_val=outputs[0])
-    return Work(kind, dtype, operations, traffic, _held(op, args, outputs[0], accelerator))
+    return Work(kind, dtype, operations, traffic, early, held)
 
 
 def duration(work: Work, accelerator: Accelerator) -> int:
@@ -90,19 +105,64 @@ def _attention_operations(query: torch.Size, key: torch.Size, value: torch.Size)
     return 2 * query[:-2].numel() * query[-2] * key[-2] * (query[-1] + value[-1])
 
 
-def _held(
+def _buffers(
     op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor, accelerator: Accelerator
-) -> tuple[int, ...]:
-    """What a kernel allocates beside its outputs; nothing on a CPU.
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a kernel allocates beside its outputs, before and after them; nothing on a CPU.
 
-    What flash attention holds where it splits few queries' keys among idle processors, and what cuDNN's asks for, are
-    not counted.
+    Not counted: what flash attention holds where it splits few queries' keys among idle processors, and likewise sums
+    of which there are few (`setReduceConfig` in cuda/Reduce.cuh); what cuDNN's attention, cuFFT, and sorting ask for.
     """
     if accelerator.is_cpu:
-        return ()
-    if op.overloadpacket is aten._scaled_dot_product_efficient_attention:
-        return _accumulator(args[1:3], output)
-    return _channels_last(args, output, accelerator) if op.overloadpacket is aten.convolution else ()
+        return (), ()
+    kernel = op.overloadpacket
+    if kernel is aten.convolution:
+        return _convolution(args, output, accelerator)
+    if kernel in _ON_CONTIGUOUS_FIRST:
+        return _copies(args[:1], channels_last=False), ()
+    return (), _held(op, args, output)
+
+
+def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor) -> tuple[int, ...]:
+    kernel = op.overloadpacket
+    sizes: tuple[int, ...] = ()
+    if kernel in _ON_CONTIGUOUS:
+        sizes = _copies(args[:1], channels_last=kernel is aten.avg_pool2d and _has_channels_last(args[0]))
+    elif kernel in _RESIZES:
+        sizes = _copies((output, args[0]), channels_last=_has_channels_last(args[0]) and args[0].shape[1] >= 4)
+    elif kernel in _PRODUCTS:
+        sizes = tuple(args[place].nbytes for place in _PRODUCTS[kernel] if not _is_matrix(args[place]))
+    elif kernel is aten.native_group_norm:
+        sizes = _factors(*args[:6])
+    elif op is aten.pow.Scalar:
+        sizes = (8,)  # the number, as a tensor
+    elif kernel is aten._scaled_dot_product_efficient_attention:
+        sizes = _accumulator(args[1:3], output)
+    return sizes
+
+
+def _factors(maps: torch.Tensor, weight: Any, bias: Any, batch: int, channels: int, pixels: int) -> tuple[int, ...]:
+    """What group norm multiplies each channel of each item by and adds to it (cuda/group_norm_kernel.cu)."""
+    size = batch * channels * max(maps.itemsize, 4)
+    return () if pixels == 1 or (weight is None and bias is None) else (size, size)
+
+
+def _copies(tensors: tuple[torch.Tensor, ...], *, channels_last: bool) -> tuple[int, ...]:
+    """Of those `tensors` that a kernel cannot take as they lie: contiguous, or with `channels_last`."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return tuple(each.nbytes for each in tensors if not each.is_contiguous(memory_format=layout))
+
+
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    return suggested(tensor) is torch.channels_last
+
+
+def _is_matrix(tensor: torch.Tensor) -> bool:
+    """Whether cuBLAS takes `tensor`, or each item of its batch, as it lies (cuda/Blas.cpp: `prepare_…_for_cublas`)."""
+    if tensor.is_contiguous() or (tensor.ndim == 2 and tensor.t().is_contiguous()):
+        return True
+    (rows, columns), (down, across) = tensor.shape[-2:], tensor.stride()[-2:]
+    return (across == 1 and down >= columns) or (down == 1 and across >= rows)
 
 
 def _accumulator(parts: tuple[torch.Tensor, ...], output: torch.Tensor) -> tuple[int, ...]:
@@ -115,7 +175,9 @@ def _accumulator(parts: tuple[torch.Tensor, ...], output: torch.Tensor) -> tuple
     return (4 * output.numel(),) if wide and output.dtype in _HALVES else ()
 
 
-def _channels_last(args: tuple[Any, ...], output: torch.Tensor, accelerator: Accelerator) -> tuple[int, ...]:
+def _convolution(
+    args: tuple[Any, ...], output: torch.Tensor, accelerator: Accelerator
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A convolution on tensor cores holds copies, channels last, of input, output and weights that have them first.
 
     All in one buffer, cuDNN's workspace. Half precision: what https://github.com/pytorch/pytorch/issues/95024 measured
@@ -128,15 +190,13 @@ def _channels_last(args: tuple[Any, ...], output: torch.Tensor, accelerator: Acc
     major = int((accelerator.compute_capability or "8").partition(".")[0])
     first, weight, groups = args[0], args[1], args[8]
     on_tensor_cores = major >= 7 if output.dtype in _HALVES else major >= 8 and output.dtype is torch.float32
-    if not on_tensor_cores or 1 < groups == first.shape[1]:
-        return ()
     layout = next((each for each in map(suggested, (first, weight)) if each is not torch.contiguous_format), None)
     taken = [part.is_contiguous(memory_format=layout or torch.contiguous_format) for part in (first, weight)]
-    before = [part.nbytes for part, as_it_is in zip((first, weight), taken, strict=True) if not as_it_is]
-    if layout is not None:
-        return tuple(before)
+    early, before = (() if as_it_is else (part.nbytes,) for part, as_it_is in zip((first, weight), taken, strict=True))
+    if layout is not None or not on_tensor_cores or 1 < groups == first.shape[1]:
+        return early, before
     copied = (part.nbytes for part in (first, output, weight) if _has_channels_first(part))
-    return (*before, sum(copied))
+    return early, (*before, sum(copied))
 
 
 def _has_channels_first(part: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from tightfit.pretend.native import pointwise_kernels
 
-__all__ = ["laid_out", "suggested"]
+__all__ = ["is_dense", "laid_out", "suggested"]
 
 _aten = torch.ops.aten
 _Strides = tuple[int, ...]
@@ -119,10 +119,10 @@ def _quick(operands: Sequence[torch.Tensor], *, numbers: bool) -> _Strides | Non
     if first.ndim == 4 and all(each.is_contiguous(memory_format=torch.channels_last) for each in operands):
         return in_format(first.shape, torch.channels_last)
     alike = all(each.stride() == first.stride() for each in operands)
-    return first.stride() if alike and _dense(first.shape, first.stride()) else None
+    return first.stride() if alike and is_dense(first.shape, first.stride()) else None
 
 
-def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements lie side by side in some order of the dimensions."""
     expected = 1
     for stride, length in sorted((stride, length) for stride, length in zip(strides, shape, strict=True) if length > 1):

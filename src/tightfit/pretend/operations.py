@@ -13,7 +13,7 @@ from tightfit.pretend.card import Card
 from tightfit.pretend.fused import STAND_INS
 from tightfit.pretend.kernels import work_of
 from tightfit.pretend.layouts import laid_out
-from tightfit.pretend.storage import CPU_KEYS, new_tensor, store_of, view
+from tightfit.pretend.storage import CPU_KEYS, new_tensor, settle, store_of, view
 
 __all__ = ["NAME", "compute", "inner", "new_like", "valueless"]
 
@@ -38,8 +38,11 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         _note_write(tensor, inside[id(tensor)], card)
     back = {id(inside[id(tensor)]): tensor for tensor in outer}
     homes = {inside[id(tensor)].untyped_storage()._cdata: tensor for tensor in outer}
-    final = _returned(result, back, homes, card)
-    card.do(work_of(op, inner_args, list(inside.values()), list(_tensors((result,))), card.accelerator))
+    work = work_of(op, inner_args, list(inside.values()), list(_tensors((result,))), card.accelerator)
+    settle()
+    with card.holding(work.early):
+        final = _returned(result, back, homes, card)
+        card.do(work)
     return final
 
 
