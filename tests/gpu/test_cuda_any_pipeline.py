@@ -64,7 +64,6 @@ OPEN = {  # what does not work yet; the first three ask for what a request canno
     "PixArtSigma": "use_resolution_binning=False: the pipeline's usual call fails, so it is planned for as unmeasured",
     "Sana": "use_resolution_binning=False: planned for as 512×512, for which half of the peak is too little",
     "HiDreamImage": "max_sequence_length=16: the pipeline's usual call fails, so it is planned for as unmeasured",
-    "CogVideoX": "torch maps whole pages of 20 MiB, also beyond its limit: 172 MiB are reserved of 171",
 }
 LARGE = ("LTXImageToVideo",)  # at a larger size it needs more than half of its peak
 

@@ -105,6 +105,19 @@ def test_a_cap_never_raises_and_is_taken_back(card: CudaDevice) -> None:
     assert torch.cuda.get_per_process_memory_fraction(0) == 0.25
 
 
+def test_no_more_is_reserved_than_the_cap_where_segments_are_expandable(card: CudaDevice) -> None:
+    """torch compares requests with its limit, and maps larger pages for them."""
+    grow = card.grow_segments()
+    torch.cuda.empty_cache()
+    size = torch.cuda.memory_reserved(0) + 130 * MIB  # no multiple of a page
+    undo = card.cap(size)
+    with pytest.raises(torch.OutOfMemoryError):
+        [torch.empty(21 * MIB, dtype=torch.uint8, device="cuda:0") for _ in range(100)]
+    assert size - 40 * MIB < torch.cuda.memory_reserved(0) <= size
+    undo()
+    grow()
+
+
 def test_free_bytes_are_those_of_the_cap(card: CudaDevice) -> None:
     free = card.free_bytes()
     undo = card.cap(256 * MIB)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["CONTEXT", "PAGEABLE", "workspace_bytes"]
+__all__ = ["CONTEXT", "OVERSHOOT", "PAGEABLE", "workspace_bytes"]
 
 CONTEXT = 512 * 2**20  # bytes of a card that its context and the driver keep (an assumption)
+# bytes: torch compares a request, rounded up to 2 MiB, with its limit, and then maps pages of 20 MiB for it where
+# segments are expandable (alloc_block in c10/cuda/CUDACachingAllocator.cpp)
+OVERSHOOT = 18 * 2**20
 PAGEABLE = 0.5  # of the link's rate: the driver copies through a pinned buffer of its own (an assumption)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tightfit.catalog.cuda import OVERSHOOT
 from tightfit.devices.cuda_streams import CudaLane
 from tightfit.devices.exhaustion import is_out_of_memory
 from tightfit.devices.lane import Lane
@@ -52,6 +53,10 @@ class _Segments:
 
     def __init__(self) -> None:
         self._callers, self._before = 0, ""
+
+    @property
+    def on(self) -> bool:
+        return bool(self._callers)
 
     def grow(self) -> Callable[[], None]:
         """Switches it on; segments that are there already stay as they are. Returns an undo."""
@@ -253,7 +258,11 @@ class CudaDevice(Device):
         return any(each["is_expandable"] for each in segments if 0 <= address - each["address"] < each["total_size"])
 
     def cap(self, size: int) -> Callable[[], None]:
-        """By the process's share of the card; a lower one that somebody has set stays."""
+        """By the process's share of the card; a lower one that somebody has set stays.
+
+        While segments are expandable it is set lower, by what torch may map beyond it.
+        """
+        size = max(size - OVERSHOOT, 0) if _SEGMENTS.on else size
         return _SHARES.limit(self.torch_device, min((size + 1) / self.total_bytes(), 1.0))  # it is rounded down
 
     def release_cache(self) -> None:
