@@ -33,12 +33,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Copy(NamedTuple):
-    """A tensor of the device in host memory, as soon as it has arrived."""
+    """A tensor of the device in host memory, for what the device is given after `_settle`."""
 
     room: torch.Tensor
     shape: torch.Size
     dtype: torch.dtype
-    arrival: Arrival
 
 
 class _Result(NamedTuple):
@@ -145,7 +144,7 @@ class Finished:
         room = self._rooms.take(own.nbytes)
         arrival = self._lane.send(room, bytes_of(own), self._lane.mark())
         self._leaving.append((arrival, own))
-        return _Copy(room, own.shape, own.dtype, arrival)
+        return _Copy(room, own.shape, own.dtype)
 
     def _settle(self) -> None:
         for arrival, _ in self._leaving:
@@ -157,7 +156,6 @@ class Finished:
 
     def _there(self, leaf: Any) -> Any:
         if isinstance(leaf, _Copy):
-            leaf.arrival.land()
             return self._device.bring(leaf.room.view(leaf.dtype).view(leaf.shape))
         if isinstance(leaf, Stored):
             with DiskReader() as reader:
