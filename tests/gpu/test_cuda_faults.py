@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tightfit
-from card_state import assert_nothing_left, card_state
+from card_state import assert_nothing_left, card_state, fill_cache
 from cuda_stub import driver
 from inspection import assert_same, imprint, relative_error
 from tightfit.errors import TightfitError
@@ -136,18 +136,6 @@ def choices(pipe: Any, case: TinyCase, name: str) -> dict[str, Any]:
         tightfit.fit(pipe, **chosen, device="cuda").undo()  # measures and plans while nothing fails
         return chosen
     return {"plan": STREAMED} if name == "level 3" else {"level": 0}
-
-
-def fill_cache() -> list[torch.Tensor]:
-    """Tensors in all memory that the allocator has from the driver."""
-    torch.cuda.empty_cache()
-    reserved, filling = torch.cuda.memory_reserved(), []
-    for size in (2 * MIB, 512):  # from segments for large tensors, and for small ones
-        while torch.cuda.memory_reserved() == reserved:
-            filling.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-        filling.pop()
-        torch.cuda.empty_cache()
-    return filling
 
 
 def attempt(pipe: Any, case: TinyCase, chosen: dict[str, Any], fault: Fault) -> tuple[Any, Any, Any]:
