@@ -5,6 +5,7 @@ Each computes something under a plan, the same each time, and undoes the plan.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -75,7 +76,7 @@ class _Interruption(Exception):
 class _Interrupting(TorchDispatchMode):
     """Raises `error` instead of the n-th operation `name`."""
 
-    def __init__(self, name: str, number: int, error: type[Exception] = _Interruption) -> None:
+    def __init__(self, name: str, number: int, error: type[BaseException] = _Interruption) -> None:
         super().__init__()
         self._name, self._left, self._error = name, number, error
 
@@ -83,12 +84,12 @@ class _Interrupting(TorchDispatchMode):
         if function._schema.name.partition("::")[2] == self._name:
             self._left -= 1
             if self._left == 0:
-                raise self._error("out of memory" if self._error is torch.OutOfMemoryError else "")
+                raise self._error
         return function(*args, **kwargs or {})
 
 
 @contextmanager
-def _interrupted(name: str, number: int, error: type[Exception] = _Interruption) -> Iterator[None]:
+def _interrupted(name: str, number: int, error: type[BaseException] = _Interruption) -> Iterator[None]:
     with suppress(error), _Interrupting(name, number, error):
         yield
         raise AssertionError("nothing was interrupted")
@@ -291,12 +292,13 @@ def _waiting(rows: int, interrupted: bool = False, **faults: int) -> Made:
     with driver.faults(**faults) if faults else nullcontext(), ExitStack() as undo:
         move_waiting(model, device, Recorder(device), undo)
         made = [model(_x(rows, WIDTH)), model(_x(rows, WIDTH))]
-        for number in (6, 7, 8) if interrupted else ():  # what comes back is on its way
-            with _interrupted("addmm", number):
+        for number in (8, 6, 7) if interrupted else ():  # what comes back is on its way
+            with _interrupted("addmm", number, KeyboardInterrupt):  # after which torch calls no hooks
                 model(_x(rows, WIDTH))
             use_free_memory()
-            if number < 8:
+            if number != 7:
                 made.append(model(_x(rows, WIDTH)))
+    gc.collect()  # what was under way when it was undone
     use_free_memory()
     return made
 
