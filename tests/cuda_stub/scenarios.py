@@ -155,6 +155,9 @@ def streamed_layers() -> Made:
 def _staged(chosen: dict[str, Any], faults: dict[str, int]) -> Made:
     """Through a buffer that is filled and sent by a thread, and holds a few layers; some passes are interrupted."""
     model = _Layers(8)
+    for layer in model.blocks:  # at an address at which it is sent by itself, when it has come from the disk
+        bias = torch.empty(WIDTH + 4)[4:].copy_(layer.bias)
+        layer.bias = nn.Parameter(bias, requires_grad=False)
     plan = {"placement": "per-unit", "ring": 3 * LAYER, "stays": ["blocks.1"], **chosen}
     with driver.faults(**faults) if faults else nullcontext(), patch.object(staging, "SIZE", 2 * LAYER):
         fitted = _fitted(model, plan)
@@ -162,6 +165,7 @@ def _staged(chosen: dict[str, Any], faults: dict[str, int]) -> Made:
         for number in (1, 5):
             with _interrupted("addmm", number):
                 model(_x())
+            use_free_memory()
             made.append(model(_x(4, WIDTH)))
         fitted.undo()
     return made
