@@ -339,10 +339,6 @@ def _decoding(rows: int, strips: int, interruptions: tuple[int, ...] = (), colum
     return made
 
 
-def maps_waiting() -> Made:
-    return _decoding(8, 30_000)
-
-
 def narrow_strips() -> Made:
     """In strips so narrow that nothing goes ahead."""
     return _decoding(4, 1, columns=512)
@@ -353,7 +349,7 @@ def many_maps_waiting() -> Made:
 
 
 def maps_interrupted() -> Made:
-    return _decoding(8, 30_000, (20, 40))
+    return _decoding(4, 30_000, (20, 40))
 
 
 NETWORKS: dict[str, Callable[[], Made]] = {
@@ -371,7 +367,6 @@ NETWORKS: dict[str, Callable[[], Made]] = {
         much_waiting,
         waiting_interrupted,
         waiting_interrupted_refused,
-        maps_waiting,
         narrow_strips,
         many_maps_waiting,
         maps_interrupted,
