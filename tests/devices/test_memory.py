@@ -182,11 +182,12 @@ assert numbers.storage_offset() == 0 and more < {3 * RELEASED_AT_ONCE}, more
 
 
 @needs_linux
-@pytest.mark.parametrize("who", ["a view", "numpy", "shared memory", "small"])
+@pytest.mark.parametrize("who", ["a view", "numpy", "the storage", "shared memory", "small"])
 def test_what_others_can_see_is_only_copied(who: str) -> None:
     size = RELEASED_AT_ONCE // 2 if who == "small" else 2 * RELEASED_AT_ONCE
     source = torch.from_numpy(np.full(size, 7, np.uint8)) if who == "numpy" else torch.full((size,), 7).to(torch.uint8)
-    others: object = source.view(-1, 2) if who == "a view" else source.numpy() if who == "numpy" else None
+    kept = {"a view": lambda: source.view(-1, 2), "numpy": source.numpy, "the storage": source.untyped_storage}
+    others = kept.get(who, lambda: None)()
     if who == "shared memory":
         source.share_memory_()
     target = arena(size)
