@@ -1,6 +1,6 @@
 """torch's own race detector (torch.cuda._sanitizer) on tiny pipelines.
 
-python -m cuda_stub.sanitize CASE [--without TEXT]
+python -m cuda_stub.sanitize CASE [--plan NAME ...] [--without TEXT]
 It compares the addresses of tensors with what streams have waited for, and knows nothing of the stub. A line of JSON
 for each plan. `--without TEXT` leaves out the ordering in whose name TEXT is: then it should have something to report.
 """
@@ -10,7 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
+import traceback
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +30,8 @@ from tiny_pipelines import CASES, run
 
 STREAMED = {"placement": "per-unit"}
 PLANS: dict[str, Any] = {
-    **{f"level {level}": {"plan": {"level": level}} for level in range(4)},
+    "level 0": {"plan": {"level": 0}},
+    "level 3": {"plan": {"level": 3}},
     "waiting activations": {"plan": {"level": 0, "offload_activations": True}},
     "strips": {"plan": {"vae": {"strips": 30_000, "maps": "host"}}},
     "page-locked": STREAMED | {"pinned": True},
@@ -39,6 +44,7 @@ PLANS: dict[str, Any] = {
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("case")
+    parser.add_argument("--plan", nargs="*", choices=PLANS, default=list(PLANS))
     parser.add_argument("--without")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -47,10 +53,16 @@ def main() -> None:
     run(case.make(), case)  # whatever is imported by the first call
     if options.without:
         leave_out(next(each for each in all_orderings() if options.without in str(each)))
+    _sanitizer.traceback = SimpleNamespace(StackSummary=traceback.StackSummary, walk_stack=_nearest)
     _sanitizer.enable_cuda_sanitizer()
     with computing(), rates_without_numbers():
-        for name, chosen in PLANS.items():
-            print(json.dumps({"case": case.name, "plan": name, **_reports(case, chosen)}), flush=True)
+        for name in options.plan:
+            print(json.dumps({"case": case.name, "plan": name, **_reports(case, PLANS[name])}), flush=True)
+
+
+def _nearest(frame: Any) -> Iterator[Any]:
+    """The frames that a report shows: it remembers those of each operation, which is most of its time."""
+    return itertools.islice(traceback.walk_stack(frame), 12)
 
 
 def _reports(case: Any, chosen: dict[str, Any]) -> dict[str, Any]:
