@@ -66,7 +66,7 @@ def main() -> None:
             begun = time.monotonic()
             ways = sorted(first["reached"].get(str(ordering), ()), key=lambda name: first["seconds"][name])
             if ways:
-                patience = 20 + 5 * sum(first["seconds"][name] for name in ways)
+                patience = 60 + 20 * sum(first["seconds"][name] for name in ways)
                 found = _in_a_fork(lambda say: _outcome(ordering, ways, references, say), patience)  # noqa: B023 - now
             else:
                 found = {"outcome": "not reached"}
@@ -123,7 +123,10 @@ def _in_a_fork(work: Callable[[Callable[[str], None]], dict[str, Any]], patience
             os.close(reading)
             torch.cuda._is_in_bad_fork = lambda: False
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # races are counted
-            answer = work(lambda where: _write(writing, {"in": where}))
+            try:
+                answer = work(lambda where: _write(writing, {"in": where}))
+            except Exception as error:
+                answer = {"outcome": f"{type(error).__name__}: {str(error)[:300]}"}
             _write(writing, answer)
         finally:
             os._exit(0)

@@ -38,7 +38,6 @@ HUGE_PAGE = 2 * 2**20  # of x86-64, and of ARM with pages of 4 KiB
 LARGEST_PLUG = 2**30  # bytes
 RELEASED_AT_ONCE = 32 * 2**20  # bytes
 ALONE = 2  # who holds a storage that one tensor has: the tensor, and whoever asks
-ASKED = 2  # references to the Python object of a storage that only the asking function has, as sys.getrefcount counts
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
 _USUAL_LIMITS = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20}  # up to which glibc raises them by itself
 
@@ -111,11 +110,17 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 def _is_its_own(tensor: torch.Tensor) -> bool:
     """Whether its memory is from torch's own allocator (`resizable` says so), and only this tensor lies in it."""
-    storage = tensor.untyped_storage()
-    if sys.platform != "linux" or tensor.device.type != "cpu" or not storage.resizable() or storage.is_shared():
+    if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.is_shared():
         return False
-    seen = sys.getrefcount(storage) > ASKED  # torch gives the same object to all who ask for it
-    return not seen and not tensor.is_pinned() and not is_shared(tensor)
+    if not tensor.untyped_storage().resizable():
+        return False
+    return not tensor.is_pinned() and _holders(tensor) == _holders(torch.empty(1))
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold a storage, and its Python object, which is the same for all who ask for it."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
