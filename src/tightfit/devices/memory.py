@@ -110,7 +110,7 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 def _is_its_own(tensor: torch.Tensor) -> bool:
     """Whether its memory is from torch's own allocator (`resizable` says so), and only this tensor lies in it."""
-    if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.is_shared():
+    if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.untyped_storage().is_shared():
         return False
     if not tensor.untyped_storage().resizable():
         return False
