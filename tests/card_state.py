@@ -9,7 +9,7 @@ import torch
 
 from cuda_stub import driver
 
-__all__ = ["CardState", "assert_nothing_left", "card_state"]
+__all__ = ["CardState", "assert_nothing_left", "card_state", "fill_cache"]
 
 SMALL = 2 * 2**20  # bytes of torch's segments of small tensors
 
@@ -52,3 +52,15 @@ def assert_nothing_left(before: CardState) -> None:
     assert all(after.reserved[card] <= before.reserved[card] + SMALL for card in range(len(after.reserved)))
     assert after.registered <= before.registered, "host memory stays registered"
     assert after.locked <= before.locked, "host memory stays page-locked"
+
+
+def fill_cache() -> list[torch.Tensor]:
+    """Tensors in all memory that the allocator has from the driver."""
+    torch.cuda.empty_cache()
+    reserved, filling = torch.cuda.memory_reserved(), []
+    for size in (SMALL, 512):  # from segments for large tensors, and for small ones
+        while torch.cuda.memory_reserved() == reserved:
+            filling.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        filling.pop()
+        torch.cuda.empty_cache()
+    return filling

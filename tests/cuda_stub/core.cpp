@@ -2,9 +2,12 @@
 // Memory is counted, copies are made or not, kernels do nothing; streams and events keep the order they were given.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/uio.h>
 #include <cerrno>
+#include <csignal>
 #include <unistd.h>
 #include <algorithm>
 #include <atomic>
@@ -128,7 +131,7 @@ API const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(
 
 // ---- streams and events ----------------------------------------------------------------------------------------------
 struct Stream;
-enum Kind { COPY, SET, WAIT, CALL };
+enum Kind { COPY, STAGED, SET, WAIT, CALL };
 struct Work {  // what is not done yet; kernels are only a number in the order
   unsigned long long at;
   Kind kind;
@@ -227,6 +230,7 @@ static void drain(Stream* stream, unsigned long long upto) {
     stream->work.pop_front();
     if (it.kind == WAIT) drain(it.other, it.upto);
     if (it.kind == COPY && it.target != it.source) move(it.target, it.source, it.bytes);
+    if (it.kind == STAGED) { memmove(it.target, it.source, it.bytes); free((void*)it.source); }
     if (it.kind == SET) memset(it.target, it.value, it.bytes);
     if (it.kind == CALL) it.call(it.target);
   }
@@ -253,9 +257,9 @@ static bool pending(const void* address, size_t bytes, const char* what) {
   bool any = false;
   for (auto* each : streams())
     for (auto& it : each->work) {
-      if (it.kind != COPY && it.kind != SET) continue;
+      if (it.kind != COPY && it.kind != STAGED && it.kind != SET) continue;
       auto hit = [&](const void* at) { auto from = (const char*)at; return at && from < end && from + it.bytes > begin; };
-      if (hit(it.target) || hit(it.source)) { any = true; hazard("%s of %p (%zu bytes) before %zu bytes on stream %d are copied", what, address, bytes, it.bytes, each->number); break; }
+      if (hit(it.target) || (it.kind == COPY && hit(it.source))) { any = true; hazard("%s of %p (%zu bytes) before %zu bytes on stream %d are copied", what, address, bytes, it.bytes, each->number); break; }
     }
   return any;
 }
@@ -325,7 +329,7 @@ struct Range { size_t bytes; bool registered; };
 static std::map<char*, Block>& blocks() { static auto* it = new std::map<char*, Block>; return *it; }
 static std::map<char*, Range>& ranges() { static auto* it = new std::map<char*, Range>; return *it; }
 static long long taken[16], most[16], locked;
-static const size_t PIECE = 2 << 20;
+static const size_t PIECE = 2 << 20, STAGING = 64 << 10;
 static size_t rounded(size_t bytes) { return bytes >= PIECE / 2 ? (bytes + PIECE - 1) / PIECE * PIECE : (bytes + 511) / 512 * 512; }
 template <class T> static typename std::map<char*, T>::iterator holding(std::map<char*, T>& all, const void* address) {
   auto it = all.upper_bound((char*)address);
@@ -333,14 +337,54 @@ template <class T> static typename std::map<char*, T>::iterator holding(std::map
   --it;
   return (char*)address < it->first + it->second.bytes ? it : all.end();
 }
-static long long room(int which) { return std::max(0LL, TOTAL - CONTEXT - setting("neighbour") - taken[which]); }
+// Processes with the same STUB_CARD_FILE share their cards: each has a line in that file with what it has taken of them.
+struct Line { int pid; long long taken[16]; };
+class Shared {
+  static const int LINES = 64;
+  int file = -1;
+  Line *lines = nullptr, *own = nullptr;
+  static bool alive(int pid) { return pid && (!kill(pid, 0) || errno == EPERM); }
+ public:
+  Shared() {
+    const char* path = getenv("STUB_CARD_FILE");
+    if (!path) return;
+    file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (file < 0 || ftruncate(file, LINES * sizeof(Line))) { perror("stub: STUB_CARD_FILE"); abort(); }
+    lines = (Line*)mmap(nullptr, LINES * sizeof(Line), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (lines == MAP_FAILED) { perror("stub: STUB_CARD_FILE"); abort(); }
+  }
+  void lock() { if (lines) flock(file, LOCK_EX); }
+  void unlock() { if (lines) flock(file, LOCK_UN); }
+  long long others(int which) {
+    long long sum = 0;
+    for (int n = 0; lines && n < LINES; n++)
+      if (lines[n].pid != getpid() && alive(lines[n].pid)) sum += lines[n].taken[which] + (lines[n].taken[which] ? CONTEXT : 0);
+    return sum;
+  }
+  void write(const long long* all) {
+    if (!lines) return;
+    for (int n = 0; (!own || own->pid != getpid()) && n < LINES; n++)
+      if (!alive(lines[n].pid)) { own = &lines[n]; own->pid = getpid(); }
+    if (own) memcpy(own->taken, all, sizeof own->taken);
+  }
+};
+static Shared& shared() { static auto* it = new Shared; return *it; }
+static void change(int which, long long by) {
+  taken[which] += by; most[which] = std::max(most[which], taken[which]);
+  shared().write(taken);
+}
+static long long used(int which) { return CONTEXT + setting("neighbour") + shared().others(which) + taken[which]; }
+static long long room(int which) { return std::max(0LL, TOTAL - used(which)); }
 static bool take(int which, long long bytes) {
-  if (taken[which] + CONTEXT + setting("neighbour") + bytes > TOTAL || fails("malloc")) { count("refused"); log("refused %lld of %lld\n", bytes, room(which)); return false; }
-  taken[which] += bytes; most[which] = std::max(most[which], taken[which]);
+  std::lock_guard<Shared> alone(shared());
+  if (used(which) + bytes > TOTAL || fails("malloc")) { count("refused"); log("refused %lld of %lld\n", bytes, room(which)); return false; }
+  change(which, bytes);
   return true;
 }
-static char* map_aligned(size_t bytes, int protection) {
-  char* at = (char*)mmap(nullptr, bytes + PIECE, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+// A card's memory is shared, so that a process's anonymous memory is the host's alone (smaps); page-locked is private.
+static const int OF_A_CARD = MAP_SHARED, OF_THE_HOST = MAP_PRIVATE;
+static char* map_aligned(size_t bytes, int protection, int whose) {
+  char* at = (char*)mmap(nullptr, bytes + PIECE, protection, whose | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) return nullptr;
   char* start = (char*)(((size_t)at + PIECE - 1) / PIECE * PIECE);
   if (start > at) munmap(at, start - at);
@@ -353,8 +397,8 @@ API cudaError_t cudaMalloc(void** out, size_t bytes) {
   if (!bytes) { *out = nullptr; return cudaSuccess; }
   size_t whole = (rounded(bytes) + 4095) / 4096 * 4096;
   if (!take(card, rounded(bytes))) { *out = nullptr; return fail(cudaErrorMemoryAllocation); }
-  char* at = map_aligned(whole, PROT_READ | PROT_WRITE);
-  if (!at) { taken[card] -= rounded(bytes); return fail(cudaErrorMemoryAllocation); }
+  char* at = map_aligned(whole, PROT_READ | PROT_WRITE, OF_A_CARD);
+  if (!at) { change(card, -(long long)rounded(bytes)); return fail(cudaErrorMemoryAllocation); }
   blocks()[at] = {rounded(bytes), card, true};
   log("malloc %p %zu taken %lld\n", at, bytes, taken[card]); *out = at; return cudaSuccess; }
 API cudaError_t cudaFree(void* address) {
@@ -363,7 +407,7 @@ API cudaError_t cudaFree(void* address) {
   auto it = blocks().find((char*)address);
   if (it == blocks().end() || !it->second.ours) return fail(cudaErrorInvalidValue);
   drain_card(it->second.card);  // it waits, as the real one does
-  taken[it->second.card] -= it->second.bytes; munmap(address, (it->second.bytes + 4095) / 4096 * 4096);
+  change(it->second.card, -(long long)it->second.bytes); munmap(address, (it->second.bytes + 4095) / 4096 * 4096);
   log("free %p %zu taken %lld\n", address, it->second.bytes, taken[it->second.card]); if (RACES) forget(address, it->second.bytes); blocks().erase(it); return cudaSuccess; }
 API cudaError_t cudaMallocAsync(void** out, size_t bytes, cudaStream_t) { return cudaMalloc(out, bytes); }
 API cudaError_t cudaFreeAsync(void* address, cudaStream_t) { return cudaFree(address); }
@@ -394,7 +438,7 @@ API cudaError_t cudaHostUnregister(void* address) {
   counts()["locked_now"] = locked -= it->second.bytes; ranges().erase(it); return cudaSuccess; }
 API cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned flags) {
   LOCK; used_cards().insert(card); count("host_allocs");
-  char* at = map_aligned((bytes + 4095) / 4096 * 4096, PROT_READ | PROT_WRITE);
+  char* at = map_aligned((bytes + 4095) / 4096 * 4096, PROT_READ | PROT_WRITE, OF_THE_HOST);
   if (!at) return fail(cudaErrorMemoryAllocation);
   auto rc = lock_pages(at, bytes, false);
   if (rc) munmap(at, (bytes + 4095) / 4096 * 4096); else *out = at;
@@ -429,8 +473,18 @@ static cudaError_t copy(void* target, const void* source, size_t bytes, cudaStre
   bool real = (long long)bytes <= COPY_MAX;
   stream->time += 5e-6 + bytes / (from == 'D' && to == 'D' ? 4e11 : from == 'H' || to == 'H' ? LINK / 2 : LINK);
   legacy(stream);
-  if (RACES) { learn(stream->knows, host_knows); if (from != 'H') touch(stream, source, bytes, false, kept(way)); if (to != 'H') touch(stream, target, bytes, true, kept(way)); }
-  if (from == 'H' || to == 'H' || wait) {  // memory that is not page-locked: the call waits
+  std::map<int, unsigned long long> before;  // what is surely done when all that the stream was given is
+  if (RACES) { learn(before, stream); learn(stream->knows, host_knows); if (from != 'H') touch(stream, source, bytes, false, kept(way)); if (to != 'H') touch(stream, target, bytes, true, kept(way)); }
+  if (from == 'H' && to == 'D' && !wait && LATE) {  // when the call returns the last part may still be in a buffer of the driver's
+    drain(stream, stream->given);
+    if (RACES) learn(host_knows, before);
+    size_t last = std::min(bytes, STAGING), rest = bytes - last;
+    void* staged = real ? malloc(last) : nullptr;
+    if (staged) {
+      memmove(target, source, rest);
+      give(stream, {0, STAGED, (char*)target + rest, memcpy(staged, (char*)source + rest, last), last, 0, 0, 0, 0});
+    } else give(stream, {0, COPY, target, target, bytes, 0, 0, 0, 0});
+  } else if (from == 'H' || to == 'H' || wait) {  // memory that is not page-locked: the call waits
     drain(stream, stream->given);
     if (real) memmove(target, source, bytes);
     step(stream); stream->done = stream->given;
@@ -574,20 +628,20 @@ struct Piece { long long bytes; int card; int uses; };
 static std::map<char*, Piece*>& mapped() { static auto* it = new std::map<char*, Piece*>; return *it; }
 API R cuMemGetAllocationGranularity(size_t* out, const void*, int) { *out = PIECE; return 0; }
 API R cuMemAddressReserve(P* out, size_t bytes, size_t, P, unsigned long long) {
-  LOCK; char* at = map_aligned(bytes, PROT_NONE); if (!at) return 2;
+  LOCK; char* at = map_aligned(bytes, PROT_NONE, OF_A_CARD); if (!at) return 2;
   blocks()[at] = {bytes, card, false}; log("reserve %p %zu\n", at, bytes); *out = (P)at; return 0; }
 API R cuMemAddressFree(P at, size_t bytes) { LOCK; blocks().erase((char*)at); munmap((void*)at, bytes); return 0; }
 API R cuMemCreate(P* out, size_t bytes, const int* prop, unsigned long long) {  // CUmemAllocationProp: type, handles, location {type, id}
   LOCK; int which = prop[2] == 1 ? prop[3] : card; count("mem_creates");
   if (!take(which, bytes)) return 2;
   *out = (P) new Piece{(long long)bytes, which, 1}; log("mem_create %zu taken %lld\n", bytes, taken[which]); return 0; }
-static void drop(Piece* it) { if (--it->uses == 0) { taken[it->card] -= it->bytes; log("mem_gone %lld taken %lld\n", it->bytes, taken[it->card]); delete it; } }
+static void drop(Piece* it) { if (--it->uses == 0) { change(it->card, -it->bytes); log("mem_gone %lld taken %lld\n", it->bytes, taken[it->card]); delete it; } }
 API R cuMemRelease(P handle) { LOCK; drop((Piece*)handle); return 0; }
 API R cuMemMap(P at, size_t, size_t, P handle, unsigned long long) { LOCK; auto* it = (Piece*)handle; it->uses++; mapped()[(char*)at] = it; return 0; }
 API R cuMemSetAccess(P at, size_t bytes, const void*, size_t) { LOCK; if (fails("map")) return 999; return mprotect((void*)at, bytes, PROT_READ | PROT_WRITE) ? 1 : 0; }
 API R cuMemUnmap(P at, size_t bytes) {
   LOCK; pending((void*)at, bytes, "cuMemUnmap"); if (RACES) forget((void*)at, bytes);
-  madvise((void*)at, bytes, MADV_DONTNEED); mprotect((void*)at, bytes, PROT_NONE);
+  madvise((void*)at, bytes, MADV_REMOVE); mprotect((void*)at, bytes, PROT_NONE);
   for (auto it = mapped().lower_bound((char*)at); it != mapped().end() && it->first < (char*)at + bytes; it = mapped().erase(it)) drop(it->second);
   return 0; }
 static void* driver(const char* name) {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import importlib
 import inspect
@@ -14,11 +13,16 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["Ordering", "all_orderings", "leave_out"]
+__all__ = ["Ordering", "all_orderings", "leave_out", "notice"]
 
 SRC = Path(__file__).parents[2] / "src" / "tightfit"
 ELSEWHERE = {"pretend.py"}  # simulated cards have waits of their own
-TIMING = "seconds"  # the method that times work
+TIMING = {"seconds", "synchronize"}  # methods that are asked for the sake of times alone
+NOT_ON_CARDS = {  # what other devices do instead, and how often in the function
+    ("devices/lane.py", "Lane.follow", 1),  # CudaLane has its own
+    ("devices/lane.py", "_Late.settle", 1),  # a lane of the tests
+    ("apply/weights/disk.py", "DiskHome.send", 2),  # without a stager, which devices have that take threads
+}
 WAITS = {
     "abandon", "follow", "land", "mark", "precede", "record_event", "sent", "settle", "synchronize", "wait_event",
     "wait_stream",
@@ -51,8 +55,9 @@ def all_orderings() -> list[Ordering]:
                 found += [
                     Ordering(name, function, node.lineno, node.col_offset, ast.unparse(node))
                     for function, top in _functions(ast.parse(file.read_text()))
-                    if function.rpartition(".")[2] != TIMING
-                    for node in _orderings_in(top, marks=COPYING.match(name) is not None)
+                    if function.rpartition(".")[2] not in TIMING
+                    for number, node in enumerate(_in_order(top, marks=COPYING.match(name) is not None), 1)
+                    if (name, function, number) not in NOT_ON_CARDS
                 ]
     return found
 
@@ -66,6 +71,10 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
             yield prefix + node.name, node
 
 
+def _in_order(function: ast.FunctionDef, *, marks: bool) -> list[ast.expr]:
+    return sorted(_orderings_in(function, marks=marks), key=lambda node: (node.lineno, node.col_offset))
+
+
 def _orderings_in(function: ast.FunctionDef, *, marks: bool) -> Iterator[ast.expr]:
     for node in ast.walk(function):
         if not isinstance(node, ast.Call):
@@ -77,34 +86,54 @@ def _orderings_in(function: ast.FunctionDef, *, marks: bool) -> Iterator[ast.exp
         yield from (each for each in given if marks and ast.unparse(each).rpartition(".")[2] in {"after", "_after"})
 
 
-class _WithoutOne(ast.NodeTransformer):
-    def __init__(self, ordering: Ordering) -> None:
-        self.ordering = ordering
+class _Marked(ast.NodeTransformer):
+    """With a call of the marker in place of each of `orderings`, or around it."""
+
+    def __init__(self, orderings: list[Ordering], *, without: bool) -> None:
+        self.numbers = {(each.line, each.column, each.text): number for number, each in enumerate(orderings)}
+        self.without = without
 
     def visit(self, node: ast.AST) -> Any:
-        at = self.ordering
-        here = isinstance(node, ast.expr) and (node.lineno, node.col_offset) == (at.line, at.column)
-        if not here or ast.unparse(node) != at.text:
+        number = None
+        if isinstance(node, ast.expr):
+            number = self.numbers.get((node.lineno, node.col_offset, ast.unparse(node)))
+        if number is None:
             return self.generic_visit(node)
-        given: list[ast.expr] = [ast.Constant(0.0 if at.text.endswith("settle()") else None)]  # seconds
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            given.append(node.func.value)  # what it is asked of is there all the same
-        marked = ast.Call(ast.Name(MARKER, ast.Load()), given, [])
-        return ast.fix_missing_locations(ast.copy_location(marked, node))
+        text = ast.unparse(node)
+        if self.without:
+            what: ast.expr = ast.Constant(0.0 if text.endswith("settle()") else None)  # seconds
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # what it is asked of is there
+                what = ast.Subscript(ast.Tuple([node.func.value, what], ast.Load()), ast.Constant(1), ast.Load())
+        else:
+            what = self.generic_visit(node)
+        said = ast.Call(ast.Name(MARKER, ast.Load()), [ast.Constant(number)], [])
+        both = ast.Subscript(ast.Tuple([said, what], ast.Load()), ast.Constant(1), ast.Load())
+        return ast.fix_missing_locations(ast.copy_location(both, node))
 
 
-def leave_out(ordering: Ordering, reached: Callable[[], None]) -> None:
-    """From now on the function does without, in this process; `reached` is called where it would have been."""
-    tree = _WithoutOne(ordering).visit(copy.deepcopy(ast.parse((SRC / ordering.file).read_text())))
-    module = importlib.import_module("tightfit." + ordering.file.removesuffix(".py").replace("/", "."))
+def leave_out(ordering: Ordering) -> None:
+    """From now on the function does without, in this process."""
+    _change([ordering], lambda _: None, without=True)
 
-    def marker(value: Any, asked: Any = None) -> Any:
-        reached()
-        return value
 
-    setattr(module, MARKER, marker)
-    function = _function_named(module, ordering.function)
-    function.__code__ = _code_named(compile(tree, str(SRC / ordering.file), "exec"), ordering.function)
+def notice(orderings: list[Ordering], reached: Callable[[Ordering], None]) -> None:
+    """From now on `reached` is called with each of `orderings`, just before it."""
+    by_file: dict[str, list[Ordering]] = {}
+    for each in orderings:
+        by_file.setdefault(each.file, []).append(each)
+    for found in by_file.values():
+        _change(found, reached, without=False)
+
+
+def _change(orderings: list[Ordering], reached: Callable[[Ordering], None], *, without: bool) -> None:
+    """Of one file."""
+    file = orderings[0].file
+    tree = _Marked(orderings, without=without).visit(ast.parse((SRC / file).read_text()))
+    code = compile(tree, str(SRC / file), "exec")
+    module = importlib.import_module("tightfit." + file.removesuffix(".py").replace("/", "."))
+    setattr(module, MARKER, lambda number: reached(orderings[number]))
+    for name in {ordering.function for ordering in orderings}:
+        _function_named(module, name).__code__ = _code_named(code, name)
 
 
 def _function_named(module: Any, name: str) -> FunctionType:

@@ -180,7 +180,8 @@ def test_copies_take_their_time_beside_the_arithmetic(
     out, back = depot.tape(size), depot.tape(size)
     sources = [torch.zeros(size, dtype=torch.uint8, device="privateuseone") for _ in range(2)]
     back.write(sources[0])
-    depot.abandon()
+    depot.settle()
+    device.synchronize()
     begin, timeline = device.card.now, device.card.timeline
     out.write(sources[1])
     arrival = back.read(0, sources[0])

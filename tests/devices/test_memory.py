@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
-from tightfit.devices.memory import arena, resident_bytes
+from tightfit.devices.memory import RELEASED_AT_ONCE, arena, copy_and_release, resident_bytes
 from tightfit.errors import InputError, RunError
 
 MIB = 2**20
@@ -160,3 +161,41 @@ def test_tensors_with_maps_of_their_own_leave_nothing_idle() -> None:
     assert now < 8 * MIB
     assert usual > 100 * MIB
     assert later > 100 * MIB
+
+
+@needs_linux
+def test_what_is_copied_is_not_there_twice(tmp_path: Path) -> None:
+    """In a process of its own, whose memory nothing else changes."""
+    program = f"""
+import torch
+from tightfit.devices.memory import arena, copy_and_release
+size = {8 * RELEASED_AT_ONCE}
+right = (torch.arange(size // 8) % 1000003).view(-1, 64).t()
+numbers = torch.empty_strided(right.shape, right.stride(), dtype=right.dtype).copy_(right)
+target = arena(size).view(torch.int64).as_strided(numbers.shape, numbers.stride())
+def most():
+    return int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) * 1024
+open("/proc/self/clear_refs", "w").write("5")  # the highest so far is forgotten
+before = most()
+copy_and_release(target, numbers)
+more = most() - before
+assert torch.equal(target, right)
+assert more < {3 * RELEASED_AT_ONCE}, more
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@needs_linux
+@pytest.mark.parametrize("who", ["a view", "numpy", "the storage", "shared memory", "small"])
+def test_what_others_can_see_is_only_copied(who: str) -> None:
+    size = RELEASED_AT_ONCE // 2 if who == "small" else 2 * RELEASED_AT_ONCE
+    source = torch.from_numpy(np.full(size, 7, np.uint8)) if who == "numpy" else torch.full((size,), 7).to(torch.uint8)
+    kept = {"a view": lambda: source.view(-1, 2), "numpy": source.numpy, "the storage": source.untyped_storage}
+    others = kept.get(who, lambda: None)()
+    if who == "shared memory":
+        source.share_memory_()
+    target = arena(size)
+    copy_and_release(target, source)
+    assert bool((source == 7).all())
+    assert bool((target == 7).all())
+    del others

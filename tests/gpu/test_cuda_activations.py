@@ -56,7 +56,7 @@ def test_copies_pass_beside_the_arithmetic() -> None:
     left, right = (torch.randn(4096, 4096, device="cuda", dtype=torch.float16) for _ in range(2))
     tape = depot.tape(size)
     tape.write(source)
-    depot.abandon()  # pages are locked now
+    depot.settle()  # pages are locked now
 
     def copy() -> None:
         tape.read(0, source).settle()

@@ -5,6 +5,7 @@ Only the stub of a card can let its calls fail.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import tightfit
-from card_state import assert_nothing_left, card_state
+from card_state import assert_nothing_left, card_state, fill_cache
 from cuda_stub import driver
 from inspection import assert_same, imprint, relative_error
 from tightfit.errors import TightfitError
@@ -91,18 +92,37 @@ def test_more_faults_give_right_numbers_or_one_clear_error(fault: Fault) -> None
         pytest.skip("there is no such call")
 
 
-def happened(fault: Fault) -> bool:
-    """Lets it happen, if there is such a call, and looks at what comes of it."""
+@functools.cache
+def prepared() -> tuple[TinyCase, Any, torch.Tensor]:
+    """A pipeline that was called before (transformers installs hooks of its own then), and its picture at level 0.
+
+    All faults happen to the same one: after each it is as it was before.
+    """
     case = next(case for case in CASES if case.name == "Flux")
-    start_libraries()
-    card, pipe = card_state(), case.make()
-    run(pipe, case)  # transformers installs hooks of its own at the first call
-    before = imprint(pipe)
+    pipe = case.make()
+    run(pipe, case)
     fitted = tightfit.fit(pipe, level=0, device="cuda")
     wanted = run(pipe, case).cpu()
     fitted.undo()
+    tightfit.fit(
+        pipe, **choices(pipe, case, "budget"), device="cuda"
+    ).undo()  # measured and planned while nothing fails
+    return case, pipe, wanted
+
+
+def happened(fault: Fault) -> bool:
+    """Lets it happen, if there is such a call, and looks at what comes of it."""
+    try:
+        return _happened(fault, *prepared())
+    except BaseException:
+        prepared.cache_clear()  # whatever state it is in
+        raise
+
+
+def _happened(fault: Fault, case: TinyCase, pipe: Any, wanted: torch.Tensor) -> bool:
+    start_libraries()
+    card, before = card_state(), imprint(pipe)
     chosen = choices(pipe, case, fault.chosen)
-    del fitted
     filling = fill_cache()  # so that memory is asked of the driver
     seen = driver.count("faults"), driver.count("refused")
     found, error, fitted = attempt(pipe, case, chosen, fault)
@@ -118,7 +138,7 @@ def happened(fault: Fault) -> bool:
         if fitted is not None:
             fitted.undo()
     assert_same(before, imprint(pipe))
-    del fitted, filling, pipe  # schedulers keep tensors on the card
+    del fitted, filling  # schedulers keep tensors on the card
     assert_nothing_left(card)
     return had
 
@@ -132,22 +152,8 @@ def start_libraries() -> None:
 
 def choices(pipe: Any, case: TinyCase, name: str) -> dict[str, Any]:
     if name == "budget":
-        chosen = {"budget": SIZE, "request": request_of(pipe, (), case.call())}
-        tightfit.fit(pipe, **chosen, device="cuda").undo()  # measures and plans while nothing fails
-        return chosen
+        return {"budget": SIZE, "request": request_of(pipe, (), case.call())}
     return {"plan": STREAMED} if name == "level 3" else {"level": 0}
-
-
-def fill_cache() -> list[torch.Tensor]:
-    """Tensors in all memory that the allocator has from the driver."""
-    torch.cuda.empty_cache()
-    reserved, filling = torch.cuda.memory_reserved(), []
-    for size in (2 * MIB, 512):  # from segments for large tensors, and for small ones
-        while torch.cuda.memory_reserved() == reserved:
-            filling.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-        filling.pop()
-        torch.cuda.empty_cache()
-    return filling
 
 
 def attempt(pipe: Any, case: TinyCase, chosen: dict[str, Any], fault: Fault) -> tuple[Any, Any, Any]:

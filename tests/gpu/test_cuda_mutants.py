@@ -35,7 +35,7 @@ def test_a_sample_of_what_was_caught() -> None:
         "--caught",
         str(RESULTS),
     ]
-    environment = os.environ | {"STUB_CARDS": "1", "PYTHONPATH": str(ROOT / "tests")}
+    environment = os.environ | {"STUB_CARDS": "1", "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'src'}"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

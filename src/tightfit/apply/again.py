@@ -19,7 +19,6 @@ from tightfit.apply.weights.agenda import Pass
 from tightfit.apply.weights.disk import Spill, Stored, read_stored
 from tightfit.devices.depot import PAGE, bytes_of, is_dense
 from tightfit.devices.disk import DiskReader
-from tightfit.devices.lane import Arrival
 from tightfit.devices.pages import Pages
 from tightfit.devices.seam import Device
 from tightfit.errors import RunError
@@ -33,13 +32,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Copy(NamedTuple):
-    """A tensor of the device in host memory, as soon as it has arrived."""
+    """A tensor of the device in host memory, for what the device is given from then on."""
 
     room: torch.Tensor
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
-    arrival: Arrival
 
 
 class _Result(NamedTuple):
@@ -142,14 +140,13 @@ class Finished:
         room = self._rooms.take(sent.nbytes)
         arrival = self._lane.send(room, bytes_of(sent), self._lane.mark())
         arrival.settle()  # whoever asked for it may write into it, and the device has no memory for a second one
-        return _Copy(room, sent.shape, sent.stride(), sent.dtype, arrival)
+        return _Copy(room, sent.shape, sent.stride(), sent.dtype)
 
     def _back(self, result: _Result) -> Any:
         return tree_unflatten([self._there(leaf) for leaf in result.leaves], result.form)
 
     def _there(self, leaf: Any) -> Any:
         if isinstance(leaf, _Copy):
-            leaf.arrival.land()
             return self._device.bring(leaf.room.view(leaf.dtype).as_strided(leaf.shape, leaf.strides))
         if isinstance(leaf, Stored):
             with DiskReader() as reader:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tightfit.catalog.cuda import OVERSHOOT
+from tightfit.devices.cuda_mapping import mapping_refused
 from tightfit.devices.cuda_streams import CudaLane
 from tightfit.devices.exhaustion import is_out_of_memory
 from tightfit.devices.lane import Lane
@@ -172,10 +173,9 @@ class CudaDevice(Device):
         return unlock
 
     def _forget_error(self) -> None:
-        """CUDA keeps the error of a refused call, and the next kernel that looks for its own would find it."""
+        """CUDA keeps the error of a refused call until somebody asks for the last one, as each launch does."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device).add_(1)
-            self.synchronize()
 
     def pinned(self, size: int) -> torch.Tensor:
         try:
@@ -228,14 +228,17 @@ class CudaDevice(Device):
         return _FIXED[index]
 
     def _why_fixed(self) -> str | None:
-        """Tried with one small segment, because torch ignores the setting where it cannot do it."""
-        if by_windows():  # WSL takes it, and some of its drivers fail at once, others later
+        """The driver is asked first; then torch tries one small segment, because it may ignore the setting."""
+        if by_windows():  # torch ignores it on Windows; on WSL some drivers fail at once, others later
             return "expandable segments do not work on Windows"
         if not hasattr(torch._C, _SETTER):
             return f"torch {torch.__version__} has no torch._C.{_SETTER}"
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
             return f"the allocator {backend} has no expandable segments"
+        refused = mapping_refused(self.torch_device)
+        if refused is not None:
+            return f"the driver refuses expandable segments: {refused}"
         off = _SEGMENTS.grow()
         try:
             grows = self._maps_a_segment()

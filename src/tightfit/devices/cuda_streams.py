@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.lane import Copy, Lane
 
 __all__ = ["CudaLane"]
 
@@ -38,7 +38,7 @@ class CudaLane(Lane):
         self._own = stream.stream_id, stream.device_index, stream.device_type
         self._marked: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # the last mark, and on which stream
 
-    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Copy:
         if after is not None:
             self._stream.wait_event(after)
         if _get_stream is None or _set_stream is None or torch.cuda.current_device() != self._own[1]:
@@ -51,11 +51,11 @@ class CudaLane(Lane):
                 target.copy_(source, non_blocking=True)
             finally:
                 _set_stream(*before)
-        return _CudaArrival(self._device, self._stream.record_event())
+        return _CudaCopy(self._device, self._stream.record_event())
 
-    def follow(self, arrival: Arrival) -> None:
-        assert isinstance(arrival, _CudaArrival)
-        self._stream.wait_event(arrival.event)
+    def follow(self, copy: Copy) -> None:
+        assert isinstance(copy, _CudaCopy)
+        self._stream.wait_event(copy.event)
 
     def mark(self) -> Any:
         stream = _current_stream(self._device)
@@ -69,7 +69,7 @@ class CudaLane(Lane):
             stream.wait_event(self._marked[1])
 
 
-class _CudaArrival(Arrival):
+class _CudaCopy(Copy):
     def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
         self._device, self.event = device, event
         self._waited: torch.cuda.Stream | None = None  # which stream was the last to wait for it

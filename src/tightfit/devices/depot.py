@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.lane import Copy, Lane
 from tightfit.devices.pages import Pages
 from tightfit.devices.seam import Device
 
-__all__ = ["Depot", "Tape", "bytes_of", "is_dense"]
+__all__ = ["Crossing", "Depot", "Tape", "bytes_of", "is_dense"]
 
 PAGE = 8 * 2**20  # bytes of host memory that are taken together: some hundred microseconds of a fast link
 
@@ -24,18 +24,18 @@ class Depot:
     """Host memory for what is on `device`, and the copies there and back."""
 
     def __init__(self, device: Device) -> None:
-        self._device, self.place = device, device.torch_device
+        self.place = device.torch_device
         self.pages = Pages(device)
         self.outward, self.inward = device.lane(), device.lane()
-        self._under_way: dict[int, _Crossing] = {}
+        self._under_way: dict[int, Crossing] = {}
 
     def tape(self, size: int) -> Tape:
         """A new tape for `size` bytes."""
         return Tape(self, size)
 
-    def depart(self, lane: Lane, tensor: torch.Tensor) -> _Crossing:
+    def depart(self, lane: Lane, tensor: torch.Tensor) -> Crossing:
         """Copies are about to begin on `lane` that read from `tensor`, or write to it."""
-        crossing = _Crossing(lane, tensor, self._under_way)
+        crossing = Crossing(lane, tensor, self._under_way)
         self._under_way[id(crossing)] = crossing
         return crossing
 
@@ -49,44 +49,36 @@ class Depot:
         for crossing in list(self._under_way.values()):
             crossing.settle()
 
-    def abandon(self) -> None:
-        """As `settle`, and the host waits too: whatever an interruption left half done is over then."""
-        self.settle()
-        self._device.synchronize()
-
     def close(self) -> None:
         """Gives its host memory up."""
-        self.abandon()
+        self.settle()
         self.pages.close()
 
 
-class _Crossing(Arrival):
+class Crossing:
     """Copies that belong together, and the tensor on the device that they read or write."""
 
-    def __init__(self, lane: Lane, tensor: torch.Tensor, under_way: dict[int, _Crossing]) -> None:
+    def __init__(self, lane: Lane, tensor: torch.Tensor, under_way: dict[int, Crossing]) -> None:
         self._lane, self._after = lane, lane.mark()
         self._tensor: torch.Tensor | None = tensor
         self._under_way = under_way
-        self._copies: list[Arrival] = []
+        self._copies: list[Copy] = []
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copies.append(self._lane.send(target, source, self._after))
 
-    def settle(self) -> float:
-        waited = sum(copy.settle() for copy in self._copies)
+    def settle(self) -> None:
+        """What the device is given from now on begins after all of them; the tensor is not kept any more."""
+        for copy in self._copies:
+            copy.settle()
         self._copies.clear()
         self._tensor = None
         self._under_way.pop(id(self), None)
-        return waited
 
     def precede(self, lane: Lane) -> None:
         """What `lane` is given from now on begins after it."""
         for copy in self._copies:
             lane.follow(copy)
-
-    def land(self) -> None:
-        for copy in self._copies:
-            copy.land()
 
 
 class Tape:
@@ -100,7 +92,7 @@ class Tape:
         self._pages: dict[int, torch.Tensor] = {}  # by number; they are the depot's again when nobody holds them
         self.written = 0  # bytes that are there, or on their way
         self._latest = 0  # where those begin that were written last
-        self._writing: _Crossing | None = None
+        self._writing: Crossing | None = None
 
     def write(self, source: torch.Tensor) -> None:
         """Sends `source`, uint8 of shape (bytes,) on the device, which nobody writes into before it is there."""
@@ -116,7 +108,7 @@ class Tape:
             self._writing.settle()
             self._writing = None
 
-    def read(self, start: int, target: torch.Tensor) -> Arrival:
+    def read(self, start: int, target: torch.Tensor) -> Crossing:
         """Begins to bring the bytes from `start` on to `target`, uint8 of shape (bytes,) on the device.
 
         They are there for what the device is given after `settle()`, and not to be forgotten before.

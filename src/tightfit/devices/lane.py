@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Arrival", "HostLane", "Lane", "LateLane"]
+__all__ = ["Arrival", "Copy", "HostLane", "Lane", "LateLane"]
 
 
 class Arrival:
@@ -22,28 +22,32 @@ class Arrival:
         """What the device is given from now on begins after the copy; returns seconds that the host waited."""
         return 0.0
 
-    def land(self) -> None:
-        """The host waits until the copy is complete."""
-
     def abandon(self) -> None:
         """Nobody wants it any more; what its memory is used for from now on begins after it has come, or stopped."""
         self.settle()
+
+
+class Copy(Arrival):
+    """One that was given to a lane already, which the host can wait for."""
+
+    def land(self) -> None:
+        """The host waits until it is complete."""
 
 
 class Lane(ABC):
     """Copies in the order in which they are sent."""
 
     @abstractmethod
-    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Copy:
         """Copies `source` to `target`, both uint8 and as long; one is on the device, one in host memory, or a shape.
 
         It begins when the device has done what it was given before `after` was marked. Both are there, and what is on
         the device is used for nothing else, until the arrival was settled.
         """
 
-    def follow(self, arrival: Arrival) -> None:
-        """What is sent from now on begins after `arrival`, which may be on its way on another lane."""
-        arrival.land()
+    def follow(self, copy: Copy) -> None:
+        """What is sent from now on begins after `copy`, which may be on its way on another lane."""
+        copy.land()
 
     def mark(self) -> Any:
         """The point after all that the device's arithmetic was given so far."""
@@ -56,19 +60,19 @@ class Lane(ABC):
 class HostLane(Lane):
     """Where the CPU plays the device: copies at once, so that what comes too early destroys what is in use."""
 
-    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Copy:
         target.copy_(source)
-        return Arrival()
+        return Copy()
 
 
 class LateLane(Lane):
     """Copies when they are waited for, and not before: whatever is used without waiting has no values yet."""
 
-    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Copy:
         return _Late(target, source)
 
 
-class _Late(Arrival):
+class _Late(Copy):
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copy: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
         self._turn = threading.Lock()

@@ -24,6 +24,8 @@ __all__ = [
     "RamExceeded",
     "arena",
     "copy_alike",
+    "copy_and_release",
+    "is_shared",
     "own_maps",
     "own_room",
     "resident_bytes",
@@ -34,6 +36,8 @@ CACHE_LINE = 64  # bytes, of which torch's addresses are multiples
 OWN_MEMORY = 2**20  # bytes of a tensor for which a map of its own is worth it
 HUGE_PAGE = 2 * 2**20  # of x86-64, and of ARM with pages of 4 KiB
 LARGEST_PLUG = 2**30  # bytes
+RELEASED_AT_ONCE = 32 * 2**20  # bytes
+ALONE = 2  # who holds a storage that one tensor has: the tensor, and whoever asks
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
 _USUAL_LIMITS = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20}  # up to which glibc raises them by itself
 
@@ -79,6 +83,49 @@ def own_room(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -
     if size < OWN_MEMORY:
         return torch.empty_strided(shape, strides, dtype=dtype)
     return arena(size).view(dtype).as_strided(shape, strides)
+
+
+def copy_and_release(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies `source` to `target`, of the same layout, where its memory is about to be freed: that goes meanwhile.
+
+    So a large tensor is not there twice, if nobody else can see its memory: no other tensor, and no other library.
+    Otherwise it is only copied.
+    """
+    if source.nbytes < RELEASED_AT_ONCE or not _is_its_own(source):
+        target.copy_(source)
+        return
+    to, begin = _flat_bytes(target), source.data_ptr()
+    for start in range(0, source.nbytes, RELEASED_AT_ONCE):
+        to[start : start + RELEASED_AT_ONCE].copy_(_flat_bytes(source)[start : start + RELEASED_AT_ONCE])
+        low = -(-(begin + start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        high = (begin + min(start + RELEASED_AT_ONCE, source.nbytes)) // mmap.PAGESIZE * mmap.PAGESIZE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), mmap.MADV_DONTNEED)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether other tensors have the same memory: it would not be freed, and might be written into meanwhile."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > ALONE
+
+
+def _is_its_own(tensor: torch.Tensor) -> bool:
+    """Whether its memory is from torch's own allocator (`resizable` says so), and only this tensor lies in it."""
+    if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.untyped_storage().is_shared():
+        return False
+    if not tensor.untyped_storage().resizable():
+        return False
+    return not tensor.is_pinned() and _holders(tensor) == _holders(torch.empty(1))
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold a storage, and its Python object, which is the same for all who ask for it."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of the dense `tensor`, in their order."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
 def trim_heap() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tightfit.catalog.cuda import OVERSHOOT
-from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.lane import Copy, Lane
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError
 from tightfit.pretend.backend import cards_in_use
@@ -143,7 +143,7 @@ class _PretendLane(Lane):
         self._place = torch.device(NAME, card.index)
         self._stream = card.new_stream()
 
-    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Copy:
         card = self._card
         with card.on(self._stream):
             if after is not None:
@@ -154,17 +154,17 @@ class _PretendLane(Lane):
                 card.copy_out(source.nbytes, pinned=is_pinned(target), wait=False)
             else:
                 target.copy_(source, non_blocking=is_pinned(target if source.device == self._place else source))
-            return _PretendArrival(card, card.record())
+            return _PretendCopy(card, card.record())
 
-    def follow(self, arrival: Arrival) -> None:
-        assert isinstance(arrival, _PretendArrival)
-        self._card.timeline.wait(self._stream, arrival.point)
+    def follow(self, copy: Copy) -> None:
+        assert isinstance(copy, _PretendCopy)
+        self._card.timeline.wait(self._stream, copy.point)
 
     def mark(self) -> Point:
         return self._card.record()
 
 
-class _PretendArrival(Arrival):
+class _PretendCopy(Copy):
     def __init__(self, card: Card, point: Point) -> None:
         self._card, self.point = card, point
 

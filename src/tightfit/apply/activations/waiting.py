@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.apply.gates import wrap
-from tightfit.devices.depot import Depot, Tape, bytes_of, is_dense
-from tightfit.devices.lane import Arrival
+from tightfit.devices.depot import Crossing, Depot, Tape, bytes_of, is_dense
+from tightfit.devices.memory import is_shared
 from tightfit.devices.seam import Device
 from tightfit.measure.modules import find_units
 from tightfit.measure.recorder import Recorder
@@ -28,7 +28,6 @@ from tightfit.measure.recorder import Recorder
 __all__ = ["move_waiting"]
 
 LEAST = 8192  # bytes that are worth a journey
-ALONE = 2  # who holds a storage that one tensor has: the tensor, and whoever asks
 Journey = tuple[int, int]  # whose, and which of its journeys
 _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
@@ -102,7 +101,7 @@ class _Hall:
 
     def open(self, _network: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_open:  # the pass before was interrupted
-            self._rest(self.depot.abandon)
+            self._rest()
         self._is_open, self._begun, self._count = True, False, 0
         self._strangers = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         self.went.clear()
@@ -114,12 +113,12 @@ class _Hall:
         self._vain |= self.went - self.came.keys()
         present = self.present(output)
         self._turns = dict(self.came)
-        self._rest(self.depot.settle)
+        self._rest()
         return present
 
-    def _rest(self, end: Callable[[], None]) -> None:
+    def _rest(self) -> None:
         self._leaving.clear()
-        end()
+        self.depot.settle()
         self._is_open = False
 
     def enter(self, args: Any, kwargs: Any, *, is_block: bool, is_small: bool) -> tuple[Any, Any]:
@@ -177,12 +176,12 @@ class _Guest:
         self.tensor: torch.Tensor | None = tensor
         self.hall, self.journey = hall, (number, 1)
         self._tape: Tape | None = None  # where it is, if it is not here
-        self._coming: tuple[torch.Tensor, Arrival] | None = None
+        self._coming: tuple[torch.Tensor, Crossing] | None = None
         self._form, self._dtype = (tensor.shape, tensor.stride()), tensor.dtype
 
     def go(self) -> Tape | None:
         """To host memory, unless it is there, or its memory on the device is not its own; where it is going."""
-        if self.tensor is None or _is_shared(self.tensor):
+        if self.tensor is None or is_shared(self.tensor):
             return None
         dense = self.tensor if is_dense(self.tensor) else self.tensor.contiguous()
         self._form = dense.shape, dense.stride()
@@ -215,12 +214,6 @@ class _Guest:
             self.hall.came[self.journey] = self.hall.turn
             self.journey = self.journey[0], self.journey[1] + 1
         return self.tensor
-
-
-def _is_shared(tensor: torch.Tensor) -> bool:
-    """Whether other tensors have the same memory: it would not be freed, and might be written into meanwhile."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > ALONE
 
 
 class _StandIn(torch.Tensor):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tightfit.apply.weights.page_lock import PageLock
-from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.lane import Arrival, Copy, Lane
 from tightfit.devices.memory import arena
 from tightfit.devices.seam import Device
 from tightfit.plan.ring import Lease, Ring
@@ -35,16 +35,16 @@ class Piece(NamedTuple):
     size: int
 
 
-def send_pieces(lane: Lane, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Piece], after: Any) -> Arrival:
+def send_pieces(lane: Lane, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Piece], after: Any) -> Copy:
     """Sends `pieces` of `source` to `target`, as `lane` does."""
     arrivals = [lane.send(target[to : to + size], source[begin : begin + size], after) for begin, to, size in pieces]
     return arrivals[0] if len(arrivals) == 1 else _Several(arrivals)
 
 
-class _Several(Arrival):
+class _Several(Copy):
     """Copies that are waited for together."""
 
-    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, arrivals: Sequence[Copy]) -> None:
         self._arrivals = arrivals
 
     def settle(self) -> float:
@@ -97,7 +97,7 @@ class _Buffer:
         self._device = device
         self._ring, self._memory = Ring(0), torch.empty(0, dtype=torch.uint8)
         self._lock: PageLock | None = None
-        self._under_way: deque[tuple[Lease, Arrival]] = deque()
+        self._under_way: deque[tuple[Lease, Copy]] = deque()
 
     def send(
         self,
@@ -107,7 +107,7 @@ class _Buffer:
         fill: Callable[[torch.Tensor], None],
         pieces: Sequence[Piece],
         size: int,
-    ) -> Arrival:
+    ) -> Copy:
         with torch.inference_mode():  # it writes bytes, whatever mode their tensors were made in
             lease = self._lease(size)
             part = self._memory[lease.offset : lease.offset + size]
@@ -151,16 +151,13 @@ class _Buffer:
 class _Staged(Arrival):
     """A copy that a thread will give to the card."""
 
-    def __init__(self, given: Future[Arrival]) -> None:
+    def __init__(self, given: Future[Copy]) -> None:
         self._given = given
 
     def settle(self) -> float:
         start = time.perf_counter()
         arrival = self._given.result()
         return time.perf_counter() - start + arrival.settle()
-
-    def land(self) -> None:
-        self._given.result().land()
 
     def abandon(self) -> None:
         if self._given.cancel():

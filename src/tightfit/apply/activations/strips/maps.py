@@ -8,8 +8,7 @@ import torch
 
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Span
-from tightfit.devices.depot import Depot, bytes_of
-from tightfit.devices.lane import Arrival
+from tightfit.devices.depot import Crossing, Depot, bytes_of
 from tightfit.measure.recorder import Recorder
 
 __all__ = ["DeviceMap", "GivenMap", "HostMap", "Map"]
@@ -101,7 +100,7 @@ class HostMap:
         self._node, self._axis = node, node.axis or 0
         self._depot, self._recorder = depot, recorder
         self._tape = depot.tape(node.bytes)
-        self._coming: tuple[Span, torch.Tensor, Arrival] | None = None
+        self._coming: tuple[Span, torch.Tensor, Crossing] | None = None
 
     def put(self, rows: torch.Tensor, span: Span) -> None:
         lying = rows.movedim(self._axis, 0).contiguous()
@@ -123,7 +122,7 @@ class HostMap:
         assert found == span  # nothing else was expected
         return rows.movedim(0, self._axis).contiguous()
 
-    def _fetch(self, span: Span) -> tuple[Span, torch.Tensor, Arrival]:
+    def _fetch(self, span: Span) -> tuple[Span, torch.Tensor, Crossing]:
         node, axis = self._node, self._axis
         shape = (span.hi - span.lo, *node.shape[:axis], *node.shape[axis + 1 :])
         rows = torch.empty(shape, dtype=node.dtype, device=self._depot.place)

@@ -68,12 +68,9 @@ class Runner:
                     for index in self._maps.keys() - set(stage.stores):  # the last rows that earlier stages put
                         self._maps[index].sent()
                 self._end(stage)
-        except BaseException:
+        finally:
             if self._depot is not None:
-                self._depot.abandon()
-            raise
-        if self._depot is not None:
-            self._depot.settle()
+                self._depot.settle()
         return [self._outputs[index] if index in self._outputs else self._values[index] for index in program.outputs]
 
     def _layers(self, passes: Sequence[Pass]) -> Iterator[nn.Module]:

@@ -1,0 +1,49 @@
+"""torch's own race detector has nothing to report, and reports a wait that is missing.
+
+In processes of their own, because it stays switched on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuda_stub import driver
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.full,
+    pytest.mark.skipif(not driver.loaded(), reason="needs the stub of a card"),
+]
+
+ROOT = Path(__file__).parents[2]
+
+
+def reports(*words: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-W", "ignore", "-m", "cuda_stub.sanitize", *words]
+    environment = os.environ | {"STUB_CARDS": "1", "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'src'}"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("name", ["StableDiffusion", "StableDiffusionXL", "Flux", "Wan"])
+def test_nothing_is_reported(name: str) -> None:
+    found = reports(name)
+    assert len(found) == 8
+    assert [each for each in found if each["reports"] or not each["same"]] == []
+
+
+def test_a_missing_wait_is_reported() -> None:
+    plans = ["page-locked", "level 0"]
+    found = {
+        each["plan"]: each["reports"] for each in reports("Flux", "--without", "_CudaCopy.settle", "--plan", *plans)
+    }
+    assert found["page-locked"]
+    assert not found["level 0"]
