@@ -63,7 +63,7 @@ class Front:
     def _leaner(self, every: Iterable[Found]) -> list[Found]:
         """Of all that was found, what nothing else is as fast and as lean as."""
         kept: list[Found] = []
-        for found in sorted(every, key=lambda found: found[:3]):
+        for found in sorted(every, key=lambda found: (found.seconds, found.peak, found.branch.ram_of(found))):
             if not kept or (self._sparing and found.branch.ram_of(found) < kept[-1].branch.ram_of(kept[-1])):
                 kept.append(found)
         return kept
