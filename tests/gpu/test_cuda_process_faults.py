@@ -167,6 +167,7 @@ def takes_and_gives_back() -> None:
     over: list[str] = []
     threading.Thread(target=lambda: over.append(sys.stdin.readline()), daemon=True).start()
     changes = 0
+    print("begins", flush=True)
     while not over:
         if held and random_sizes.random() < 0.5:
             runtime.cudaFree(held.pop(random_sizes.randrange(len(held))))
@@ -186,6 +187,8 @@ def test_a_neighbour_that_takes_and_gives_back_memory(tmp_path: Path) -> None:
     assert ours.stdout is not None
     ours.stdout.readline()
     neighbour = started("takes_and_gives_back", **settings)
+    assert neighbour.stdout is not None
+    neighbour.stdout.readline()
     found = told(ours)
     assert told(neighbour)["changes"] > 10
     assert set(found["outcomes"]) <= {"right", "out of memory"}
@@ -198,6 +201,7 @@ def beside_a_neighbour() -> None:
         card, before = card_state(), imprint(pipe)
         fitted = tightfit.fit(pipe, **chosen)
         print("fitted", flush=True)
+        sys.stdin.readline()  # the neighbour has begun
         torch.cuda.reset_peak_memory_stats()
         outcomes = []
         for _ in range(6):
