@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import platform
 import subprocess
@@ -13,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from tightfit.devices.memory import RELEASED_AT_ONCE, arena, copy_and_release, resident_bytes
+from tightfit.devices.memory import RELEASED_AT_ONCE, arena, move_into, resident_bytes
 from tightfit.errors import InputError, RunError
 
 MIB = 2**20
@@ -168,7 +169,7 @@ def test_what_is_copied_is_not_there_twice(tmp_path: Path) -> None:
     """In a process of its own, whose memory nothing else changes."""
     program = f"""
 import torch
-from tightfit.devices.memory import arena, copy_and_release
+from tightfit.devices.memory import arena, move_into
 size = {8 * RELEASED_AT_ONCE}
 right = (torch.arange(size // 8) % 1000003).view(-1, 64).t()
 numbers = torch.empty_strided(right.shape, right.stride(), dtype=right.dtype).copy_(right)
@@ -177,9 +178,9 @@ def most():
     return int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) * 1024
 open("/proc/self/clear_refs", "w").write("5")  # the highest so far is forgotten
 before = most()
-copy_and_release(target, numbers)
+move_into(target, numbers)
 more = most() - before
-assert torch.equal(target, right)
+assert torch.equal(numbers, right) and numbers.data_ptr() == target.data_ptr()
 assert more < {3 * RELEASED_AT_ONCE}, more
 """
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -195,7 +196,27 @@ def test_what_others_can_see_is_only_copied(who: str) -> None:
     if who == "shared memory":
         source.share_memory_()
     target = arena(size)
-    copy_and_release(target, source)
+    move_into(target, source)
+    assert source.data_ptr() == target.data_ptr()
     assert bool((source == 7).all())
-    assert bool((target == 7).all())
-    del others
+    if who in ("a view", "the storage"):
+        seen = others if who == "a view" else torch.empty(0, dtype=torch.uint8).set_(others)
+        assert bool((seen == 7).all())
+
+
+@needs_linux
+def test_who_interrupts_a_move_finds_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = torch.full((4 * RELEASED_AT_ONCE,), 7, dtype=torch.uint8), arena(4 * RELEASED_AT_ONCE)
+    library, calls = ctypes.CDLL, []
+
+    def interrupted(name: None) -> ctypes.CDLL:
+        calls.append(name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return library(name)
+
+    monkeypatch.setattr("tightfit.devices.memory.ctypes.CDLL", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        move_into(target, source)
+    assert source.data_ptr() != target.data_ptr()
+    assert bool((source == 7).all())

@@ -24,8 +24,8 @@ __all__ = [
     "RamExceeded",
     "arena",
     "copy_alike",
-    "copy_and_release",
     "is_shared",
+    "move_into",
     "own_maps",
     "own_room",
     "resident_bytes",
@@ -85,21 +85,28 @@ def own_room(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -
     return arena(size).view(dtype).as_strided(shape, strides)
 
 
-def copy_and_release(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies `source` to `target`, of the same layout, where its memory is about to be freed: that goes meanwhile.
+def move_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """`tensor` lies in `target`, of the same layout, from now on; what it lay in goes while it is copied.
 
     So a large tensor is not there twice, if nobody else can see its memory: no other tensor, and no other library.
-    Otherwise it is only copied.
+    Otherwise it is copied first. Whoever interrupts this finds all its numbers.
     """
-    if source.nbytes < RELEASED_AT_ONCE or not _is_its_own(source):
-        target.copy_(source)
+    if tensor.nbytes < RELEASED_AT_ONCE or not _is_its_own(tensor):
+        tensor.data = target.copy_(tensor.data)
         return
-    to, begin = _flat_bytes(target), source.data_ptr()
-    for start in range(0, source.nbytes, RELEASED_AT_ONCE):
-        to[start : start + RELEASED_AT_ONCE].copy_(_flat_bytes(source)[start : start + RELEASED_AT_ONCE])
-        low = -(-(begin + start) // mmap.PAGESIZE) * mmap.PAGESIZE
-        high = (begin + min(start + RELEASED_AT_ONCE, source.nbytes)) // mmap.PAGESIZE * mmap.PAGESIZE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), mmap.MADV_DONTNEED)
+    to, old, begin, copied = _flat_bytes(target), _flat_bytes(tensor), tensor.data_ptr(), 0
+    try:
+        for start in range(0, tensor.nbytes, RELEASED_AT_ONCE):
+            end = min(start + RELEASED_AT_ONCE, tensor.nbytes)
+            to[start:end].copy_(old[start:end])
+            low = -(-(begin + start) // mmap.PAGESIZE) * mmap.PAGESIZE
+            high = (begin + end) // mmap.PAGESIZE * mmap.PAGESIZE
+            copied = end
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), mmap.MADV_DONTNEED)
+        tensor.data = target
+    except BaseException:
+        old[:copied].copy_(to[:copied])
+        raise
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tightfit.apply.weights.page_lock import PageLock
 from tightfit.apply.weights.staging import Stager
 from tightfit.devices.lane import Arrival, Lane
-from tightfit.devices.memory import arena, copy_and_release
+from tightfit.devices.memory import arena, move_into
 from tightfit.devices.seam import Device
 from tightfit.measure.modules import weight_tensors
 
@@ -104,9 +104,7 @@ class HostHome(Home):
         self._lock: PageLock | None = None
         if not shapes:
             for tensor, layout in zip(tensors, layouts, strict=True):
-                room = layout.view(self._buffer)
-                copy_and_release(room, tensor)
-                tensor.data = room
+                move_into(layout.view(self._buffer), tensor)
 
     @property
     def lock_refused(self) -> bool:  # type: ignore[override]
