@@ -80,7 +80,7 @@ class _Count:
         if start.strips is not None:
             self._strips = {index: [self._strip(index, span) for span in start.strips[index]] for index in start.strips}
         self._windows: dict[int, Span] = {}  # the rows each node holds
-        self._slices: set[int] = set()  # of these, what was cut out of a strip that is kept
+        self._slices: set[int] = set()  # of these nodes, those whose rows are a slice of a larger tensor
         self._memory: dict[int, _Memory] = {}  # and where
         self._going = set(stage.drops)
         self._whole = {index for index in stage.stores if graph.needed_whole(index)}
@@ -114,8 +114,8 @@ class _Count:
     def _kernel(self, index: int, span: Span) -> None:
         """What a convolution on a card holds while it makes the rows `span`.
 
-        First a contiguous copy of its input, where that is a slice of what is held, or needs more padding than the
-        convolution itself makes; then copies of input, output and weights with their channels last.
+        First a contiguous copy of its input, where that is a slice of a larger tensor; then copies of input, output and
+        weights with their channels last.
         """
         node = self._nodes[index]
         if self._moves is None or not node.word.startswith("conv"):
