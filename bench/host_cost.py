@@ -85,12 +85,12 @@ def _shape(value: torch.Tensor) -> torch.Tensor:
 
 
 def microseconds(network: nn.Module, device: Device, stays: Callable[[list[Parcel]], set[str]], passes: int) -> float:
-    """Of the quickest pass, for each parcel."""
+    """Of the quickest pass, for each layer."""
     parcels = parcels_of(
         network, inspect_component("denoiser", network), "leaf",
         lambda masters: HostHome(list(masters), device), lambda master: master,
     )  # fmt: skip
-    recorder, gates = Recorder(device, count_activations=False), [gate for p in parcels for gate in p.gates[:1]]
+    recorder, gates = Recorder(device, count_activations=False), [gate for p in parcels for gate in p.gates]
     streamer = Streamer(parcels, stays(parcels), RING, device, recorder)
     with ExitStack() as undo, recorder.call():
         for gate in gates:
@@ -104,7 +104,7 @@ def microseconds(network: nn.Module, device: Device, stays: Callable[[list[Parce
             took.append(_timed(gates, streamer))
             device.synchronize()
         streamer.clear()
-    return (min(took[2:]) - min(bare)) / 1000 / len(parcels)
+    return (min(took[2:]) - min(bare)) / 1000 / len(gates)
 
 
 def _timed(gates: list[nn.Module], streamer: Streamer | None = None) -> int:

@@ -71,6 +71,7 @@ class Unit(Record):
     dtypes: dict[str, Count] = Field(default_factory=dict)  # bytes by dtype
     matrices: dict[str, Count] = Field(default_factory=dict)  # of a leaf's, those of linear layers' matrices
     rows: Count = 0  # of these matrices
+    moves_with: str = ""  # of a small leaf, the one before it in the same block that it moves together with
 
 
 class Component(Record):

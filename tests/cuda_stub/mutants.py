@@ -35,6 +35,7 @@ from cuda_stub.scenarios import SCENARIOS, begin_peak, peak, use_free_memory
 from tiny_pipelines import CASES, run
 
 Say = Callable[[str], None]
+TRIES = 3  # on a machine with little time to spare, a thread that should have been waited for may be in time
 
 
 def main() -> None:
@@ -67,7 +68,10 @@ def main() -> None:
             ways = sorted(first["reached"].get(str(ordering), ()), key=lambda name: first["seconds"][name])
             if ways:
                 patience = 60 + 20 * sum(first["seconds"][name] for name in ways)
-                found = _in_a_fork(lambda say: _outcome(ordering, ways, references, say), patience)  # noqa: B023 - now
+                for _ in range(TRIES):
+                    found = _in_a_fork(lambda say: _outcome(ordering, ways, references, say), patience)  # noqa: B023 - now
+                    if found["outcome"] == "caught":
+                        break
             else:
                 found = {"outcome": "not reached"}
             line = {"ordering": str(ordering), **found, "seconds": round(time.monotonic() - begun, 1), **_of_what()}

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +25,7 @@ from cuda_stub import driver
 from cuda_stub.compute import computing
 from cuda_stub.plugin import rates_without_numbers
 from inspection import assert_same, imprint
+from own_process import started, told
 from tightfit.run.shape import request_of
 from tiny_pipelines import CASES, TinyCase, run
 
@@ -36,24 +35,6 @@ MIB = 2**20
 SIZE = 256 * MIB
 ROOT = Path(__file__).parents[2]
 FOR_EVER = str(10**6)
-
-
-def started(function: str, **settings: str) -> subprocess.Popen[str]:
-    """A process that calls one of the functions below, with these settings of the stub."""
-    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import {Path(__file__).stem} as file"
-    command = [sys.executable, "-W", "ignore", "-c", f"{program}; file.{function}()"]
-    environment = os.environ | {"STUB_CARDS": "1", "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'src'}", **settings}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, **pipes)
-
-
-def told(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it prints last."""
-    out, error = process.communicate("over\n", timeout=600)
-    assert process.returncode == 0, error[-3000:]
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    assert not found.get("races")
-    return found
 
 
 @contextlib.contextmanager
@@ -100,7 +81,7 @@ def maps_nothing() -> None:
     ids=["refused", "not supported"],
 )
 def test_segments_are_fixed_where_the_driver_maps_nothing(settings: dict[str, str], why: str) -> None:
-    found = told(started("maps_nothing", **settings))
+    found = told(started(__file__, "maps_nothing", **settings))
     assert found["same"] == [True, True]
     assert not found["growing"]
     assert f"the driver refuses expandable segments: {why}" in found["reasons"]
@@ -126,7 +107,7 @@ def maps_no_more() -> None:
 
 def test_a_driver_that_maps_no_more_gives_one_error_and_the_pipeline_back() -> None:
     """torch's allocator is of no use afterwards; weights are in host memory."""
-    found = told(started("maps_no_more"))
+    found = told(started(__file__, "maps_no_more"))
     assert found["growing"]
     assert found["failed"]
     assert "CUDA driver error: unknown error" in found["said"]
@@ -154,7 +135,7 @@ def beside_others() -> None:
 
 def test_two_processes_with_a_budget_each_keep_to_it(tmp_path: Path) -> None:
     settings = {"STUB_CARD_FILE": str(tmp_path / "card"), "STUB_TOTAL": str(2 * SIZE + 64 * MIB)}
-    processes = [started("beside_others", **settings) for _ in range(2)]
+    processes = [started(__file__, "beside_others", **settings) for _ in range(2)]
     for found in map(told, processes):
         assert found["same"] == [True] * 4
         assert found["reserved"] <= SIZE
@@ -183,10 +164,10 @@ def takes_and_gives_back() -> None:
 def test_a_neighbour_that_takes_and_gives_back_memory(tmp_path: Path) -> None:
     """Right numbers within the budget, whatever is there at the moment; or the error says that memory ran out."""
     settings = {"STUB_CARD_FILE": str(tmp_path / "card"), "STUB_TOTAL": str(SIZE)}
-    ours = started("beside_a_neighbour", **settings)
+    ours = started(__file__, "beside_a_neighbour", **settings)
     assert ours.stdout is not None
     ours.stdout.readline()
-    neighbour = started("takes_and_gives_back", **settings)
+    neighbour = started(__file__, "takes_and_gives_back", **settings)
     assert neighbour.stdout is not None
     neighbour.stdout.readline()
     found = told(ours)

@@ -84,11 +84,28 @@ def test_the_host_may_be_what_takes_longest() -> None:
 
 def test_the_host_is_busy_with_each_use_of_a_layer() -> None:
     sizes, uses = {"a": 4096, "b": 4096}, stretches({"a": 0.0, "b": 0.0, "": 0.0})
-    for stays, took in (({"a"}, 0.003), ({"a", "b"}, 0.002), (set[str](), 0.004)):
+    # in the second pass, where nothing stays, the host sends what that begins with, and for the third
+    for stays, second, others in (({"a"}, 0.003, 0.003), ({"a", "b"}, 0.002, 0.002), (set[str](), 0.005, 0.004)):
         run = Flow(list(sizes), sizes, stays, 2 * 4096, RATE, overheads=Overheads(streamed=0.002, resident=0.001))
-        for _ in range(3):
-            assert run.work(uses) == pytest.approx(took, abs=1e-5)
+        assert [run.work(uses) for _ in range(4)] == pytest.approx([others, second, others, others], abs=1e-5)
     assert alone(uses, 0.001) == pytest.approx(0.002)
+
+
+def test_layers_that_move_together_come_once_and_are_used_one_by_one() -> None:
+    work = [Stretch("a", 0.0, 0.0, gate=gate) for gate in ("a", "b", "c")]
+    work = [work[0], Stretch("", 0.0, 0.0), *work[1:], Stretch("d", 0.0, 0.0, gate="d")]
+    sizes, overheads = {"a": 3 * 4096, "d": 4096}, Overheads(streamed=0.01, resident=0.001)
+    run = Flow(["a", "a", "a", "d"], sizes, set(), 3 * 4096, RATE, overheads=overheads)
+    assert [run.work(work) for _ in range(3)][-1] == pytest.approx(2 * 0.009 + 4 * 0.001, abs=1e-4)
+    assert alone(work, 0.001) == pytest.approx(0.004)
+
+
+def test_a_layer_that_is_not_used_after_all_is_in_nobodys_way() -> None:
+    sizes = {"a": 2 * 4096, "b": 4096, "c": 2 * 4096, "d": 2 * 4096}
+    work = stretches(dict.fromkeys("abcd", 0.001))
+    guessed, known = (Flow(guess, sizes, set(), 3 * 4096, 10**9) for guess in (list("aabcd"), list("abcd")))
+    assert guessed.work(work) < 1.2 * known.work(work)
+    assert guessed.work(work) == pytest.approx(known.work(work))
 
 
 def test_another_order_than_was_guessed_is_slower_once() -> None:

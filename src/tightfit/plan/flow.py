@@ -18,7 +18,7 @@ __all__ = ["Clocks", "Flow", "Overheads"]
 
 
 class Overheads(NamedTuple):
-    """Seconds of the host for each use of what streams, and of what stays."""
+    """Seconds of the host for each layer that comes and is used, and for each use of what is there."""
 
     streamed: float = 0.0
     resident: float = 0.0
@@ -106,9 +106,9 @@ class Flow:
 
     def do(self, stretch: Stretch) -> None:
         """Work, as soon as what it needs is there."""
-        parcel, seconds, launching, waits = stretch
+        parcel, seconds, launching, waits, _ = stretch
         if parcel:
-            self._host += self._overheads.resident if parcel in self._stays else self._overheads.streamed
+            self._host += self._overheads.resident
             self._need(parcel)
         self._host += launching
         self.now = max(self.now + seconds, self._host)
@@ -151,8 +151,8 @@ class Flow:
 
     def _need(self, parcel: str) -> None:
         expected = self._order.used(parcel)
-        if self._order.known and not expected:
-            self._drop(lambda other: not self._order.awaited(other) and other != parcel)
+        if not expected:
+            self._drop(lambda other: self._order.passed(other) and other != parcel)
         if parcel not in self._here and not self._send_if_room(parcel):
             self._drop(lambda other: other != parcel)
             if not self._send_if_room(parcel):
@@ -182,6 +182,8 @@ class Flow:
 
     def _send(self, parcel: str, after: float, lease: Lease | None) -> None:
         self._host += self._launch
+        if parcel not in self._stays:
+            self._host += self._overheads.streamed - self._overheads.resident
         self._link = max(self._link, after, self._host) + self._sizes[parcel] / self._rate
         self._here[parcel] = _Presence(self._link, lease)
 

@@ -149,14 +149,16 @@ class _Strips:
     def __init__(self, laps: Sequence[Lap], items: int, sizes: Mapping[str, int], most: float = 0.0) -> None:
         self._items, self._most = items, most
         self._rounds: Counter[tuple[float, int]] = Counter()  # seconds, and bytes that are needed
-        work, wanted, there = 0.0, 0, set[str]()
+        work, wanted, there, last = 0.0, 0, set[str](), ""
         for stretch in in_order(laps):
-            if stretch.parcel in there:
+            if stretch.parcel in there and stretch.parcel != last:
                 self._rounds[work, wanted] += 1
                 work, wanted, there = 0.0, 0, set()
             if stretch.parcel:
+                if stretch.parcel not in there:
+                    wanted += sizes.get(stretch.parcel, 0)
                 there.add(stretch.parcel)
-                wanted += sizes.get(stretch.parcel, 0)
+                last = stretch.parcel
             work += stretch.seconds
         self._rounds[work, wanted] += 1
 

@@ -97,9 +97,15 @@ class Order(Generic[K]):
         return turn * length + places[later] if later < len(places) else (turn + 1) * length + places[0]
 
     def awaited(self, key: K) -> bool:
-        """Whether its next use has been looked at already: then it should stay for that."""
+        """Whether its next use has been looked at already, or is the very next: then it should stay for that."""
         position = self.next_use(key)
-        return position is not None and position < self._looked
+        if position is None or position < self._looked:
+            return position is not None
+        return position == self._at + 1 and (self._end is None or position < self._end)
+
+    def passed(self, key: K) -> bool:
+        """Whether `key` is not awaited, and that is known, or it was used in this pass."""
+        return (self.known or key in self._used) and not self.awaited(key)
 
     def over(self, key: K) -> bool:
         """Whether `key` was used in the last pass and is not expected any more."""

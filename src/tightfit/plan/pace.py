@@ -36,15 +36,17 @@ class Pace:
     def _joined(self, done: Pass, grain: Grain) -> list[Stretch]:
         parcels = self._parcels[grain]
         turns = ((turn, _parcel(parcels, use, turn.leaf)) for use in done.uses for turn in use.turns)
-        plain = (stretch_of(turn.work, self._device, parcel)._replace(waits=turn.waits) for turn, parcel in turns)
+        plain = (
+            stretch_of(turn.work, self._device, parcel)._replace(waits=turn.waits, gate=_gate(parcel, turn, grain))
+            for turn, parcel in turns
+        )
         return joined(plain, done.pace)
 
     def laps(self, way: Way, pace: float, grain: Grain | None) -> list[Lap]:
         """A pass done in this way, at the pass's own `pace`; without a `grain`, with all weights there."""
         key = id(way), pace, grain
         if key not in self._laps:
-            parcels = self._parcels[grain] if grain else {}
-            self._laps[key] = way, [self._lap(leg, pace, parcels) for leg in way.legs]
+            self._laps[key] = way, [self._lap(leg, pace, grain) for leg in way.legs]
         return self._laps[key][1]
 
     def alone(self, done: Pass, way: Way | None = None, grain: Grain | None = None) -> float:
@@ -61,9 +63,16 @@ class Pace:
             self._alone[key] = way, seconds_alone(self.laps(way, done.pace, grain), way.items, overhead)
         return self._alone[key][1]
 
-    def _lap(self, leg: Leg, pace: float, parcels: dict[str, str]) -> Lap:
+    def _lap(self, leg: Leg, pace: float, grain: Grain | None) -> Lap:
+        parcels = self._parcels[grain] if grain else {}
+
         def stretches(turns: Iterable[Turn], share: float) -> list[Stretch]:
-            return joined((stretch_of(turn.work, self._device, parcels.get(turn.leaf, "")) for turn in turns), share)
+            needed = ((turn, parcels.get(turn.leaf, "")) for turn in turns)
+            plain = (
+                stretch_of(turn.work, self._device, parcel)._replace(gate=_gate(parcel, turn, grain))
+                for turn, parcel in needed
+            )
+            return joined(plain, share)
 
         by_runs = groupby(zip(leg.runs, leg.turns, strict=True), lambda both: both[0])
         link, out = self._device.link_rate, self._device.link_rate_out or self._device.link_rate
@@ -76,6 +85,11 @@ class Pace:
             leg.bytes_in / link / leg.strips if link else 0.0,
             leg.bytes_out / out / leg.strips if out else 0.0,
         )
+
+    def expected(self, grain: Grain) -> list[str]:
+        """What moves together, in the order of the model, as often as it is told to be needed."""
+        parcels = list(self._parcels[grain].values())
+        return parcels if grain == "leaf" else list(dict.fromkeys(parcels))
 
     def leaf_seconds(self, footprint: Footprint, component: Component) -> dict[str, float] | None:
         """Seconds from the time when a leaf is needed until the next one is, in all kinds of passes together.
@@ -98,6 +112,11 @@ class Pace:
 def _parcels(component: Component, grain: Grain) -> dict[str, str]:
     """What each leaf moves together with."""
     return {leaf: parcel for parcel, leaves in group_leaves(component, grain).items() for leaf in leaves}
+
+
+def _gate(parcel: str, turn: Turn, grain: Grain | None) -> str:
+    """The layer that is told to need `parcel`, where it is not all of that."""
+    return turn.leaf if parcel and grain == "leaf" else ""
 
 
 def _parcel(parcels: dict[str, str], use: Use, leaf: str) -> str:

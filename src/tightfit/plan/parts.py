@@ -108,7 +108,7 @@ class Part:
         stretches = self._pace.stretches(done, self._grain)
         if self._flow is None:
             used = {stretch.parcel for stretch in stretches}
-            guess = [name for name in self._sizes if name in used]
+            guess = [name for name in self._pace.expected(self._grain) if name in used]
             ring, overheads = self.plan.ring or 0, self._overheads
             self._flow = Flow(guess, self._sizes, self._stays, ring, self.rate, self.launch, now, overheads)
         self._flow.now = max(self._flow.now, now)

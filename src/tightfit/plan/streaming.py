@@ -102,14 +102,11 @@ class Parcels:
 
 def group_leaves(component: Component, grain: Grain) -> dict[str, list[str]]:
     """The leaves that move together, by the name of what they are part of, in the order of the model."""
-    if grain == "leaf":
-        return {leaf.name: [leaf.name] for leaf in component.leaves}
-    blocks = {unit.name for unit in component.units if unit.name}
+    blocks = {unit.name for unit in component.units if unit.name} if grain == "block" else set()
     groups: dict[str, list[str]] = {}
     for leaf in component.leaves:
-        groups.setdefault(next((path for path in paths_to(leaf.name) if path in blocks), leaf.name), []).append(
-            leaf.name
-        )
+        alone = leaf.moves_with or leaf.name
+        groups.setdefault(next((path for path in paths_to(leaf.name) if path in blocks), alone), []).append(leaf.name)
     return groups
 
 
@@ -251,10 +248,11 @@ def _late(parcels: Sequence[tuple[str, int, float]], ring: int, rate: float) -> 
 
 
 def _checked(component: Component, chosen: ComponentPlan, sizes: Mapping[str, int]) -> ComponentPlan:
+    joined = {leaf.name: leaf.moves_with for leaf in component.leaves if leaf.moves_with in sizes}
     for name in chosen.stays or ():
-        if name not in sizes:
-            raise PlanError(unknown_name(f"layer of {component.name}", name, list(sizes)), name=name)
-    stays = set(chosen.stays or ())
+        if name not in sizes and name not in joined:
+            raise PlanError(unknown_name(f"layer of {component.name}", name, [*sizes, *joined]), name=name)
+    stays = {name if name in sizes else joined[name] for name in chosen.stays or ()}
     passing = [size for name, size in sizes.items() if name not in stays]
     ring = chosen.ring if chosen.ring is not None else min(AHEAD * max(passing, default=0), sum(passing))
     if ring < max(passing, default=0):
@@ -263,4 +261,4 @@ def _checked(component: Component, chosen: ComponentPlan, sizes: Mapping[str, in
             f"{format_bytes(max(passing))}",
             name=component.name,
         )
-    return chosen.model_copy(update={"ring": ring})
+    return chosen.model_copy(update={"ring": ring, "stays": tuple(name for name in sizes if name in stays)})

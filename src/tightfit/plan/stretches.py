@@ -17,6 +17,7 @@ class Stretch(NamedTuple):
     seconds: float  # of the device
     launching: float  # seconds of the host, ahead of that
     waits: bool = False  # whether the host waits for it at its end
+    gate: str = ""  # which of several layers that move together is at work
 
 
 def stretch_of(work: Iterable[Workload], device: Accelerator, parcel: str = "") -> Stretch:
@@ -77,10 +78,10 @@ def in_order(laps: Iterable[Lap]) -> Iterator[Stretch]:
 def joined(stretches: Iterable[Stretch], pace: float) -> list[Stretch]:
     """Neighbours that need the same are one; their arithmetic and launches take `pace` times as long as they say."""
     found = list[Stretch]()
-    for parcel, seconds, launching, waits in stretches:
-        paced = Stretch(parcel, seconds * pace, launching * pace, waits)
-        if found and found[-1].parcel == parcel and not found[-1].waits:
+    for parcel, seconds, launching, waits, gate in stretches:
+        paced = Stretch(parcel, seconds * pace, launching * pace, waits, gate)
+        if found and (found[-1].parcel, found[-1].gate) == (parcel, gate) and not found[-1].waits:
             before = found.pop()
-            paced = Stretch(parcel, before.seconds + paced.seconds, before.launching + paced.launching, waits)
+            paced = Stretch(parcel, before.seconds + paced.seconds, before.launching + paced.launching, waits, gate)
         found.append(paced)
     return found

@@ -44,6 +44,7 @@ class Parcel:
     likes: list[torch.Tensor]  # on "meta", laid out as the masters are
     places: list[list[Place]]
     home: Home
+    uses: int = 1  # one after another in each pass, as far as that is known
     unused: Collection[str] = ()  # methods of the component in which they have no work, as far as that is known
 
     @property
@@ -130,9 +131,15 @@ def parcels_of(
         likes, home = [_like(master) for master in masters], home_of(masters)
         if not home.writable:
             masters = [_emptied(master, weight_of(master), of) for master, of in zip(masters, places, strict=True)]
-        without = [method for method, parts in unused.items() if any(path in parts for path in paths_to(name))]
-        parcels.append(Parcel(name, gates, masters, likes, places, home, without))
+        known = members if name in leaves else [name]
+        without = [method for method, parts in unused.items() if all(map(_inside(parts), known))]
+        uses = min(len(members), len(set(gates)))  # a layer that shares its weights with another is in use once
+        parcels.append(Parcel(name, gates, masters, likes, places, home, uses, without))
     return parcels
+
+
+def _inside(parts: Collection[str]) -> Callable[[str], bool]:
+    return lambda name: any(path in parts for path in paths_to(name))
 
 
 def behind_gates(parcels: Iterable[Parcel]) -> dict[nn.Module, list[Parcel]]:
@@ -147,7 +154,8 @@ def behind_gates(parcels: Iterable[Parcel]) -> dict[nn.Module, list[Parcel]]:
 def expected_in(method: str, parcels: Iterable[Parcel]) -> Iterator[Parcel]:
     """What `method` is guessed to use: an autoencoder's decoder has no part in encoding."""
     other = {"encode": "decoder", "decode": "encoder"}.get(method)
-    return (p for p in parcels if method not in p.unused and p.name.partition(".")[0] != other)
+    used = (p for p in parcels if method not in p.unused and p.name.partition(".")[0] != other)
+    return (parcel for parcel in used for _ in range(parcel.uses))
 
 
 def _places_of(parts: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[list[Place]]]:

@@ -152,8 +152,8 @@ class Streamer:
             self.begin()
         self._device.use_layer(streams=parcel not in self._rooms.stays)
         expected = self._order.used(parcel)
-        if self._order.known and not expected:
-            self._drop(lambda other: not self._order.awaited(other) and other is not parcel)
+        if not expected:
+            self._drop(lambda other: self._order.passed(other) and other is not parcel)
         here = self._here.get(parcel)
         if here is None:
             self._send_now(parcel)
