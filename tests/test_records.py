@@ -344,7 +344,11 @@ STORED_ONLY = "needs storage=float8_e4m3fn, float8_e5m2 or int8"
 PLACEMENTS = "placement must be 'resident', 'per-phase' or 'per-unit', not "
 DEPTHS = [  # a wrong field of a record at each depth: where, and the sentence
     (Request, {"heigth": 512}, "unknown field of Request 'heigth': did you mean 'height'?"),
-    (Request, {"q": 1}, "unknown field of Request 'q': there are batch, frames, guidance, height, steps, width"),
+    (
+        Request,
+        {"q": 1},
+        "unknown field of Request 'q': there are arguments, batch, frames, guidance, height, steps, width",
+    ),
     (Budget, {"devcie": 1}, "unknown field of Budget 'devcie': did you mean 'device'?"),
     (Plan, {"levle": 1}, "unknown field of Plan 'levle': did you mean 'level'?"),
     (Plan, {"vae": {"tiel": 1}}, "unknown field of VaePlan 'tiel': did you mean 'tile'?"),

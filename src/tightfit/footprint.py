@@ -42,8 +42,15 @@ Maps = Literal["device", "host", "again"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
 
 
+Plain = Annotated[bool, Strict()] | Annotated[int, Strict()] | Annotated[float, Strict()] | None
+
+
 class Request(Record):
-    """What one call asks for. Fields left out take the pipeline's own defaults."""
+    """What one call asks for. Fields left out take the pipeline's own defaults.
+
+    `arguments` are others of the call's that are plain numbers, yes and no, or None, under the pipeline's own names
+    (`max_sequence_length`, `use_resolution_binning`, `true_cfg_scale`).
+    """
 
     error: ClassVar[type[InputError]] = RequestError
 
@@ -53,6 +60,7 @@ class Request(Record):
     batch: Positive = 1
     steps: Positive | None = None
     guidance: Real | None = None
+    arguments: dict[str, Plain] = Field(default_factory=dict)
 
     @property
     def described(self) -> str:
@@ -60,6 +68,7 @@ class Request(Record):
         size = [f"{self.width}×{self.height}"] if self.height and self.width else []
         size += [f"{self.frames} frames"] if self.frames else []
         size += [f"{self.batch} at once"] if self.batch > 1 else []
+        size += [f"{name}={value}" for name, value in self.arguments.items()]
         return ", ".join(size) or "its usual request"
 
 

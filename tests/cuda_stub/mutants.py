@@ -30,7 +30,7 @@ from cuda_stub import driver
 from cuda_stub.compute import computing
 from cuda_stub.orderings import Ordering, all_orderings, leave_out, notice
 from cuda_stub.plugin import rates_without_numbers
-from cuda_stub.resume import _of_what
+from cuda_stub.resume import sources_of, with_these_sources
 from cuda_stub.scenarios import SCENARIOS, begin_peak, peak, use_free_memory
 from tiny_pipelines import CASES, run
 
@@ -74,7 +74,7 @@ def main() -> None:
                         break
             else:
                 found = {"outcome": "not reached"}
-            line = {"ordering": str(ordering), **found, "seconds": round(time.monotonic() - begun, 1), **_of_what()}
+            line = {"ordering": str(ordering), **found, "seconds": round(time.monotonic() - begun, 1), **sources_of()}
             print(json.dumps(line), flush=True)
             if options.results:
                 with options.results.open("a") as results:
@@ -111,11 +111,7 @@ def _names(orderings: Iterable[str]) -> list[str]:
 
 
 def _done(file: Path | None) -> set[str]:
-    if file is None or not file.exists():
-        return set()
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    here = _of_what()
-    return {line["ordering"] for line in lines if all(line[key] == here[key] for key in ("sources", "torch"))}
+    return {line["ordering"] for line in with_these_sources(file, lambda line: "")} if file else set()
 
 
 def _in_a_fork(work: Callable[[Callable[[str], None]], dict[str, Any]], patience: float) -> dict[str, Any]:

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import CogVideoXVideoToVideoPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from diffusers import (
+    CogVideoXVideoToVideoPipeline,
+    FluxPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+)
 from PIL import Image
 
 import tightfit
@@ -25,7 +30,7 @@ from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, Trace
 from tightfit.run.footprints import measure_footprint
 from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.shape import request_of
+from tightfit.run.shape import request_of, shape_of
 from tiny_pipelines import CASES, TinyCase, run
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
@@ -242,6 +247,8 @@ def test_less_than_was_planned_for_is_not_planned_for_where_nothing_could_be_gai
         ({"prompt": ["a fox", "an owl"], "num_images_per_prompt": 2, "height": 64}, {"batch": 4, "height": 64}),
         ({"prompt": None, "prompt_embeds": torch.zeros(3, 77, 8)}, {"batch": 3}),
         ({"prompt": "a fox", "guidance_scale": 1.0, "num_inference_steps": 7}, {"guidance": 1.0, "steps": 7}),
+        ({"prompt": "a fox", "clip_skip": 1, "eta": 0.5}, {"arguments": {"clip_skip": 1, "eta": 0.5}}),
+        ({"prompt": "a fox", "return_dict": False, "output_type": "pt", "generator": None}, {}),
         ({"prompt": "a fox", "image": Image.new("RGB", (96, 64))}, {"height": 64, "width": 96}),
         ({"prompt": "a fox", "image": [torch.zeros(3, 32, 48)]}, {"height": 32, "width": 48}),
     ],
@@ -251,6 +258,21 @@ def test_what_a_call_asks_for(arguments: dict[str, Any], said: dict[str, Any]) -
     pipe = object.__new__(kind)
     taken = {name: value for name, value in arguments.items() if name != "height" or "image" not in arguments}
     assert request_of(pipe, (), taken) == tightfit.Request(**said)
+
+
+def test_what_else_a_call_says_decides_about_its_bytes_where_it_is_not_the_default() -> None:
+    pipe = object.__new__(FluxPipeline)
+    shapes = [
+        shape_of(pipe, tightfit.Request(height=64, width=64, arguments=arguments))
+        for arguments in ({}, {"max_sequence_length": 512, "true_cfg_scale": 1.0}, {"max_sequence_length": 256})
+    ]
+    assert shapes[0] == shapes[1] != shapes[2]
+    few, many, more = (
+        shape_of(pipe, tightfit.Request(height=64, width=64, arguments={"true_cfg_scale": scale}))
+        for scale in (1.0, 3.5, 4.5)
+    )
+    assert few == shapes[0]
+    assert few != many == more, "a scale only switches another pass on"
 
 
 @pytest.mark.parametrize(

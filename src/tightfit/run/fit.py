@@ -47,14 +47,16 @@ def fit(
 
     A budget is planned for `request` (default: the pipeline's own defaults) from a footprint, which is measured once,
     and from a card's rates, which are measured once too (up to 20 s). Numbers stay the same; only where nothing fits
-    that way are the lossy techniques used that `allow` names. A budget is for a whole pipeline.
+    that way are the lossy techniques used that `allow` names. A budget is for a whole pipeline. Arguments of the call
+    that are plain numbers or yes and no belong to the request (`{"height": 512, "arguments": {"clip_skip": 1}}`).
 
     A call is measured on a copy of the pipeline without weights: hooks of your own are called there too, with the copy.
     One that cannot be measured beforehand (code that looks at numbers, weights in a format of their own) runs at
     level 3, within the budget as a cap and with nothing predicted; the plan and the report say why.
 
-    A call that asks for something else (a larger picture, more of them, more frames) is planned for before it begins,
-    and the report says so; BudgetTooSmall there leaves all as it was.
+    A call that asks for something else (a larger picture, more of them, more frames, a longer prompt's
+    `max_sequence_length`) is planned for before it begins, and the report says so; BudgetTooSmall there leaves all as
+    it was.
 
     A plan is a Plan, a mapping of its fields, or a YAML or JSON file of them; a mapping may name a `level` and only
     what differs from it. `device` is "cpu", "cuda", "cuda:1" or "loopback" (default: torch's current card, else the

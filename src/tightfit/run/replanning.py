@@ -197,7 +197,7 @@ def _is_whole(plan: Plan) -> bool:
 
 def _is_within(shape: Shape, other: Shape) -> bool:
     """Whether a call of `shape` takes no more than one of the `other`."""
-    if shape.guided and other.guided is False:
+    if (shape.guided and other.guided is False) or shape.others != other.others:
         return False
     return all(
         less is not None and more is not None and less <= more if less != more else True

@@ -56,6 +56,7 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
         value = getattr(request, field)
         if value is not None:
             arguments[NAMES[field]] = value
+    arguments |= request.arguments
     if prompt.negative is not None:
         arguments["negative_prompt"] = prompt.negative
     if request.batch > 1:

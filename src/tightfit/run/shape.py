@@ -14,6 +14,8 @@ from tightfit.run.request import NAMES, usual_side
 
 __all__ = ["Shape", "request_of", "shape_of"]
 
+# plain arguments that decide nothing about bytes, or that a request has a field for
+_COUNTED = {*NAMES.values(), "num_videos_per_prompt", "return_dict", "callback_steps"}
 _PICTURES = ("image", "video", "control_image", "mask_image")  # whose size is that of the call, if it names none
 
 
@@ -25,6 +27,7 @@ class Shape(NamedTuple):
     frames: int | None
     batch: int
     guided: bool | None
+    others: frozenset[tuple[str, bool | int | None]] = frozenset()
 
 
 def request_of(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Request | None:
@@ -37,6 +40,12 @@ def request_of(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Req
     found = {name: value for name, value in found.items() if isinstance(value, int | float)}
     each = next((given[name] for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in given), 1)
     found["batch"] = _prompts(given) * (each or 1)
+    usual = _defaults(pipe)
+    found["arguments"] = {
+        name: value
+        for name, value in given.items()
+        if name not in _COUNTED and isinstance(value, bool | int | float | None) and value is not usual.get(name)
+    }
     if not found.keys() & {"height", "width"}:
         found |= _size_of(given)
     if "frames" not in found and (frames := _frames_of(given.get("video"))):
@@ -78,7 +87,7 @@ def _size_of(given: Mapping[str, Any]) -> dict[str, int]:
 
 def shape_of(pipe: Any, request: Request) -> Shape:
     """`request` with what the pipeline makes of that which it leaves open."""
-    usual = {name: each.default for name, each in inspect.signature(type(pipe).__call__).parameters.items()}
+    usual = _defaults(pipe)
 
     def said(name: str) -> Any:
         value = getattr(request, name)
@@ -88,4 +97,21 @@ def shape_of(pipe: Any, request: Request) -> Shape:
     height, width, guidance = said("height"), said("width"), said("guidance")
     if NAMES["height"] in usual and hasattr(pipe, "default_sample_size"):
         height, width = height or usual_side(pipe), width or usual_side(pipe)
-    return Shape(height, width, said("frames"), request.batch, None if guidance is None else guidance > 1)
+    others = {name: value for name, value in request.arguments.items() if value != usual.get(name)}
+    return Shape(
+        height,
+        width,
+        said("frames"),
+        request.batch,
+        None if guidance is None else guidance > 1,
+        frozenset((name, _switched(value)) for name, value in others.items()),
+    )
+
+
+def _defaults(pipe: Any) -> dict[str, Any]:
+    return {name: each.default for name, each in inspect.signature(type(pipe).__call__).parameters.items()}
+
+
+def _switched(value: bool | int | float | None) -> bool | int | None:
+    """Of a scale only what it switches: nothing at 0, another pass of the denoiser above 1."""
+    return (value > 0) + (value > 1) if isinstance(value, float) else value

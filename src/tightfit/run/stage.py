@@ -103,4 +103,4 @@ def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Reques
 def _usual(pipe: Any, request: Request) -> dict[str, Any]:
     """The parts of a model's usual request that its pipeline takes."""
     taken = inspect.signature(type(pipe).__call__).parameters
-    return {name: value for name, value in request if value is not None and NAMES[name] in taken}
+    return {name: value for name, value in request if value is not None and NAMES.get(name, name) in taken}
