@@ -107,6 +107,7 @@ def test_the_last_line_of_json_has_all_that_was_measured(tiny_model: Path) -> No
         assert set(phase) >= {"name", "predicted_peak_bytes", "measured_peak_bytes", "seconds"}
     assert told["plan"]["request"] == {
         "height": 64, "width": 64, "frames": None, "batch": 1, "steps": 2, "guidance": None,
+        "arguments": {},
     }  # fmt: skip
 
 

@@ -50,7 +50,10 @@ from tightfit.records import (
 
 # one of each, every field different from its default
 
-REQUEST = Request(height=768, width=512, frames=81, batch=2, steps=20, guidance=3.5)
+REQUEST = Request(
+    height=768, width=512, frames=81, batch=2, steps=20, guidance=3.5,
+    arguments={"max_sequence_length": 256, "true_cfg_scale": 4.0, "clean_caption": False, "human_instruction": None},
+)  # fmt: skip
 BUDGET = Budget(device=8 * 10**9, ram=32 * 2**30)
 BUDGETS = Budget(devices={"cuda:0": 8 * 10**9, "cuda:1": 6 * 10**9})
 CARD = Accelerator(
@@ -65,8 +68,9 @@ MACHINE = Machine(
     cpu="EPYC", disk_rate=3e9, notes=("no link",),
 )  # fmt: skip
 UNIT = Unit(
-    name="transformer_blocks.0", bytes=678, dtypes={"bfloat16": 600, "float32": 78}, matrices={"bfloat16": 500}, rows=25
-)
+    name="transformer_blocks.0", bytes=678, dtypes={"bfloat16": 600, "float32": 78}, matrices={"bfloat16": 500}, rows=25,
+    moves_with="transformer_blocks",
+)  # fmt: skip
 LEAF = Unit(name="transformer_blocks.0.ff.net.2", bytes=567, dtypes={"bfloat16": 567})
 COMPONENT = Component(
     name="unet", class_name="UNet", role="denoiser", bytes=1234, room=2345, dtypes={"bfloat16": 1234}, units=(UNIT,),

@@ -104,9 +104,12 @@ class PretendDevice(Device):
         self.card.held.reset_peak()
         self.card.live.reset_peak()
 
-    def use_layer(self, *, streams: bool) -> None:
+    def use_layer(self) -> None:
+        self.card.host.now += round(self.card.accelerator.resident_overhead * 1e9)
+
+    def send_layer(self) -> None:
         like = self.card.accelerator
-        self.card.host.now += round((like.streamed_overhead if streams else like.resident_overhead) * 1e9)
+        self.card.host.now += round((like.streamed_overhead - like.resident_overhead) * 1e9)
 
     def synchronize(self) -> None:
         self.card.timeline.synchronize()

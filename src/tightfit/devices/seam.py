@@ -114,8 +114,11 @@ class Device(ABC):
     def reset_peak(self) -> None:
         return None
 
-    def use_layer(self, *, streams: bool) -> None:  # noqa: B027 - a real host takes its time by itself
-        """A layer is about to be used whose weights stream, or came to stay: a simulated host is busy with them."""
+    def use_layer(self) -> None:  # noqa: B027 - a real host takes its time by itself
+        """A layer is about to be used whose weights came: a simulated host is busy with them."""
+
+    def send_layer(self) -> None:  # noqa: B027
+        """Weights are about to be sent that do not stay: a simulated host is busy with that."""
 
     def synchronize(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Waits until the device has done all that it was given."""

@@ -150,7 +150,7 @@ class Streamer:
         """`parcel` is used from now on, until it is `_done`."""
         if not self._complete:
             self.begin()
-        self._device.use_layer(streams=parcel not in self._rooms.stays)
+        self._device.use_layer()
         expected = self._order.used(parcel)
         if not expected:
             self._drop(lambda other: self._order.passed(other) and other is not parcel)
@@ -167,8 +167,7 @@ class Streamer:
         here.users += 1
 
     def _done(self, parcel: Parcel) -> None:
-        here = self._here.get(parcel)
-        if here is None:
+        if (here := self._here.get(parcel)) is None:
             return
         here.users -= 1
         if here.users:
@@ -239,6 +238,8 @@ class Streamer:
 
     def _send(self, here: Presence, after: Any) -> None:
         parcel = here.parcel
+        if parcel not in self._rooms.stays:
+            self._device.send_layer()
         with self._recorder.uncounted():
             here.arrival = parcel.home.send(self._lane, here.region, after)
         self._recorder.moved(bytes_in=parcel.size)
