@@ -68,8 +68,8 @@ MACHINE = Machine(
     cpu="EPYC", disk_rate=3e9, notes=("no link",),
 )  # fmt: skip
 UNIT = Unit(
-    name="transformer_blocks.0", bytes=678, dtypes={"bfloat16": 600, "float32": 78}, matrices={"bfloat16": 500}, rows=25,
-    moves_with="transformer_blocks",
+    name="transformer_blocks.0", bytes=678, dtypes={"bfloat16": 600, "float32": 78}, matrices={"bfloat16": 500},
+    rows=25, moves_with="transformer_blocks",
 )  # fmt: skip
 LEAF = Unit(name="transformer_blocks.0.ff.net.2", bytes=567, dtypes={"bfloat16": 567})
 COMPONENT = Component(
