@@ -44,7 +44,7 @@ def request_of(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Req
     found["arguments"] = {
         name: value
         for name, value in given.items()
-        if name not in _COUNTED and isinstance(value, bool | int | float | None) and value is not usual.get(name)
+        if name not in _COUNTED and isinstance(value, bool | int | float | None) and value != usual.get(name)
     }
     if not found.keys() & {"height", "width"}:
         found |= _size_of(given)
@@ -104,7 +104,7 @@ def shape_of(pipe: Any, request: Request) -> Shape:
         said("frames"),
         request.batch,
         None if guidance is None else guidance > 1,
-        frozenset((name, _switched(value)) for name, value in others.items()),
+        frozenset((name, _switched(value, usual.get(name))) for name, value in others.items()),
     )
 
 
@@ -112,6 +112,8 @@ def _defaults(pipe: Any) -> dict[str, Any]:
     return {name: each.default for name, each in inspect.signature(type(pipe).__call__).parameters.items()}
 
 
-def _switched(value: bool | int | float | None) -> bool | int | None:
+def _switched(value: bool | int | float | None, usual: Any) -> bool | int | None:
     """Of a scale only what it switches: nothing at 0, another pass of the denoiser above 1."""
-    return (value > 0) + (value > 1) if isinstance(value, float) else value
+    if isinstance(value, float) or (isinstance(value, int) and isinstance(usual, float)):
+        return (value > 0) + (value > 1)
+    return value
