@@ -16,7 +16,10 @@ from typing import Any
 __all__ = ["Ordering", "all_orderings", "leave_out", "notice"]
 
 SRC = Path(__file__).parents[2] / "src" / "tightfit"
-ELSEWHERE = {"pretend.py"}  # simulated cards have waits of their own
+ELSEWHERE = {
+    "pretend.py",  # simulated cards have waits of their own
+    "overheads.py",  # its waits are for the sake of times alone
+}
 TIMING = {"seconds", "synchronize"}  # methods that are asked for the sake of times alone
 NOT_ON_CARDS = {  # what other devices do instead, and how often in the function
     ("devices/lane.py", "Lane.follow", 1),  # CudaLane has its own
