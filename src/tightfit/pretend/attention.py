@@ -75,8 +75,11 @@ def attend(
     elif kernel == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
     else:
+        numbers = 2 if kernel == "efficient" and torch.__version__ >= "2.14" else 0  # seed and offset, on the card
+        random = [torch.empty((), dtype=torch.int64, device=query.device) for _ in range(numbers)]
         keeps = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
         result = _WITH_MASKS[kernel](query, key, value, mask, keeps, dropout_p, is_causal, scale=scale)
+        del random
     output: torch.Tensor = result[0]
     return output
 

@@ -133,7 +133,8 @@ def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor
     elif kernel in _PRODUCTS:
         sizes = tuple(args[place].nbytes for place in _PRODUCTS[kernel] if not _is_matrix(args[place]))
     elif kernel is aten.native_group_norm:
-        sizes = _factors(*args[:6])
+        kept = torch.__version__ >= "2.15" and _has_channels_last(args[0])
+        sizes = _copies(args[:1], channels_last=kept) + _factors(*args[:6])
     elif op is aten.pow.Scalar:
         sizes = (8,)  # the number, as a tensor
     elif kernel is aten._scaled_dot_product_efficient_attention:

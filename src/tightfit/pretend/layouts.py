@@ -222,8 +222,11 @@ def _indexed(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[Any, .
 
 
 def _normed(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> _Strides:
-    plain = result.shape == args[0].shape and args[0].is_contiguous()
-    return contiguous(result.shape) if plain else result.stride()
+    if result.shape != args[0].shape:
+        return result.stride()  # of the groups' numbers
+    if torch.__version__ >= "2.15":
+        return _as_suggested(result, op, args, _)
+    return contiguous(result.shape) if args[0].is_contiguous() else result.stride()
 
 
 _RESIZES = (

@@ -1,7 +1,9 @@
 """Group norm as torch puts it together on CUDA: of maps that have channels first, whatever they were before.
 
-torch (aten/src/ATen/native/group_norm.cpp, 2.11 to 2.13) lets the CPU and devices of others keep channels last. Where
-all numbers are kept, the layout is the CPU's, so that they are the CPU's to the last bit.
+torch (aten/src/ATen/native/group_norm.cpp, 2.11 to 2.13) lets the CPU and devices of others keep channels last; 2.14
+copies what CUDA's kernel cannot take after it has made the result, and 2.15 keeps channels last on CUDA too
+(kernels.py and layouts.py know). Where all numbers are kept, the layout is the CPU's, so that they are the CPU's to the
+last bit.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ def group_norm(
 ) -> torch.Tensor:
     """`torch.group_norm` on a card, or on one that plays a computer's own CPU."""
     card = store_of(maps).card
-    as_cpu = card.values == "real" or card.accelerator.is_cpu
-    layout = suggest_memory_format(maps) if as_cpu else torch.contiguous_format
+    if card.values == "real" or card.accelerator.is_cpu:
+        maps = maps.contiguous(memory_format=suggest_memory_format(maps))
+    elif torch.__version__ < "2.14":
+        maps = maps.contiguous()
     batch, channels, *spatial = maps.shape
     sizes = (batch, channels, math.prod(spatial), groups, eps)
-    normed: torch.Tensor = torch.native_group_norm(maps.contiguous(memory_format=layout), weight, bias, *sizes)[0]
+    normed: torch.Tensor = torch.native_group_norm(maps, weight, bias, *sizes)[0]
     return normed
