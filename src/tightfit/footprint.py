@@ -42,6 +42,7 @@ Maps = Literal["device", "host", "again"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
 
 
+# an argument of a call that is no tensor, picture or text
 Plain = Annotated[bool, Strict()] | Annotated[int, Strict()] | Annotated[float, Strict()] | None
 
 

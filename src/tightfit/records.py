@@ -144,8 +144,10 @@ class Accelerator(Record):
     link_rate: Rate | None = None  # bytes per second, pinned host memory to device
     link_rate_out: Rate | None = None  # bytes per second, device to pinned host memory; None: as link_rate
     launch_overhead: Real = 0.0  # seconds of the host for each piece of work
-    streamed_overhead: Real = 0.0  # seconds of the host for each use of a layer that streams, beside its copy's launch
-    resident_overhead: Real = 0.0  # the same for one that comes and stays while its component works
+    streamed_overhead: Real = (
+        0.0  # seconds of the host to bring a layer that streams and use it once, beside the launch
+    )
+    resident_overhead: Real = 0.0  # the same for each use of one that is there
     channels_last_gains: dict[str, Rate] = Field(default_factory=dict)  # times as fast; by role.dtype of a component
 
     @property

@@ -36,10 +36,7 @@ class Pace:
     def _joined(self, done: Pass, grain: Grain) -> list[Stretch]:
         parcels = self._parcels[grain]
         turns = ((turn, _parcel(parcels, use, turn.leaf)) for use in done.uses for turn in use.turns)
-        plain = (
-            stretch_of(turn.work, self._device, parcel)._replace(waits=turn.waits, gate=_gate(parcel, turn, grain))
-            for turn, parcel in turns
-        )
+        plain = (self._stretch(turn, parcel, grain)._replace(waits=turn.waits) for turn, parcel in turns)
         return joined(plain, done.pace)
 
     def laps(self, way: Way, pace: float, grain: Grain | None) -> list[Lap]:
@@ -67,12 +64,7 @@ class Pace:
         parcels = self._parcels[grain] if grain else {}
 
         def stretches(turns: Iterable[Turn], share: float) -> list[Stretch]:
-            needed = ((turn, parcels.get(turn.leaf, "")) for turn in turns)
-            plain = (
-                stretch_of(turn.work, self._device, parcel)._replace(gate=_gate(parcel, turn, grain))
-                for turn, parcel in needed
-            )
-            return joined(plain, share)
+            return joined((self._stretch(turn, parcels.get(turn.leaf, ""), grain) for turn in turns), share)
 
         by_runs = groupby(zip(leg.runs, leg.turns, strict=True), lambda both: both[0])
         link, out = self._device.link_rate, self._device.link_rate_out or self._device.link_rate
@@ -85,6 +77,10 @@ class Pace:
             leg.bytes_in / link / leg.strips if link else 0.0,
             leg.bytes_out / out / leg.strips if out else 0.0,
         )
+
+    def _stretch(self, turn: Turn, parcel: str, grain: Grain | None) -> Stretch:
+        gate = turn.leaf if parcel and grain == "leaf" else ""
+        return stretch_of(turn.work, self._device, parcel)._replace(gate=gate)
 
     def expected(self, grain: Grain) -> list[str]:
         """What moves together, in the order of the model, as often as it is told to be needed."""
@@ -112,11 +108,6 @@ class Pace:
 def _parcels(component: Component, grain: Grain) -> dict[str, str]:
     """What each leaf moves together with."""
     return {leaf: parcel for parcel, leaves in group_leaves(component, grain).items() for leaf in leaves}
-
-
-def _gate(parcel: str, turn: Turn, grain: Grain | None) -> str:
-    """The layer that is told to need `parcel`, where it is not all of that."""
-    return turn.leaf if parcel and grain == "leaf" else ""
 
 
 def _parcel(parcels: dict[str, str], use: Use, leaf: str) -> str:

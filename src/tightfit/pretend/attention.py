@@ -48,6 +48,8 @@ _WITH_MASKS = {
     "cudnn": _aten._scaled_dot_product_cudnn_attention,
 }
 
+_SEED_ON_CARD = torch.__version__ >= "2.14"  # memory-efficient attention's; on the host before
+
 
 def attend(
     query: torch.Tensor,
@@ -75,7 +77,7 @@ def attend(
     elif kernel == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
     else:
-        numbers = 2 if kernel == "efficient" and torch.__version__ >= "2.14" else 0  # seed and offset, on the card
+        numbers = 2 if kernel == "efficient" and _SEED_ON_CARD else 0  # its seed and offset
         random = [torch.empty((), dtype=torch.int64, device=query.device) for _ in range(numbers)]
         keeps = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
         result = _WITH_MASKS[kernel](query, key, value, mask, keeps, dropout_p, is_causal, scale=scale)

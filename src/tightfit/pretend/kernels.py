@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from tightfit.pretend.layouts import suggested
+from tightfit.pretend.layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, suggested
 from tightfit.records import Accelerator
 
 __all__ = ["Kind", "Work", "duration", "work_of"]
@@ -133,7 +133,7 @@ def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor
     elif kernel in _PRODUCTS:
         sizes = tuple(args[place].nbytes for place in _PRODUCTS[kernel] if not _is_matrix(args[place]))
     elif kernel is aten.native_group_norm:
-        kept = torch.__version__ >= "2.15" and _has_channels_last(args[0])
+        kept = GROUP_NORM_KEEPS_CHANNELS_LAST and _has_channels_last(args[0])
         sizes = _copies(args[:1], channels_last=kept) + _factors(*args[:6])
     elif op is aten.pow.Scalar:
         sizes = (8,)  # the number, as a tensor

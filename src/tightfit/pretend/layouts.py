@@ -221,10 +221,13 @@ def _indexed(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[Any, .
     return iterated(shape, [(shape, taken), *((index.shape, index.stride()) for index in spread)])
 
 
+GROUP_NORM_KEEPS_CHANNELS_LAST = torch.__version__ >= "2.15"  # on CUDA
+
+
 def _normed(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> _Strides:
     if result.shape != args[0].shape:
         return result.stride()  # of the groups' numbers
-    if torch.__version__ >= "2.15":
+    if GROUP_NORM_KEEPS_CHANNELS_LAST:
         return _as_suggested(result, op, args, _)
     return contiguous(result.shape) if args[0].is_contiguous() else result.stride()
 

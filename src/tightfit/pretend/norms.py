@@ -17,6 +17,8 @@ from tightfit.pretend.storage import store_of
 
 __all__ = ["group_norm"]
 
+_COPIES_FIRST = torch.__version__ < "2.14"
+
 
 def group_norm(
     maps: torch.Tensor,
@@ -30,7 +32,7 @@ def group_norm(
     card = store_of(maps).card
     if card.values == "real" or card.accelerator.is_cpu:
         maps = maps.contiguous(memory_format=suggest_memory_format(maps))
-    elif torch.__version__ < "2.14":
+    elif _COPIES_FIRST:
         maps = maps.contiguous()
     batch, channels, *spatial = maps.shape
     sizes = (batch, channels, math.prod(spatial), groups, eps)

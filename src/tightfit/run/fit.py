@@ -54,7 +54,7 @@ def fit(
     One that cannot be measured beforehand (code that looks at numbers, weights in a format of their own) runs at
     level 3, within the budget as a cap and with nothing predicted; the plan and the report say why.
 
-    A call that asks for something else (a larger picture, more of them, more frames, a longer prompt's
+    A call that asks for something else (a larger picture, more of them, more frames, another
     `max_sequence_length`) is planned for before it begins, and the report says so; BudgetTooSmall there leaves all as
     it was.
 

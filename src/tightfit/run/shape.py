@@ -15,7 +15,7 @@ from tightfit.run.request import NAMES, usual_side
 __all__ = ["Shape", "request_of", "shape_of"]
 
 # plain arguments that decide nothing about bytes, or that a request has a field for
-_COUNTED = {*NAMES.values(), "num_videos_per_prompt", "return_dict", "callback_steps"}
+_LEFT_OUT = {*NAMES.values(), "num_videos_per_prompt", "return_dict", "callback_steps"}
 _PICTURES = ("image", "video", "control_image", "mask_image")  # whose size is that of the call, if it names none
 
 
@@ -44,7 +44,7 @@ def request_of(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Req
     found["arguments"] = {
         name: value
         for name, value in given.items()
-        if name not in _COUNTED and isinstance(value, bool | int | float | None) and value != usual.get(name)
+        if name not in _LEFT_OUT and isinstance(value, bool | int | float | None) and value != usual.get(name)
     }
     if not found.keys() & {"height", "width"}:
         found |= _size_of(given)

@@ -131,15 +131,14 @@ def parcels_of(
         likes, home = [_like(master) for master in masters], home_of(masters)
         if not home.writable:
             masters = [_emptied(master, weight_of(master), of) for master, of in zip(masters, places, strict=True)]
-        known = members if name in leaves else [name]
-        without = [method for method, parts in unused.items() if all(map(_inside(parts), known))]
+        without = [
+            method
+            for method, parts in unused.items()
+            if not any(set(parts).isdisjoint(paths_to(member)) for member in members)
+        ]
         uses = min(len(members), len(set(gates)))  # a layer that shares its weights with another is in use once
         parcels.append(Parcel(name, gates, masters, likes, places, home, uses, without))
     return parcels
-
-
-def _inside(parts: Collection[str]) -> Callable[[str], bool]:
-    return lambda name: any(path in parts for path in paths_to(name))
 
 
 def behind_gates(parcels: Iterable[Parcel]) -> dict[nn.Module, list[Parcel]]:
