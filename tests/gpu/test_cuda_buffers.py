@@ -91,3 +91,40 @@ def test_copies_allocate_what_cudas_do(make_cards, layout, dtypes, waits) -> Non
         place(torch.zeros(6, 40, 50, dtype=before, device=device)).to("cpu", after, non_blocking=not waits)
 
     assert asked_of(card, lambda: work(PretendDevice(0).torch_device)) == asked_of_cuda(lambda: work("cuda"))
+
+
+def full(*shape: int) -> Callable[..., torch.Tensor]:
+    return lambda **how: torch.zeros(*shape, **how)
+
+
+# a bias, its layout, and how much of it is added
+BIASES: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
+    "row": (full(24), 1.0),
+    "row of a matrix": (full(1, 24), 1.0),
+    "with gaps": (lambda **how: torch.zeros(48, **how)[::2], 1.0),
+    "expanded": (lambda **how: torch.zeros(1, **how).expand(24), 1.0),
+    "half a row": (full(24), 0.5),
+    "column": (full(8, 1), 1.0),
+    "matrix": (full(8, 24), 1.0),
+    "half a matrix": (full(8, 24), 0.5),
+    "none of a matrix": (full(8, 24), 0.0),
+    "transposed matrix": (lambda **how: torch.zeros(24, 8, **how).t(), 1.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", BIASES)
+def test_products_allocate_what_cudas_do(make_cards, bias, dtype) -> None:  # noqa: F811
+    """cuBLAS or cuBLASLt, each of which has a workspace of its own from torch 2.15 on."""
+    (card,) = make_cards(values="shapes")
+    make, beta = BIASES[bias]
+
+    def work(device: str | torch.device) -> None:
+        how = {"dtype": dtype, "device": device}
+        left, right = torch.zeros(8, 16, **how), torch.zeros(16, 24, **how)
+        torch.addmm(make(**how), left, right, beta=beta)
+        torch.mm(left, right)
+
+    for device in ("cuda", PretendDevice(0).torch_device):
+        work(device)  # a workspace that stays
+    assert asked_of(card, lambda: work(PretendDevice(0).torch_device)) == asked_of_cuda(lambda: work("cuda"))

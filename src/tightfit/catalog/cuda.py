@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-__all__ = ["CONTEXT", "OVERSHOOT", "PAGEABLE", "workspace_bytes"]
+from importlib.metadata import version
+
+__all__ = ["CONTEXT", "LT_WORKSPACE", "OVERSHOOT", "PAGEABLE", "WORKSPACE_STAYS", "workspace_bytes"]
 
 CONTEXT = 512 * 2**20  # bytes of a card that its context and the driver keep (an assumption)
 # bytes: torch compares a request, rounded up to 2 MiB, with its limit, and then maps pages of 20 MiB for it where
 # segments are expandable (alloc_block in c10/cuda/CUDACachingAllocator.cpp)
 OVERSHOOT = 18 * 2**20
 PAGEABLE = 0.5  # of the link's rate: the driver copies through a pinned buffer of its own (an assumption)
+# whether cuBLAS keeps its workspace; torch 2.15 takes one for each product (https://github.com/pytorch/pytorch/pull/194311)
+# (TORCH_CUBLAS_WORKSPACE_CACHE=1 has it kept there, too, which plans do not know)
+WORKSPACE_STAYS = version("torch") < "2.15"
+LT_WORKSPACE = 2**20  # bytes, of cuBLASLt where it does not stay; where it does, cuBLASLt works in that of cuBLAS
 
 
 def workspace_bytes(compute_capability: str | None) -> int:
-    """Bytes that cuBLAS keeps for each stream it is used on.
+    """Bytes of cuBLAS's workspace: one for each stream where it stays, else one for each product.
 
     torch's default is :4096:2:16:8, and :4096:8 on compute capability 9, 10 and 12.
     """

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tightfit.catalog.cuda import workspace_bytes
+from tightfit.catalog.cuda import WORKSPACE_STAYS, workspace_bytes
 from tightfit.plan.guests import Guests
 from tightfit.plan.options import variant_of
 from tightfit.plan.pace import Pace
@@ -138,7 +138,13 @@ def _margin(device: Accelerator) -> int:
 
 
 def _workspace(device: Accelerator) -> int:
-    return 0 if device.is_cpu else workspace_bytes(device.compute_capability)
+    """What cuBLAS's takes beside the activations; one that comes and goes with each product is one of them.
+
+    Then only what it is larger by than where footprints are measured, on a card of no compute capability.
+    """
+    if device.is_cpu:
+        return 0
+    return workspace_bytes(device.compute_capability) - (0 if WORKSPACE_STAYS else workspace_bytes(None))
 
 
 class _Call:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from tightfit.catalog.cuda import PAGEABLE, workspace_bytes
+from tightfit.catalog.cuda import PAGEABLE, WORKSPACE_STAYS, workspace_bytes
 from tightfit.pretend.allocator import CachingAllocator, CardFull
 from tightfit.pretend.blocks import Block, Counter
 from tightfit.pretend.clock import Host, Point, Timeline
@@ -89,15 +89,18 @@ class Card:
 
     def do(self, work: Work) -> None:
         """Runs a kernel: what it holds comes and goes, and its time passes on the current stream."""
-        if work.kind == "matmul" and self.stream not in self._workspaces and not self.accelerator.is_cpu:
-            size = workspace_bytes(self.accelerator.compute_capability)
-            self._workspaces[self.stream] = self.malloc(size)
+        if work.kind == "matmul":
+            self._keep_workspace()
         with self.holding(work.held):
             for watch in self.watchers:
                 watch(work)
         self.timeline.run(self.stream, "compute", round(duration(work, self.accelerator) * self.pace))
         if self.accelerator.is_cpu:  # it computes by itself what it would launch elsewhere
             self.record().wait()
+
+    def _keep_workspace(self) -> None:
+        if WORKSPACE_STAYS and self.stream not in self._workspaces and not self.accelerator.is_cpu:
+            self._workspaces[self.stream] = self.malloc(workspace_bytes(self.accelerator.compute_capability))
 
     @contextlib.contextmanager
     def holding(self, sizes: Sequence[int]) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from tightfit.catalog.cuda import LT_WORKSPACE, WORKSPACE_STAYS, workspace_bytes
 from tightfit.pretend.layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, suggested
 from tightfit.records import Accelerator
 
@@ -65,6 +66,7 @@ class Work:
 def work_of(
     op: torch._ops.OpOverload,
     args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     inputs: list[torch.Tensor],
     outputs: list[torch.Tensor],
     accelerator: Accelerator,
@@ -74,7 +76,7 @@ def work_of(
     read = inputs[1:] if op.overloadpacket in _OVERWRITES else inputs
     traffic = sum(_touched(tensor) for tensor in (*read, *outputs))
     dtype = outputs[0].dtype if outputs else torch.float32
-    early, held = _buffers(op, args, outputs[0], accelerator) if outputs else ((), ())
+    early, held = _buffers(op, args, kwargs, outputs[0], accelerator) if outputs else ((), ())
     if kind == "memory" or not outputs:
         return Work("memory", dtype, 0, traffic, early, held)
     if kind == "attention":
@@ -106,7 +108,11 @@ def _attention_operations(query: torch.Size, key: torch.Size, value: torch.Size)
 
 
 def _buffers(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor, accelerator: Accelerator
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: torch.Tensor,
+    accelerator: Accelerator,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What a kernel allocates beside its outputs, before and after them; nothing on a CPU.
 
@@ -120,6 +126,8 @@ def _buffers(
         return _convolution(args, output, accelerator)
     if kernel in _ON_CONTIGUOUS_FIRST:
         return _copies(args[:1], channels_last=False), ()
+    if _KINDS.get(kernel) == "matmul":
+        return (), _of_product(kernel, args, kwargs, output, accelerator)
     return (), _held(op, args, output)
 
 
@@ -130,11 +138,9 @@ def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor
         sizes = _copies(args[:1], channels_last=kernel is aten.avg_pool2d and _has_channels_last(args[0]))
     elif kernel in _RESIZES:
         sizes = _copies((output, args[0]), channels_last=_has_channels_last(args[0]) and args[0].shape[1] >= 4)
-    elif kernel in _PRODUCTS:
-        sizes = tuple(args[place].nbytes for place in _PRODUCTS[kernel] if not _is_matrix(args[place]))
     elif kernel is aten.native_group_norm:
         kept = GROUP_NORM_KEEPS_CHANNELS_LAST and _has_channels_last(args[0])
-        sizes = _copies(args[:1], channels_last=kept) + _factors(*args[:6])
+        sizes = _copies(args[:1], channels_last=kept) + _factors(*args[:6], channels_last=kept)
     elif op is aten.pow.Scalar:
         sizes = (8,)  # the number, as a tensor
     elif kernel is aten._scaled_dot_product_efficient_attention:
@@ -142,9 +148,43 @@ def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor
     return sizes
 
 
-def _factors(maps: torch.Tensor, weight: Any, bias: Any, batch: int, channels: int, pixels: int) -> tuple[int, ...]:
-    """What group norm multiplies each channel of each item by and adds to it (cuda/group_norm_kernel.cu)."""
+def _of_product(
+    kernel: torch._ops.OpOverloadPacket,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: torch.Tensor,
+    accelerator: Accelerator,
+) -> tuple[int, ...]:
+    """Copies of matrices that cuBLAS does not take as they lie, and a workspace where it does not stay."""
+    copies = tuple(args[place].nbytes for place in _PRODUCTS.get(kernel, ()) if not _is_matrix(args[place]))
+    if WORKSPACE_STAYS or not output.numel():
+        return copies
+    through_lt = kernel is aten._scaled_mm or (
+        kernel is aten.addmm and _through_lt(args[0], args[2], kwargs.get("beta", 1), output)
+    )
+    return (*copies, LT_WORKSPACE if through_lt else workspace_bytes(accelerator.compute_capability))
+
+
+def _through_lt(bias: torch.Tensor, right: torch.Tensor, beta: float, output: torch.Tensor) -> bool:
+    """Whether cuBLASLt adds `bias` to the product, `isInputCompliesAddmmCudaLt` in cuda/Blas.cpp.
+
+    One row for all, and in half precision a part of a matrix as well.
+    """
+    row = bias.shape[-1] == bias.numel() == output.shape[-1] and beta == 1
+    whole = bias.shape == output.shape and output.dtype in _HALVES and beta != 0
+    return (row or whole) and bias.is_contiguous() and min(right.shape) > 1
+
+
+def _factors(
+    maps: torch.Tensor, weight: Any, bias: Any, batch: int, channels: int, pixels: int, *, channels_last: bool
+) -> tuple[int, ...]:
+    """What group norm multiplies each channel of each item by and adds to it (cuda/group_norm_kernel.cu).
+
+    One channel, or one pixel, lies as if channels came last.
+    """
     size = batch * channels * max(maps.itemsize, 4)
+    if channels_last or (GROUP_NORM_KEEPS_CHANNELS_LAST and maps.ndim > 3 and 1 in (channels, pixels)):
+        return size, size
     return () if pixels == 1 or (weight is None and bias is None) else (size, size)
 
 

@@ -38,7 +38,8 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         _note_write(tensor, inside[id(tensor)], card)
     back = {id(inside[id(tensor)]): tensor for tensor in outer}
     homes = {inside[id(tensor)].untyped_storage()._cdata: tensor for tensor in outer}
-    work = work_of(op, inner_args, list(inside.values()), list(_tensors((result,))), card.accelerator)
+    outputs = list(_tensors((result,)))
+    work = work_of(op, inner_args, inner_kwargs, list(inside.values()), outputs, card.accelerator)
     settle()
     with card.holding(work.early):
         final = _returned(result, back, homes, card)
