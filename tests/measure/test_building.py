@@ -14,7 +14,7 @@ from torch import nn
 
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.loading import quietly
-from tightfit.measure.building import build_network, build_part
+from tightfit.measure.building import StandInTokenizer, build_network, build_part
 
 
 class Strict(transformers.T5EncoderModel):  # type: ignore[misc]
@@ -83,3 +83,13 @@ def test_t5_takes_two_bytes_a_parameter_in_bfloat16_and_more_in_float16() -> Non
 
 def weight_bytes(network: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("padding", "length", "counted"), [("max_length", 8, 7), ("max_length", 1, 1), (True, 8, 8), (False, 100, 77)]
+)
+def test_a_padded_prompt_leaves_something_to_pad(padding: bool | str, length: int, counted: int) -> None:
+    """So that an encoder makes the mask that it makes for most prompts."""
+    tokens = StandInTokenizer(model_max_length=length)(["a cat", "a dog"], padding=padding)
+    assert tokens.input_ids.shape == tokens.attention_mask.shape == (2, min(length, 77))
+    assert tokens.attention_mask.sum(dim=1).tolist() == [counted] * 2

@@ -102,7 +102,10 @@ def _in_dtype(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class StandInTokenizer:
-    """Answers as a tokenizer does, with tokens that mean nothing: all of `max_length` where it pads to that."""
+    """Answers as a tokenizer does, with tokens that mean nothing: the last is padding where it pads to `max_length`.
+
+    A mask that leaves nothing out is dropped by some encoders, and one that does takes memory.
+    """
 
     bos_token_id, eos_token_id, pad_token_id = 0, 2, 1
     bos_token, eos_token, pad_token = "<s>", "</s>", "<pad>"
@@ -122,10 +125,15 @@ class StandInTokenizer:
         """`input_ids` and `attention_mask`, int64 of shape (texts, tokens)."""
         count = 1 if text is None or isinstance(text, str) else len(text)
         longest = max_length or self.model_max_length
-        tokens = longest if padding == "max_length" else min(PROMPT_TOKENS, longest)
+        padded = padding == "max_length"
+        tokens = longest if padded else min(PROMPT_TOKENS, longest)
         ids = torch.full((count, tokens), 5, dtype=torch.int64)
+        mask = torch.ones_like(ids)
         ids[:, -1] = self.eos_token_id
-        return transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        if padded and tokens > 1:
+            ids[:, -2:] = torch.tensor([self.eos_token_id, self.pad_token_id])
+            mask[:, -1] = 0
+        return transformers.BatchEncoding({"input_ids": ids, "attention_mask": mask})
 
     def apply_chat_template(self, messages: Any, *, tokenize: bool = True, **options: Any) -> Any:
         if not tokenize:
