@@ -1,7 +1,8 @@
-"""What runs in place of CUDA's fused attention kernels: their outputs, laid out as theirs, with the CPU's numbers.
+"""What runs in place of CUDA's fused attention kernels and batch norm: their outputs, laid out as theirs.
 
-Layouts and sizes are those of aten/src/ATen/native/transformers/cuda/attention.cu, flash_attn/flash_api.cpp
-(`mha_fwd`) and native/cudnn/MHA.cpp (torch 2.11 to 2.13). On shapes alone there are no numbers.
+Numbers are the CPU's; on shapes alone there are none. Attention's layouts and sizes are those of
+aten/src/ATen/native/transformers/cuda/attention.cu, flash_attn/flash_api.cpp (`mha_fwd`) and native/cudnn/MHA.cpp
+(torch 2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from tightfit.pretend.layouts import laid_out, normed_by_cudnn
 
 __all__ = ["STAND_INS"]
 
@@ -72,10 +75,22 @@ def _efficient(
     return output, rows, None, None  # what random numbers began with stays on the host
 
 
+def _batch_norm(*args: Any) -> tuple[Any, ...]:
+    """cuDNN keeps nothing of what it normalises by, unless it is training."""
+    made: tuple[Any, ...] = _aten.native_batch_norm.default(*args)
+    if not args[0].is_meta:
+        return made
+    output, *kept = laid_out(_aten.native_batch_norm.default, args, {}, made)
+    if normed_by_cudnn(args) and not args[5]:
+        kept = [output.new_empty(0) for _ in kept]
+    return output, *kept
+
+
 STAND_INS: dict[torch._ops.OpOverload, Callable[..., tuple[Any, ...]]] = {
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn,
     _aten._scaled_dot_product_efficient_attention.default: _efficient,
     _aten._scaled_dot_product_flash_attention.default: _flash,
+    _aten.native_batch_norm.default: _batch_norm,
 }
 
 

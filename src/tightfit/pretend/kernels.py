@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from tightfit.catalog.cuda import LT_WORKSPACE, WORKSPACE_STAYS, workspace_bytes
-from tightfit.pretend.layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, suggested
+from tightfit.pretend.layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, normed_by_cudnn, suggested
 from tightfit.records import Accelerator
 
 __all__ = ["Kind", "Work", "duration", "work_of"]
@@ -141,6 +141,8 @@ def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor
     elif kernel is aten.native_group_norm:
         kept = GROUP_NORM_KEEPS_CHANNELS_LAST and _has_channels_last(args[0])
         sizes = _copies(args[:1], channels_last=kept) + _factors(*args[:6], channels_last=kept)
+    elif kernel is aten.native_batch_norm and normed_by_cudnn(args):
+        sizes = _copies(args[:1], channels_last=_has_channels_last(args[0]))
     elif op is aten.pow.Scalar:
         sizes = (8,)  # the number, as a tensor
     elif kernel is aten._scaled_dot_product_efficient_attention:

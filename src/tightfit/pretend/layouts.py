@@ -15,7 +15,7 @@ import torch
 
 from tightfit.pretend.native import pointwise_kernels
 
-__all__ = ["is_dense", "laid_out", "suggested"]
+__all__ = ["GROUP_NORM_KEEPS_CHANNELS_LAST", "is_dense", "laid_out", "normed_by_cudnn", "suggested"]
 
 _aten = torch.ops.aten
 _Strides = tuple[int, ...]
@@ -232,6 +232,19 @@ def _normed(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[Any, ..
     return contiguous(result.shape) if args[0].is_contiguous() else result.stride()
 
 
+def normed_by_cudnn(args: tuple[Any, ...]) -> bool:
+    """Whether batch norm goes to cuDNN, `_select_batch_norm_backend` in aten/src/ATen/native/Normalization.cpp."""
+    maps, *others = args[:5]
+    in_float32 = all(each is not None and each.dtype is torch.float32 for each in others)
+    return in_float32 and maps.ndim > 2 and maps.dtype in (torch.float16, torch.float32)
+
+
+def _batch_normed(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> _Strides:
+    if result.shape == args[0].shape and normed_by_cudnn(args):
+        return _as_suggested(result, op, args, _)
+    return _like_input(result, op, args, _)
+
+
 _RESIZES = (
     "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
     "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa",
@@ -242,7 +255,8 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys((_aten._log_softmax, _aten.linalg_vector_norm, _aten.native_layer_norm), _contiguous),
     **dict.fromkeys((_aten._fused_rms_norm, _aten.tril, _aten.triu, _aten.pow.Scalar), _contiguous),
     **dict.fromkeys((_aten.flip, _aten.sort, _aten.log_sigmoid_forward, _aten.native_dropout), _like_input),
-    **dict.fromkeys((_aten.native_batch_norm, _aten.hardtanh), _like_input),
+    _aten.hardtanh: _like_input,
+    _aten.native_batch_norm: _batch_normed,
     _aten.convolution: _convolved,
     _aten.glu: _gated,
     _aten.index: _indexed,
