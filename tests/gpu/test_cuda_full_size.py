@@ -24,6 +24,8 @@ BENCH = Path(__file__).parents[2] / "bench" / "peaks_cuda.py"
 ENDLESS = 512 * 10**9
 # of what is reserved: torch 2.11 takes of several blocks the one with the lowest address, which is the driver's choice
 OFF = 0.008 if torch.__version__ < "2.12" else 0.0
+# … and of what is allocated: a block that is nearly as large as is asked for is taken whole, up to 1 MiB more
+UNSPLIT = 2**20 if torch.__version__ < "2.12" else 0
 
 
 def measured(model: str, level: int) -> dict[str, Any]:
@@ -46,6 +48,6 @@ def test_peaks_at_full_size(model: str, level: int) -> None:
     assert [phase["name"] for phase in found["phases"]] == ["encode", "denoise", "decode"]
     for phase in found["phases"]:
         real, told = phase["allocated"]
-        assert told == real, phase
+        assert told == pytest.approx(real, rel=0, abs=UNSPLIT), phase
         real, told = phase["reserved"]
         assert told == pytest.approx(real, rel=OFF, abs=0), phase

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 
 from pretend.conftest import MakeCards
 from tightfit import fit
-from tightfit.catalog.cuda import WORKSPACE_STAYS, workspace_bytes
 from tightfit.pretend.history import least_capacity
 from tightfit.pretend.storage import settle
 from tiny_pipelines import CASES, TinyCase, run
@@ -106,7 +105,7 @@ def test_undo_leaves_nothing_on_the_card(case: TinyCase, make_cards: MakeCards) 
     del pipe, fitted
     gc.collect()
     settle()
-    assert card.allocator.allocated.now == (workspace_bytes("8.9") if WORKSPACE_STAYS else 0)
+    assert card.allocator.allocated.now == card.workspace_bytes
 
 
 @some_cases

@@ -1,4 +1,4 @@
-"""Where cuBLAS works: in memory that it keeps, or, from torch 2.15 on, that comes and goes with each product."""
+"""Where cuBLAS and cuBLASLt work: in memory that they keep, or that comes and goes with each product."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import pytest
 import torch
 
 from pretend.conftest import MakeCards
+from tightfit.catalog import cuda
 from tightfit.catalog.cuda import LT_WORKSPACE, workspace_bytes
 from tightfit.plan import forecast
 from tightfit.pretend import card as cards
-from tightfit.pretend import kernels
 from tightfit.pretend.card import Card
 from tightfit.records import Accelerator
 
 SIZE = workspace_bytes("8.9")
 
 
-def set_whether_it_stays(monkeypatch: pytest.MonkeyPatch, *, stays: bool) -> None:
-    for module in (cards, kernels, forecast):
-        monkeypatch.setattr(module, "WORKSPACE_STAYS", stays)
+def as_in_torch(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cuda, cards, forecast):
+        monkeypatch.setattr(module, "WORKSPACE_STAYS", version != "2.15")
+    monkeypatch.setattr(cuda, "LT_SHARES_IT", version == "2.12")
 
 
 def asked_by_products(card: Card) -> list[int]:
@@ -30,26 +31,37 @@ def asked_by_products(card: Card) -> list[int]:
     return [step.size for step in card.allocator.history[before:] if step.what == "malloc"]
 
 
-def test_one_stays(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_whether_it_stays(monkeypatch, stays=True)
+@pytest.mark.parametrize(
+    ("version", "asked", "stays"),
+    [
+        ("2.11", [256, SIZE, 256, LT_WORKSPACE, 256, 256], SIZE + LT_WORKSPACE),
+        ("2.12", [256, SIZE, 256, 256, 256], SIZE),
+        ("2.15", [256, SIZE, 256, LT_WORKSPACE] * 2, 0),
+    ],
+)
+def test_products_work_where_they_do_in_torch(
+    version: str, asked: list[int], stays: int, make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_in_torch(version, monkeypatch)
     (card,) = make_cards()
-    assert asked_by_products(card) == [256, SIZE, 256, 256, 256]
-    assert card.workspace_bytes == SIZE
+    assert asked_by_products(card) == asked
+    assert card.workspace_bytes == stays
 
 
-def test_one_comes_with_each_product(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_whether_it_stays(monkeypatch, stays=False)
-    (card,) = make_cards()
-    assert asked_by_products(card) == [256, SIZE, 256, LT_WORKSPACE] * 2
-    assert card.workspace_bytes == 0
-    assert card.allocator.allocated.now < SIZE
-
-
-@pytest.mark.parametrize(("capability", "larger"), [("8.9", 0), ("9.0", workspace_bytes("9.0") - SIZE)])
-def test_a_plan_counts_it_once(monkeypatch: pytest.MonkeyPatch, capability: str, larger: int) -> None:
+@pytest.mark.parametrize(
+    ("version", "capability", "beside"),
+    [
+        ("2.11", "8.9", SIZE + LT_WORKSPACE),
+        ("2.12", "8.9", SIZE),
+        ("2.12", "9.0", workspace_bytes("9.0")),
+        ("2.15", "8.9", 0),
+        ("2.15", "9.0", workspace_bytes("9.0") - SIZE),
+    ],
+)
+def test_a_plan_counts_each_once(version: str, capability: str, beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes with each product is part of the activations, as large as where they were measured."""
-    device = Accelerator(name="cuda:0", kind="c", bytes=2**33, compute_capability=capability)
-    set_whether_it_stays(monkeypatch, stays=True)
-    stays = forecast.most_weights(2**32, 0, device)
-    set_whether_it_stays(monkeypatch, stays=False)
-    assert forecast.most_weights(2**32, 0, device) - stays == workspace_bytes(capability) - larger == SIZE
+    as_in_torch(version, monkeypatch)
+    device = Accelerator(name="cuda:0", kind="cuda", bytes=2**33, compute_capability=capability)
+    monkeypatch.setattr(forecast, "MARGIN", 0)
+    monkeypatch.setattr(forecast, "PERCENT", 0)
+    assert 2**32 - forecast.most_weights(2**32, 0, device) == beside

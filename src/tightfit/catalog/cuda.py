@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-__all__ = ["CONTEXT", "LT_WORKSPACE", "OVERSHOOT", "PAGEABLE", "WORKSPACE_STAYS", "workspace_bytes"]
+__all__ = [
+    "CONTEXT",
+    "LT_SHARES_IT",
+    "LT_WORKSPACE",
+    "OVERSHOOT",
+    "PAGEABLE",
+    "WORKSPACE_STAYS",
+    "product_workspaces",
+    "workspace_bytes",
+]
 
 CONTEXT = 512 * 2**20  # bytes of a card that its context and the driver keep (an assumption)
 # bytes: torch compares a request, rounded up to 2 MiB, with its limit, and then maps pages of 20 MiB for it where
 # segments are expandable (alloc_block in c10/cuda/CUDACachingAllocator.cpp)
 OVERSHOOT = 18 * 2**20
 PAGEABLE = 0.5  # of the link's rate: the driver copies through a pinned buffer of its own (an assumption)
-# whether cuBLAS keeps its workspace; torch 2.15 takes one for each product (https://github.com/pytorch/pytorch/pull/194311)
+# whether cuBLAS keeps its workspace; torch 2.15 takes one for each product (pytorch/pytorch pull request 194311)
 # (TORCH_CUBLAS_WORKSPACE_CACHE=1 has it kept there, too, which plans do not know)
 WORKSPACE_STAYS = version("torch") < "2.15"
-LT_WORKSPACE = 2**20  # bytes, of cuBLASLt where it does not stay; where it does, cuBLASLt works in that of cuBLAS
+LT_WORKSPACE = 2**20  # bytes, of cuBLASLt where it has one of its own
+LT_SHARES_IT = "2.12" <= version("torch") < "2.15"  # whether cuBLASLt works in the workspace of cuBLAS
 
 
 def workspace_bytes(compute_capability: str | None) -> int:
@@ -24,3 +34,11 @@ def workspace_bytes(compute_capability: str | None) -> int:
     """
     major = (compute_capability or "").partition(".")[0]
     return 32 * 2**20 if major in ("9", "10", "12") else 8_519_680
+
+
+def product_workspaces(compute_capability: str | None, *, through_lt: bool) -> tuple[int, ...]:
+    """Bytes of each workspace that a product of matrices by cuBLAS, or cuBLASLt, takes if they are not there yet."""
+    whole = workspace_bytes(compute_capability)
+    if not through_lt or LT_SHARES_IT:
+        return (whole,)
+    return (whole, LT_WORKSPACE) if WORKSPACE_STAYS else (LT_WORKSPACE,)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tightfit.catalog.cuda import WORKSPACE_STAYS, workspace_bytes
+from tightfit.catalog.cuda import WORKSPACE_STAYS, product_workspaces, workspace_bytes
 from tightfit.plan.guests import Guests
 from tightfit.plan.options import variant_of
 from tightfit.plan.pace import Pace
@@ -144,7 +144,9 @@ def _workspace(device: Accelerator) -> int:
     """
     if device.is_cpu:
         return 0
-    return workspace_bytes(device.compute_capability) - (0 if WORKSPACE_STAYS else workspace_bytes(None))
+    if WORKSPACE_STAYS:
+        return sum(product_workspaces(device.compute_capability, through_lt=True))
+    return workspace_bytes(device.compute_capability) - workspace_bytes(None)
 
 
 class _Call:

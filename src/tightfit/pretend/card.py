@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from tightfit.catalog.cuda import PAGEABLE, WORKSPACE_STAYS, workspace_bytes
+from tightfit.catalog.cuda import PAGEABLE, WORKSPACE_STAYS
 from tightfit.pretend.allocator import CachingAllocator, CardFull
 from tightfit.pretend.blocks import Block, Counter
 from tightfit.pretend.clock import Host, Point, Timeline
@@ -46,7 +46,7 @@ class Card:
     watchers: list[Callable[[Work], None]] = field(default_factory=list)  # told of each kernel while it runs
     awaiters: list[Callable[[], None]] = field(default_factory=list)  # told when the host waits for all it gave
     _streams: int = 0  # how many there are beside the usual one
-    _workspaces: dict[int, Block] = field(default_factory=dict)  # by stream
+    _workspaces: dict[tuple[int, int], Block] = field(default_factory=dict)  # by stream and size
 
     def __post_init__(self) -> None:
         self.timeline = Timeline(self.host, round(self.accelerator.launch_overhead * 1e9))
@@ -89,18 +89,22 @@ class Card:
 
     def do(self, work: Work) -> None:
         """Runs a kernel: what it holds comes and goes, and its time passes on the current stream."""
-        if work.kind == "matmul":
-            self._keep_workspace()
-        with self.holding(work.held):
+        held = work.held
+        if WORKSPACE_STAYS:
+            self._keep(work.workspaces)
+        else:
+            held += work.workspaces
+        with self.holding(held):
             for watch in self.watchers:
                 watch(work)
         self.timeline.run(self.stream, "compute", round(duration(work, self.accelerator) * self.pace))
         if self.accelerator.is_cpu:  # it computes by itself what it would launch elsewhere
             self.record().wait()
 
-    def _keep_workspace(self) -> None:
-        if WORKSPACE_STAYS and self.stream not in self._workspaces and not self.accelerator.is_cpu:
-            self._workspaces[self.stream] = self.malloc(workspace_bytes(self.accelerator.compute_capability))
+    def _keep(self, workspaces: Sequence[int]) -> None:
+        for size in workspaces:
+            if (self.stream, size) not in self._workspaces:
+                self._workspaces[self.stream, size] = self.malloc(size)
 
     @contextlib.contextmanager
     def holding(self, sizes: Sequence[int]) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from tightfit.catalog.cuda import LT_WORKSPACE, WORKSPACE_STAYS, workspace_bytes
+from tightfit.catalog.cuda import product_workspaces
 from tightfit.pretend.layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, normed_by_cudnn, suggested
 from tightfit.records import Accelerator
 
@@ -61,6 +61,7 @@ class Work:
     bytes: int
     early: tuple[int, ...] = ()  # bytes of each buffer that is there before its outputs, and given back
     held: tuple[int, ...] = ()  # … and of each that its kernel allocates after them
+    workspaces: tuple[int, ...] = ()  # of cuBLAS and cuBLASLt: see `product_workspaces`
 
 
 def work_of(
@@ -76,14 +77,15 @@ def work_of(
     read = inputs[1:] if op.overloadpacket in _OVERWRITES else inputs
     traffic = sum(_touched(tensor) for tensor in (*read, *outputs))
     dtype = outputs[0].dtype if outputs else torch.float32
-    early, held = _buffers(op, args, kwargs, outputs[0], accelerator) if outputs else ((), ())
+    early, held = _buffers(op, args, outputs[0], accelerator) if outputs else ((), ())
     if kind == "memory" or not outputs:
         return Work("memory", dtype, 0, traffic, early, held)
     if kind == "attention":
         operations = _attention_operations(*(tensor.shape for tensor in args[:3]))
     else:
         operations = flop_registry[op.overloadpacket](*args, out_val=outputs[0])
-    return Work(kind, dtype, operations, traffic, early, held)
+    workspaces = _workspaces(op.overloadpacket, args, kwargs, outputs[0], accelerator) if kind == "matmul" else ()
+    return Work(kind, dtype, operations, traffic, early, held, workspaces)
 
 
 def duration(work: Work, accelerator: Accelerator) -> int:
@@ -108,11 +110,7 @@ def _attention_operations(query: torch.Size, key: torch.Size, value: torch.Size)
 
 
 def _buffers(
-    op: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: torch.Tensor,
-    accelerator: Accelerator,
+    op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor, accelerator: Accelerator
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What a kernel allocates beside its outputs, before and after them; nothing on a CPU.
 
@@ -125,9 +123,7 @@ def _buffers(
     if kernel is aten.convolution:
         return _convolution(args, output, accelerator)
     if kernel in _ON_CONTIGUOUS_FIRST:
-        return _copies(args[:1], channels_last=False), ()
-    if _KINDS.get(kernel) == "matmul":
-        return (), _of_product(kernel, args, kwargs, output, accelerator)
+        return _copies(args[:1]), ()
     return (), _held(op, args, output)
 
 
@@ -135,14 +131,17 @@ def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor
     kernel = op.overloadpacket
     sizes: tuple[int, ...] = ()
     if kernel in _ON_CONTIGUOUS:
-        sizes = _copies(args[:1], channels_last=kernel is aten.avg_pool2d and _has_channels_last(args[0]))
+        sizes = _copies(args[:1], suggested(args[0]) if kernel is aten.avg_pool2d else torch.contiguous_format)
     elif kernel in _RESIZES:
-        sizes = _copies((output, args[0]), channels_last=_has_channels_last(args[0]) and args[0].shape[1] >= 4)
+        keeps = suggested(args[0]) is torch.channels_last and args[0].shape[1] >= 4
+        sizes = _copies((output, args[0]), torch.channels_last if keeps else torch.contiguous_format)
+    elif kernel in _PRODUCTS:
+        sizes = tuple(args[place].nbytes for place in _PRODUCTS[kernel] if not _is_matrix(args[place]))
     elif kernel is aten.native_group_norm:
-        kept = GROUP_NORM_KEEPS_CHANNELS_LAST and _has_channels_last(args[0])
-        sizes = _copies(args[:1], channels_last=kept) + _factors(*args[:6], channels_last=kept)
+        layout = suggested(args[0]) if GROUP_NORM_KEEPS_CHANNELS_LAST else torch.contiguous_format
+        sizes = _copies(args[:1], layout) + _factors(*args[:6], layout=layout)
     elif kernel is aten.native_batch_norm and normed_by_cudnn(args):
-        sizes = _copies(args[:1], channels_last=_has_channels_last(args[0]))
+        sizes = _copies(args[:1], suggested(args[0]))
     elif op is aten.pow.Scalar:
         sizes = (8,)  # the number, as a tensor
     elif kernel is aten._scaled_dot_product_efficient_attention:
@@ -150,21 +149,19 @@ def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor
     return sizes
 
 
-def _of_product(
+def _workspaces(
     kernel: torch._ops.OpOverloadPacket,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: torch.Tensor,
     accelerator: Accelerator,
 ) -> tuple[int, ...]:
-    """Copies of matrices that cuBLAS does not take as they lie, and a workspace where it does not stay."""
-    copies = tuple(args[place].nbytes for place in _PRODUCTS.get(kernel, ()) if not _is_matrix(args[place]))
-    if WORKSPACE_STAYS or not output.numel():
-        return copies
+    if accelerator.is_cpu or not output.numel():
+        return ()
     through_lt = kernel is aten._scaled_mm or (
         kernel is aten.addmm and _through_lt(args[0], args[2], kwargs.get("beta", 1), output)
     )
-    return (*copies, LT_WORKSPACE if through_lt else workspace_bytes(accelerator.compute_capability))
+    return product_workspaces(accelerator.compute_capability, through_lt=through_lt)
 
 
 def _through_lt(bias: torch.Tensor, right: torch.Tensor, beta: float, output: torch.Tensor) -> bool:
@@ -178,26 +175,24 @@ def _through_lt(bias: torch.Tensor, right: torch.Tensor, beta: float, output: to
 
 
 def _factors(
-    maps: torch.Tensor, weight: Any, bias: Any, batch: int, channels: int, pixels: int, *, channels_last: bool
+    maps: torch.Tensor, weight: Any, bias: Any, batch: int, channels: int, pixels: int, *, layout: torch.memory_format
 ) -> tuple[int, ...]:
     """What group norm multiplies each channel of each item by and adds to it (cuda/group_norm_kernel.cu).
 
-    One channel, or one pixel, lies as if channels came last.
+    Always where channels come last; one channel, or one pixel, lies as if they did.
     """
     size = batch * channels * max(maps.itemsize, 4)
-    if channels_last or (GROUP_NORM_KEEPS_CHANNELS_LAST and maps.ndim > 3 and 1 in (channels, pixels)):
+    as_if = GROUP_NORM_KEEPS_CHANNELS_LAST and maps.ndim > 3 and 1 in (channels, pixels)
+    if layout is not torch.contiguous_format or as_if:
         return size, size
     return () if pixels == 1 or (weight is None and bias is None) else (size, size)
 
 
-def _copies(tensors: tuple[torch.Tensor, ...], *, channels_last: bool) -> tuple[int, ...]:
-    """Of those `tensors` that a kernel cannot take as they lie: contiguous, or with `channels_last`."""
-    layout = torch.channels_last if channels_last else torch.contiguous_format
+def _copies(
+    tensors: tuple[torch.Tensor, ...], layout: torch.memory_format = torch.contiguous_format
+) -> tuple[int, ...]:
+    """Of those `tensors` that a kernel cannot take as they lie."""
     return tuple(each.nbytes for each in tensors if not each.is_contiguous(memory_format=layout))
-
-
-def _has_channels_last(tensor: torch.Tensor) -> bool:
-    return suggested(tensor) is torch.channels_last
 
 
 def _is_matrix(tensor: torch.Tensor) -> bool:
