@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from conftest import MakeCards
 from more_pipelines import MORE_CASES
 from tightfit import fit
-from tightfit.measure.modules import find_components
+from tightfit.apply.weights.homes import HostHome
+from tightfit.apply.weights.parcels import parcels_of
+from tightfit.apply.weights.streamer import Streamer
+from tightfit.devices.pretend import PretendDevice
+from tightfit.measure.modules import find_components, inspect_component
+from tightfit.measure.recorder import Recorder
+from tightfit.pretend.storage import settle
 from tightfit.records import Trace
 from tiny_pipelines import CASES, TinyCase, run
 
@@ -61,3 +69,37 @@ def test_no_more_comes_early_than_the_plan_says(make_cards: MakeCards, monkeypat
         fitted.undo()
     assert late[0] == pytest.approx(unknowing, abs=512)
     assert 0 < late[0] - late[50_000] <= 50_000 < late[0] - late[None]
+
+
+def test_what_is_given_up_is_free_when_that_is_told(make_cards: MakeCards) -> None:
+    """Who is told takes as much at once: both would be there otherwise."""
+    (card,) = make_cards()
+    device = PretendDevice(0)
+    network = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    parcels = parcels_of(
+        network, inspect_component("n", network), "leaf",
+        lambda masters: HostHome(list(masters), device), lambda master: master,
+    )  # fmt: skip
+    recorder = Recorder(device, count_activations=False)
+    streamer = Streamer(parcels, [parcel.name for parcel in parcels], 0, device, recorder)
+    told: list[tuple[int, int]] = []
+
+    def bytes_there() -> int:
+        settle()
+        return card.allocator.allocated.now
+
+    with ExitStack() as undo, recorder.call(), torch.no_grad():
+        streamer.hook(undo.callback)
+        recorder.enter("work")
+        inputs = torch.zeros(1, 64, device=device.torch_device)
+        streamer.begin()
+        network(inputs)
+        streamer.end()
+        before = bytes_there()
+        streamer.begin(make_way=lambda given_up: told.append((given_up, bytes_there())))
+        network(inputs)
+        streamer.end()
+        streamer.clear()
+    ((given_up, there),) = told
+    assert given_up == sum(parcel.size for parcel in parcels)
+    assert there <= before - given_up + 2048  # activations

@@ -56,6 +56,11 @@ class Presence:
         self._seen_at = [(at.table, at.name, gone, weight) for places, gone, weight in each for at in places]
         self._others = away.any_written(self.parcel)
 
+    def let_go(self) -> bool:
+        """One user less; whether that was the last."""
+        self.users -= 1
+        return not self.users
+
     def hide(self, away: Absences) -> None:
         """Modules find what stands for the weights: what others do between two uses is done to that, and known."""
         if not self.visible:

@@ -167,12 +167,11 @@ class Streamer:
         here.users += 1
 
     def _done(self, parcel: Parcel) -> None:
-        if (here := self._here.get(parcel)) is None:
-            return
-        here.users -= 1
-        if here.users:
+        here = self._here.get(parcel)
+        if here is None or not here.let_go():
             return
         here.hide(self._away)  # what stays too: a LoRA that is fused between two passes writes into what modules find
+        del here  # which would keep memory that is given up below
         if parcel not in self._rooms.stays and not self._order.awaited(parcel):
             self._release(parcel)
             self._send_ahead()
