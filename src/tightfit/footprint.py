@@ -42,15 +42,16 @@ Maps = Literal["device", "host", "again"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
 
 
-# an argument of a call that is no tensor, picture or text
-Plain = Annotated[bool, Strict()] | Annotated[int, Strict()] | Annotated[float, Strict()] | None
+# an argument of a call: itself, or what kind and size it is of
+Argument = Annotated[bool, Strict()] | Annotated[int, Strict()] | Annotated[float, Strict()] | str | None
 
 
 class Request(Record):
     """What one call asks for. Fields left out take the pipeline's own defaults.
 
-    `arguments` are others of the call's that are plain numbers, yes and no, or None, under the pipeline's own names
-    (`max_sequence_length`, `use_resolution_binning`, `true_cfg_scale`).
+    `arguments` are others of the call's, under the pipeline's own names: plain numbers, yes and no, and None as they
+    are (`max_sequence_length`, `use_resolution_binning`, `true_cfg_scale`); tensors, pictures and texts by their kind
+    and size ("float32 1x4x64x64", "RGB image 512x512", "9 x RGB image 64x64", "text").
     """
 
     error: ClassVar[type[InputError]] = RequestError
@@ -61,7 +62,7 @@ class Request(Record):
     batch: Positive = 1
     steps: Positive | None = None
     guidance: Real | None = None
-    arguments: dict[str, Plain] = Field(default_factory=dict)
+    arguments: dict[str, Argument] = Field(default_factory=dict)
 
     @property
     def described(self) -> str:

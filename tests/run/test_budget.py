@@ -245,12 +245,21 @@ def test_less_than_was_planned_for_is_not_planned_for_where_nothing_could_be_gai
     [
         ({"prompt": "a fox"}, {}),
         ({"prompt": ["a fox", "an owl"], "num_images_per_prompt": 2, "height": 64}, {"batch": 4, "height": 64}),
-        ({"prompt": None, "prompt_embeds": torch.zeros(3, 77, 8)}, {"batch": 3}),
+        (
+            {"prompt": None, "prompt_embeds": torch.zeros(3, 77, 8)},
+            {"batch": 3, "arguments": {"prompt_embeds": "float32 3x77x8"}},
+        ),
         ({"prompt": "a fox", "guidance_scale": 1.0, "num_inference_steps": 7}, {"guidance": 1.0, "steps": 7}),
         ({"prompt": "a fox", "clip_skip": 1, "eta": 0.5}, {"arguments": {"clip_skip": 1, "eta": 0.5}}),
         ({"prompt": "a fox", "return_dict": False, "output_type": "pt", "generator": None}, {}),
-        ({"prompt": "a fox", "image": Image.new("RGB", (96, 64))}, {"height": 64, "width": 96}),
-        ({"prompt": "a fox", "image": [torch.zeros(3, 32, 48)]}, {"height": 32, "width": 48}),
+        (
+            {"prompt": "a fox", "image": Image.new("RGB", (96, 64))},
+            {"height": 64, "width": 96, "arguments": {"image": "RGB image 96x64"}},
+        ),
+        (
+            {"prompt": "a fox", "image": [torch.zeros(3, 32, 48)]},
+            {"height": 32, "width": 48, "arguments": {"image": "[float32 3x32x48]"}},
+        ),
     ],
 )
 def test_what_a_call_asks_for(arguments: dict[str, Any], said: dict[str, Any]) -> None:
@@ -287,12 +296,15 @@ def test_what_else_a_call_says_decides_about_its_bytes_where_it_is_not_the_defau
 def test_a_call_that_starts_from_a_clip_asks_for_its_frames(video: Any) -> None:
     pipe = object.__new__(CogVideoXVideoToVideoPipeline)
     asked = request_of(pipe, (), {"prompt": "a fox", "video": video})
-    assert asked == tightfit.Request(height=64, width=96, frames=9)
+    assert asked is not None
+    assert (asked.height, asked.width, asked.frames) == (64, 96, 9)
 
 
 def test_what_no_request_can_say_is_left_to_the_pipeline() -> None:
     pipe = object.__new__(StableDiffusionPipeline)
-    assert request_of(pipe, (), {"prompt": "a fox", "height": -5}) is None
+    asked = request_of(pipe, (), {"prompt": "a fox", "height": -5})
+    assert asked == tightfit.Request(arguments={"height": -5})
+    assert request_of(object.__new__(FluxPipeline), (), {"promt": "a fox"}) is None
 
 
 def test_on_a_cpu_calls_are_planned_for_too() -> None:

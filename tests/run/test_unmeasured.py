@@ -1,4 +1,7 @@
-"""Calls that cannot be measured: level 3 within the budget, the same pictures, and a reason in the report."""
+"""Calls that cannot be measured: level 3 within the budget, the same pictures, and a reason in the report.
+
+The next call is planned by what the first did, as `test_any_call.py` shows.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def test_it_runs_at_level_3_within_the_budget(hooked: Any, make_cards: MakeCards
     (card,) = make_cards(capacity=40 * MIB)
     wanted = run(hooked, CASE)
     before = imprint(hooked)
-    fitted = tightfit.fit(hooked, budget=40 * MIB, device="pretend:0")
+    fitted = tightfit.fit(hooked, budget=40 * MIB, device="pretend:0", request={})
     assert (fitted.plan.level, fitted.plan.lossless, fitted.plan.forecast) == (3, True, ())
     assert torch.allclose(run(hooked, CASE).cpu(), wanted, atol=1e-5)
     assert card.held.peak <= 40 * MIB
@@ -51,7 +54,7 @@ def test_what_the_request_itself_forbids_is_an_error(hooked: Any, make_cards: Ma
 
 def test_too_little_memory_is_said_with_the_reason(hooked: Any, make_cards: MakeCards) -> None:
     make_cards(capacity=40 * MIB)
-    tightfit.fit(hooked, budget=2 * MIB, device="pretend:0")
+    tightfit.fit(hooked, budget=2 * MIB, device="pretend:0", request={})
     with pytest.raises(BudgetTooSmall, match=r"not enough for level 3.*KeyError"):
         run(hooked, CASE)
 
@@ -62,7 +65,7 @@ def test_a_default_that_the_model_cannot_do_does_not_stand_in_the_way(make_cards
     case = next(case for case in CASES if case.name == "Wan")
     pipe = case.make()
     wanted = run(pipe, case)
-    fitted = tightfit.fit(pipe, budget=512 * MIB, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget=512 * MIB, device="pretend:0", request={})
     assert fitted.plan.level == 3
     assert torch.allclose(run(pipe, case).cpu(), wanted, atol=1e-5)
     assert fitted.plan.forecast

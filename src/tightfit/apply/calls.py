@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from tightfit.apply.again import Draws, Finished, let_go
@@ -14,6 +15,8 @@ from tightfit.devices.memory import RamExceeded
 from tightfit.devices.seam import Device
 from tightfit.errors import BudgetTooSmall
 from tightfit.measure.joint import JointRecorder
+from tightfit.measure.logged import PassLog
+from tightfit.measure.modules import find_components
 from tightfit.plan.differences import differences
 from tightfit.records import Plan, Trace
 from tightfit.report.summary import Report
@@ -37,6 +40,12 @@ class Replans(Protocol):
 
         `beside` is what other tensors of this process take of them.
         """
+
+    def log_for(self, now: Plan, device: Device, activations: Callable[[], int]) -> PassLog | None:
+        """What is to follow a call under `now`, where nobody could foresee what it does; see `PassLog`."""
+
+    def logged(self, pipe: Any, now: Plan, log: PassLog) -> None:
+        """A call under `now` came to its end, and `log` followed it."""
 
 
 class Learner(Protocol):
@@ -72,6 +81,7 @@ class Calls:
         self._held = 0  # bytes of RAM in the last call, where they were too many at its end
         self._remarks: list[str] = []  # for the report
         self._before: list[Trace] = []  # of the call that is being made, until memory ran out
+        self._log: PassLog | None = None  # of the call that is being made, where it is not foreseen
         self.finished = Finished(device) if replans is not None else None
 
     def make(
@@ -152,12 +162,39 @@ class Calls:
         self, follower: Follower, pipe: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         steps = kwargs.get("num_inference_steps")
-        with follower.session.call(steps if isinstance(steps, int) else None):
+        with follower.session.call(steps if isinstance(steps, int) else None), self._logging(follower, pipe):
             for remark in self._remarks:
                 follower.recorder.note(remark)
             found = call(pipe, *args, **kwargs)
             self._remarks.clear()
             return found
+
+    @contextlib.contextmanager
+    def _logging(self, follower: Follower, pipe: Any) -> Iterator[None]:
+        """Passes of the call are logged, where it could not be foreseen."""
+        if self._replans is None or self._log is not None:
+            yield
+            return
+        recorder, session = follower.recorder, follower.session
+
+        def activations() -> int:
+            recorder.look()
+            return recorder.live().activations
+
+        self._log = log = self._replans.log_for(follower.plan, self._device, activations)
+        with contextlib.ExitStack() as undo:
+            undo.callback(setattr, self, "_log", None)
+            if log is not None:
+                log.follow(find_components(pipe), session.at_work, undo)
+            yield
+        if log is not None:
+            self._replans.logged(pipe, follower.plan, log)
+
+    def once(self, work: Callable[[], Any], what: tuple[str, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What `work()` gives: the pass `what`, of a component and a method, which nothing else is inside of."""
+        if self._log is not None:
+            self._log.add(*what, args, kwargs)
+        return work() if self.finished is None else self.finished.once(work, what)
 
     def _suit(
         self, follower: Follower, replans: Replans, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -167,7 +204,13 @@ class Calls:
             self._follow(follower, pipe, less, f"{RamExceeded(self._held)}, in the call before: planned anew")
             self._held = 0
         before, after = follower.plan, replans.for_call(pipe, args, kwargs, follower.plan)
-        if after is not None and before.request is not None and after.request is not None:
+        if after is None or after.request is None:
+            return
+        if before.request is None:  # the first plan
+            follower.follow(pipe, after)
+        elif after.request == before.request:
+            self._follow(follower, pipe, after, "planned by what the call before did")
+        else:
             asked = f"planned anew for {after.request.described} (before: {before.request.described})"
             self._follow(follower, pipe, after, asked)
 

@@ -39,7 +39,7 @@ from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
 from tightfit.measure.joint import JointRecorder
-from tightfit.measure.modules import HANDLE, compiled_around, find_components, find_role, has_skips
+from tightfit.measure.modules import HANDLE, compiled_around, find_components, find_parts, find_role, has_skips
 from tightfit.measure.recorder import LiveNumbers, Recorder
 from tightfit.records import ComponentPlan, Plan, Request, Trace
 from tightfit.report.summary import Report
@@ -181,17 +181,18 @@ class Fitted:
         if forward:
             undo.callback(disguise(module, **forward))
         undo.callback(disguise(module, **self._component_members(name, module, plan, device, undo)))
-        for child in module.children():
-            if device is not self._device:
+        if device is not self._device:
+            for child in module.children():
                 crossing = Crossing(self._device, device)
                 crossing.watch(child, lambda: not self._session.at_work(name), undo.callback)
-            watch(child, functools.partial(self._session.touch, name), None, undo.callback)
+        for part in find_parts(name, module).values():
+            watch(part, functools.partial(self._session.touch, name), None, undo.callback)
 
     def _component_members(
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
     ) -> dict[str, Any]:
         role, original, session = find_role(name, module), type(module), self._session
-        lossy, finished, host = plan.lossy(name), self._calls.finished, self._device
+        lossy, calls, host = plan.lossy(name), self._calls, self._device
         recorder, residency = self._recorder.of(device.name), self._places.of(name)
         seam = AttentionSeam(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
         # what is compiled has chosen already, and would be compiled anew
@@ -203,9 +204,9 @@ class Fitted:
 
             @functools.wraps(inner)
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if finished is None or session.busy:
+                if session.busy:
                     return work(self, *args, **kwargs)
-                return finished.once(lambda: work(self, *args, **kwargs), (name, method))
+                return calls.once(lambda: work(self, *args, **kwargs), (name, method), args, kwargs)
 
             def work(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 with session.work(name, role, method), seam.working() if attends else nullcontext():

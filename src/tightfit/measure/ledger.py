@@ -12,7 +12,7 @@ from torch import nn
 
 from tightfit.footprint import Pass, Phase, Turn, Use
 from tightfit.measure.call_signature import call_signature
-from tightfit.measure.modules import find_leaves, find_phase, find_role, find_units
+from tightfit.measure.modules import find_leaves, find_parts, find_phase, find_role, find_units
 from tightfit.measure.tally import Tally
 from tightfit.pretend.allocator import Step
 from tightfit.pretend.card import Card
@@ -163,7 +163,7 @@ class Ledger:
             role = find_role(name, module)
             for method in ("forward", "encode", "decode") if role == "autoencoder" else ("forward",):
                 self._follow_method(name, module, method, find_phase(name, role, method), undo)
-            for path, part in module.named_children():
+            for path, part in find_parts(name, module).items():
                 self._follow_part(name, part, path, find_phase(name, role, path), undo)
 
     def phases(self) -> tuple[Phase, ...]:

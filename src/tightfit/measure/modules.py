@@ -21,6 +21,7 @@ __all__ = [
     "convolves",
     "find_components",
     "find_leaves",
+    "find_parts",
     "find_phase",
     "find_role",
     "find_units",
@@ -188,6 +189,16 @@ def find_role(name: str, module: nn.Module) -> Role:
 
 
 _PHASES: dict[Role, str] = {"encoder": "encode", "denoiser": "denoise", "autoencoder": "decode"}
+
+
+def find_parts(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """Parts of the component `name` that a pipeline may call by themselves, by their paths.
+
+    Of a denoiser, which has many and works often, and of what is compiled only the outermost; else all.
+    """
+    outermost = find_role(name, module) == "denoiser" or compiled_around(module)
+    inside = module.named_children() if outermost else module.named_modules()
+    return {path: part for path, part in inside if path}
 
 
 def find_phase(name: str, role: Role, method: str) -> str:

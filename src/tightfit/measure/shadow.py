@@ -21,7 +21,7 @@ from tightfit.errors import PlanError
 from tightfit.measure.building import LARGE
 from tightfit.measure.modules import HANDLE, find_components, weight_tensors
 
-__all__ = ["PROMPT", "mark_of", "shadow_of"]
+__all__ = ["PROMPT", "mark_of", "shadow_of", "without_hooks"]
 
 PROMPT = "a prompt"  # what pipelines are tried out with
 
@@ -38,14 +38,31 @@ def shadow_of(pipe: Any) -> Any:
             raise PlanError(f"{name} follows a plan and cannot be measured: undo() first", name=name)
         for tensor in weight_tensors(module):
             known[id(tensor)] = _shadow(name, tensor)
-    if isinstance(pipe, nn.Module):
-        return copy.deepcopy(pipe, known)
+    return copy.deepcopy(pipe, known) if isinstance(pipe, nn.Module) else _double(pipe, known)
+
+
+def _double(pipe: Any, known: dict[int, Any]) -> Any:
+    """`pipe` with copies of its parts, of those that are `known` the same; pipelines inside of it, too."""
     double = copy.copy(pipe)
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module):
             setattr(double, name, None if "safety" in name else copy.deepcopy(part, known))
         elif hasattr(part, "step"):  # a scheduler: it counts steps
-            setattr(double, name, copy.deepcopy(part))
+            setattr(double, name, copy.deepcopy(part, known))
+    for name, inner in vars(pipe).items():
+        if isinstance(inner, DiffusionPipeline):
+            setattr(double, name, _double(inner, known))
+    return double
+
+
+def without_hooks(double: Any) -> Any:
+    """`double`, whose modules have lost all hooks but those of libraries."""
+    for module in find_components(double).values():
+        for part in module.modules():
+            for hooks in (part._forward_pre_hooks, part._forward_hooks):
+                for key, hook in tuple(hooks.items()):
+                    if str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0] not in _LIBRARIES:
+                        del hooks[key]
     return double
 
 

@@ -17,8 +17,10 @@ from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE
 from tightfit.records import Plan, Request
 from tightfit.run.replanning import Replanner
-from tightfit.run.wishes import Wish, limits_for
-from tightfit.run.within import Site, site_of
+from tightfit.run.shape import asked_by
+from tightfit.run.site import Site, site_of
+from tightfit.run.unmeasured import plan_until_called
+from tightfit.run.wishes import Wish, asked_for, limits_for
 
 __all__ = ["fit"]
 
@@ -30,6 +32,7 @@ def fit(
     level: int | None = None,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     request: Request | Mapping[str, Any] | None = None,
+    example: Mapping[str, Any] | None = None,
     device: str | torch.device | Device | None = None,
     ram: str | int | None = None,
     allow: Sequence[str] = (),
@@ -45,14 +48,16 @@ def fit(
     `budget={"cuda:0": "10GB", "cuda:1": "8GB"}`; each component computes on one of them, and the pipeline where its
     denoiser does (`device`, or where that is best).
 
-    A budget is planned for `request` (default: the pipeline's own defaults) from a footprint, which is measured once,
-    and from a card's rates, which are measured once too (up to 20 s). Numbers stay the same; only where nothing fits
-    that way are the lossy techniques used that `allow` names. A budget is for a whole pipeline. Arguments of the call
-    that are plain numbers or yes and no belong to the request (`{"height": 512, "arguments": {"clip_skip": 1}}`).
+    A budget is planned for at the first call, from its own arguments (pictures, masks, embeddings and numbers too), or
+    at once: for an `example`, the arguments of a call by name (`example=dict(prompt="a fox", image=picture)`), or for a
+    `request` (`{"height": 512, "width": 512, "arguments": {"clip_skip": 1}}`). The plan is made from a footprint and
+    a card's rates, which are measured once each (seconds, and up to 20 s). Numbers stay the same; only where nothing
+    fits that way are the lossy techniques used that `allow` names. A budget is for a whole pipeline.
 
-    A call is measured on a copy of the pipeline without weights: hooks of your own are called there too, with the copy.
-    One that cannot be measured beforehand (code that looks at numbers, weights in a format of their own) runs at
-    level 3, within the budget as a cap and with nothing predicted; the plan and the report say why.
+    A call is measured on a copy of the pipeline without weights: hooks of your own are called there too, with the copy;
+    callbacks are not. One that cannot be measured beforehand (code that looks at numbers, weights in a format of their
+    own) runs at level 3, within the budget as a cap and with nothing predicted; the plan and the report say why. What
+    it did is what the next such call is planned by.
 
     A call that asks for something else (a larger picture, more of them, more frames, another
     `max_sequence_length`) is planned for before it begins, and the report says so; BudgetTooSmall there leaves all as
@@ -72,22 +77,25 @@ def fit(
     """
     limits = limits_for(budget, ram, allow, level, plan)
     if limits is not None:
-        return _fit_within(pipe, site_of(limits, device), request, count_activations)
+        asked = asked_for(request, example)
+        return _fit_within(pipe, site_of(limits, device), asked, example, count_activations)
     return fitting.fit(
         pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations
     )
 
 
-def _fit_within(pipe: Any, site: Site, request: Request | Mapping[str, Any] | None, count_activations: bool) -> Fitted:
+def _fit_within(
+    pipe: Any, site: Site, request: Request | None, example: Mapping[str, Any] | None, count_activations: bool
+) -> Fitted:
     if isinstance(pipe, nn.Module):
         raise PlanError(f"a budget is for a whole pipeline: give a single {type(pipe).__name__} a level or a plan")
     refuse_offloaded(pipe)
+    asked = request if example is None else asked_by(pipe, example)
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()
     replanner = Replanner(pipe, site)
-    asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
-    plan = replanner.plan(pipe, asked)
+    plan = plan_until_called(pipe, site) if asked is None else replanner.plan(pipe, asked, example)
     target = site.host_of(plan)
     fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner)
     fitted.tell(replanner.pupil)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,16 @@ from tightfit.checkpoint.loading import quietly
 from tightfit.errors import InputError, unknown_name
 from tightfit.footprint import Footprint, Phase, Variant
 from tightfit.measure.ledger import Ledger
+from tightfit.measure.logged import PassLog
 from tightfit.measure.modules import find_components, find_role, inspect_pipeline
-from tightfit.measure.shadow import mark_of, shadow_of
+from tightfit.measure.shadow import mark_of, shadow_of, without_hooks
 from tightfit.plan.guesses import ANY_CARD
 from tightfit.pretend.operations import NAME
 from tightfit.records import Request
+from tightfit.run.arguments import Given
 from tightfit.run.models import DTYPES
 from tightfit.run.predictions import find_subject, remembered
+from tightfit.run.stage import Inputs as CallInputs
 from tightfit.run.stage import Stage, roomy_card
 from tightfit.run.variants import measure_variants
 
@@ -96,8 +99,9 @@ class Measurer:
         self._model, self._mark = find_subject(str(subject)) if named else (shadow_of(subject), mark_of(subject))
         self._dtype, self._expandable = _checked(dtype), expandable
 
-    def measure(self, asked: Request) -> Footprint:
-        return _kept(self._mark, asked, None, self._model, self._dtype, expandable=self._expandable)
+    def measure(self, asked: Request, call: Given | PassLog | None = None) -> Footprint:
+        """Of the `call` that asks for this; None: of one that is made up."""
+        return _kept(self._mark, asked, call, self._model, self._dtype, expandable=self._expandable)
 
     def question(self, asked: Request) -> dict[str, Any] | None:
         """What the answer is kept under; None where it is not kept."""
@@ -115,16 +119,24 @@ def _question(mark: str, asked: Request, dtype: str | None, *, expandable: bool)
 
 
 def _kept(
-    mark: str, asked: Request, inputs: Inputs | None, model: Any, dtype: str | None = None, *, expandable: bool = True
+    mark: str, asked: Request, inputs: Any, model: Any, dtype: str | None = None, *, expandable: bool = True
 ) -> Footprint:
-    """From the cache, where all that the answer depends on has a mark."""
-    if inputs is not None and not isinstance(inputs, Mapping):
+    """From the cache, where all that the answer depends on has a mark. `inputs` are a Stage's, or no mapping."""
+    whole = isinstance(inputs, Given | PassLog)  # a call, which `asked` describes
+    if inputs is not None and not whole and not isinstance(inputs, Mapping):
         raise InputError(f"a pipeline's inputs go by name, not as {type(inputs).__name__}", kind=type(inputs).__name__)
 
     def measure() -> Footprint:
-        return _measure_call(model, asked, inputs or {}, dtype, expandable)
+        try:
+            return _measure_call(model, asked, inputs, dtype, expandable)
+        except Exception:  # of a network that cannot do without numbers: what it called is repeated, part by part
+            if not isinstance(inputs, PassLog):
+                raise
+            plain = without_hooks(_untouched(model))
+            unable = _find_unable(plain, asked, inputs, dtype)
+            return _measure_call(plain, asked, inputs, dtype, expandable, unable)
 
-    if inputs or not mark:
+    if (inputs and not whole) or not mark:
         return measure()
     return remembered(Footprint, _question(mark, asked, dtype, expandable=expandable), measure)
 
@@ -142,11 +154,16 @@ def _collecting_rarely() -> Iterator[None]:
 
 @_collecting_rarely()
 def _measure_call(
-    model: Any, asked: Request, inputs: Mapping[str, Any], dtype: str | None, expandable: bool
+    model: Any,
+    asked: Request,
+    inputs: CallInputs,
+    dtype: str | None,
+    expandable: bool,
+    unable: Collection[tuple[str, str]] = (),
 ) -> Footprint:
     precision = getattr(torch, dtype) if dtype else None
     with roomy_card(ANY_CARD) as card, ExitStack() as undo:
-        stage = Stage(_untouched(model), card, {"level": 0}, asked, precision)
+        stage = Stage(_untouched(model), card, {"level": 0}, asked, precision, unable)
         ledger, calls = Ledger(card, expandable=expandable), _Calls(stage.components, undo, expandable=expandable)
         ledger.follow(stage.components, undo)
         stage.play(inputs)
@@ -156,10 +173,17 @@ def _measure_call(
 
     def denoise(variant: Variant) -> tuple[Phase, ...]:
         with roomy_card(ANY_CARD) as card, ExitStack() as undo:
-            stage = Stage(_untouched(model), card, _choices(footprint, variant), asked, precision)
+            stage = Stage(_untouched(model), card, _choices(footprint, variant), asked, precision, unable)
             return _denoised(stage, variant, inputs, undo, Ledger(stage.card, expandable=expandable))
 
     return footprint.model_copy(update={"variants": measure_variants(footprint, denoise)})
+
+
+def _find_unable(model: Any, asked: Request, log: PassLog, dtype: str | None) -> set[tuple[str, str]]:
+    """What of a logged call cannot be repeated on shapes."""
+    with roomy_card(ANY_CARD) as card:
+        stage = Stage(_untouched(model), card, {"level": 0}, asked, getattr(torch, dtype) if dtype else None)
+        return stage.find_unable(log)
 
 
 def _untouched(model: Any) -> Any:
@@ -177,9 +201,7 @@ class _Denoised(Exception):
     """All denoisers have done their work."""
 
 
-def _denoised(
-    stage: Stage, variant: Variant, inputs: Mapping[str, Any], undo: ExitStack, ledger: Ledger
-) -> tuple[Phase, ...]:
+def _denoised(stage: Stage, variant: Variant, inputs: CallInputs, undo: ExitStack, ledger: Ledger) -> tuple[Phase, ...]:
     """The phases in which denoisers work, of the call on `stage`; what comes after them is not played."""
     denoisers = {name for name, module in stage.components.items() if find_role(name, module) == "denoiser"}
     for name, module in stage.components.items():

@@ -21,8 +21,9 @@ from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_
 from tightfit.run.load import load, load_made
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.request import Prompt, call_arguments
+from tightfit.run.site import Site, site_of
 from tightfit.run.wishes import Limits, demo_request
-from tightfit.run.within import Site, plan_within, site_of
+from tightfit.run.within import plan_within
 
 __all__ = ["Job"]
 

@@ -20,8 +20,9 @@ from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.records import Plan, Request
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.replanning import Replanner
-from tightfit.run.wishes import Wish, limits_for
-from tightfit.run.within import Made, Site, plan_within, site_of
+from tightfit.run.site import Site, site_of
+from tightfit.run.wishes import Wish, asked_for, limits_for
+from tightfit.run.within import Made, plan_within
 
 __all__ = ["Loaded", "load", "load_made"]
 
@@ -40,6 +41,7 @@ def load(
     level: int | None = None,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     request: Request | Mapping[str, Any] | None = None,
+    example: Mapping[str, Any] | None = None,
     device: str | torch.device | Device | None = None,
     ram: str | int | None = None,
     allow: Sequence[str] = (),
@@ -50,7 +52,8 @@ def load(
 
     At most one of `budget` (with `ram` and `allow`, see `fit`), `level` and `plan` is given; given none of them, the
     plan is for what is free, as `fit` says. A budget's plan is made from the folder's configurations before anything is
-    loaded. A call that asks for something else is planned for as `fit` says; what stays in files is not read for it.
+    loaded, for `request`, for an `example` call, or else for the pipeline's own defaults. A call that asks for
+    something else is planned for as `fit` says; what stays in files is not read for it.
 
     As `fit(DiffusionPipeline.from_pretrained(model), …)`, but nothing is loaded that the plan wants on the disk: of a
     component with home "disk", large layers are read from its safetensors files whenever they are used. `dtype` is
@@ -70,8 +73,7 @@ def load(
     if site is not None:
         if folder is None:
             raise PlanError(f"a budget is for a whole pipeline: give the network in {path} a level or a plan")
-        asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
-        made = plan_within(path, asked, site, dtype)
+        made = plan_within(path, asked_for(request, example), site, dtype, example)
         return load_made(folder, dtype, site, made, count_activations=count_activations)
     straight = build_straight(path, folder, getattr(torch, dtype))
     decided = decide(straight.pipe, choices, request, target)

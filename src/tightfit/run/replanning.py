@@ -6,23 +6,26 @@ What the pipeline was like before it was fitted is kept without weights, so that
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.devices.memory import resident_bytes
 from tightfit.devices.seam import Device
 from tightfit.errors import BudgetTooSmall, RequestError
+from tightfit.measure.logged import PassLog
 from tightfit.measure.modules import find_components, weight_tensors
 from tightfit.plan.forecast import taken_by_others
 from tightfit.plan.parts import up
 from tightfit.records import Budget, Machine, Plan, Request
+from tightfit.run.arguments import Given
 from tightfit.run.experiences import Basis, Past
 from tightfit.run.footprints import Measurer
 from tightfit.run.machines import machine_now, with_less_taken, with_taken
 from tightfit.run.pupil import Pupil
-from tightfit.run.shape import Shape, request_of, shape_of
-from tightfit.run.unmeasured import plan_unmeasured, with_reason
-from tightfit.run.within import Made, Site
+from tightfit.run.shape import Shape, given_to, request_of, shape_of
+from tightfit.run.site import Site
+from tightfit.run.unmeasured import LEVEL, plan_unmeasured, with_reason
+from tightfit.run.within import Made
 from tightfit.units import format_bytes
 
 __all__ = ["Replanner"]
@@ -48,33 +51,51 @@ class Replanner:
         self._bases: dict[Shape, Basis] = {}
         self._plans: dict[Shape, Plan] = {}
         self.pupil = Pupil(self._devices[0])
+        self._logs: dict[Shape, PassLog] = {}  # of calls that could not be foreseen and are over, until planned for
+        self._tried: set[Request] = set()  # what those asked for
         if made is not None and made.plan.request is not None:
             self._machine = self._free_machine()
             shape = shape_of(pipe, made.plan.request)
-            self._plans[shape], self._bases[shape] = made
-            self._stays_on(made.plan)
-            self.pupil.studies(*made)
+            self._plans[shape] = made.plan
+            if made.basis is not None:
+                self._bases[shape] = made.basis
+                self._stays_on(made.plan)
+                self.pupil.studies(made.plan, made.basis)
 
-    def plan(self, pipe: Any, request: Request) -> Plan:
-        """The plan for `request`, a new one or that which was made before: level 3 where it cannot be measured.
+    def plan(self, pipe: Any, request: Request, given: Mapping[str, Any] | None = None) -> Plan:
+        """The plan for `request`, a new one or that which was made before; level 3 where it cannot be measured.
 
-        Raises BudgetTooSmall, and InputError for a request that cannot be.
+        `given` are the arguments of the call that asks for this; None: they are made up. Raises BudgetTooSmall, and
+        RequestError for a request that cannot be.
         """
         shape = shape_of(pipe, request)
         if shape not in self._plans:
-            try:
-                basis = self._bases.get(shape) or self._basis(request)
-            except RequestError as error:
-                if request != Request():
-                    raise
-                return self._level_3(request, error)
-            except Exception as error:  # of anybody's code: pipelines, hooks, adapters
-                return self._level_3(request, error)
-            plan = self._plans[shape] = basis.plan(self._limits)
-            self._bases[shape] = basis
-            self._stays_on(plan)
-            self.pupil.studies(plan, basis)
+            self._plans[shape] = self._new(request, shape, given)
         return self._plans[shape]
+
+    def _new(self, request: Request, shape: Shape, given: Mapping[str, Any] | None) -> Plan:
+        log = self._logs.pop(shape, None)
+        try:
+            basis = self._bases.get(shape) or self._basis(request, log or self._call(given))
+        except RequestError as error:
+            if given is None and request != Request():
+                raise
+            return self._level_3(request, error)
+        except Exception as error:  # of anybody's code: pipelines, hooks, adapters
+            return self._level_3(request, error)
+        try:
+            plan = basis.plan(self._limits)
+        except BudgetTooSmall as error:
+            if log is None:
+                raise
+            return self._level_3(request, error)  # under which it did run
+        self._bases[shape] = basis
+        self._stays_on(plan)
+        self.pupil.studies(plan, basis)
+        return plan
+
+    def _call(self, given: Mapping[str, Any] | None) -> Given | None:
+        return None if given is None else Given(given, self._devices[0].torch_device)
 
     def _level_3(self, request: Request, error: Exception) -> Plan:
         """The plan for `request`, which cannot be measured because of `error`."""
@@ -86,10 +107,10 @@ class Replanner:
         if len(self._devices) > 1:
             self._limits = self._limits._replace(host=plan.device)
 
-    def _basis(self, request: Request) -> Basis:
+    def _basis(self, request: Request, call: Given | PassLog | None) -> Basis:
         if isinstance(self._measurer, Exception):
             raise self._measurer
-        footprint = self._measurer.measure(request)
+        footprint = self._measurer.measure(request, call)
         self._machine = self._machine or self._free_machine()
         past = Past(self._measurer.question(request), self._machine.accelerators[0])
         return Basis(footprint, self._machine, past)
@@ -104,15 +125,27 @@ class Replanner:
         So is one under which nothing moves and nothing is cut, for a call that asks for less than it was made for.
         """
         asked = request_of(pipe, args, kwargs)
-        if asked is None or now.request is None:
+        if asked is None:
             return None
-        shape, planned = shape_of(pipe, asked), shape_of(pipe, now.request)
-        if shape == planned or (_is_whole(now) and _is_within(shape, planned)):
-            return None
-        try:
-            return self.plan(pipe, asked)
-        except RequestError as error:  # the call itself may be right: only the pipeline knows
-            return self._level_3(asked, error)
+        shape, planned = shape_of(pipe, asked), None if now.request is None else shape_of(pipe, now.request)
+        if planned is not None:
+            known = shape == planned and shape not in self._logs
+            if known or (_is_whole(now) and _is_within(shape, planned)):
+                return None
+        return self.plan(pipe, asked, given_to(pipe, args, kwargs))
+
+    def log_for(self, now: Plan, device: Device, activations: Callable[[], int]) -> PassLog | None:
+        """For a call that nobody could foresee, the first time that it is made."""
+        unforeseen = now.request is not None and not now.forecast and now.level == LEVEL
+        return PassLog(device.torch_device, activations) if unforeseen and now.request not in self._tried else None
+
+    def logged(self, pipe: Any, now: Plan, log: PassLog) -> None:
+        """The next call of this kind is planned by what this one did."""
+        assert now.request is not None
+        shape = shape_of(pipe, now.request)
+        self._tried.add(now.request)
+        self._logs[shape] = log
+        self._plans.pop(shape, None)
 
     def for_held(self, pipe: Any, now: Plan, held: int) -> Plan:
         """The plan for what `now` was made for, of a process that held `held` bytes of RAM while it followed that.

@@ -12,9 +12,10 @@ from tightfit.apply.activations.cutting import pixels_per_latent
 from tightfit.devices.seam import ram_bytes
 from tightfit.errors import RequestError
 from tightfit.records import Request
+from tightfit.run.arguments import stand_in
 from tightfit.units import format_bytes
 
-__all__ = ["NAMES", "Prompt", "call_arguments", "size_multiple", "usual_side"]
+__all__ = ["NAMES", "OURS", "Prompt", "call_arguments", "size_multiple", "usual_side"]
 
 # what is asked for → what pipelines call it
 NAMES = {
@@ -26,7 +27,7 @@ NAMES = {
     "batch": "num_images_per_prompt",
     "negative prompt": "negative_prompt",
 }
-_OURS = {theirs: ours for ours, theirs in NAMES.items()}
+OURS = {theirs: ours for ours, theirs in NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
         value = getattr(request, field)
         if value is not None:
             arguments[NAMES[field]] = value
-    arguments |= request.arguments
+    arguments |= {name: stand_in(value) for name, value in request.arguments.items()}
     if prompt.negative is not None:
         arguments["negative_prompt"] = prompt.negative
     if request.batch > 1:
@@ -64,7 +65,7 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
         arguments[many[0] if many else "num_images_per_prompt"] = request.batch
     for name in arguments:
         if name not in taken:
-            raise RequestError(f"{type(pipe).__name__} takes no {_OURS.get(name, name)}", name=name)
+            raise RequestError(f"{type(pipe).__name__} takes no {OURS.get(name, name)}", name=name)
     _check_size(pipe, request)
     generators = [torch.Generator().manual_seed(prompt.seed + index) for index in range(request.batch)]
     return arguments | {"generator": generators if request.batch > 1 else generators[0]}

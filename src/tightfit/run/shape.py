@@ -1,4 +1,4 @@
-"""The arguments of a pipeline's call → what it asks for, and what of that decides how many bytes it takes."""
+"""The arguments of a pipeline's call → what it asks for, and what of that decides how much memory it takes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tightfit.errors import TightfitError
+from tightfit.errors import RequestError, TightfitError, unknown_name
 from tightfit.records import Request
-from tightfit.run.request import NAMES, usual_side
+from tightfit.run.arguments import described
+from tightfit.run.request import NAMES, OURS, usual_side
 
-__all__ = ["Shape", "request_of", "shape_of"]
+__all__ = ["Shape", "asked_by", "given_to", "request_of", "shape_of"]
 
-# plain arguments that decide nothing about bytes, or that a request has a field for
-_LEFT_OUT = {*NAMES.values(), "num_videos_per_prompt", "return_dict", "callback_steps"}
+_FIELDS = {ours: theirs for ours, theirs in NAMES.items() if ours not in ("batch", "negative prompt")}
+_EACH = ("num_images_per_prompt", "num_videos_per_prompt")
+_LEFT_OUT = ("return_dict", "generator")  # nothing depends on them but numbers, or what they come in
+_USUAL = {"prompt": "text"}  # descriptions of what every call has
 _PICTURES = ("image", "video", "control_image", "mask_image")  # whose size is that of the call, if it names none
 
 
@@ -27,33 +30,68 @@ class Shape(NamedTuple):
     frames: int | None
     batch: int
     guided: bool | None
-    others: frozenset[tuple[str, bool | int | None]] = frozenset()
+    others: frozenset[tuple[str, bool | int | str | None]] = frozenset()
 
 
 def request_of(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Request | None:
-    """What a call of `pipe` asks for; None where that is nothing that a request could say: the pipeline will tell."""
-    try:
-        given = inspect.signature(type(pipe).__call__).bind_partial(pipe, *args, **kwargs).arguments
-    except TypeError:
+    """What a call of `pipe` asks for; None where it does not take these arguments."""
+    given = given_to(pipe, args, kwargs)
+    if given is None:
         return None
-    found = {ours: given[theirs] for ours, theirs in NAMES.items() if theirs in given and ours != "negative prompt"}
-    found = {name: value for name, value in found.items() if isinstance(value, int | float)}
-    each = next((given[name] for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in given), 1)
-    found["batch"] = _prompts(given) * (each or 1)
-    usual = _defaults(pipe)
-    found["arguments"] = {
-        name: value
-        for name, value in given.items()
-        if name not in _LEFT_OUT and isinstance(value, bool | int | float | None) and value != usual.get(name)
-    }
+    found = {ours: given[theirs] for ours, theirs in _FIELDS.items() if _is_legal(ours, given.get(theirs))}
+    left = {name: value for name, value in given.items() if OURS.get(name) not in found and name not in _EACH}
+    arguments = _described(left, _defaults(pipe))
     if not found.keys() & {"height", "width"}:
         found |= _size_of(given)
     if "frames" not in found and (frames := _frames_of(given.get("video"))):
         found["frames"] = frames
+    each = next((given[name] for name in _EACH if name in given), 1)
+    batch = _prompts(given) * (each if isinstance(each, int) else 1)
+    return Request(**found, batch=max(batch, 1), arguments=arguments)
+
+
+def asked_by(pipe: Any, example: Mapping[str, Any]) -> Request:
+    """What the arguments of an example call ask for. RequestError where `pipe` does not take them."""
+    request = request_of(pipe, (), example)
+    if request is None:
+        taken = list(inspect.signature(type(pipe).__call__).parameters)[1:]
+        name = next(name for name in example if name not in taken)
+        raise RequestError(unknown_name(f"argument of {type(pipe).__name__}", name, taken), name=name)
+    return request
+
+
+def _is_legal(field: str, value: Any) -> bool:
+    """Whether `value` can be that of a request's `field`."""
     try:
-        return Request.from_mapping(found)
+        return value is not None and bool(Request(**{field: value}))
     except TightfitError:
+        return False
+
+
+def given_to(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call of `pipe`, by name; None where it does not take them."""
+    signature = inspect.signature(type(pipe).__call__)
+    try:
+        given = dict(signature.bind_partial(pipe, *args, **kwargs).arguments)
+    except TypeError:
         return None
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    given.pop(next(iter(signature.parameters)), None)
+    return given
+
+
+def _described(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given beside a request's own fields, where it is not the default. Callbacks are left out."""
+    found = {
+        name: described(name, value)
+        for name, value in given.items()
+        if name not in _LEFT_OUT and not name.startswith("callback")
+    }
+    if found.get("output_type") != "latent":  # whatever pictures become, they become it on the host
+        found.pop("output_type", None)
+    return {n: value for n, value in found.items() if value not in (usual.get(n), _USUAL.get(n))}
 
 
 def _prompts(given: Mapping[str, Any]) -> int:
@@ -112,7 +150,7 @@ def _defaults(pipe: Any) -> dict[str, Any]:
     return {name: each.default for name, each in inspect.signature(type(pipe).__call__).parameters.items()}
 
 
-def _switched(value: bool | int | float | None, usual: Any) -> bool | int | None:
+def _switched(value: bool | int | float | str | None, usual: Any) -> bool | int | str | None:
     """Of a scale only what it switches: nothing at 0, another pass of the denoiser above 1."""
     if isinstance(value, float) or (isinstance(value, int) and isinstance(usual, float)):
         return (value > 0) + (value > 1)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from tightfit.apply.fitting import fit
@@ -19,18 +21,24 @@ from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
 from tightfit.checkpoint.shapes import build_folder
 from tightfit.measure.building import build_known
+from tightfit.measure.logged import PassLog
 from tightfit.measure.modules import find_components, find_role
+from tightfit.measure.repeated import Repeater
 from tightfit.measure.shadow import PROMPT
 from tightfit.pretend.backend import cards_in_use, use_cards
 from tightfit.pretend.card import Card
 from tightfit.pretend.clock import Host
+from tightfit.pretend.operations import NAME
 from tightfit.records import Accelerator, Plan, Request
+from tightfit.run.arguments import Given
 from tightfit.run.models import stored_dtype
 from tightfit.run.remembering import Remembering
 from tightfit.run.request import NAMES, Prompt, call_arguments
 from tightfit.run.stand_ins import stand_ins
 
-__all__ = ["Stage", "roomy_card", "roomy_cards"]
+__all__ = ["Inputs", "Stage", "roomy_card", "roomy_cards"]
+
+Inputs = Mapping[str, Any] | Given | PassLog | None  # of a call: further arguments, all of them, or what it did
 
 ROOM = 2**60  # bytes: what is tried out never runs out
 
@@ -63,8 +71,15 @@ class Stage:
     """
 
     def __init__(
-        self, model: Any, card: Card, choices: Plan | dict[str, Any], asked: Request, dtype: torch.dtype | None = None
+        self,
+        model: Any,
+        card: Card,
+        choices: Plan | dict[str, Any],
+        asked: Request,
+        dtype: torch.dtype | None = None,
+        unable: Collection[tuple[str, str]] = (),
     ) -> None:
+        """`unable`: components and methods that cannot work on shapes, see `Repeater`."""
         # on a CPU, what is loaded is computed in float32, as `tightfit run` does
         self.pipe, usual = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
         self.card = card
@@ -72,6 +87,7 @@ class Stage:
         self.request = Request(**_usual(self.pipe, usual) | {name: value for name, value in asked if value is not None})
         self.components = find_components(self.pipe)
         self.fitted = fit(self.pipe, plan=choices, request=self.request, device=f"pretend:{card.index}")
+        self._repeater = Repeater(self.components, self._device, unable)  # before anybody else takes a method's place
         self._memories = []
         for name, part in self.components.items():
             if find_role(name, part) == "denoiser":
@@ -79,15 +95,34 @@ class Stage:
                 part.forward = Remembering(part, self.fitted.recorder, card, streams=streams)
                 self._memories.append(part.forward)
 
-    def play(self, inputs: Mapping[str, Any] | None = None) -> None:
-        """One call of the pipeline with the request, and with arguments of its own by name."""
+    def play(self, inputs: Inputs = None) -> None:
+        """One call of the pipeline: with the request, and arguments of its own by name; one that is given; or one that
+        was logged, of which the passes are repeated.
+        """
         for memory in self._memories:
             memory.forget()
-        given = inputs or {}
+        with torch.no_grad(), quietly(), _draws_kept():
+            if isinstance(inputs, Given):
+                self.pipe(**_as_tensors(self.pipe, inputs.rehearsed(self._device)))
+            elif isinstance(inputs, PassLog):
+                for done in inputs.passes:
+                    self._repeater.repeat(done)
+            else:
+                self._make_up(inputs or {})
+
+    def _make_up(self, given: Mapping[str, Any]) -> None:
         pictures, left = stand_ins(self.pipe, self.request, given)
         arguments = call_arguments(self.pipe, Prompt(PROMPT, seed=0), left)
-        with torch.no_grad(), quietly():
-            self.pipe(**arguments | pictures | {"output_type": "pt"} | dict(given))
+        self.pipe(**arguments | pictures | {"output_type": "pt"} | dict(given))
+
+    def find_unable(self, log: PassLog) -> set[tuple[str, str]]:
+        """What of a logged call cannot be repeated as a whole. Nothing can be played on this stage afterwards."""
+        with torch.no_grad(), quietly(), _draws_kept():
+            return self._repeater.find_unable(log)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(NAME, self.card.index)
 
 
 def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Request]:
@@ -98,6 +133,28 @@ def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Reques
         known = known_model(model)
         return build_known(known, dtype), known.request
     return model, Request()
+
+
+def _as_tensors(pipe: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """`arguments` of a call that gives tensors instead of pictures or arrays, whose numbers nobody knows."""
+    taken = inspect.signature(type(pipe).__call__).parameters
+    if "output_type" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        usual = taken["output_type"].default if "output_type" in taken else "pil"
+        if arguments.get("output_type", usual) in ("pil", "np", "numpy"):
+            arguments["output_type"] = "pt"
+    return arguments
+
+
+@contextlib.contextmanager
+def _draws_kept() -> Iterator[None]:
+    """Random generators of this process are where they were, afterwards."""
+    others = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(others[0])
+            np.random.set_state(others[1])
 
 
 def _usual(pipe: Any, request: Request) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from PIL import Image
 
 from tightfit.errors import RequestError
 from tightfit.records import Request
+from tightfit.run.arguments import GREY
 from tightfit.run.request import usual_side
 
 __all__ = ["stand_ins"]
-
-GREY = (127, 127, 127)
 
 
 def stand_ins(pipe: Any, request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any], Request]:
@@ -30,7 +29,7 @@ def stand_ins(pipe: Any, request: Request, given: Mapping[str, Any]) -> tuple[di
         found["image"] = Image.new("RGB", (width, height), GREY)
         if "mask_image" in taken:
             found["mask_image"] = Image.new("L", (width, height), 255)
-    elif "video" in taken and "video" not in given:
+    elif "video" in taken and not {"video"} & {*given, *request.arguments}:
         if request.frames is None:
             raise RequestError(
                 f"{type(pipe).__name__} starts from a clip: say of how many frames, e.g. frames=49",
@@ -40,4 +39,5 @@ def stand_ins(pipe: Any, request: Request, given: Mapping[str, Any]) -> tuple[di
     theirs = {"height", "width"} if found and "height" not in taken else set()
     theirs |= {"frames"} if "video" in found and "num_frames" not in taken else set()
     left = Request(**{name: value for name, value in request if name not in theirs})
-    return {name: value for name, value in found.items() if name not in given}, left
+    said = {*given, *request.arguments}
+    return {name: value for name, value in found.items() if name not in said}, left

@@ -1,41 +1,73 @@
-"""A pipeline whose calls cannot be measured → the plan under which it runs within its budget all the same.
+"""A pipeline of which nothing is known yet → the plans under which it runs within its budget all the same.
 
-That is level 3, but lossless: autoencoders work in exact strips instead of blended tiles. Nothing of it is predicted.
+A call that cannot be measured beforehand runs at level 3, but lossless: everything streams, and autoencoders work in
+exact strips instead of blended tiles. Nothing of it is predicted.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from tightfit.apply.choices import decide
 from tightfit.devices.seam import Device
-from tightfit.measure.modules import inspect_pipeline
-from tightfit.records import Budget, Plan, Reason, Request
-from tightfit.run.within import Site
+from tightfit.errors import BudgetTooSmall, PlanError
+from tightfit.measure.modules import find_components, inspect_pipeline
+from tightfit.plan.streaming import settle_streaming
+from tightfit.records import Budget, Component, ComponentPlan, Home, Plan, Reason, Request
+from tightfit.run.site import Site
 
-__all__ = ["plan_unmeasured", "with_reason"]
+__all__ = ["LEVEL", "plan_unmeasured", "plan_until_called", "with_reason"]
+
+LEVEL = 3
+STAYING = 3  # a component's weights have a third of it at most
 
 STRIPS = 4  # an autoencoder's feature maps have a quarter of the device: what is beside them is not known
 
 
 def plan_unmeasured(pipe: Any, site: Site) -> Plan:
-    """Level 3 for the untouched `pipe` on the first device of `site`, in strips, with its budget for a cap."""
+    """Level 3 for the untouched `pipe` on the first device of `site`, in strips, with its budget for a cap.
+
+    Every component streams that can; of each, as much stays as a third of the device takes, until memory runs out.
+    """
     device, budget = site.devices[0], site.limits.budget
-    choices: dict[str, Any] = {"level": 3, "vae": {"tile": None, "strips": max(_room(device, budget) // STRIPS, 1)}}
-    if device.separate:
-        choices["vae"] |= {"maps": "host"}
-    elif budget is not None:  # memory is RAM, so weights come from the disk
-        choices["components"] = {
-            each.name: {"placement": "per-unit" if each.leaves else "per-phase", "home": "disk"}
-            for each in inspect_pipeline(pipe).components
-        }
+    room = _room(device, budget)
+    choices: dict[str, Any] = {"level": LEVEL, "vae": {"tile": None, "strips": max(room // STRIPS, 1)}}
+    choices["vae"] |= {"maps": "host"} if device.separate else {}
+    home: Home = "disk" if budget is not None and not device.separate else "host"  # where memory is RAM
+    choices["components"] = {
+        each.name: _streamed(each, room // STAYING, home) if each.leaves else {"placement": "per-phase", "home": home}
+        for each in inspect_pipeline(pipe).components
+    }
     return decide(pipe, choices, None, device).model_copy(update={"budget": budget})
 
 
+def _streamed(component: Component, room: int, home: Home) -> dict[str, Any]:
+    chosen = ComponentPlan(placement="per-unit", home=home)
+    with contextlib.suppress(PlanError):  # that is too little: as few bytes as run well
+        settle_streaming(component, larger := chosen.model_copy(update={"weights": max(room, 1)}))
+        chosen = larger
+    return chosen.model_dump(mode="json", exclude_unset=True)
+
+
+def plan_until_called(pipe: Any, site: Site) -> Plan:
+    """What the untouched `pipe` follows until its first call, which is what is planned for: weights stay in RAM."""
+    device = site.devices[0]
+    placement = {"placement": "per-phase", "pinned": False} if device.separate else {}
+    choices: dict[str, Any] = {"components": dict.fromkeys(find_components(pipe), placement)}
+    because = "give fit request=… or example=… to have it earlier"
+    reason = Reason(decision="the plan is made at the first call, from its arguments", because=because)
+    plan = decide(pipe, choices, None, device)
+    return plan.model_copy(update={"budget": site.limits.budget, "reasons": (reason,)})
+
+
 def with_reason(plan: Plan, request: Request, error: Exception) -> Plan:
-    """`plan` for `request`, which could not be measured because of `error`."""
-    because = f"this pipeline's call could not be measured ({type(error).__name__}: {_first_line(error)})"
-    reason = Reason(decision="level 3 under the budget's cap, nothing predicted", because=because)
+    """`plan` for `request`, which could not be measured, or planned for once it had been made, because of `error`."""
+    if isinstance(error, BudgetTooSmall):
+        because = f"no plan is sure to do with less ({_first_line(error)}), and under this one it did"
+    else:
+        because = f"this pipeline's call could not be measured ({type(error).__name__}: {_first_line(error)})"
+    reason = Reason(decision=f"level {LEVEL} under the budget's cap, nothing predicted", because=because)
     return plan.model_copy(update={"request": request, "reasons": (reason, *plan.reasons)})
 
 

@@ -11,7 +11,7 @@ import yaml
 from tightfit.errors import PlanError
 from tightfit.records import Budget, Plan, Request, check_techniques
 
-__all__ = ["Limits", "Wish", "call_request", "demo_request", "limits_for", "limits_of", "plan_fields"]
+__all__ = ["Limits", "Wish", "asked_for", "call_request", "demo_request", "limits_for", "limits_of", "plan_fields"]
 
 Wish = Budget | Mapping[str, str | int] | str | int | None  # of a budget: bytes, of several devices by name
 DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
@@ -57,6 +57,13 @@ def limits_for(
     if ram is not None or allow:
         raise PlanError(f"ram={ram} and allow={tuple(allow)} go with a budget: a level or a plan says all by itself")
     return None
+
+
+def asked_for(request: Request | Mapping[str, Any] | None, example: object) -> Request | None:
+    """The request that a budget is planned for; None where nobody says, or an `example` does. PlanError for both."""
+    if request is not None and example is not None:
+        raise PlanError("give request=… or example=…, which says it as the arguments of a call: not both")
+    return request if isinstance(request, Request | None) else Request.from_mapping(request)
 
 
 def _budget(size: Wish, ram: str | int | None) -> Budget | None:

@@ -1,63 +1,61 @@
-"""A subject, devices and a budget → the Plan that is made for them."""
+"""A folder and devices → the Plan that it is to be loaded for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import diffusers
 import torch
 
-from tightfit.devices.choice import choose_device
-from tightfit.devices.seam import Device
+from tightfit.checkpoint.folder import check_folder
+from tightfit.checkpoint.shapes import build_folder
+from tightfit.errors import RequestError, TightfitError
 from tightfit.records import Plan, Request
+from tightfit.run.arguments import Given
 from tightfit.run.experiences import Basis, Past
 from tightfit.run.footprints import Measurer
 from tightfit.run.machines import machine_now
-from tightfit.run.wishes import Limits
+from tightfit.run.shape import asked_by
+from tightfit.run.site import Site
+from tightfit.run.unmeasured import plan_unmeasured, with_reason
 
-__all__ = ["Made", "Site", "plan_within", "site_of"]
+__all__ = ["Made", "plan_within"]
 
 
 class Made(NamedTuple):
-    """A plan, and what it was made from."""
+    """A plan, and what it was made from; None where its call could not be measured."""
 
     plan: Plan
-    basis: Basis
+    basis: Basis | None
 
 
-class Site(NamedTuple):
-    """Where a plan is for, and within what."""
-
-    limits: Limits
-    devices: tuple[Device, ...]  # one, or those that the budget names
-
-    @property
-    def expandable(self) -> bool:
-        """Whether segments of all its allocators can grow."""
-        return all(device.fixed_segments() is None for device in self.devices)
-
-    def host_of(self, plan: Plan) -> Device:
-        """Where a pipeline computes that follows a plan made for this site."""
-        return next(device for device in self.devices if device.name == plan.device)
-
-
-def site_of(limits: Limits, device: str | torch.device | Device | None) -> Site:
-    """What `device` (None: the best, of several wherever denoisers are fastest) means. InputError for unknown ones."""
-    budget = limits.budget
-    if budget is None or not budget.devices:
-        return Site(limits, (choose_device(device),))
-    devices = {choose_device(name): size for name, size in budget.devices.items()}
-    budget = budget.model_copy(update={"devices": {each.name: size for each, size in devices.items()}})
-    host = None if device is None else choose_device(device).name
-    return Site(limits._replace(budget=budget, host=host), tuple(devices))
-
-
-def plan_within(subject: Any, request: Request, site: Site, dtype: str | None = None) -> Made:
-    """The plan for `request` of `subject` (see `measure_footprint`) within a site's limits.
+def plan_within(
+    path: Path, request: Request | None, site: Site, dtype: str, example: Mapping[str, Any] | None = None
+) -> Made:
+    """The plan for a call of the pipeline in the folder `path` within a site's limits: for `request`, or the `example`.
 
     On a CPU what this process holds by now is part of the budget: what measuring left behind goes first.
     """
-    measurer = Measurer(subject, dtype, expandable=site.expandable)
-    footprint = measurer.measure(request)
+    asked, given = request or Request(), None
+    if example is not None:
+        kind = getattr(diffusers, check_folder(path).pipeline_class)
+        asked, given = asked_by(object.__new__(kind), example), Given(example, site.devices[0].torch_device)
+    try:
+        measurer = Measurer(path, dtype, expandable=site.expandable)
+        footprint = measurer.measure(asked, given)
+    except TightfitError as error:
+        if request is not None or not isinstance(error, RequestError):
+            raise
+        return _unmeasured(path, asked, site, dtype, error)
+    except Exception as error:  # of anybody's code
+        return _unmeasured(path, asked, site, dtype, error)
     machine = machine_now(*site.devices)
-    basis = Basis(footprint, machine, Past(measurer.question(request), machine.accelerators[0]))
+    basis = Basis(footprint, machine, Past(measurer.question(asked), machine.accelerators[0]))
     return Made(basis.plan(site.limits), basis)
+
+
+def _unmeasured(path: Path, asked: Request, site: Site, dtype: str, error: Exception) -> Made:
+    pipe = build_folder(check_folder(path), getattr(torch, dtype))
+    return Made(with_reason(plan_unmeasured(pipe, site), asked, error), None)

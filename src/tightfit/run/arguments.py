@@ -1,0 +1,162 @@
+"""An argument of a pipeline's call → what of it decides how much memory the call takes; and a copy to rehearse with.
+
+What is described are kinds and sizes, never contents: a description finds again what is known of a call like it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+__all__ = ["GREY", "Given", "described", "stand_in"]
+
+LONG_TEXT = 256  # characters; of longer texts it matters how many times as long they are
+GREY = (127, 127, 127)
+FEW = 8  # items of a list, which are named one by one
+LARGE = 2**24  # elements of a tensor in host memory whose numbers are not copied
+_WORDS = ("prompt", "caption", "lyrics", "text", "query", "instruction")  # in names of arguments that are text
+
+Described = bool | int | float | str | None
+
+
+def described(name: str, value: Any) -> Described:
+    """The argument `name`: plain values as they are, all else in words, e.g. "RGB image 64x64", "float32 1x4x8x8"."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    return next((words(name, value) for kind, words in _IN_WORDS.items() if isinstance(value, kind)), _fields(value))
+
+
+def _fields(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind} {_mapping('', vars(value))}" if is_dataclass(value) else kind
+
+
+def _mapping(name: str, values: Mapping[Any, Any]) -> str:
+    return f"{{{', '.join(f'{key}: {described(str(key), item)}' for key, item in values.items())}}}"
+
+
+def _several(name: str, values: list[Any] | tuple[Any, ...]) -> str:
+    if values and all(isinstance(value, str) and _is_text(name, value) for value in values):
+        return _text(max(map(len, values)))  # how many there are, the batch says
+    if len(values) > FEW and all(isinstance(value, int | float) for value in values):
+        return f"{len(values)} numbers"
+    items = [str(described(name, value)) for value in values]
+    return f"{len(items)} x {items[0]}" if len(items) > 1 and len(set(items)) == 1 else f"[{', '.join(items)}]"
+
+
+_IN_WORDS: dict[type, Callable[[str, Any], str]] = {
+    str: lambda name, value: _text(len(value)) if _is_text(name, value) else value,
+    torch.Tensor: lambda name, value: f"{str(value.dtype).removeprefix('torch.')} {_size(value.shape)}",
+    np.ndarray: lambda name, value: f"{value.dtype} array {_size(value.shape)}",
+    Image.Image: lambda name, value: f"{value.mode} image {_size(value.size)}",
+    list: _several,
+    tuple: _several,
+    dict: _mapping,
+}
+
+
+def _is_text(name: str, value: str) -> bool:
+    return any(word in name for word in _WORDS) or " " in value
+
+
+def _text(length: int) -> str:
+    return "text" if length <= LONG_TEXT else f"text of up to {-(-length // LONG_TEXT) * LONG_TEXT} characters"
+
+
+def _size(lengths: Any) -> str:
+    return "x".join(map(str, lengths))
+
+
+class Given(NamedTuple):
+    """The arguments of a call that computes on a device."""
+
+    arguments: Mapping[str, Any]  # by the pipeline's own names
+    device: torch.device
+
+    def rehearsed(self, there: torch.device) -> dict[str, Any]:
+        """Copies for a rehearsal: tensors on the call's own device are `there`; callbacks are left out.
+
+        Of long texts, as long a one as its description stands for; of large tensors, the shape.
+        """
+        given = {name: value for name, value in self.arguments.items() if not name.startswith("callback")}
+        return {name: _rehearsed(name, value, self.device, there) for name, value in given.items()}
+
+
+def _rehearsed(name: str, value: Any, here: torch.device, there: torch.device) -> Any:
+    def inside(item: Any, key: str = name) -> Any:
+        return _rehearsed(key, item, here, there)
+
+    copied: Any = value
+    if isinstance(value, str):
+        copied = _stretched(value) if _is_text(name, value) else value
+    elif isinstance(value, torch.Generator):
+        copied = _generator(value, there)
+    elif isinstance(value, torch.Tensor):
+        copied = _tensor(value, there if value.device == here else value.device, there)
+    elif isinstance(value, Image.Image | np.ndarray):
+        copied = value.copy()
+    elif type(value) in (list, tuple):
+        copied = type(value)(map(inside, value))
+    elif isinstance(value, dict):
+        copied = {key: inside(item, str(key)) for key, item in value.items()}
+    elif is_dataclass(value) and not isinstance(value, type):
+        copied = copy.copy(value)
+        for field, item in vars(value).items():
+            object.__setattr__(copied, field, inside(item, field))
+    return copied
+
+
+def stand_in(what: Described) -> Any:
+    """Something that is described as `what`: grey pictures, zeros; anything else as it is."""
+    if not isinstance(what, str):
+        return what
+    if several := re.fullmatch(r"(\d+) x (.+)", what):
+        return [stand_in(several[2])] * int(several[1])
+    if image := re.fullmatch(r"(\w+) image (\d+)x(\d+)", what):
+        return Image.new("RGB", (int(image[2]), int(image[3])), GREY).convert(image[1])
+    if array := re.fullmatch(r"(\w+)( array)? ((\d+)(x\d+)*)", what):
+        dtype, shape = getattr(torch, array[1], None), tuple(map(int, array[3].split("x")))
+        if isinstance(dtype, torch.dtype):
+            zeros = torch.zeros(shape, dtype=dtype)
+            return zeros.numpy() if array[2] else zeros
+    if long := re.fullmatch(r"text of up to (\d+) characters", what):
+        return "text " * (int(long[1]) // len("text "))
+    return what
+
+
+def _stretched(text: str) -> str:
+    """`text`, if it is long made as long as the longest of those that are described alike."""
+    if len(text) <= LONG_TEXT:
+        return text
+    filled = text + " and" * LONG_TEXT
+    return filled[: -(-len(text) // LONG_TEXT) * LONG_TEXT]
+
+
+def _generator(generator: torch.Generator, there: torch.device) -> torch.Generator:
+    if generator.device.type != "cpu":
+        return torch.Generator(there)
+    double = torch.Generator()
+    double.set_state(generator.get_state())
+    return double
+
+
+def _tensor(tensor: torch.Tensor, place: torch.device, there: torch.device) -> torch.Tensor:
+    large, tensor = tensor.numel() > LARGE, tensor.detach()
+    if place == there:
+        if large or tensor.is_meta:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=there)
+        return tensor.to("cpu", copy=True).to(there)
+    if not large:
+        return tensor.clone()
+    pages = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8)  # memory that is not taken until written
+    return pages.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

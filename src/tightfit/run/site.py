@@ -1,0 +1,41 @@
+"""A budget and devices → where a plan is for, and within what."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tightfit.devices.choice import choose_device
+from tightfit.devices.seam import Device
+from tightfit.records import Plan
+from tightfit.run.wishes import Limits
+
+__all__ = ["Site", "site_of"]
+
+
+class Site(NamedTuple):
+    """Where a plan is for, and within what."""
+
+    limits: Limits
+    devices: tuple[Device, ...]  # one, or those that the budget names
+
+    @property
+    def expandable(self) -> bool:
+        """Whether segments of all its allocators can grow."""
+        return all(device.fixed_segments() is None for device in self.devices)
+
+    def host_of(self, plan: Plan) -> Device:
+        """Where a pipeline computes that follows a plan made for this site."""
+        return next(device for device in self.devices if device.name == plan.device)
+
+
+def site_of(limits: Limits, device: str | torch.device | Device | None) -> Site:
+    """What `device` (None: the best, of several wherever denoisers are fastest) means. InputError for unknown ones."""
+    budget = limits.budget
+    if budget is None or not budget.devices:
+        return Site(limits, (choose_device(device),))
+    devices = {choose_device(name): size for name, size in budget.devices.items()}
+    budget = budget.model_copy(update={"devices": {each.name: size for each, size in devices.items()}})
+    host = None if device is None else choose_device(device).name
+    return Site(limits._replace(budget=budget, host=host), tuple(devices))
