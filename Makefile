@@ -20,8 +20,10 @@ demo: $(READY)  ## a picture inside a memory budget, and where the memory went; 
 test: lint  ## lint, types and tests; under 15 minutes on 2 cores
 	$(PYTEST)
 
-test-slow: $(READY)  ## proofs that take minutes
+test-slow: $(READY)  ## proofs that take minutes, and every pipeline class, hours the first time; goes on where it was
 	$(PYTEST) -m "slow and not gpu"
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -W ignore -m recipes.proof --results bench/results/pipelines.jsonl
+	$(BIN)/python tools/make_pipelines.py
 
 test-gpu: $(READY)  ## what needs a CUDA card; skipped where there is none
 	$(BIN)/python -m pytest -m gpu

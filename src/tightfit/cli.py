@@ -43,7 +43,7 @@ Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
 Guidance = Annotated[float | None, typer.Option(help="How strongly the prompt steers.")]
 Batch = Annotated[int, typer.Option(help="Pictures of the same prompt.")]
 Timeline = Annotated[Path | None, typer.Option(help="Draw where the memory goes, as PNG or SVG.")]
-Negative = Annotated[str | None, typer.Option(help="What to keep away from.")]
+Negative = Annotated[str | None, typer.Option("--negative-prompt", help="What to keep away from.")]
 Where = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1, loopback, or the first of several: cuda,cpu.")
 ]
@@ -111,7 +111,7 @@ def run(
         choices = plan_fields(plan, level, set_ or [])
         limits = limits_of(budget, ram, allow or [], choices)
         request = call_request(
-            choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
+            choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
         with say("starting"):
             from tightfit.run.job import Job  # brings torch and diffusers, which takes seconds
@@ -152,6 +152,7 @@ def predict(
     steps: Steps = None,
     guidance: Guidance = None,
     batch: Batch = 1,
+    negative: Negative = None,
     timeline: Timeline = None,
     as_json: AsJson = False,
 ) -> None:
@@ -165,7 +166,7 @@ def predict(
         choices = plan_fields(plan, level, set_ or [])
         limits = limits_of(budget, ram, allow or [], choices)
         asked = call_request(
-            choices, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
+            choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
         prediction = forecast(model, card, choices, asked, say, limits)
         typer.echo(describe(prediction))

@@ -6,7 +6,7 @@ What is illegal raises RequestError or PlanError with one line that says what wo
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
@@ -276,6 +276,9 @@ class Prediction(Record):
     fits: bool
     plan: Plan
     trace: Trace
+    dtype: str | None = None  # of most weights
+    rates: Literal["nominal", "measured", "learned", "guessed"] = "nominal"  # what its times are made from
+    instead: str | None = None  # what would fit, where it does not
 
     @property
     def peak_reserved(self) -> int:

@@ -11,21 +11,30 @@ from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["as_report", "describe", "to_mapping"]
 
+_SURE = {
+    "nominal": "by the card's data sheet",
+    "measured": "by this computer's measured rates",
+    "learned": "by what earlier runs took",
+    "guessed": "a guess: nothing was measured here",
+}
 _HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "reserved", "bytes in")
 
 
 def describe(prediction: Prediction) -> str:
     """A headline, a table by phase, and what the plan decided."""
     trace, plan = prediction.trace, prediction.plan
-    words = (plan.request or Request()).described
-    asked = "" if words == Request().described else f", {words},"
+    asked = plan.request or Request()
+    said = [prediction.model, *([asked.described] if asked.described != Request().described else [])]
+    said += [f"{asked.steps} steps"] if asked.steps else []
+    said += [prediction.dtype] if prediction.dtype else []
+    took = f"; predicted {format_seconds(trace.seconds)}, {_SURE[prediction.rates]}" if prediction.fits else ""
     return "\n".join(
         [
-            f"{prediction.model}{asked} on {prediction.card}: {_verdict(prediction)}; "
-            f"predicted {format_seconds(trace.seconds)}",
+            f"{', '.join(said)}, on {prediction.card}: {_verdict(prediction)}{took}",
+            *([prediction.instead] if prediction.instead else []),
             f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else "lossless: the same numbers as with all of it there",
             "",
-            *align([_HEADINGS, *(_row(phase) for phase in fold_phases(trace.phases))]),
+            *align([_HEADINGS, *(_row(phase, prediction.fits) for phase in fold_phases(trace.phases))]),
             *_elsewhere(prediction),
             "",
             *(_in_words(plan) if plan.forecast else _by_fields(plan)),
@@ -81,9 +90,10 @@ def _verdict(prediction: Prediction) -> str:
     return f"fits, {need} of {has}"
 
 
-def _row(phase: PhaseTrace) -> tuple[str, ...]:
+def _row(phase: PhaseTrace, fits: bool) -> tuple[str, ...]:
+    """What does not fit takes no time."""
     sizes = (phase.peak_bytes, phase.peak_weights, phase.peak_reserved, phase.bytes_in)
-    return (phase.name, format_seconds(phase.seconds), str(phase.runs), *map(format_bytes, sizes))
+    return (phase.name, format_seconds(phase.seconds) if fits else "-", str(phase.runs), *map(format_bytes, sizes))
 
 
 def to_mapping(prediction: Prediction) -> dict[str, Any]:
@@ -99,8 +109,11 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
         "predicted": {
             "peak_bytes": trace.peak_bytes,
             "peak_reserved_bytes": prediction.peak_reserved,
-            "seconds": trace.seconds,
+            "seconds": trace.seconds if prediction.fits else None,
+            "rates": prediction.rates,
         },
+        "dtype": prediction.dtype,
+        "instead": prediction.instead,
         "phases": [
             {
                 "name": phase.name,

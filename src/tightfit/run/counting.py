@@ -13,9 +13,9 @@ from tightfit.plan.forecast import play_together
 from tightfit.plan.guesses import computer_with, rated, rated_disk
 from tightfit.plan.levels import plan_for
 from tightfit.plan.options import variant_of
-from tightfit.records import Accelerator, Footprint, Machine, PhaseTrace, Plan, Prediction, Trace
+from tightfit.records import Accelerator, Component, Footprint, Machine, PhaseTrace, Plan, Prediction, Trace
 
-__all__ = ["capacity_of", "counted", "reads_disk"]
+__all__ = ["capacity_of", "counted", "main_dtype", "reads_disk"]
 
 NOTE = (
     "weights come from the disk: this is counted from what the model does, not rehearsed; what is brought is not told"
@@ -71,7 +71,13 @@ def counted(
         fits=all(fits),
         plan=plan,
         trace=Trace(device=name, seconds=now, phases=tuple(phases), lossy=plan.lossy, notes=(NOTE,)),
+        dtype=main_dtype(footprint.components),
     )
+
+
+def main_dtype(components: Sequence[Component]) -> str | None:
+    """Of most weights of a pipeline, as they are loaded."""
+    return max(components, key=lambda each: each.bytes).main_dtype if components else None
 
 
 def capacity_of(plan: Plan, accelerator: Accelerator, taken: int = 0) -> int:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
-from tightfit.errors import InputError, PlanError, unknown_name
+from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
 from tightfit.plan.guesses import computer_with
 from tightfit.records import Accelerator, Budget, Machine, Plan, Prediction, Request
 from tightfit.run.counting import counted, reads_disk
 from tightfit.run.models import stored_dtype
 from tightfit.run.predictions import find_subject, remembered
 from tightfit.run.wishes import Limits, demo_request
+from tightfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tightfit.run.footprints import Measurer
@@ -41,6 +42,7 @@ def forecast(
     """
     known = _known_cards(card)  # before anything slow
     which, mark = find_subject(model)
+    chosen = limits is None and bool(choices)
     title = which if isinstance(which, str) else model
     asked = demo_request(asked) if model is None else asked
     several = len(known) > 1
@@ -61,7 +63,8 @@ def forecast(
     if reads_disk(fields):
         with say("counting"):
             footprint = _measurer(which, accelerator).measure(asked)
-            return counted(footprint, accelerator, fields, others=others, title=name, card=card, machine=own)
+            found = counted(footprint, accelerator, fields, others=others, title=name, card=card, machine=own)
+        return found.model_copy(update={"rates": _rates(accelerator, own, paces)})
 
     def rehearsal() -> Prediction:
         with say("rehearsing on a pretend card"):
@@ -72,7 +75,33 @@ def forecast(
     on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
     question = {"model": mark, "title": title, "card": on, "choices": fields, "request": asked.to_mapping()}
     question["paces"] = paces
-    return remembered(Prediction, question, rehearsal)
+    found = remembered(Prediction, question, rehearsal)
+    instead = None
+    if chosen and not found.fits and not others:
+        with say("looking for what would fit"):
+            instead = _instead(which, accelerator, asked, own)
+    return found.model_copy(update={"rates": _rates(accelerator, own, paces), "instead": instead})
+
+
+def _rates(
+    accelerator: Accelerator, own: Machine | None, paces: Mapping[str, float]
+) -> Literal["nominal", "measured", "learned", "guessed"]:
+    """What times on `accelerator` are made from."""
+    if own is None:
+        return "nominal"
+    return "learned" if paces else "measured" if accelerator.arithmetic_rates else "guessed"
+
+
+def _instead(which: str | ModelFolder, accelerator: Accelerator, asked: Request, own: Machine | None) -> str:
+    """What would fit on `accelerator`, in a sentence."""
+    try:
+        fields, _ = _planned(which, (accelerator,), asked, Limits(None), own)
+    except BudgetTooSmall as error:
+        return str(error)
+    plan = Plan.from_mapping(fields)
+    peak = max(phase.peak_bytes for phase in plan.forecast)
+    seconds = format_seconds(sum(phase.seconds for phase in plan.forecast))
+    return f"a plan for this card, without a level, fits: {format_bytes(peak)} at the most, {seconds}"
 
 
 def _known_cards(names: str | None) -> list[Accelerator]:

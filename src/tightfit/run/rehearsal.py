@@ -7,11 +7,12 @@ from typing import Any
 
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import PlanError, unknown_name
+from tightfit.measure.modules import inspect_pipeline
 from tightfit.pretend.allocator import CardFull
 from tightfit.pretend.card import Card
 from tightfit.pretend.history import replay
 from tightfit.records import Accelerator, Plan, Prediction, Request, Trace
-from tightfit.run.counting import capacity_of
+from tightfit.run.counting import capacity_of, main_dtype
 from tightfit.run.stage import Stage, roomy_cards
 
 __all__ = ["rehearse"]
@@ -48,7 +49,7 @@ def rehearse(
         pretend.watchers.append(lambda _: recorder.look())
         if paces:
             pretend.watchers.append(lambda _: pretend.at_pace(paces.get(recorder.live().phase, 1.0)))
-        stage.play()
+        said = stage.play()
     called = dict(zip(theirs, ours, strict=True))
     plan, trace = _renamed(stage.fitted.plan, called), stage.fitted.report().trace
     capacities = {name: capacity_of(plan, each) for name, each in zip(ours, all_of_them, strict=True)}
@@ -62,7 +63,8 @@ def rehearse(
         elsewhere={other: capacity for other, capacity in capacities.items() if other in plan.devices},
         fits=fits,
         plan=plan,
-        trace=_on(trace, name, called),
+        trace=_on(trace.model_copy(update={"notes": (*trace.notes, *said)}), name, called),
+        dtype=main_dtype(inspect_pipeline(stage.pipe).components),
     )
 
 

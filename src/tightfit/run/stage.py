@@ -84,7 +84,7 @@ class Stage:
         self.pipe, usual = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
         self.card = card
         self.pipe.set_progress_bar_config(disable=True)
-        self.request = Request(**_usual(self.pipe, usual) | {name: value for name, value in asked if value is not None})
+        self.request = _filled(self.pipe, asked, usual)
         self.components = find_components(self.pipe)
         self.fitted = fit(self.pipe, plan=choices, request=self.request, device=f"pretend:{card.index}")
         self._repeater = Repeater(self.components, self._device, unable)  # before anybody else takes a method's place
@@ -95,13 +95,13 @@ class Stage:
                 part.forward = Remembering(part, self.fitted.recorder, card, streams=streams)
                 self._memories.append(part.forward)
 
-    def play(self, inputs: Inputs = None) -> None:
+    def play(self, inputs: Inputs = None) -> tuple[str, ...]:
         """One call of the pipeline: with the request, and arguments of its own by name; one that is given; or one that
-        was logged, of which the passes are repeated.
+        was logged, of which the passes are repeated. Returns what diffusers remarks (a number that it rounds).
         """
         for memory in self._memories:
             memory.forget()
-        with torch.no_grad(), quietly(), _draws_kept():
+        with torch.no_grad(), quietly() as said, _draws_kept():
             if isinstance(inputs, Given):
                 self.pipe(**_as_tensors(self.pipe, inputs.rehearsed(self._device)))
             elif isinstance(inputs, PassLog):
@@ -109,6 +109,7 @@ class Stage:
                     self._repeater.repeat(done)
             else:
                 self._make_up(inputs or {})
+        return tuple(dict.fromkeys(line for line in said if "deprecated" not in line))
 
     def _make_up(self, given: Mapping[str, Any]) -> None:
         pictures, left = stand_ins(self.pipe, self.request, given)
@@ -157,7 +158,10 @@ def _draws_kept() -> Iterator[None]:
             np.random.set_state(others[1])
 
 
-def _usual(pipe: Any, request: Request) -> dict[str, Any]:
-    """The parts of a model's usual request that its pipeline takes."""
+def _filled(pipe: Any, asked: Request, usual: Request) -> Request:
+    """`asked` with the parts of a model's usual request that its pipeline takes, where it leaves them open."""
     taken = inspect.signature(type(pipe).__call__).parameters
-    return {name: value for name, value in request if value is not None and NAMES.get(name, name) in taken}
+    fields = {name: value for name, value in usual if value is not None and NAMES.get(name, name) in taken}
+    arguments = {name: value for name, value in usual.arguments.items() if name in taken} | asked.arguments
+    said = {name: value for name, value in asked if value is not None}
+    return Request(**fields | said | {"arguments": arguments})

@@ -99,13 +99,16 @@ def limits_of(budget: str | None, ram: str | None, allow: list[str], choices: Ma
     return Limits(_budget(None if budget is None else _named_sizes(budget), ram), check_techniques(allow))
 
 
-def call_request(choices: dict[str, Any], **asked: Any) -> Request:
+def call_request(choices: dict[str, Any], negative: str | None = None, **asked: Any) -> Request:
     """What the options ask for, over the request of the plan's own fields, which goes out of `choices`."""
     given = choices.pop("request", None) or {}
     options = {field: value for field, value in asked.items() if value is not None}
     if options.get("batch") == 1:
         del options["batch"]  # as good as not said
-    return Request.from_mapping(given | options if isinstance(given, dict) else given)
+    request = Request.from_mapping(given | options if isinstance(given, dict) else given)
+    if negative is None:
+        return request
+    return request.model_copy(update={"arguments": request.arguments | {"negative_prompt": "text"}})
 
 
 def demo_request(request: Request) -> Request:

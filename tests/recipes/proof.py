@@ -1,0 +1,179 @@
+"""Pipeline classes, each within levels and budgets on a simulated card with numbers, beside the untouched pipeline.
+
+`python -m recipes.proof --results FILE [CLASS …]` writes one line for each class, and leaves out those that FILE has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils._pytree import tree_leaves
+
+import tightfit
+from inspection import assert_same, imprint
+from pretend.conftest import ACCELERATOR
+from recipes import cases
+from tightfit import BudgetTooSmall
+from tightfit.apply.fitting import Fitted
+from tightfit.measure.modules import find_components, weight_tensors
+from tightfit.pretend.backend import use_cards
+from tightfit.pretend.card import Card
+from tightfit.pretend.clock import Host
+from tiny_pipelines import PIXELS, TinyCase
+
+MIB = 2**20
+WEIGHTS = 192 * MIB  # of a pipeline whose 40 % are more than the least budget, with its margin of 32 MiB
+SHARES = (0.75, 0.4)  # of the peak of level 0
+OTHER = PIXELS + PIXELS // 2  # pixels, of a call of another size
+CLOSE = 1e-5  # of the largest number: sums in another order, over some steps
+
+Numbers = list[torch.Tensor]
+
+
+def numbers_of(output: Any) -> Numbers:
+    """All tensors, arrays and pictures in what a pipeline returns."""
+    whole = vars(output) if hasattr(output, "__dict__") and not isinstance(output, dict) else output
+    found = [_numbers(value) for value in tree_leaves(whole)]
+    return [each.double() for each in found if each is not None and each.numel()]
+
+
+def _numbers(value: Any) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return torch.from_numpy(value.astype(np.float64))
+    return torch.from_numpy(np.array(value, dtype=np.float64)) if isinstance(value, Image.Image) else None
+
+
+def difference(found: Numbers, wanted: Numbers) -> float:
+    """Of the numbers that differ most, relative to the largest."""
+    if [each.shape for each in found] != [each.shape for each in wanted] or not found:
+        return math.inf
+    return max(float((a - b).abs().max() / max(b.abs().max(), 1e-9)) for a, b in zip(found, wanted, strict=True))
+
+
+def made(case: TinyCase, scale: int) -> Any:
+    pipe: Any = case.make(scale)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def scale_of(case: TinyCase) -> int:
+    """At which a pipeline's weights take about WEIGHTS; 1 where they do not grow."""
+    sizes = [_weights(case.make(scale)) for scale in (2, 4)]
+    return max(round(4 * math.sqrt(WEIGHTS / sizes[1])), 1) if sizes[1] > sizes[0] else 1
+
+
+def _weights(pipe: Any) -> int:
+    parts = find_components(pipe).values()
+    return sum({id(each): each.nbytes for part in parts for each in weight_tensors(part)}.values())
+
+
+@contextlib.contextmanager
+def card_of(size: int) -> Iterator[Card]:
+    card = Card(0, ACCELERATOR.model_copy(update={"bytes": size}), Host(), values="real")
+    use_cards([card])
+    try:
+        yield card
+    finally:
+        use_cards(())
+
+
+def prove(case: TinyCase, scale: int | None = None) -> dict[str, Any]:
+    """What became of each level and each budget of one class: the largest difference of its calls, or why not."""
+    began = time.monotonic()
+    scale = scale_of(case) if scale is None else scale
+    pipe = made(case, scale)
+    wanted = {height: numbers_of(pipe(**case.call(height))) for height in (PIXELS, OTHER)}
+    row: dict[str, Any] = {"name": case.name, "weights": _weights(pipe), "levels": {}, "budgets": {}}
+    pipe = made(case, scale)  # what schedulers remember of other calls is theirs
+    before = imprint(pipe)
+    for level in range(4):
+        with card_of(2**40) as card:
+            row["levels"][str(level)] = _cell(lambda level=level: _calls(pipe, case, wanted, level=level))
+            if level == 0:
+                row["peak"] = card.held.peak
+    sizes = {f"{share:.0%}": int(share * row["peak"]) for share in SHARES}
+    with card_of(2**40):
+        sizes["least"] = least = _least(pipe, case)
+    for name, size in sizes.items():
+        if name != "least" and size < least:
+            row["budgets"][name] = f"needs {least / row['peak']:.0%}"
+            continue
+        with card_of(size) as card:
+            row["budgets"][name] = _cell(lambda size=size: _calls(pipe, case, wanted, budget=size))
+            if card.held.peak > size:
+                row["budgets"][name] = f"held {card.held.peak} of {size} bytes"
+    row["undone"] = _cell(lambda: assert_same(before, imprint(pipe)) or 0.0)
+    return row | {"least": least, "seconds": round(time.monotonic() - began)}
+
+
+def _cell(work: Any) -> float | str:
+    try:
+        return float(work())
+    except Exception as error:
+        where = [frame.filename.rpartition("/")[2] for frame in traceback.extract_tb(error.__traceback__)]
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]} ({where[-1]})"
+
+
+def _calls(pipe: Any, case: TinyCase, wanted: dict[int, Numbers], **fields: Any) -> float:
+    """The largest difference of two calls alike and one of another size, and `undo`."""
+    fitted: Fitted = tightfit.fit(pipe, device="pretend:0", **fields)
+    try:
+        worst = 0.0
+        for height in (PIXELS, PIXELS, OTHER):
+            try:
+                worst = max(worst, difference(numbers_of(pipe(**case.call(height))), wanted[height]))
+            except BudgetTooSmall:
+                if height == PIXELS:  # the other size may want more than the least for this one
+                    raise
+        return worst
+    finally:
+        fitted.undo()
+
+
+def _least(pipe: Any, case: TinyCase) -> int:
+    """Bytes that the plan names as enough; 64 MiB where no plan can be made before the first call."""
+    try:
+        tightfit.fit(pipe, device="pretend:0", budget=1, example=case.call(PIXELS)).undo()
+    except BudgetTooSmall as error:
+        needed: Any = error.facts["needed_bytes"]
+        return int(needed)
+    return 64 * MIB
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--results", type=Path, required=True)
+    options.add_argument("classes", nargs="*")
+    given = options.parse_args()
+    known = (
+        [json.loads(line)["name"] for line in given.results.read_text().splitlines()] if given.results.exists() else []
+    )
+    for name, case in cases().items():
+        if name in known or (given.classes and name not in given.classes):
+            continue
+        try:
+            row = prove(case)
+        except Exception as error:
+            row = {"name": name, "failed": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        row |= {"diffusers": diffusers.__version__, "torch": torch.__version__}
+        with given.results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

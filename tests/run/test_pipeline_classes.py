@@ -1,0 +1,24 @@
+"""Ten pipeline classes at every level and within budgets; the others are in docs/pipelines.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes import cases
+from recipes.proof import CLOSE, prove
+
+QUICK = (
+    "StableDiffusionXLControlNet", "KandinskyV22Combined", "StableVideoDiffusion", "IFSuperResolution",
+    "StableCascadeDecoder",
+    "FluxKontext", "Lumina2", "SkyReelsV2", "StableAudio", "Ideogram4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_small_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the least budget is large enough for pipelines as small as these: what is looked at is that it runs."""
+    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 64 * 1024)
+    row = prove(cases()[name], scale=2)
+    cells = [*row["levels"].values(), *row["budgets"].values(), row["undone"]]
+    found = [cell for cell in cells if not (isinstance(cell, str) and cell.startswith("needs"))]
+    assert not [cell for cell in found if isinstance(cell, str) or cell > CLOSE]

@@ -1,0 +1,76 @@
+"""bench/results/pipelines.jsonl → docs/pipelines.md: every pipeline class of the installed diffusers.
+
+`python tools/make_pipelines.py`; the results are written by `python -m recipes.proof` (see `make test-slow`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import diffusers
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from recipes import cases, left_out  # noqa: E402
+from recipes.proof import CLOSE  # noqa: E402
+
+RESULTS = ROOT / "bench" / "results" / "pipelines.jsonl"
+PAGE = ROOT / "docs" / "pipelines.md"
+COLUMNS = ("level 0", "level 1", "level 2", "level 3", "75%", "40%", "least")
+HEAD = """# Pipeline classes
+
+Every class of diffusers {version} whose name ends in Pipeline: {total}. Of {tried} there is a small pipeline of random
+weights here, and {run} have been run: at levels 0 to 3 and within budgets of 75 and 40 % of what level 0 takes, and
+within the least that a plan names as enough, on a simulated card that computes: two calls alike, one of another size,
+`undo`. A cell has the largest difference from the untouched pipeline, relative to the largest number; 0: bit-equal.
+"needs": the least budget is more than that share, because a plan keeps 32 MiB of a card free, or because activations
+take most. {failed} have a cell that failed. Made by `tools/make_pipelines.py` from what `python -m recipes.proof`
+writes.
+
+"""
+
+
+def page() -> str:
+    rows = {row["name"]: row for row in map(json.loads, RESULTS.read_text().splitlines())} if RESULTS.exists() else {}
+    known, reasons = cases(), left_out()
+    classes = sorted(name for name in dir(diffusers) if name.endswith("Pipeline"))
+    made = {f"{name}Pipeline" for name in known}
+    numbers = {
+        "version": diffusers.__version__,
+        "total": len(classes),
+        "tried": len(known),
+        "run": len(rows),
+        "failed": sum(_failed(row) for row in rows.values()),
+    }
+    lines = [HEAD.format(**numbers), f"| class | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
+    lines += [f"| {name} | {' | '.join(_cells(rows.get(name)))} |" for name in sorted(known)]
+    lines += ["", "## Not made here", "", "| class | why |", "|---|---|"]
+    lines += [f"| {name} | {reasons.get(name, 'no recipe yet')} |" for name in classes if name not in made]
+    return "\n".join(lines) + "\n"
+
+
+def _all(row: dict[str, Any]) -> list[Any]:
+    return [*row.get("levels", {}).values(), *row.get("budgets", {}).values()]
+
+
+def _failed(row: dict[str, Any]) -> bool:
+    bad = [cell for cell in _all(row) if not (isinstance(cell, str) and cell.startswith("needs"))]
+    return "failed" in row or any(isinstance(cell, str) or cell > CLOSE for cell in bad)
+
+
+def _cells(row: dict[str, Any] | None) -> list[str]:
+    if row is None:
+        return ["not run yet"] + [""] * (len(COLUMNS) - 1)
+    if "failed" in row:
+        return [row["failed"].replace("|", " ")] + [""] * (len(COLUMNS) - 1)
+    return [
+        cell.replace("|", " ") if isinstance(cell, str) else "0" if cell == 0 else f"{cell:.0e}" for cell in _all(row)
+    ]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
