@@ -99,6 +99,7 @@ def prove(case: TinyCase, scale: int | None = None) -> dict[str, Any]:
     wanted = {height: numbers_of(pipe(**case.call(height))) for height in (PIXELS, OTHER)}
     row: dict[str, Any] = {"name": case.name, "weights": _weights(pipe), "levels": {}, "budgets": {}}
     pipe = made(case, scale)  # what schedulers remember of other calls is theirs
+    pipe(**case.call(PIXELS))  # which leaves attributes behind
     before = imprint(pipe)
     for level in range(4):
         with card_of(2**40) as card:
