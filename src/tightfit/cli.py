@@ -168,7 +168,7 @@ def predict(
         asked = call_request(
             choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
-        prediction = forecast(model, card, choices, asked, say, limits)
+        prediction = forecast(model, card, choices, asked, say, limits, rehearsed=timeline is not None)
         typer.echo(describe(prediction))
         if timeline is not None:
             from tightfit.report.timeline import draw_timeline

@@ -302,7 +302,7 @@ def courses_of(module: nn.Module, strips: int = 10_000) -> list[Course]:
     """Those that were found anew while `module` decoded."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(archive, "find_course", lambda *args: found.append(find_course(*args)) or found[-1])
+        patch.setattr(archive, "find_course", lambda *args, **how: found.append(find_course(*args, **how)) or found[-1])
         decode(module, strips=strips)
     return found
 

@@ -65,3 +65,16 @@ def planned_and_asked(name: str, maps: Maps, card: Card) -> tuple[int, int]:
 def test_no_more_is_asked_for_than_is_planned(name: str, maps: Maps, card: Card) -> None:
     planned, asked = planned_and_asked(name, maps, card)
     assert asked <= planned
+
+
+def test_what_a_course_keeps_of_its_bytes_is_what_a_walk_finds() -> None:
+    case, model = prepared("AutoencoderKL")
+    latents = case.latents(ROWS // case.granule * case.granule, 1)
+    program, _, _ = program_of(model, type(model), "decode", latents, *tree_flatten(((), case.decode_kwargs(1))))
+    plain, telling = Way(program, STRIPS, "device").course, Way(program, STRIPS, "device", moves=True).course
+    assert plain.moves is None
+    assert telling.moves is not None
+    walked: list[int] = []
+    assert peak_of_passes(plain.graph, plain.in_host, plain.passes, walked) == telling.peak
+    assert list(telling.moves) == walked
+    assert telling.room() == plain.room()

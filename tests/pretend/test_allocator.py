@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.pretend.allocator import CachingAllocator, CardFull
+from tightfit.pretend.allocator import CachingAllocator, CardFull, Step
 from tightfit.pretend.blocks import Block, rounded, segment_size
-from tightfit.pretend.history import least_capacity, replay
+from tightfit.pretend.history import least_capacity, replay, steps_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -287,3 +288,65 @@ def test_segments_of_both_kinds() -> None:
     assert allocator.malloc(30 * MIB).address == fixed.address
     assert allocator.malloc(20 * MIB - 512).address == fixed.address + 30 * MIB
     assert allocator.reserved.now == (50 + 40 + 30) * MIB
+
+
+def _least_by_trying(history: list[Step], *, expandable: bool, within: float) -> int:
+    """What `least_capacity` says, found by replaying all of it for each card that it looks at."""
+    roomy = replay(history, 2**60, expandable=expandable)
+    largest = max((segment_size(rounded(step.size)) for step in history if step.what == "malloc"), default=0)
+    fits = (roomy.reserved.peak + (largest if expandable else 0)) // (2 * MIB)
+    fails = roomy.allocated.peak // (2 * MIB) - 1
+    while fits - fails > max(1, within * fits):
+        middle = (fits + fails) // 2
+        try:
+            replay(history, middle * 2 * MIB, expandable=expandable)
+            fits = middle
+        except CardFull:
+            fails = middle
+    return fits * 2 * MIB
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    sizes=st.lists(st.integers(1, 2**31) | st.integers(1, 2**22), min_size=1, max_size=60),
+    order=st.randoms(use_true_random=False),
+    expandable=st.booleans(),
+    within=st.sampled_from([0.0, 0.01]),
+)
+def test_what_a_trial_tells_of_other_cards_is_what_they_would_do(
+    sizes: list[int], order: random.Random, expandable: bool, within: float
+) -> None:
+    there: list[int] = []
+    moves: list[int] = []
+    for size in sizes:
+        there.append(size)
+        moves.append(size)
+        while there and order.random() < 0.45:
+            moves.append(-there.pop(order.randrange(len(there))))
+    history = list(steps_of(moves))
+    expected = _least_by_trying(history, expandable=expandable, within=within)
+    assert least_capacity(history, expandable=expandable, within=within) == expected
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_few_cards_are_tried_for_the_least_that_does(expandable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of what a search between two numbers would ask is known from what others did."""
+    tried: list[int] = []
+    usual = CachingAllocator.__init__
+
+    def counted(self: CachingAllocator, capacity: int, *args: object, **kwargs: object) -> None:
+        tried.append(capacity)
+        usual(self, capacity, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CachingAllocator, "__init__", counted)
+    order, there, moves = random.Random(0), list[int](), list[int]()
+    for _ in range(400):
+        if len(there) > 20:
+            moves.append(-there.pop(order.randrange(len(there))))
+        else:
+            there.append(order.randrange(1, 64 * MIB))
+            moves.append(there[-1])
+    history = list(steps_of(moves))
+    expected, all_of_them = _least_by_trying(history, expandable=expandable, within=0), len(tried)
+    assert least_capacity(history, expandable=expandable) == expected
+    assert len(tried) - all_of_them < all_of_them

@@ -217,3 +217,28 @@ def test_state_is_loaded_and_parameters_stay_parameters(assign: bool, make_cards
     assert (there.weight is before) is not assign
     assert there.weight.device == torch.device("privateuseone:0" if assign else "privateuseone:1")
     assert torch.equal(there.weight.cpu(), home.weight)
+
+
+def test_what_shapes_gave_is_not_worked_out_again(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time, a card is told the same work, and only that; memory is taken and given back as ever."""
+    (card,) = make_cards(values="shapes")
+    asked: list[object] = []
+    usual = operations.work_of
+    monkeypatch.setattr(operations, "work_of", lambda op, *rest: asked.append(op) or usual(op, *rest))
+    works: list[object] = []
+    card.watchers.append(works.append)
+    one, other = (torch.empty(613, 1021, device="privateuseone:0") for _ in range(2))
+    works.clear()
+    asked.clear()
+    first, second = one + other, one + other
+    assert len(asked) == 1
+    assert works[0] == works[1]
+    assert first.shape == second.shape
+    assert first.data_ptr() != second.data_ptr()
+    twice = one + one  # read once
+    assert len(asked) == 2
+    assert works[2] != works[0]
+    before = card.allocator.allocated.now
+    del first, second, twice
+    operations.settle()
+    assert card.allocator.allocated.now < before

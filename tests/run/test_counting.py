@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import tightfit
 from tightfit.cli import app
 from tightfit.run.counting import reads_disk
+from tightfit.run.forecasts import forecast
+from tightfit.run.wishes import limits_of
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
 
@@ -52,3 +59,41 @@ def test_what_stays_is_not_read_again() -> None:
     assert reads_disk({"components": {"unet": {"home": "disk", "placement": "per-phase"}}})
     assert not reads_disk({"components": {"unet": {"home": "disk"}}})
     assert not reads_disk({"level": 3})
+
+
+QUESTION = ("plan", "sd-1.5", "--card", "rtx3060", "--height", "256", "--width", "256")
+WITHOUT_TORCH = f"""
+import sys
+from tightfit.cli import app
+for size in ("900MB", "2GB"):
+    try:
+        app([*{QUESTION!r}, "--budget", size])
+    except SystemExit as end:
+        assert not end.code
+assert "torch" not in sys.modules and "diffusers" not in sys.modules
+"""
+
+
+def test_another_budget_of_what_is_known_needs_no_torch(shared_footprints: Path) -> None:
+    """Its figures are those of the plan; a timeline is still rehearsed."""
+    tightfit.measure_footprint("sd-1.5", {"height": 256, "width": 256})
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("this is counted from what is known of the model, not rehearsed") == 2
+
+
+def test_what_is_counted_is_what_a_rehearsal_shows(shared_footprints: Path) -> None:
+    asked, limits = tightfit.Request(height=256, width=256), limits_of("1GB", None, [], {})
+    tightfit.measure_footprint("sd-1.5", asked)
+    quick, played = (
+        forecast("sd-1.5", "rtx3060", {}, asked, lambda what: nullcontext(), limits, rehearsed=rehearsed)
+        for rehearsed in (False, True)
+    )
+    assert quick.trace.notes
+    assert not played.trace.notes
+    assert quick.plan.components == played.plan.components
+    for one, other in zip(quick.trace.phases, played.trace.phases, strict=True):
+        assert one.name == other.name
+        assert one.peak_reserved is not None
+        assert other.peak_bytes <= one.peak_reserved  # an allocator reserves no more where it may have no more
+    assert quick.trace.seconds == pytest.approx(played.trace.seconds, rel=0.03)

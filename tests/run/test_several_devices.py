@@ -163,7 +163,7 @@ def test_parts_that_are_called_by_themselves_cross_too() -> None:
 
 def forecasted(card: str, choices: dict[str, Any] | None = None, budget: str | None = None) -> Prediction:
     asked, limits = tightfit.Request(height=256, width=256, steps=2), limits_of(budget, None, [], {})
-    return forecast("sd-1.5", card, choices or {}, asked, lambda what: nullcontext(), limits)
+    return forecast("sd-1.5", card, choices or {}, asked, lambda what: nullcontext(), limits, rehearsed=True)
 
 
 def test_what_several_known_cards_would_do_is_rehearsed() -> None:

@@ -74,6 +74,10 @@ class _LargeOnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            filled = kwargs.get("tensor", args[0] if args else None)
+            if isinstance(filled, torch.Tensor) and filled.is_meta:
+                return filled  # torch says the same, in milliseconds of Python for each
         if func in _MAKERS and kwargs.get("device") is None:
             size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
             if math.prod(size) > LARGE:

@@ -17,7 +17,6 @@ too, on a stub of the driver whose addresses fall: by the oldest segment, it see
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +33,7 @@ from tightfit.pretend.blocks import (
     Pool,
     chain,
     idle_run,
-    of_stream,
-    place,
+    range_size,
     room,
     rounded,
     segment_size,
@@ -81,12 +79,16 @@ class CachingAllocator:
     `record` makes an event at the end of a stream's timeline, for blocks that several streams use.
     """
 
-    def __init__(self, capacity: int, record: Callable[[int], Event], *, expandable: bool = False) -> None:
+    def __init__(
+        self, capacity: int, record: Callable[[int], Event], *, expandable: bool = False, keep: bool = True
+    ) -> None:
+        """`keep`: what is asked of it goes to its history."""
         self.capacity = self._total = capacity
         self.expandable = expandable
         self.allocated, self.reserved, self.requested = Counter(), Counter(), Counter()
         self.retries = 0
         self.history: list[Step] = []
+        self._keep = keep
         self._made = itertools.count()
         self._record = record
         self._pools = {small: Pool(small, _OLDEST_FIRST) for small in (True, False)}
@@ -96,8 +98,10 @@ class CachingAllocator:
     def malloc(self, requested: int, stream: int = 0) -> Block:
         """A block of at least `requested` bytes; CardFull where there is none to be had."""
         number = next(self._made)
-        self.history.append(Step("malloc", number, requested, stream))
-        self._collect()
+        if self._keep:
+            self.history.append(Step("malloc", number, requested, stream))
+        if self._waiting:
+            self._collect()
         size = rounded(requested)
         pool = self._pools[size <= SMALL]
         block = self._take_free(pool, size, stream) or self._grow(pool, size, stream)
@@ -116,26 +120,30 @@ class CachingAllocator:
 
     def free(self, block: Block) -> None:
         """Takes `block` back; it is free once every stream that used it has passed this point."""
-        self.history.append(Step("free", block.number))
+        if self._keep:
+            self.history.append(Step("free", block.number))
         block.used = False
         self.allocated.add(-block.size)
         self.requested.add(-block.requested)
-        for stream in sorted(block.streams):
-            self._waiting.setdefault(stream, []).append((self._record(stream), block))
-            block.awaited += 1
-        block.streams.clear()
+        if block.streams:
+            for stream in sorted(block.streams):
+                self._waiting.setdefault(stream, []).append((self._record(stream), block))
+                block.awaited += 1
+            block.streams.clear()
         if not block.awaited:
             self._put_back(block)
 
     def use(self, block: Block, stream: int) -> None:
         """`stream`, not the one `block` was made for, works on it (torch's `record_stream`)."""
-        self.history.append(Step("use", block.number, stream=stream))
+        if self._keep:
+            self.history.append(Step("use", block.number, stream=stream))
         if stream != block.stream:
             block.streams.add(stream)
 
     def empty_cache(self) -> None:
         """Gives all segments that nothing uses back to the card."""
-        self.history.append(Step("empty_cache"))
+        if self._keep:
+            self.history.append(Step("empty_cache"))
         self._release_cache()
 
     def _take_free(self, pool: Pool, size: int, stream: int) -> Block | None:
@@ -147,7 +155,7 @@ class CachingAllocator:
         if best is None:
             return None
         for other in candidates if self.expandable else ():
-            if not best.expandable or room(other) >= room(best):
+            if not best.expandable or self._is_roomier(other, best):
                 break
             best = other
         pool.remove(best)
@@ -156,12 +164,24 @@ class CachingAllocator:
     def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
         """A free block from memory that the card still has; None where it has not enough."""
         length = segment_size(size)
-        if self.reserved.now + length > self.capacity:
+        if not self._has(length, self.capacity):
             return None
         if self.expandable:
             return self._expand(pool, size, stream)
         self.reserved.add(length)
         return Block(self._addresses(length), length, stream, pool)
+
+    def _has(self, length: int, most: int) -> bool:
+        """Whether `length` bytes may be reserved beside what is, where no more than `most` may be."""
+        return self.reserved.now + length <= most
+
+    def _is_roomier(self, block: Block, other: Block) -> bool:
+        """Whether `block` could grow to as much as `other` or more."""
+        return room(block) >= room(other)
+
+    def _fits_behind(self, block: Block, size: int) -> bool:
+        """Whether from `block` on `size` bytes in a row are idle."""
+        return idle_run(block, size) >= size
 
     def _addresses(self, length: int, alignment: int = LARGE_ROUNDING) -> int:
         address = up(self._next_address, alignment)
@@ -212,9 +232,9 @@ class CachingAllocator:
     def _release_cache(self) -> None:
         self._collect(wait=True)
         for pool in self._pools.values():
-            for block in [block for block in pool.free if block.expandable]:
+            for block in [block for *_, block in pool.free if block.expandable]:
                 self._unmap(block)
-            for block in [block for block in pool.free if block.whole and not block.expandable]:
+            for block in [block for *_, block in pool.free if block.whole and not block.expandable]:
                 pool.remove(block)
                 self.reserved.add(-block.size)
 
@@ -235,12 +255,11 @@ class CachingAllocator:
         return block
 
     def _expandable_place(self, pool: Pool, size: int, stream: int) -> Block:
-        index = bisect.bisect_left(pool.unmapped, (stream, 0), key=place)
-        for block in of_stream(pool.unmapped, index, stream):
+        for block in pool.holes(stream):
             first = block.before if block.before is not None and block.before.idle else block
-            if idle_run(first, size) >= size:
+            if self._fits_behind(first, size):
                 return first
-        length = up(self._total + self._total // 8, pool.page)
+        length = range_size(self._total, pool.page)
         address = self._addresses(length, pool.page)
         block = Block(address, length, stream, pool, mapped=False, expandable=True)
         pool.insert(block)
@@ -249,7 +268,7 @@ class CachingAllocator:
     def _map(self, block: Block, size: int) -> bool:
         """Maps whole pages from the start of the unmapped `block`, at least `size` bytes if the card has them."""
         pool, length = block.pool, min(up(size, block.pool.page), block.size)
-        if self.reserved.now + length > self._total:
+        if not self._has(length, self._total):
             return False
         pool.remove(block)
         if length < block.size:

@@ -16,8 +16,7 @@ __all__ = [
     "Pool",
     "chain",
     "idle_run",
-    "of_stream",
-    "place",
+    "range_size",
     "room",
     "rounded",
     "segment_size",
@@ -42,7 +41,8 @@ class Counter:
 
     def add(self, difference: int) -> None:
         self.now += difference
-        self.peak = max(self.peak, self.now)
+        if self.now > self.peak:  # noqa: PLR1730 - max() takes twice as long, and this is called all the time
+            self.peak = self.now
 
     def reset_peak(self) -> None:
         self.peak = self.now
@@ -81,6 +81,9 @@ class Block:
         return self.before is None and self.after is None
 
 
+Entry = tuple[int, int, int, Block]  # a free block, after what it is ordered by: no two share that
+
+
 @dataclass(eq=False)
 class Pool:
     """Free blocks for small or for large requests, ordered by size; what is not mapped, by address alone.
@@ -90,24 +93,34 @@ class Pool:
 
     small: bool
     oldest_first: bool = False
-    free: list[Block] = field(default_factory=list)
-    unmapped: list[Block] = field(default_factory=list)
+    free: list[Entry] = field(default_factory=list)
+    unmapped: list[tuple[int, int, Block]] = field(default_factory=list)
 
     def insert(self, block: Block) -> None:
         if block.mapped:
-            bisect.insort(self.free, block, key=self._order)
+            bisect.insort(self.free, (*self._order(block), block))
         else:
-            bisect.insort(self.unmapped, block, key=place)
+            bisect.insort(self.unmapped, (block.stream, block.address, block))
 
     def remove(self, block: Block) -> None:
         if block.mapped:
-            del self.free[bisect.bisect_left(self.free, self._order(block), key=self._order)]
+            del self.free[bisect.bisect_left(self.free, self._order(block))]
         else:
-            del self.unmapped[bisect.bisect_left(self.unmapped, place(block), key=place)]
+            del self.unmapped[bisect.bisect_left(self.unmapped, (block.stream, block.address))]
 
     def fitting(self, size: int, stream: int) -> Iterator[Block]:
         """The free blocks of `stream` with at least `size` bytes, the smallest first."""
-        return of_stream(self.free, bisect.bisect_left(self.free, (stream, size, -1), key=self._order), stream)
+        for entry in itertools.islice(self.free, bisect.bisect_left(self.free, (stream, size, -1)), None):
+            if entry[0] != stream:
+                return
+            yield entry[3]
+
+    def holes(self, stream: int) -> Iterator[Block]:
+        """What is not mapped in the segments of `stream`, the lowest address first."""
+        for entry in itertools.islice(self.unmapped, bisect.bisect_left(self.unmapped, (stream, 0)), None):
+            if entry[0] != stream:
+                return
+            yield entry[2]
 
     def _order(self, block: Block) -> tuple[int, int, int]:
         return block.stream, block.size, block.made if self.oldest_first else block.address
@@ -115,10 +128,6 @@ class Pool:
     @property
     def page(self) -> int:
         return SMALL_SEGMENT if self.small else LARGE_SEGMENT
-
-
-def place(block: Block) -> tuple[int, int]:
-    return block.stream, block.address
 
 
 def rounded(size: int) -> int:
@@ -135,14 +144,13 @@ def segment_size(size: int) -> int:
     return up(size, LARGE_ROUNDING)
 
 
+def range_size(total: int, page: int) -> int:
+    """Bytes of addresses that an expandable segment has on a card of `total` bytes."""
+    return up(total + total // 8, page)
+
+
 def up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def of_stream(blocks: list[Block], index: int, stream: int) -> Iterator[Block]:
-    while index < len(blocks) and blocks[index].stream == stream:
-        yield blocks[index]
-        index += 1
 
 
 def room(block: Block) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from tightfit.pretend.allocator import CachingAllocator, CardFull, Step
-from tightfit.pretend.blocks import LARGE_ROUNDING, Block, rounded, segment_size
+from tightfit.pretend.blocks import LARGE_ROUNDING, Block, range_size, room, rounded, segment_size
 
 __all__ = ["least_capacity", "replay", "steps_of"]
 
@@ -26,7 +27,16 @@ def replay(history: Iterable[Step], capacity: int, *, expandable: bool = False) 
 
     Streams are taken to have done their work whenever a block that they used is given up.
     """
-    allocator = CachingAllocator(capacity, lambda stream: _Passed(), expandable=expandable)
+    allocator = CachingAllocator(capacity, _passed, expandable=expandable)
+    _ask(allocator, history)
+    return allocator
+
+
+def _passed(stream: int) -> _Passed:
+    return _Passed()
+
+
+def _ask(allocator: CachingAllocator, history: Iterable[Step]) -> None:
     blocks: dict[int, Block] = {}
     for step in history:
         match step.what:
@@ -38,7 +48,61 @@ def replay(history: Iterable[Step], capacity: int, *, expandable: bool = False) 
                 allocator.use(blocks[step.block], step.stream)
             case "empty_cache":
                 allocator.empty_cache()
-    return allocator
+
+
+class _Trial(CachingAllocator):
+    """An allocator that knows on which other cards it would have done the same, step by step.
+
+    What a card's size decides: whether so much may be reserved, and how long ranges of addresses are. Where nothing
+    but the end of a range could be in the way of a choice, the range was long enough for it by `spare` bytes.
+    """
+
+    def __init__(self, history: Iterable[Step], capacity: int, *, expandable: bool) -> None:
+        super().__init__(capacity, _passed, expandable=expandable, keep=False)
+        self._least, self._below, self._spare = 0, math.inf, math.inf
+        try:
+            _ask(self, history)
+            self.fits = True
+        except CardFull:
+            self.fits = False
+
+    def tells(self, capacity: int) -> bool:
+        """Whether a card with `capacity` bytes would have done the same."""
+        if capacity == self.capacity:
+            return True
+        if not self._least <= capacity < self._below:
+            return False
+        shorter = (
+            range_size(self.capacity, pool.page) - range_size(capacity, pool.page) for pool in self._pools.values()
+        )
+        return not self.expandable or (self._spare >= 0 and max(shorter) <= self._spare)
+
+    def _has(self, length: int, most: int) -> bool:
+        needed = self.reserved.now + length
+        if needed <= most:
+            self._least = max(self._least, needed)
+            return True
+        self._below = min(self._below, needed)
+        return False
+
+    def _is_roomier(self, block: Block, other: Block) -> bool:
+        one, two = room(block), room(other)
+        if _reaches_end(block) != _reaches_end(other):
+            self._spare = min(self._spare, one - two if _reaches_end(block) else two - one - 1)
+        return one >= two
+
+    def _fits_behind(self, block: Block, size: int) -> bool:
+        before, last = 0, block
+        while before < size and last.idle and last.after is not None:
+            before, last = before + last.size, last.after
+        if before < size and last.idle:  # up to the end of the range
+            self._spare = min(self._spare, before + last.size - size - block.pool.page)
+        return super()._fits_behind(block, size)
+
+
+def _reaches_end(block: Block) -> bool:
+    """Whether `block` could grow to the end of its range of addresses."""
+    return block.after is not None and not block.after.mapped and block.after.after is None
 
 
 def steps_of(moves: Iterable[int]) -> Iterator[Step]:
@@ -57,15 +121,19 @@ def least_capacity(history: Sequence[Step], *, expandable: bool = False, within:
 
     `within` is by how much it may be more, as a share of it.
     """
-    roomy = replay(history, 2**60, expandable=expandable)
+    roomy = _Trial(history, 2**60, expandable=expandable)
     largest = max((segment_size(rounded(step.size)) for step in history if step.what == "malloc"), default=0)
     enough = roomy.reserved.peak + (largest if expandable else 0)  # whatever is asked for, nobody looks at the limit
     fits, fails = enough // LARGE_ROUNDING, roomy.allocated.peak // LARGE_ROUNDING - 1
+    trials = [roomy]
     while fits - fails > max(1, within * fits):
         middle = (fits + fails) // 2
-        try:
-            replay(history, middle * LARGE_ROUNDING, expandable=expandable)
+        capacity = middle * LARGE_ROUNDING
+        known = next((trial for trial in trials if trial.tells(capacity)), None)
+        if known is None:
+            trials.append(known := _Trial(history, capacity, expandable=expandable))
+        if known.fits:
             fits = middle
-        except CardFull:
+        else:
             fails = middle
     return fits * LARGE_ROUNDING

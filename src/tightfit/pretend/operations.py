@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
 
 import torch
 
 from tightfit.errors import RunError
 from tightfit.pretend.card import Card
 from tightfit.pretend.fused import STAND_INS
-from tightfit.pretend.kernels import work_of
+from tightfit.pretend.kernels import Work, work_of
 from tightfit.pretend.layouts import laid_out
-from tightfit.pretend.storage import CPU_KEYS, new_tensor, settle, store_of, view
+from tightfit.pretend.storage import CPU_KEYS, extent, new_at, new_tensor, settle, store_of, view
 
 __all__ = ["NAME", "compute", "inner", "new_like", "valueless"]
 
@@ -29,6 +30,9 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         args = (args[0], _positions(args[1]))
     outer = [*_tensors(args), *_tensors(kwargs.values())]
     shapes = any(_is_shape(tensor, card) for tensor in outer)
+    key = _question(op, args, kwargs, outer, card) if shapes else None
+    if key in _answers:
+        return _answered(_answers[key], card)
     inside = {id(tensor): inner(tensor, shapes=shapes) for tensor in outer}
     place = torch.device("meta" if shapes else "cpu")
     inner_args = tuple(_replaced(value, inside, place) for value in args)
@@ -40,6 +44,8 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     homes = {inside[id(tensor)].untyped_storage()._cdata: tensor for tensor in outer}
     outputs = list(_tensors((result,)))
     work = work_of(op, inner_args, inner_kwargs, list(inside.values()), outputs, card.accelerator)
+    if key is not None:
+        _remember(key, op, result, homes.keys(), work)
     settle()
     with card.holding(work.early):
         final = _returned(result, back, homes, card)
@@ -69,7 +75,8 @@ def _run(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         if not shapes:
             return call(*args, **kwargs)
-        return _written_out(op, call, args, kwargs) if op._schema.is_mutable else _shaped(op, call, args, kwargs)
+        made = _written_out(op, call, args, kwargs) if op._schema.is_mutable else call(*args, **kwargs)
+        return made if op._schema.is_mutable else laid_out(op, args, kwargs, made)
     except NotImplementedError as error:
         cause = str(error).partition("\n")[0]
         what, remedy = ("shapes alone", ", or use values='real'") if shapes else ("numbers", "")
@@ -86,26 +93,54 @@ def _tensor_places(op: torch._ops.OpOverload) -> tuple[int, ...]:
     return tuple(place for place, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor")
 
 
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_layouts: dict[Any, tuple[_Layout, ...]] = {}  # what operations on shapes gave: a network repeats its blocks
-MOST_LAYOUTS = 2**16
+class _Answer(NamedTuple):
+    """What an operation on shapes gave: new tensors, and what that costs a card."""
+
+    several: bool
+    layouts: tuple[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], ...]
+    work: Work
 
 
-def _shaped(op: torch._ops.OpOverload, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`op` (`call` runs it) on shapes alone: torch's kernels for that are Python, so what they said is remembered."""
-    key = (op, _signature(args), _signature(tuple(sorted(kwargs.items()))))
-    known = _layouts.get(key)
-    if known is not None:
-        made = tuple(torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in known)
-        return made if len(op._schema.returns) > 1 else made[0]
-    result = laid_out(op, args, kwargs, call(*args, **kwargs))
+_answers: dict[Any, _Answer] = {}  # torch's kernels for shapes are Python, and a network repeats its blocks
+MOST_ANSWERS = 2**16
+
+
+def _question(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Sequence[torch.Tensor], card: Card
+) -> Any:
+    """All that the answer of `op` on shapes depends on; None where it has no other than to do it."""
+    if not _only_makes(op) or any(tensor.device.type != NAME and tensor.ndim for tensor in outer):
+        return None
+    numbers = [id(tensor) for tensor in outer]
+    same = tuple(map(numbers.index, numbers)) if len(set(numbers)) < len(numbers) else ()
+    kind = card.accelerator.is_cpu, card.accelerator.compute_capability
+    named = _signature(tuple(sorted(kwargs.items()))) if kwargs else ()
+    return op, kind, same, _signature(args), named
+
+
+@functools.cache
+def _only_makes(op: torch._ops.OpOverload) -> bool:
+    return not op._schema.is_mutable and op not in STAND_INS and op is not _aten.index.Tensor
+
+
+def _remember(key: Any, op: torch._ops.OpOverload, result: Any, given: AbstractSet[int], work: Work) -> None:
     outputs = result if isinstance(result, tuple) else (result,)
-    given = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *kwargs.values()))}
     if all(isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in given for value in outputs):
-        if len(_layouts) >= MOST_LAYOUTS:
-            _layouts.clear()
-        _layouts[key] = tuple((value.shape, value.stride(), value.dtype) for value in outputs)
-    return result
+        if len(_answers) >= MOST_ANSWERS:
+            _answers.clear()
+        layouts = tuple(
+            (extent(value.shape, value.stride()) * value.itemsize, value.dtype, value.shape, value.stride())
+            for value in outputs
+        )
+        _answers[key] = _Answer(len(op._schema.returns) > 1, layouts, work)
+
+
+def _answered(answer: _Answer, card: Card) -> Any:
+    settle()
+    with card.holding(answer.work.early):
+        made = tuple(new_at(card, *layout) for layout in answer.layouts)
+        card.do(answer.work)
+    return made if answer.several else made[0]
 
 
 def _written_out(op: torch._ops.OpOverload, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

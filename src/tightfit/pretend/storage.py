@@ -19,7 +19,7 @@ import torch
 from tightfit.pretend.blocks import Block
 from tightfit.pretend.card import Card
 
-__all__ = ["CPU_KEYS", "Store", "new_tensor", "settle", "store_of", "view"]
+__all__ = ["CPU_KEYS", "Store", "extent", "new_at", "new_tensor", "settle", "store_of", "view"]
 
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # its kernels for views look at sizes only
 
@@ -87,12 +87,23 @@ _nowhere = itertools.count(2**62)  # addresses for what has no bytes
 
 def new_tensor(card: Card, like: torch.Tensor, values: torch.UntypedStorage | None) -> torch.Tensor:
     """A tensor on `card`, laid out as `like` in a storage of the same size, allocated there, with these `values`."""
+    return new_at(card, like.untyped_storage().nbytes(), like.dtype, like.shape, like.stride(), values)
+
+
+def new_at(
+    card: Card,
+    size: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    values: torch.UntypedStorage | None = None,
+) -> torch.Tensor:
+    """A tensor on `card`, laid out like this in a storage of `size` bytes."""
     settle()
-    size = like.untyped_storage().nbytes()
     block = card.malloc(size) if size else None
     address = card.base + block.address if block else next(_nowhere)
     store = _stores[address] = Store(card, address, size, block, values)
-    tensor = _tensor_at(store, like.dtype, like.shape, like.stride())
+    tensor = _tensor_at(store, dtype, shape, strides)
     life = _Life(tensor.untyped_storage(), _dead.append)  # a builtin: Ctrl-C cannot get lost in it
     life.store = store
     _lives.add(life)
@@ -105,6 +116,8 @@ def store_of(tensor: torch.Tensor) -> Store:
 
 def settle() -> None:
     """Frees what died since the last time, in that order."""
+    if not _dead:
+        return
     for life in _dead:
         assert isinstance(life, _Life)
         _lives.discard(life)
@@ -121,7 +134,7 @@ def view(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], off
 
 
 def _tensor_at(store: Store, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    if dtype not in _CODES or store.size != _extent(shape, strides) * dtype.itemsize:
+    if dtype not in _CODES or store.size != extent(shape, strides) * dtype.itemsize:
         whole = _tensor_at(store, torch.uint8, (store.size,), (1,))
         return view(whole.view(dtype), shape, strides, 0)
     code, bits = _CODES[dtype]
@@ -133,7 +146,7 @@ def _tensor_at(store: Store, dtype: torch.dtype, shape: Sequence[int], strides: 
     return tensor
 
 
-def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last that a tensor reaches."""
     if not all(shape):
         return 0

@@ -1,6 +1,7 @@
-"""A footprint and a plan under which weights come from the disk → a Prediction, counted and not rehearsed.
+"""A footprint and a plan → a Prediction, counted and not rehearsed: arithmetic on a footprint, as for the planner.
 
-A pretend card has no disk. What a plan says of it is arithmetic on a footprint, as for the planner.
+For plans under which weights come from the disk, which a pretend card has none of; and for those of which the footprint
+is known, which so need no torch.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from tightfit.plan.levels import plan_for
 from tightfit.plan.options import variant_of
 from tightfit.records import Accelerator, Component, Footprint, Machine, PhaseTrace, Plan, Prediction, Trace
 
-__all__ = ["capacity_of", "counted", "main_dtype", "reads_disk"]
+__all__ = ["KNOWN_NOTE", "capacity_of", "counted", "main_dtype", "reads_disk"]
 
 NOTE = (
     "weights come from the disk: this is counted from what the model does, not rehearsed; what is brought is not told"
+)
+KNOWN_NOTE = (
+    "this is counted from what is known of the model, not rehearsed: peaks are the most that the plan may take, and "
+    "what is brought is not told; --timeline rehearses it"
 )
 
 
@@ -30,7 +35,7 @@ def reads_disk(choices: dict[str, Any]) -> bool:
 
 def counted(
     footprint: Footprint, accelerator: Accelerator, choices: dict[str, Any], *, title: str, card: str | None,
-    others: Sequence[Accelerator] = (), machine: Machine | None = None,
+    others: Sequence[Accelerator] = (), machine: Machine | None = None, note: str = NOTE,
 ) -> Prediction:  # fmt: skip
     """What the call that `footprint` tells of takes on `accelerator`, under `choices` of Plan fields.
 
@@ -70,7 +75,7 @@ def counted(
         elsewhere=elsewhere,
         fits=all(fits),
         plan=plan,
-        trace=Trace(device=name, seconds=now, phases=tuple(phases), lossy=plan.lossy, notes=(NOTE,)),
+        trace=Trace(device=name, seconds=now, phases=tuple(phases), lossy=plan.lossy, notes=(note,)),
         dtype=main_dtype(footprint.components),
     )
 

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, replacing
 from tightfit.plan.guesses import rated, rated_disk
@@ -44,6 +42,8 @@ class Past:
     def __init__(self, question: Mapping[str, Any] | None, device: Accelerator) -> None:
         self._file: Path | None = None
         if question is not None:
+            import torch  # a plan for a card that is not there needs none
+
             by = torch.get_num_threads() if device.is_cpu else torch.version.cuda
             asked = {"call": dict(question), "on": device.model_dump(mode="json", exclude=_PASSING), "by": by}
             self._file = _folder() / f"{key_of(asked)}.json"

@@ -32,7 +32,7 @@ from tightfit.pretend.operations import NAME
 from tightfit.records import Request
 from tightfit.run.arguments import Given
 from tightfit.run.models import DTYPES
-from tightfit.run.predictions import find_subject, remembered
+from tightfit.run.predictions import find_subject, footprint_question, remembered
 from tightfit.run.stage import Inputs as CallInputs
 from tightfit.run.stage import Stage, roomy_card
 from tightfit.run.variants import measure_variants
@@ -105,17 +105,13 @@ class Measurer:
 
     def question(self, asked: Request) -> dict[str, Any] | None:
         """What the answer is kept under; None where it is not kept."""
-        return _question(self._mark, asked, self._dtype, expandable=self._expandable) if self._mark else None
+        return footprint_question(self._mark, asked, self._dtype, expandable=self._expandable) if self._mark else None
 
 
 def _checked(dtype: str | None) -> str | None:
     if dtype is not None and dtype not in DTYPES:
         raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
     return dtype
-
-
-def _question(mark: str, asked: Request, dtype: str | None, *, expandable: bool) -> dict[str, Any]:
-    return {"model": mark, "request": asked.to_mapping(), "dtype": dtype, "expandable": expandable}
 
 
 def _kept(
@@ -138,17 +134,24 @@ def _kept(
 
     if (inputs and not whole) or not mark:
         return measure()
-    return remembered(Footprint, _question(mark, asked, dtype, expandable=expandable), measure)
+    return remembered(Footprint, footprint_question(mark, asked, dtype, expandable=expandable), measure)
 
 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Python looks for garbage among ten times as many new objects at once: it took up to a third of the time."""
-    usual = gc.get_threshold()
+    """Python looks for garbage among ten times as many new objects at once: it took up to a third of the time.
+
+    And never among what was there before: libraries are a million objects.
+    """
+    usual, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.set_threshold(10 * usual[0], *usual[1:])
+    if not frozen:  # by somebody else, who may not want it undone
+        gc.freeze()
     try:
         yield
     finally:
+        if not frozen:
+            gc.unfreeze()
         gc.set_threshold(*usual)
 
 

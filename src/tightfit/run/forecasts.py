@@ -10,10 +10,10 @@ from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
 from tightfit.plan.guesses import computer_with
-from tightfit.records import Accelerator, Budget, Machine, Plan, Prediction, Request
-from tightfit.run.counting import counted, reads_disk
+from tightfit.records import Accelerator, Budget, Footprint, Machine, Plan, Prediction, Request
+from tightfit.run.counting import KNOWN_NOTE, counted, reads_disk
 from tightfit.run.models import stored_dtype
-from tightfit.run.predictions import find_subject, remembered
+from tightfit.run.predictions import find_subject, footprint_question, recalled, remembered
 from tightfit.run.wishes import Limits, demo_request
 from tightfit.units import format_bytes, format_seconds
 
@@ -32,13 +32,16 @@ def forecast(
     asked: Request,
     say: Say,
     limits: Limits | None = None,
+    *,
+    rehearsed: bool = False,
 ) -> Prediction:
     """What `model` (a known one, a folder, a hub id; None: the demo model) would do under `choices` of Plan fields.
 
     Or under the plan that is made within `limits`. On a known card, or several with commas between, or on this
     computer's own device if `card` is None, or on those that a budget names. What takes a while is done inside
-    `say(…)`. InputError for unknown names, PlanError and RequestError for what is illegal, BudgetTooSmall where nothing
-    fits.
+    `say(…)`. A plan that is made for known cards from a footprint that is kept is not tried out, unless `rehearsed`:
+    what it says of itself is arithmetic, and needs no torch. InputError for unknown names, PlanError and RequestError
+    for what is illegal, BudgetTooSmall where nothing fits.
     """
     known = _known_cards(card)  # before anything slow
     which, mark = find_subject(model)
@@ -51,19 +54,21 @@ def forecast(
     own = None if known else _own_machine(say)
     accelerator, *others = known or _own_devices(own, limits)
     paces: dict[str, float] = {}
+    footprint = None  # one that is kept
     if limits is None and not choices and not accelerator.is_cpu:
         limits = Limits(None)  # all that the card has
     if limits is not None:
         called = [each.name for each in (accelerator, *others)]
         limits = _among(called if others or not known else [card_called(card or "")], limits)
         with say("planning"):
-            fields, paces = _planned(which, (accelerator, *others), asked, limits, own)
+            footprint = _kept_footprint(which, mark, accelerator, asked)
+            fields, paces = _planned(which, (accelerator, *others), asked, limits, own, footprint)
     name = title or "the demo model"
     card = " and ".join(each.name for each in (accelerator, *others)) if others else card and card_called(card)
     if reads_disk(fields):
         with say("counting"):
-            footprint = _measurer(which, accelerator).measure(asked)
-            found = counted(footprint, accelerator, fields, others=others, title=name, card=card, machine=own)
+            measured = footprint or _measurer(which, accelerator).measure(asked)
+            found = counted(measured, accelerator, fields, others=others, title=name, card=card, machine=own)
         return found.model_copy(update={"rates": _rates(accelerator, own, paces)})
 
     def rehearsal() -> Prediction:
@@ -75,11 +80,16 @@ def forecast(
     on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
     question = {"model": mark, "title": title, "card": on, "choices": fields, "request": asked.to_mapping()}
     question["paces"] = paces
-    found = remembered(Prediction, question, rehearsal)
+    if known and footprint is not None and not rehearsed:
+        found = recalled(Prediction, question) or counted(
+            footprint, accelerator, fields, others=others, title=name, card=card, note=KNOWN_NOTE
+        )
+    else:
+        found = remembered(Prediction, question, rehearsal)
     instead = None
     if chosen and not found.fits and not others:
         with say("looking for what would fit"):
-            instead = _instead(which, accelerator, asked, own)
+            instead = _instead(which, accelerator, asked, own, _kept_footprint(which, mark, accelerator, asked))
     return found.model_copy(update={"rates": _rates(accelerator, own, paces), "instead": instead})
 
 
@@ -92,10 +102,12 @@ def _rates(
     return "learned" if paces else "measured" if accelerator.arithmetic_rates else "guessed"
 
 
-def _instead(which: str | ModelFolder, accelerator: Accelerator, asked: Request, own: Machine | None) -> str:
+def _instead(
+    which: str | ModelFolder, accelerator: Accelerator, asked: Request, own: Machine | None, kept: Footprint | None
+) -> str:
     """What would fit on `accelerator`, in a sentence."""
     try:
-        fields, _ = _planned(which, (accelerator,), asked, Limits(None), own)
+        fields, _ = _planned(which, (accelerator,), asked, Limits(None), own, kept)
     except BudgetTooSmall as error:
         return str(error)
     plan = Plan.from_mapping(fields)
@@ -140,19 +152,26 @@ def _among(names: Sequence[str], limits: Limits) -> Limits:
 
 
 def _planned(
-    which: str | ModelFolder, accelerators: Sequence[Accelerator], asked: Request, limits: Limits, own: Machine | None
+    which: str | ModelFolder,
+    accelerators: Sequence[Accelerator],
+    asked: Request,
+    limits: Limits,
+    own: Machine | None,
+    footprint: Footprint | None,
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The plan's fields, and the paces of phases that runs have shown, where it is for this computer's `own` device."""
     from tightfit.run.experiences import Basis, Past
 
     first, *others = accelerators
-    measurer = _measurer(which, first)
-    past = Past(measurer.question(asked) if own is not None and not others else None, first)
+    measurer = _measurer(which, first) if footprint is None or own is not None else None
+    past = Past(measurer.question(asked) if measurer and own is not None and not others else None, first)
     machine = own if own is not None and first.is_cpu else computer_with(*accelerators)
     machine = machine.model_copy(update={"accelerators": machine.accelerators[: len(accelerators)]})
     if others:
         limits = limits._replace(budget=_for_each(machine.accelerators, limits.budget))
-    basis = Basis(measurer.measure(asked), machine, past)
+    measured = footprint if measurer is None else measurer.measure(asked)
+    assert measured is not None
+    basis = Basis(measured, machine, past)
     plan = basis.plan(limits)
     left_out = {"request"} if others else {"device", "request"}
     return plan.model_dump(mode="json", exclude=left_out), {} if others else basis.paces(plan)
@@ -168,14 +187,24 @@ def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Bud
     return Budget(devices={each.name: each.bytes for each in accelerators}, ram=budget.ram if budget else None)
 
 
+def _kept_footprint(which: str | ModelFolder, mark: str, accelerator: Accelerator, asked: Request) -> Footprint | None:
+    """What `_measurer` would find on disk; without torch."""
+    dtype, expandable = _dtype(which, accelerator), accelerator.fixed_segments is None
+    return recalled(Footprint, footprint_question(mark, asked, dtype, expandable=expandable)) if mark else None
+
+
+def _dtype(which: str | ModelFolder, accelerator: Accelerator) -> str | None:
+    """In which `tightfit run` computes there."""
+    usual = None if isinstance(which, str) else stored_dtype(which.components)
+    return "float32" if accelerator.is_cpu else usual
+
+
 def _measurer(which: str | ModelFolder, accelerator: Accelerator) -> Measurer:
-    """Who measures it in the dtype in which `tightfit run` computes there."""
+    """Who measures it as `tightfit run` computes there."""
     from tightfit.run.footprints import Measurer
 
-    usual = None if isinstance(which, str) else stored_dtype(which.components)
-    dtype = "float32" if accelerator.is_cpu else usual
     subject = which if isinstance(which, str) else which.path
-    return Measurer(subject, dtype, expandable=accelerator.fixed_segments is None)
+    return Measurer(subject, _dtype(which, accelerator), expandable=accelerator.fixed_segments is None)
 
 
 def _own_machine(say: Say) -> Machine:

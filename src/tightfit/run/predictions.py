@@ -19,9 +19,10 @@ from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, code_mark, replacing
 from tightfit.record import Record
+from tightfit.records import Request
 from tightfit.run.models import find_model
 
-__all__ = ["find_subject", "key_of", "remembered"]
+__all__ = ["find_subject", "footprint_question", "key_of", "recalled", "remembered"]
 
 Answer = TypeVar("Answer", bound=Record)
 
@@ -39,15 +40,31 @@ def find_subject(name: str | None) -> tuple[str | ModelFolder, str]:
 
 def remembered(kind: type[Answer], question: dict[str, Any], answer: Callable[[], Answer]) -> Answer:
     """The answer to `question` (plain values) from the cache; else `answer()`, which is then kept."""
-    file = cache_folder() / f"{kind.__name__.lower()}s" / f"{key_of(question)}.json"
-    with contextlib.suppress(OSError, UnicodeDecodeError, TightfitError):
-        return kind.from_text(file.read_text())
-    found = answer()
+    known = recalled(kind, question)
+    if known is not None:
+        return known
+    file, found = _file(kind, question), answer()
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as partial:
             partial.write_text(found.to_json())
     return found
+
+
+def recalled(kind: type[Answer], question: dict[str, Any]) -> Answer | None:
+    """The answer to `question` from the cache, if it is there."""
+    with contextlib.suppress(OSError, UnicodeDecodeError, TightfitError):
+        return kind.from_text(_file(kind, question).read_text())
+    return None
+
+
+def _file(kind: type[Record], question: dict[str, Any]) -> Path:
+    return cache_folder() / f"{kind.__name__.lower()}s" / f"{key_of(question)}.json"
+
+
+def footprint_question(mark: str, asked: Request, dtype: str | None, *, expandable: bool = True) -> dict[str, Any]:
+    """What the footprint of a call is kept under: of what has this `mark`, computed in `dtype`."""
+    return {"model": mark, "request": asked.to_mapping(), "dtype": dtype, "expandable": expandable}
 
 
 def key_of(question: dict[str, Any]) -> str:

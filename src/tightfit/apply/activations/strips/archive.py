@@ -88,16 +88,19 @@ def kept_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], m
     return program
 
 
-def kept_course(mark: str, program: Program, working: int, maps: Maps) -> Course:
-    """The course of `program`, which is kept under `mark`; as soon as it is found, it is kept too."""
+def kept_course(mark: str, program: Program, working: int, maps: Maps, *, moves: bool = False) -> Course:
+    """The course of `program`, which is kept under `mark`; as soon as it is found, it is kept too.
+
+    One that is found here keeps its `moves`, if these are wanted.
+    """
     folder = _folder("courses")
     if not mark or folder is None:
-        return find_course(program, working, maps)
+        return find_course(program, working, maps, moves=moves)
     mark = f"{mark}-{working}-{maps}"
     file = folder / f"{mark}.zip"
     with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # whatever is wrong with it
         return read_course(_words(file, bundle, _COURSE, mark), program)
-    course = find_course(program, working, maps)
+    course = find_course(program, working, maps, moves=moves)
     _write_parts(file, {_COURSE: json.dumps({"mark": mark, **written_course(course)})})
     return course
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, MutableSequence, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tightfit.apply.activations.strips.boundaries import Kept, Peak
@@ -40,14 +41,18 @@ class Course:
     in_host: frozenset[int]  # what is kept in host memory
     passes: tuple[Pass, ...]
     peak: Peak  # bytes beside weights and inputs, and what kernels hold for themselves
+    moves: Sequence[int] | None = field(default=None, compare=False, repr=False)  # of `peak_of_passes`, if kept
 
     def room(self, *, expandable: bool = True) -> int:
         """Bytes that an allocator needs on the device, with what kernels hold; `expandable`: its segments grow.
 
-        For plans: it takes as long to find as half of the course, and who only runs it need not know.
+        For plans: it takes as long to find as half of the course, and who only runs it need not know. Of a course that
+        was found with its `moves`, half of that is done.
         """
-        moves: list[int] = []
-        peak_of_passes(self.graph, self.in_host, self.passes, moves)
+        moves = self.moves
+        if moves is None:
+            moves = array("q")
+            peak_of_passes(self.graph, self.in_host, self.passes, moves)
         return least_capacity(list(steps_of(moves)), expandable=expandable, within=ROUGH)
 
     @property
@@ -55,15 +60,16 @@ class Course:
         return max(len(strips) for _, strips, _ in self.passes)
 
 
-def find_course(program: Program, working: int, maps: Maps) -> Course:
+def find_course(program: Program, working: int, maps: Maps, *, moves: bool = False) -> Course:
     """How to run `program` with at most `working` bytes for strips, beside what is kept between stages.
 
     Where even the smallest strips take more, they are as small as helps. What is kept waits on the device, or in host
     memory; "again" keeps at most `working` bytes, where that can be, and computes the rest again. Stages can be formed
-    as early as can be, or as the program does things, whichever costs less.
+    as early as can be, or as the program does things, whichever costs less. With `moves` it keeps what is taken and
+    given back.
     """
     drafts = [_draft(graph, working, maps) for graph in _graphs_of(program)]
-    return min(drafts, key=lambda draft: draft.cost(working)).course()
+    return min(drafts, key=lambda draft: draft.cost(working)).course(moves=moves)
 
 
 def _graphs_of(program: Program) -> list[Graph]:
@@ -106,13 +112,13 @@ class _Draft:
         ways = [sum(nodes[i].bytes for i in self.in_host.intersection(way)) for way in (stage.reads, stage.stores)]
         return max(ways) if ahead else sum(ways)
 
-    def course(self) -> Course:
-        passes = passes_of(self.graph, self.stages)
-        return Course(self.graph, self.in_host, passes, peak_of_passes(self.graph, self.in_host, passes))
+    def course(self, *, moves: bool) -> Course:
+        passes, told = passes_of(self.graph, self.stages), array("q") if moves else None
+        return Course(self.graph, self.in_host, passes, peak_of_passes(self.graph, self.in_host, passes, told), told)
 
 
 def peak_of_passes(
-    graph: Graph, in_host: frozenset[int], passes: Sequence[Pass], moves: list[int] | None = None
+    graph: Graph, in_host: frozenset[int], passes: Sequence[Pass], moves: MutableSequence[int] | None = None
 ) -> Peak:
     """The peak of a whole run; what is taken and given back on the device goes to `moves`."""
     kept, most = Kept(Peak(0, 0), {}), Peak(0, 0)

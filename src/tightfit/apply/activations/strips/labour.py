@@ -19,7 +19,7 @@ from tightfit.apply.activations.strips.layouts import (
     copying,
     joining,
 )
-from tightfit.apply.activations.strips.program import Node, Program, replace_refs
+from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Piece, Span, caller
 from tightfit.apply.activations.strips.schedule import Step
 from tightfit.apply.activations.strips.stages import Argument, Stage
@@ -45,7 +45,7 @@ class _Labour:
     def __init__(self, course: Course, trials: Trials, leaves: Mapping[str, str]) -> None:
         self._course, self._graph, self._trials = course, course.graph, trials
         program = course.graph.program
-        self._nodes, self._kinds = program.nodes, _kinds_of(program)
+        self._nodes, self._kinds = program.nodes, program.kinds
         self._leaves = [_leaves_of(node, self._nodes, leaves) for node in self._nodes]
         self._fixed = {index: _new_output(node) for index, node in enumerate(self._nodes) if node.op in _FIXED}
         self._values: dict[int, Layout] = {}
@@ -54,6 +54,9 @@ class _Labour:
         self._windows = Windows[Layout](self._nodes, self._join, self._last)
         self._groups: dict[int, int] = {}  # of what is measured in this stage
         self._measured: set[int] = set()  # of which rows were seen
+        self._reads: set[int] = set()  # of the stage
+        self._stores: set[int] = set()
+        self._dropped: set[int] = set()
         for index in program.inputs:
             self._values[index] = whole = _new_output(self._nodes[index])
             if self._nodes[index].axis is not None:
@@ -63,8 +66,10 @@ class _Labour:
         for stage, strips, ahead in self._course.passes:
             once = _Turns((index, self._leaves[index]) for index in stage.whole)
             made = (step.node for step in strips[0])
-            turns = _Turns((index, () if index in stage.reads else self._leaves[index]) for index in made)
+            reads = set(stage.reads)
+            turns = _Turns((index, () if index in reads else self._leaves[index]) for index in made)
             self._account = Account(self._trials)
+            self._reads, self._stores, self._dropped = set(stage.reads), set(stage.stores), set(stage.drops)
             self._begin(stage, once)
             for number, strip in enumerate(strips):
                 for step in strip:
@@ -127,12 +132,12 @@ class _Labour:
         rows = self._rows(stage, step) if span.hi > span.lo else None
         for other, first in step.trims:
             self._windows.trim(other, first)
-        if rows is not None and index in stage.stores:
+        if rows is not None and index in self._stores:
             self._maps[index].put(rows, span, self._account)
 
     def _rows(self, stage: Stage, step: Step) -> Layout:
         index, span = step.node, step.span
-        kept = index in stage.reads
+        kept = index in self._reads
         rows = self._maps[index].take(span, self._account) if kept else self._made(index, span)
         if index in self._groups:
             self._measure(index, rows)
@@ -140,7 +145,7 @@ class _Labour:
             layouts = self._outputs[index].narrowed(self._nodes[index].axis or 0, span.hi - span.lo), rows
             self._account.do(("copy", *layouts), layouts, copying)
         self._windows.hold(step, rows)
-        if kept and index in stage.drops:
+        if kept and index in self._dropped:
             self._maps[index].forget(span.hi)
         return rows
 
@@ -226,22 +231,6 @@ def _leaves_of(node: Node, nodes: Sequence[Node], leaves: Mapping[str, str]) -> 
     """The leaves whose weights it takes."""
     owners = (nodes[source].name.rpartition(".")[0] for source in node.sources if nodes[source].op == "weight")
     return list(dict.fromkeys(leaves[owner] for owner in owners if owner in leaves))
-
-
-def _kinds_of(program: Program) -> list[int]:
-    """For each node a number: those with the same one do the same to arguments that lie alike."""
-    if "kinds" not in program.derived:
-        numbers: dict[str, int] = {}
-        said = ((node, [program.nodes[source] for source in node.sources]) for node in program.nodes)
-        program.derived["kinds"] = [numbers.setdefault(_described(*each), len(numbers)) for each in said]
-    kinds: list[int] = program.derived["kinds"]
-    return kinds
-
-
-def _described(node: Node, sources: Sequence[Node]) -> str:
-    others = replace_refs((node.args, node.kwargs), lambda _: ...)
-    given = [(source.shape, source.axis, source.op == "constant" and source.name) for source in sources]
-    return repr((node.op, others, node.shape, node.dtype, node.axis, node.varying, node.output, given))
 
 
 def _measuring(groups: int, *, again: bool) -> Callable[[Sequence[torch.Tensor]], Callable[[], None]]:

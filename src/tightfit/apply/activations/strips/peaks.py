@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +17,8 @@ __all__ = ["peak_of", "taken"]
 
 def taken(stage: Stage, strip: Sequence[Step]) -> dict[int, Span]:
     """Which rows a strip takes of what was kept, by node."""
-    return {step.node: step.span for step in strip if step.node in stage.reads and step.span.hi > step.span.lo}
+    reads = set(stage.reads)
+    return {step.node: step.span for step in strip if step.node in reads and step.span.hi > step.span.lo}
 
 
 def peak_of(
@@ -29,7 +30,7 @@ def peak_of(
     following: Mapping[int, Span] | None = None,
     *,
     ahead: bool = False,
-    moves: list[int] | None = None,
+    moves: MutableSequence[int] | None = None,
 ) -> tuple[Peak, Kept]:
     """The peak while `stage` runs in `strips`, where `start` is kept already, and what is kept after it.
 
@@ -67,10 +68,11 @@ class _Count:
         in_host: frozenset[int],
         start: Kept,
         ahead: bool,
-        moves: list[int] | None,
+        moves: MutableSequence[int] | None,
     ) -> None:
         self._graph, self._stage, self._in_host, self._ahead = graph, stage, in_host, ahead
         self._nodes, self._moves = graph.program.nodes, moves
+        self._reads, self._stores, self._measured = set(stage.reads), set(stage.stores), set(stage.measured)
         self._leaving, self._coming = dict(start.leaving), dict(start.coming)
         self._there = {index: self._nodes[index].rows for index in in_host - set(stage.stores)}  # rows in host memory
         self._live, self._host = start.bytes
@@ -132,7 +134,7 @@ class _Count:
             given = (has.hi - has.lo) * data.row_bytes
             before = given if self._is_slice(node.sources[0], has) else 0
         held = fixed + given + node.bytes * (span.hi - span.lo) // max(node.rows, 1)
-        self._moves += [before, held, -held, -before] if before else [held, -held]
+        self._moves.extend((before, held, -held, -before) if before else (held, -held))
 
     def _is_slice(self, index: int, span: Span) -> bool:
         """Whether the rows `span`, taken of what is held of a node, do not lie side by side."""
@@ -146,7 +148,7 @@ class _Count:
         node, kept = self._nodes[index], (self._strips or {}).get(index, ())
         if node.op == "input" or self._graph.needed_whole(index):
             return span != Span(0, node.rows)
-        if index in self._stage.reads:
+        if index in self._reads:
             return any(has != span and has.lo <= span.lo and span.hi <= has.hi for has, _ in kept)
         if node.is_view:
             return index in self._graph.program.scattered or node.sources[0] in self._slices
@@ -166,7 +168,7 @@ class _Count:
 
     def sent(self) -> None:
         """What earlier stages sent has left the device."""
-        for index in self._leaving.keys() - set(self._stage.stores):
+        for index in self._leaving.keys() - self._stores:
             self._drop(self._leaving.pop(index))
 
     def do(self, step: Step, then: Mapping[int, Span]) -> None:
@@ -176,17 +178,17 @@ class _Count:
             held = (span.lo - step.held) * self._nodes[index].row_bytes if index in self._windows else 0
             rows = self._make(index, span, made, held)
             self._kernel(index, span)
-            if index in self._stage.measured:  # side by side, and in float32
+            if index in self._measured:  # side by side, and in float32
                 apart = made if self._is_cut_out(index, span) else 0
                 self._hold_for_a_moment(made // self._nodes[index].dtype.itemsize * 4 + apart)
             self._windows[index] = Span(step.held if held else span.lo, span.hi)
-            if index in self._stage.reads and not self._graph.needed_whole(index):
+            if index in self._reads and not self._graph.needed_whole(index):
                 self._take(index, span, made, then)
-            if index not in self._stage.stores:
+            if index not in self._stores:
                 self._leave(rows)
         for other, first in step.trims:
             self._trim(other, first)
-        if made and index in self._stage.stores:
+        if made and index in self._stores:
             if index not in self._whole:
                 self._put(index, span, made)
             self._leave(rows)
@@ -215,7 +217,7 @@ class _Count:
     def _is_cut_out(self, index: int, span: Span) -> bool:
         """Whether the rows lie among others: a convolution at a border makes a few more than are wanted."""
         rule = self._graph.rules[index]
-        if rule is None or index in self._stage.reads or not self._graph.heavy(index):
+        if rule is None or index in self._reads or not self._graph.heavy(index):
             return False
         rows = zip(self._nodes[index].sources, rule.needs, strict=True)
         return any(needs and needs(span).within(self._nodes[source].rows) != needs(span) for source, needs in rows)
@@ -224,7 +226,7 @@ class _Count:
         """The memory in which the output lies, where it is not its own."""
         if self._nodes[index].op == "input":
             return _Memory(0)
-        if index in self._stage.reads:
+        if index in self._reads:
             kept = (self._strips or {}).get(index, [])
             return next((memory for has, memory in kept if has.lo <= span.lo and span.hi <= has.hi), None)
         node = self._nodes[index]
@@ -291,7 +293,7 @@ class _Count:
         for memory in self._memory.values():
             self._leave(memory)
         for index in self._going:
-            taken = index in self._stage.reads and not self._graph.needed_whole(index)
+            taken = index in self._reads and not self._graph.needed_whole(index)
             if index in self._in_host:
                 self._host -= 0 if taken else self._nodes[index].bytes
             elif self._strips is not None and index in self._strips:

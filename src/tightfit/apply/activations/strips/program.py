@@ -6,7 +6,7 @@ It is a value: it holds no weights (only their names), goes to JSON and back, an
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -146,6 +146,13 @@ class Program:
         return frozenset(index for index, view in views.items() if not view.is_contiguous())
 
     @cached_property
+    def kinds(self) -> list[int]:
+        """For each node a number: those with the same one do the same to arguments that lie alike."""
+        numbers: dict[str, int] = {}
+        said = (_described(node, [self.nodes[source] for source in node.sources]) for node in self.nodes)
+        return [numbers.setdefault(words, len(numbers)) for words in said]
+
+    @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
         """For each node, who takes its output."""
         found: list[list[int]] = [[] for _ in self.nodes]
@@ -153,6 +160,12 @@ class Program:
             for source in dict.fromkeys(node.sources):
                 found[source].append(index)
         return tuple(map(tuple, found))
+
+
+def _described(node: Node, sources: Sequence[Node]) -> str:
+    others = replace_refs((node.args, node.kwargs), lambda _: ...)
+    given = [(source.shape, source.axis, source.op == "constant" and source.name) for source in sources]
+    return repr((node.op, others, node.shape, node.dtype, node.axis, node.varying, node.output, given))
 
 
 def refs_in(value: Any) -> Iterator[int]:

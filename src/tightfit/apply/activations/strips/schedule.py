@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tightfit.apply.activations.strips.rows import Span
+from tightfit.apply.activations.strips.rows import Needs, Span
 from tightfit.apply.activations.strips.stages import Graph, Stage
 
 __all__ = ["Step", "make_schedule"]
@@ -43,6 +43,67 @@ def make_schedule(graph: Graph, stage: Stage, count: int, first: int | None = No
     return _Walk(graph, stage, count, min(first or count, count), trial.lead(), trial.derived()).strips()
 
 
+class _Ways:
+    """The nodes of a stage in their order, and who takes what of whom: the same in any number of strips."""
+
+    def __init__(self, graph: Graph, stage: Stage) -> None:
+        self._graph, self._stage, self._nodes = graph, stage, graph.program.nodes
+        self.targets = {*stage.stores, *stage.measured, *stage.outputs} & {*stage.strips, *stage.reads}
+        self.sources: dict[int, list[tuple[int, int]]] = {index: list(self._find(index)) for index in stage.strips}
+        self.order = self._ordered()
+        self.takers = self._find_takers()
+        self.after = self._find_after()
+
+    def _find(self, index: int) -> Iterator[tuple[int, int]]:
+        """The places of a node's arguments by rows, and who makes them."""
+        for place, source in enumerate(self._nodes[index].sources):
+            if self._graph.taken_by_rows(index, place):
+                yield place, source
+
+    def _ordered(self) -> list[int]:
+        """The nodes of a strip, what was kept just before it is taken."""
+        order: list[int] = []
+        fetched: set[int] = set()
+        reads = set(self._stage.reads)
+        for index in self._stage.strips:
+            for _, source in self.sources[index]:
+                if source in reads and source not in fetched:
+                    fetched.add(source)
+                    order.append(source)
+            order.append(index)
+        return order + [index for index in self._stage.reads if index not in fetched]
+
+    def _find_takers(self) -> dict[int, list[tuple[int, tuple[int, int], Needs]]]:
+        """For each node, who takes which rows of it in this stage; the same rows where what is between is the same."""
+        takers: dict[int, list[tuple[int, tuple[int, int], Needs]]] = {index: [] for index in self.order}
+        kinds = self._graph.program.kinds
+        for index in self._stage.strips:
+            rule = self._graph.rules[index]
+            assert rule is not None
+            for place, source in self.sources[index]:
+                needs = rule.needs[place]
+                assert needs is not None
+                takers[source].append((index, (kinds[index], place), needs))
+        return takers
+
+    def _find_after(self) -> list[list[int]]:
+        """For each place of the order, who is no longer taken after it in a strip."""
+        places = {index: place for place, index in enumerate(self.order)}
+        after: list[list[int]] = [[] for _ in self.order]
+        for index, place in places.items():
+            last = max((places[taker] for taker, *_ in self.takers[index]), default=place)
+            after[last].append(index)
+        return after
+
+
+def _ways_of(graph: Graph, stage: Stage) -> _Ways:
+    key = "ways", stage
+    if key not in graph.found:
+        graph.found[key] = _Ways(graph, stage)
+    ways: _Ways = graph.found[key]
+    return ways
+
+
 class _Walk:
     """Which rows every node makes in each strip, from what is wanted back to what is there."""
 
@@ -56,15 +117,16 @@ class _Walk:
         derived: AbstractSet[int] = frozenset(),
     ) -> None:
         """The `first` of `count` strips; `derived` are not held, as what they are made of is."""
-        self._graph, self._stage, self._count, self._first, self._lead = graph, stage, count, first, lead
+        self._graph, self._count, self._first, self._lead = graph, count, first, lead
         self._derived = derived
         self._nodes = graph.program.nodes
-        self._targets = {*stage.stores, *stage.measured, *stage.outputs} & {*stage.strips, *stage.reads}
-        self._order = self._ordered()
-        self._takers = self._find_takers()
+        self._ways = _ways_of(graph, stage)
+        self._kept = self._ways.targets.union(stage.reads)
         self._spans: dict[int, list[Span]] = {}  # which rows there are made in each strip
         self._needed: dict[int, list[int]] = {}  # after each strip, from which row something is still needed
-        for index in reversed(self._order):
+        self._alike: dict[Any, int] = {}  # a node for each question: a clip asks the same of each of its frames
+        self._same: dict[tuple[Span, ...], list[Span]] = {}
+        for index in reversed(self._ways.order):
             self._find_rows(index)
 
     def lead(self) -> float:
@@ -79,19 +141,16 @@ class _Walk:
         """
         there: set[int] = set()
         found: set[int] = set()
-        for index in self._order:
+        for index in self._ways.order:
             (lo, hi), needed = self._spans[index][-2], self._needed[index][-2]
-            held, sources = hi - needed, list(self._sources(index))
-            light = not self._is_kept(index) and not self._graph.heavy(index) and held <= SHARE * (hi - lo)
-            if light and sources and there.issuperset(sources):
+            held, sources = hi - needed, self._ways.sources.get(index, ())
+            light = index not in self._kept and not self._graph.heavy(index) and held <= SHARE * (hi - lo)
+            if light and sources and all(source in there for _, source in sources):
                 there.add(index)
                 found.add(index)
             elif held:
                 there.add(index)
         return found
-
-    def _is_kept(self, index: int) -> bool:
-        return index in self._targets or index in self._stage.reads
 
     def _wanted(self, rows: int, strip: int) -> int:
         """How many rows of what is wanted there are after a strip."""
@@ -99,48 +158,27 @@ class _Walk:
         behind = (1 - done) * (1 + self._lead * self._count / max(self._count - 1, 1))
         return min(rows, max(strip + 1, math.ceil(rows * (1 - behind) - 1e-9)))
 
-    def _ordered(self) -> list[int]:
-        """The nodes of a strip, what was kept just before it is taken."""
-        order: list[int] = []
-        fetched: set[int] = set()
-        for index in self._stage.strips:
-            for source in self._sources(index):
-                if source in self._stage.reads and source not in fetched:
-                    fetched.add(source)
-                    order.append(source)
-            order.append(index)
-        return order + [index for index in self._stage.reads if index not in fetched]
-
-    def _sources(self, index: int) -> Iterator[int]:
-        for place, source in enumerate(self._nodes[index].sources):
-            if self._graph.taken_by_rows(index, place):
-                yield source
-
-    def _find_takers(self) -> dict[int, list[tuple[int, Callable[[Span], Span]]]]:
-        """For each node, who takes which rows of it in this stage."""
-        takers: dict[int, list[tuple[int, Callable[[Span], Span]]]] = {index: [] for index in self._order}
-        for index in self._stage.strips:
-            rule = self._graph.rules[index]
-            assert rule is not None
-            for place, source in enumerate(self._nodes[index].sources):
-                needs = rule.needs[place]
-                if needs is not None and self._graph.taken_by_rows(index, place):
-                    takers[source].append((index, needs))
-        return takers
-
     def _find_rows(self, index: int) -> None:
+        again = index not in self._kept and (index in self._derived or self._graph.only_moves(index))
+        takers, rows = self._ways.takers[index], self._nodes[index].rows
+        asking = tuple((id(self._spans[taker]), kind) for taker, kind, _ in takers)
+        question = rows, again, index in self._ways.targets, asking
+        like = self._alike.setdefault(question, index)
+        if like != index:
+            self._spans[index], self._needed[index] = self._spans[like], self._needed[like]
+            return
         asked = [self._asked(index, strip) for strip in range(self._first)]
-        again = index in self._derived or self._graph.only_moves(index)
-        if self._is_kept(index) or not again:
-            self._spans[index], self._needed[index] = self._once(index, asked)
+        if not again:
+            spans, self._needed[index] = self._once(index, asked)
         else:
-            self._spans[index] = [span or Span(0, 0) for span in asked]
-            self._needed[index] = [span.hi for span in self._spans[index]]
+            spans = [span or Span(0, 0) for span in asked]
+            self._needed[index] = [span.hi for span in spans]
+        self._spans[index] = self._same.setdefault(tuple(spans), spans)
 
     def _asked(self, index: int, strip: int) -> Span | None:
         """Which rows others take in a strip."""
         lo, hi, rows = sys.maxsize, -1, self._nodes[index].rows
-        for taker, needs in self._takers[index]:
+        for taker, _, needs in self._ways.takers[index]:
             span = self._spans[taker][strip]
             if span.lo < span.hi:
                 own = needs(span).within(rows)
@@ -150,7 +188,7 @@ class _Walk:
 
     def _once(self, index: int, asked: list[Span | None]) -> tuple[list[Span], list[int]]:
         """Every row is made once, and held until nobody takes it any more."""
-        rows, wanted = self._nodes[index].rows, index in self._targets
+        rows, wanted = self._nodes[index].rows, index in self._ways.targets
         first = 0 if wanted else min((span.lo for span in asked if span), default=0)
         spans, reach = [], first
         for strip, span in enumerate(asked):
@@ -165,18 +203,13 @@ class _Walk:
         return spans, needed
 
     def strips(self) -> list[list[Step]]:
-        places = {index: place for place, index in enumerate(self._order)}
-        after: dict[int, list[int]] = {}  # at which place of the order who is no longer taken in this strip
-        for index, place in places.items():
-            last = max((places[taker] for taker, _ in self._takers[index]), default=place)
-            after.setdefault(last, []).append(index)
-        return [self._strip(strip, after) for strip in range(self._first)]
+        return [self._strip(strip) for strip in range(self._first)]
 
-    def _strip(self, strip: int, after: dict[int, list[int]]) -> list[Step]:
-        steps = []
-        for place, index in enumerate(self._order):
+    def _strip(self, strip: int) -> list[Step]:
+        steps, needed = [], self._needed
+        for index, after in zip(self._ways.order, self._ways.after, strict=True):
             span = self._spans[index][strip]
-            held = self._needed[index][strip - 1] if strip else span.lo
-            trims = tuple((other, self._needed[other][strip]) for other in after.get(place, ()))
-            steps.append(Step(index, span, min(held, span.lo), trims))
+            held = min(needed[index][strip - 1], span.lo) if strip else span.lo
+            trims = tuple([(other, needed[other][strip]) for other in after]) if after else ()
+            steps.append(Step(index, span, held, trims))
         return steps

@@ -66,6 +66,7 @@ class Graph:
     def __init__(self, program: Program, *, in_order: bool = False) -> None:
         """With `in_order` nothing is done before what the program does before it."""
         self.program, self.in_order = program, in_order
+        self.found: dict[Any, Any] = {}  # what others work out of it once: it never changes
         self.rules: list[Rule | None] = [rule_for(program, index) for index in range(len(program.nodes))]
         self.level = [0] * len(program.nodes)
         latest = 0
@@ -268,7 +269,10 @@ class _Planner:
                 flow.add_edge("there", (index, 0), capacity=NEVER)
                 continue
             if index in self._done:
-                flow.add_edge("there", (index, 0), capacity=self._again(index))
+                again = self._again(index)
+                flow.add_edge("there", (index, 0), capacity=again)
+                if again == NEVER:  # so it is as if it were there: no cut lies between what it is made of and it
+                    continue
             for place, source in enumerate(nodes[index].sources):
                 if nodes[source].op not in ("weight", "constant"):
                     flow.add_edge((source, 1), (index, 0), capacity=NEVER)

@@ -57,7 +57,7 @@ def survey(
         for share in SHARES:
             for maps in PLACES:
                 strips = max(whole // share, 1)
-                course = Strips(program, strips, maps, mark).course
+                course = Strips(program, strips, maps, mark, moves=True).course
                 if maps == "host" and not course.in_host:
                     continue
                 room = max(beside + items + course.room(expandable=expandable), outside) + PAGES

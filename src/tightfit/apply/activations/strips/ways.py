@@ -24,10 +24,11 @@ class Way:
     working: int
     maps: Maps
     mark: str = ""
+    moves: bool = False  # whether its course keeps what is taken and given back
 
     @cached_property
     def course(self) -> Course:
-        return kept_course(self.mark, self.program, self.working, self.maps)
+        return kept_course(self.mark, self.program, self.working, self.maps, moves=self.moves)
 
     def described(self, planned: Way) -> str:
         """How it differs from what was `planned`."""
