@@ -84,7 +84,7 @@ def test_a_refusal_of_the_driver_is_found_out(card: CudaDevice, monkeypatch: pyt
 def test_a_plan_for_fixed_segments_is_made_and_said(card: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_FIXED", {0: "a test says so"})
     case = next(case for case in CASES if case.name == "StableDiffusion")
-    fitted = tightfit.fit(pipe := case.make(), budget=512 * MIB, device="cuda:0")
+    fitted = tightfit.fit(pipe := case.make(), budget=512 * MIB, device="cuda:0", request={})
     assert not fitted.plan.growing_segments
     assert any(reason.because == "a test says so" for reason in fitted.plan.reasons)
     plan = fitted.plan.model_copy(update={"growing_segments": True, "budget": None})
@@ -142,7 +142,7 @@ def test_figures_are_those_that_torch_tells(card: CudaDevice) -> None:
 def test_a_budget_beside_other_tensors(card: CudaDevice) -> None:
     case = next(case for case in CASES if case.name == "StableDiffusion")
     there = torch.empty(400 * MIB, dtype=torch.uint8, device="cuda:0")
-    fitted = tightfit.fit(pipe := case.make(), budget=512 * MIB, device="cuda:0")
+    fitted = tightfit.fit(pipe := case.make(), budget=512 * MIB, device="cuda:0", example=case.call())
     assert fitted.plan.told_peak("cuda:0") <= 112 * MIB
     run(pipe, case)
     assert not [note for note in fitted.report().trace.notes if "out of memory" in note]
@@ -159,7 +159,7 @@ def test_the_current_card_is_meant() -> None:
 @pytest.mark.skipif(cuda_count() < 2, reason="needs two CUDA cards")
 def test_a_card_without_work_is_capped_too(card: CudaDevice) -> None:
     case = next(case for case in CASES if case.name == "StableDiffusion")
-    fitted = tightfit.fit(case.make(), budget={"cuda:0": 512 * MIB, "cuda:1": 512 * MIB})
+    fitted = tightfit.fit(case.make(), budget={"cuda:0": 512 * MIB, "cuda:1": 512 * MIB}, request={})
     assert len(fitted.plan.devices) == 1
     for index in range(2):
         with pytest.raises(torch.OutOfMemoryError):
