@@ -27,6 +27,12 @@ MIB = 2**20
 TINY = {case.name: case for case in CASES}
 
 
+@pytest.fixture(autouse=True)
+def without_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of denoisers' work, which are most of what measuring takes."""
+    monkeypatch.setattr("tightfit.run.footprints.measure_variants", lambda footprint, play: ())
+
+
 class Judge(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """Says of a picture, an array of NumPy's, how many more steps it needs."""
 
