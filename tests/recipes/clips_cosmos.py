@@ -53,8 +53,8 @@ def _model(scale: int, **settings: Any) -> Parts:
 
 def _cosmos(scale: int = 1, in_channels: int = LATENTS) -> Parts:
     vae = diffusers.AutoencoderKLCosmos(
-        encoder_block_out_channels=(8, 8, 16),
-        decode_block_out_channels=(8, 16, 16),
+        encoder_block_out_channels=(8, 8, 16, 16),
+        decode_block_out_channels=(8, 16, 16, 16),
         attention_resolutions=(8,),
         resolution=PIXELS,
         num_layers=1,
