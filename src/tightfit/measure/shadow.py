@@ -38,6 +38,9 @@ def shadow_of(pipe: Any) -> Any:
             raise PlanError(f"{name} follows a plan and cannot be measured: undo() first", name=name)
         for tensor in weight_tensors(module):
             known[id(tensor)] = _shadow(name, tensor)
+        for part in module.modules():  # what hooks compute of weights before each pass
+            computed = [each for each in vars(part).values() if isinstance(each, torch.Tensor) and each.grad_fn]
+            known |= {id(tensor): _shadow(name, tensor) for tensor in computed}
     return copy.deepcopy(pipe, known) if isinstance(pipe, nn.Module) else _double(pipe, known)
 
 

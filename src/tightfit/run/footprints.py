@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tightfit.apply.activations.batches import chunk_blocks
-from tightfit.apply.activations.exporting import without_weights
+from tightfit.apply.activations.exporting import NotExported, without_weights
 from tightfit.apply.activations.strips.survey import survey
 from tightfit.apply.fitting import fit
 from tightfit.checkpoint.folder import ModelFolder
@@ -243,11 +243,11 @@ class _Calls:
             given = args or (kwargs[first],)
             others = {key: value for key, value in kwargs.items() if args or key != first}
             if (name, method) not in self._seen:  # some pipelines change its dtype for the call
-                with torch.inference_mode(False):
+                with contextlib.suppress(NotExported), torch.inference_mode(False):
                     double = without_weights(module, type(module).__mro__[1])
-                for own in ("forward", "encode", "decode"):  # those who listen are not part of it
-                    vars(double).pop(own, None)
-                self._seen[name, method] = double, *tree_map(_shape_of, (given, others))
+                    for own in ("forward", "encode", "decode"):  # those who listen are not part of it
+                        vars(double).pop(own, None)
+                    self._seen[name, method] = double, *tree_map(_shape_of, (given, others))
             return inner(*args, **kwargs)
 
         setattr(module, method, run)

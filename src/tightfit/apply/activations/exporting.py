@@ -55,8 +55,12 @@ def play(work: Callable[[], Result]) -> Result:
 def without_weights(module: nn.Module, kind: type[nn.Module] | None = None) -> nn.Module:
     """A copy of `module` with shapes on HERE in place of its tensors, and without anybody's hooks.
 
-    `kind` is its class, where the module has another one for the time being.
+    `kind` is its class, where the module has another one for the time being. Raises NotExported where weights are
+    computed anew by a hook before each pass (torch's older weight norm): without hooks they would stay as they are.
     """
+    for path, part in module.named_modules():
+        if any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in vars(part).values()):
+            raise NotExported(f"the weights of {path} are computed anew before each pass")
     known: dict[int, Any] = {}
     for tensor in weight_tensors(module):
         shape = torch.empty(tensor.shape, dtype=tensor.dtype, device=HERE)

@@ -159,7 +159,10 @@ def program_of(
 
     with torch.inference_mode(False):
         given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in (first, *_tensors(leaves))]
-        double = without_weights(module, kind)
+        try:
+            double = without_weights(module, kind)
+        except NotExported as error:
+            raise NotTakenApart(str(error)) from error
     mark = mark_of_call(double, method, form, (first, *leaves))
     work_around(double)
     program = kept_program(mark, double, given, lambda: capture(double, call, given))
