@@ -31,6 +31,7 @@ COMMANDS = {
         "--height",
         "--json",
         "--level",
+        "--negative-prompt",
         "--plan",
         "--ram",
         "--set",

@@ -59,10 +59,10 @@ def limits_for(
     return None
 
 
-def asked_for(request: Request | Mapping[str, Any] | None, example: object) -> Request | None:
+def asked_for(request: Request | Mapping[str, Any] | None, example: Mapping[str, Any] | None) -> Request | None:
     """The request that a budget is planned for; None where nobody says, or an `example` does. PlanError for both."""
     if request is not None and example is not None:
-        raise PlanError("give request=… or example=…, which says it as the arguments of a call: not both")
+        raise PlanError(f"give request={request} or example={list(example)}, the arguments of a call: not both")
     return request if isinstance(request, Request | None) else Request.from_mapping(request)
 
 
