@@ -88,8 +88,9 @@ STRETCH = Phase(
 )  # fmt: skip
 VARIANT = Variant(guidance="apart", batch=2, feed_forward=2**20, by_blocks=True, phases=(STRETCH,))
 FOOTPRINT = Footprint(
-    pipeline="FluxPipeline", components=(COMPONENT,), request=REQUEST, phases=(STRETCH,), variants=(VARIANT,)
-)
+    pipeline="FluxPipeline", components=(COMPONENT,), request=REQUEST, phases=(STRETCH,), variants=(VARIANT,),
+    left_out=("ways",),
+)  # fmt: skip
 REASON = Reason(decision="transformer per-unit", because="it is larger than “the card”")
 VAE = VaePlan(slicing=True, strips=2**28, maps="host", tile=512, overlap=0.125)
 STORED = ComponentPlan(
@@ -121,6 +122,7 @@ LIVED = PhaseExperience(
 EXPERIENCE = Experience(plan="c0ffee", first=True, stored={"unet": "int8"}, phases=(LIVED,))
 PREDICTION = Prediction(
     model="sdxl", card="rtx3060", capacity=11, elsewhere={"cuda:0": 8}, fits=True, plan=PLAN, trace=TRACE,
+    dtype="float16", rates="learned", instead="512 MiB",
 )  # fmt: skip
 EXAMPLES = [
     REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, LEG, WAY, STRETCH, VARIANT,

@@ -245,6 +245,7 @@ class Footprint(Record):
     request: Request | None = None
     phases: tuple[Phase, ...] = ()
     variants: tuple[Variant, ...] = ()  # other than as the phases were measured
+    left_out: tuple[Literal["ways", "variants"], ...] = ()  # what was not measured, as no plan was to be made by it
 
     @property
     def activation_peak(self) -> int:

@@ -11,7 +11,8 @@ import json
 import math
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from PIL import Image
 from torch.utils._pytree import tree_leaves
 
 import tightfit
+from inspection import Imprint, assert_same, imprint
 from pretend.conftest import ACCELERATOR
 from recipes import cases
 from tightfit import BudgetTooSmall
@@ -90,16 +92,17 @@ def card_of(size: int) -> Iterator[Card]:
         use_cards(())
 
 
-def prove(case: TinyCase, scale: int | None = None) -> dict[str, Any]:
+def prove(case: TinyCase, scale: int | None = None, levels: Iterable[int] = range(4)) -> dict[str, Any]:
     """What became of each level and each budget of one class: the largest difference of its calls, or why not."""
     began = time.monotonic()
     scale = scale_of(case) if scale is None else scale
     pipe = made(case, scale)
     wanted = {height: numbers_of(pipe(**case.call(height))) for height in (PIXELS, OTHER)}
+    called = imprint(pipe)
     row: dict[str, Any] = {"name": case.name, "weights": _weights(pipe), "levels": {}, "budgets": {}}
-    for level in range(4):
+    for level in levels:
         with card_of(2**40) as card:
-            row["levels"][str(level)] = _cell(lambda level=level: _calls(case, scale, wanted, level=level))
+            row["levels"][str(level)] = _cell(lambda level=level: _calls(case, scale, wanted, called, level=level))
             if level == 0:
                 row["peak"] = card.held.peak
     sizes = {f"{share:.0%}": int(share * row["peak"]) for share in SHARES}
@@ -110,7 +113,7 @@ def prove(case: TinyCase, scale: int | None = None) -> dict[str, Any]:
             row["budgets"][name] = f"needs {least / row['peak']:.0%}"
             continue
         with card_of(size) as card:
-            row["budgets"][name] = _cell(lambda size=size: _calls(case, scale, wanted, budget=size))
+            row["budgets"][name] = _cell(lambda size=size: _calls(case, scale, wanted, called, budget=size))
             if card.held.peak > size:
                 row["budgets"][name] = f"held {card.held.peak} of {size} bytes"
     return row | {"least": least, "seconds": round(time.monotonic() - began)}
@@ -124,24 +127,32 @@ def _cell(work: Any) -> float | str:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:160]} ({where[-1]})"
 
 
-def _calls(case: TinyCase, scale: int, wanted: dict[int, Numbers], **fields: Any) -> float:
-    """The largest difference of two calls alike and one of another size, and `undo`.
+def _calls(case: TinyCase, scale: int, wanted: dict[int, Numbers], called: Imprint, **fields: Any) -> float:
+    """The largest difference of two calls alike and one of another size; then `undo` leaves what was there.
 
     Of a new pipeline: some keep tables on the device of their last call, and each card here is another device.
     """
-    pipe = made(case, scale)
+    pipe, worst = made(case, scale), 0.0
+    before = imprint(pipe)
     fitted: Fitted = tightfit.fit(pipe, device="pretend:0", **fields)
     try:
-        worst = 0.0
         for height in (PIXELS, PIXELS, OTHER):
             try:
                 worst = max(worst, difference(numbers_of(pipe(**case.call(height))), wanted[height]))
             except BudgetTooSmall:
                 if height == PIXELS:  # the other size may want more than the least for this one
                     raise
-        return worst
     finally:
         fitted.undo()
+    _assert_undone(before, called, imprint(pipe))
+    return worst
+
+
+def _assert_undone(before: Imprint, called: Imprint, after: Imprint) -> None:
+    """All as `before`, but attributes and hooks that calls of the untouched pipeline leave behind."""
+    kept = zip(before.attributes, after.attributes, called.attributes, strict=True)
+    assert all(old <= now <= new for old, now, new in kept)
+    assert_same(replace(before, attributes=after.attributes, hooks=called.hooks), after)
 
 
 def _least(pipe: Any, case: TinyCase) -> int:

@@ -316,5 +316,5 @@ def test_on_a_cpu_calls_are_planned_for_too() -> None:
     assert {part.placement for part in fitted.plan.components.values()} <= {"resident", "per-phase"}
     assert torch.equal(run(pipe, case), untouched)
     with pytest.raises(BudgetTooSmall, match=r"within 95.4 MiB, while this process holds .* before anything is loaded"):
-        tightfit.fit(pipe, ram="100MB", device="cpu")
+        tightfit.fit(pipe, ram="100MB", device="cpu", request={})
     assert torch.equal(run(pipe, case), untouched)

@@ -89,7 +89,7 @@ def test_a_folder_without_its_weights_is_predicted_as_it_runs(level: int, tiny_m
 def test_left_out_the_model_is_the_demo_model() -> None:
     result = tightfit_("plan", "--card", "rtx3060", "--level", "3", "--json")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("the demo model on rtx3060: fits, ")
+    assert result.stdout.startswith("the demo model, 20 steps, float16, on rtx3060: fits, ")
     told = json.loads(result.stdout.splitlines()[-1])
     assert told["lossless"] is True  # level 3 allows tiles, but not for pictures as small as these
     assert [phase["runs"] for phase in told["phases"]] == [2, 20, 1]  # as tightfit run asks it
@@ -98,7 +98,7 @@ def test_left_out_the_model_is_the_demo_model() -> None:
 def test_the_command_says_by_phase_what_would_happen_and_remembers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     first = tightfit_(*QUESTION)
     assert first.exit_code == 0, first.stderr
-    assert first.stdout.startswith("sd-1.5, 512×512, on rtx3060: fits, ")
+    assert first.stdout.startswith("sd-1.5, 512×512, 2 steps, float16, on rtx3060: fits, ")
     told = json.loads(first.stdout.splitlines()[-1])
     assert [phase["name"] for phase in told["phases"]] == ["encode", "denoise", "decode"]
     assert told["fits"] is True

@@ -248,7 +248,7 @@ def test_what_cannot_be_is_said(wishes: dict[str, Any], error: type[Exception], 
     cards_of(2**40, 2**40)
     pipe = CASES[0].make()
     with pytest.raises(error, match=said):
-        tightfit.fit(pipe, request={}, **wishes)
+        tightfit.fit(pipe, **wishes)
     assert not [part for part in find_components(pipe).values() if type(part).__name__ == "Disguise"]
 
 

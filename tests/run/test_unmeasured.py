@@ -5,6 +5,7 @@ The next call is planned by what the first did, as `test_any_call.py` shows.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import tightfit
 from inspection import assert_same, imprint
 from pretend.conftest import MakeCards
-from tightfit import BudgetTooSmall, RequestError
+from tightfit import BudgetTooSmall, RequestError, RunError
 from tiny_pipelines import CASES, run
 
 MIB = 2**20
@@ -69,3 +70,19 @@ def test_a_default_that_the_model_cannot_do_does_not_stand_in_the_way(make_cards
     assert fitted.plan.level == 3
     assert torch.allclose(run(pipe, case).cpu(), wanted, atol=1e-5)
     assert fitted.plan.forecast
+
+
+def test_a_folder_whose_call_cannot_be_measured_is_loaded_all_the_same(
+    tiny_model: Path, make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stops a rehearsal, an error of this package's own too, is no reason to refuse."""
+
+    def needs_numbers(*_: Any) -> None:
+        raise RunError("a copy to the host needs the numbers of a tensor")
+
+    make_cards(capacity=512 * MIB)
+    monkeypatch.setattr("tightfit.run.footprints.Measurer.measure", needs_numbers)
+    pipe, fitted = tightfit.load(tiny_model, budget=512 * MIB, device="pretend:0")
+    assert (fitted.plan.level, fitted.plan.forecast) == (3, ())
+    assert "needs the numbers" in fitted.plan.reasons[0].because
+    pipe("a fox", num_inference_steps=1, output_type="pt")

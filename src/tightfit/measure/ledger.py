@@ -2,135 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from tightfit.footprint import Pass, Phase, Turn, Use
+from tightfit.footprint import Phase
 from tightfit.measure.call_signature import call_signature
-from tightfit.measure.modules import find_leaves, find_parts, find_phase, find_role, find_units
+from tightfit.measure.modules import find_leaves, find_parts, find_phase, find_role, find_units, weight_tensors
+from tightfit.measure.passes import OpenPass, OpenPhase, Stretch
 from tightfit.measure.tally import Tally
 from tightfit.pretend.allocator import Step
 from tightfit.pretend.card import Card
 from tightfit.pretend.history import least_capacity, replay
 from tightfit.pretend.kernels import Work
-from tightfit.pretend.storage import settle
+from tightfit.pretend.operations import NAME
+from tightfit.pretend.storage import settle, store_of
 
 __all__ = ["Ledger"]
-
-
-@dataclass
-class _Turn:
-    """Of one leaf, or of what is done between leaves ("")."""
-
-    leaf: str
-    tally: Tally = field(default_factory=Tally)
-    waits: bool = False
-
-
-@dataclass
-class _Stretch:
-    """A unit's turn while it lasts."""
-
-    unit: str
-    waiting: int
-    peak: int
-    turns: list[_Turn] = field(default_factory=list)
-
-    @property
-    def worked(self) -> bool:
-        return bool(self.unit or self.turns)
-
-    def add(self, leaf: str, work: Work) -> None:
-        self._turn(leaf).tally.add(work)
-
-    def wait(self, leaf: str) -> None:
-        """The host waits for `leaf`, and for all before it."""
-        self._turn(leaf).waits = True
-
-    def _turn(self, leaf: str) -> _Turn:
-        if not self.turns or self.turns[-1].leaf != leaf or self.turns[-1].waits:
-            self.turns.append(_Turn(leaf))
-        return self.turns[-1]
-
-    def later(self, more: int) -> _Stretch:
-        """The same, with `more` bytes waiting."""
-        return _Stretch(self.unit, self.waiting + more, self.peak + more, self.turns)
-
-    def use(self) -> Use:
-        turns = tuple(Turn(leaf=each.leaf, work=each.tally.workloads(), waits=each.waits) for each in self.turns)
-        return Use(unit=self.unit, waiting=self.waiting, peak=self.peak, turns=turns)
-
-
-@dataclass
-class _Open:
-    """A pass while it lasts."""
-
-    component: str
-    method: str
-    inputs: tuple[Any, ...]
-    stretches: list[_Stretch] = field(default_factory=list)
-    inside: list[str] = field(default_factory=list)  # units that are at work, the innermost last
-    leaf: str = ""  # that is at work
-    kernels: int = 0
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return self.component, self.method, self.inputs
-
-
-class _PhaseLedger:
-    """The passes of one phase: those alike (in inputs and in the units they use) are one kind, kept at its highest."""
-
-    def __init__(self, name: str, began: int) -> None:
-        self.name = name
-        self.began = began  # at which step of the allocator
-        self.peak = self.outside = 0
-        self.between = Tally()
-        self._kinds: dict[Any, list[_Stretch]] = {}
-        self._order: list[Any] = []
-
-    def add(self, done: _Open, stretches: list[_Stretch]) -> None:
-        kind = (*done.key, tuple(stretch.unit for stretch in stretches))
-        if kind not in self._kinds or _highest(stretches) > _highest(self._kinds[kind]):
-            self._kinds[kind] = stretches
-        self._order.append(kind)
-        self.peak = max(self.peak, _highest(stretches))
-
-    def phase(self, units: dict[str, list[str]], room: int) -> Phase:
-        """`units` are all there are, by component; `room` is what an allocator wants for its activations."""
-        kinds = list(self._kinds)
-        used: dict[str, list[set[str]]] = {}
-        for component, *_, names in kinds:
-            used.setdefault(component, []).append(set(names))
-        skipped = [f"{c}.{u}" for c, sets in used.items() for u in units[c] if u not in set.union(*sets)]
-        always = {c: set.intersection(*sets) for c, sets in used.items()}
-        some = [f"{c}.{u}" for c, sets in used.items() for u in units[c] if u in set.union(*sets) - always[c]]
-        return Phase(
-            name=self.name,
-            peak=self.peak,
-            outside=self.outside,
-            room=room,
-            passes=tuple(self._pass(kind) for kind in kinds),
-            order=tuple(map(kinds.index, self._order)),
-            between=self.between.workloads(),
-            skipped=tuple(skipped),
-            conditional=tuple(some),
-        )
-
-    def _pass(self, kind: Any) -> Pass:
-        uses = tuple(stretch.use() for stretch in self._kinds[kind])
-        component, method = kind[:2]
-        peak = _highest(self._kinds[kind])
-        return Pass(component=component, method=method, runs=self._order.count(kind), peak=peak, uses=uses)
-
-
-def _highest(stretches: list[_Stretch]) -> int:
-    return max((stretch.peak for stretch in stretches), default=0)
 
 
 class Ledger:
@@ -145,14 +37,27 @@ class Ledger:
         settle()
         self._weights = card.allocator.allocated.now - card.workspace_bytes
         self._began = len(card.allocator.history)
-        self._phases: list[_PhaseLedger] = []
-        self._open: list[_Open] = []
+        self._own: dict[int, int] = {}  # bytes of components' weights, by the numbers of their blocks
+        self._begin_call()
+
+    def again(self, components: Mapping[str, nn.Module]) -> Ledger:
+        """For another call of the same `components`, once this one follows nobody: what calls left is no weight."""
+        other = copy.copy(self)
+        other._own = _blocks_of(components)
+        other._weights += sum(other._own.values()) - sum(self._own.values())
+        other._begin_call()
+        return other
+
+    def _begin_call(self) -> None:
+        self._phases: list[OpenPhase] = []
+        self._open: list[OpenPass] = []
         self._units: dict[str, list[str]] = {}
-        self._seen: dict[Any, list[_Stretch]] = {}  # passes, by what could be seen of them before they began
+        self._seen: dict[Any, list[Stretch]] = {}  # passes, by what could be seen of them before they began
         self._before = Tally()  # work before the first phase
 
     def follow(self, components: dict[str, nn.Module], undo: ExitStack) -> None:
         """Listens to `components` until `undo` is closed."""
+        self._own = _blocks_of(components)
         self._card.watchers.append(self._kernel)
         undo.callback(self._card.watchers.remove, self._kernel)
         self._card.awaiters.append(self._wait)
@@ -174,7 +79,7 @@ class Ledger:
             for phase, end in zip(self._phases, ends, strict=True)
         )
 
-    def _room(self, phase: _PhaseLedger, history: Sequence[Step], end: int) -> int:
+    def _room(self, phase: OpenPhase, history: Sequence[Step], end: int) -> int:
         """Bytes that an allocator must have for a phase at the least, and for a peak that repeated passes brought.
 
         Where segments are fixed, what is left of the phases before keeps whole ones: then those are asked again, too.
@@ -193,7 +98,7 @@ class Ledger:
                 there[step.block] = step
             elif step.what == "free":
                 there.pop(step.block, None)
-        there = {number: step for number, step in there.items() if number not in workspaces}
+        there = {number: step for number, step in there.items() if number not in workspaces | self._own.keys()}
         asked, known = list(there.values()), set(there)
         for step in steps[begin:end]:
             if step.what == "malloc" and step.block not in workspaces:
@@ -224,7 +129,7 @@ class Ledger:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._works(name):
                 return inner(*args, **kwargs)
-            self._begin(phase, _Open(name, method, call_signature(args, kwargs)))
+            self._begin(phase, OpenPass(name, method, call_signature(args, kwargs)))
             try:
                 return inner(*args, **kwargs)
             finally:
@@ -240,7 +145,7 @@ class Ledger:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             begun.append(not self._works(name))
             if begun[-1]:
-                self._begin(phase, _Open(name, path, call_signature(args, kwargs)))
+                self._begin(phase, OpenPass(name, path, call_signature(args, kwargs)))
 
         def after(*_: Any) -> None:
             if begun.pop():
@@ -252,9 +157,9 @@ class Ledger:
     def _works(self, name: str) -> bool:
         return any(each.component == name for each in self._open)
 
-    def _begin(self, phase: str, opened: _Open) -> None:
+    def _begin(self, phase: str, opened: OpenPass) -> None:
         if not self._phases or self._phases[-1].name != phase:
-            self._phases.append(_PhaseLedger(phase, len(self._card.allocator.history)))
+            self._phases.append(OpenPhase(phase, len(self._card.allocator.history)))
             self._phases[-1].between, self._before = self._before, Tally()  # what was done before the first is its
         self._open.append(opened)
         self._turn("")
@@ -265,7 +170,7 @@ class Ledger:
         But more may wait meanwhile: a scheduler that remembers some steps, for one.
         """
         done = self._open.pop()
-        if done.kernels or done.key not in self._seen:
+        if done.kernels or not self._seen.get(done.key):
             stretches = [stretch for stretch in done.stretches if stretch.worked]
         else:
             more = done.stretches[0].waiting - self._seen[done.key][0].waiting
@@ -291,7 +196,7 @@ class Ledger:
     def _turn(self, unit: str) -> None:
         settle()
         now = self._activations
-        self._open[-1].stretches.append(_Stretch(unit, now, now))
+        self._open[-1].stretches.append(Stretch(unit, now, now))
 
     @property
     def _activations(self) -> int:
@@ -316,3 +221,10 @@ class Ledger:
     def _wait(self) -> None:
         if self._open:
             self._open[-1].stretches[-1].wait(self._open[-1].leaf)
+
+
+def _blocks_of(components: Mapping[str, nn.Module]) -> dict[int, int]:
+    """Bytes of the weights of `components` on cards, by the numbers of their blocks."""
+    tensors = [each for module in components.values() for each in weight_tensors(module) if each.device.type == NAME]
+    blocks = [store_of(each).block for each in tensors]
+    return {block.number: block.size for block in blocks if block is not None}

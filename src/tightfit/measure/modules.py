@@ -194,9 +194,10 @@ _PHASES: dict[Role, str] = {"encoder": "encode", "denoiser": "denoise", "autoenc
 def find_parts(name: str, module: nn.Module) -> dict[str, nn.Module]:
     """Parts of the component `name` that a pipeline may call by themselves, by their paths.
 
-    Of a denoiser, which has many and works often, and of what is compiled only the outermost; else all.
+    Of denoisers and autoencoders, which have many and work often (in strips), and of what is compiled only the
+    outermost; else all.
     """
-    outermost = find_role(name, module) == "denoiser" or compiled_around(module)
+    outermost = find_role(name, module) in ("denoiser", "autoencoder") or compiled_around(module)
     inside = module.named_children() if outermost else module.named_modules()
     return {path: part for path, part in inside if path}
 

@@ -14,7 +14,7 @@ from tightfit.plan.turns import order_of
 from tightfit.records import Accelerator, Budget, ComponentPlan, Footprint, Home, Machine, Plan, Reason, Storage
 from tightfit.units import format_bytes, format_enough, format_seconds
 
-__all__ = ["plan_jointly"]
+__all__ = ["check_devices", "plan_jointly"]
 
 
 def plan_jointly(
@@ -26,8 +26,7 @@ def plan_jointly(
     CPU among them, and BudgetTooSmall where nothing fits.
     """
     known = {name: _member(machine, name) for name in budget.devices}
-    if host is not None and host not in known:
-        raise PlanError(f"denoisers cannot compute on {host}: the budget names {', '.join(known)}", device=host)
+    check_devices({name: each.kind for name, each in known.items()}, host)
     members = [Member(rated(each), room_within(each, budget.devices[each.name])) for each in known.values()]
     first = None if host is None else list(known).index(host)
 
@@ -48,12 +47,19 @@ def plan_jointly(
     raise _too_small(team({}), lossy, budget)
 
 
+def check_devices(kinds: Mapping[str, str], host: str | None) -> None:
+    """PlanError where those that a budget names, by name, are not all cards, or `host` is none of them."""
+    for name, kind in kinds.items():
+        if kind == "cpu":
+            raise PlanError(f"a budget for several devices is for cards: {name} is none", device=name)
+    if host is not None and host not in kinds:
+        raise PlanError(f"denoisers cannot compute on {host}: the budget names {', '.join(kinds)}", device=host)
+
+
 def _member(machine: Machine, name: str) -> Accelerator:
     known = {accelerator.name: accelerator for accelerator in machine.accelerators}
     if name not in known:
         raise PlanError(unknown_name("device", name, known), device=name)
-    if known[name].is_cpu:
-        raise PlanError(f"a budget for several devices is for cards: {name} is none", device=name)
     return known[name]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.branch import Found
@@ -23,14 +23,18 @@ from tightfit.records import (
     Footprint,
     Home,
     Machine,
+    Phase,
     Plan,
     Reason,
     check_techniques,
 )
 from tightfit.units import format_bytes, format_enough
 
-__all__ = ["SPARE", "make_plan"]
+__all__ = ["SPARE", "find_missing", "make_plan"]
 
+Part = Literal["ways", "variants"]  # of a footprint
+
+GAIN = 0.001  # of a call's time: less is not worth measuring more
 SPARE = 0.05  # of what is free: left alone where nobody names a budget …
 SPARE_LEAST = 512 * 2**20  # … and at least so many bytes of a card: kernels and libraries are loaded later
 
@@ -97,6 +101,56 @@ def make_plan(
     others = [name for name in ("fp8", "int8") if name not in allowed]
     lossy = {name: [searched(stored) for stored in storages_of(footprint, [name]) if stored] for name in others}
     raise _too_small(searched({}), lossy, machine, room)
+
+
+def find_missing(
+    footprint: Footprint,
+    machine: Machine,
+    budget: Budget | None = None,
+    *,
+    device: str | None = None,
+    experiences: Sequence[Experience] = (),
+) -> tuple[Part, ...]:
+    """What `footprint` leaves out and a plan could be faster by: if that work took no memory at all, it would be.
+
+    Of several devices that is not known, and so everything. Raises PlanError as `make_plan` does.
+    """
+    if not footprint.left_out or (budget is not None and budget.devices):
+        return footprint.left_out
+    known = _accelerator(machine, device)
+    accelerator, disk_rate = rated(known), rated_disk(machine, known)
+    room = _room(accelerator, machine, budget)
+    told = learned(footprint, experiences, {}).footprint
+
+    def seconds(*free: Part) -> float:
+        """The least, if what is `free` took no memory."""
+        found = Search(_without(free, told), accelerator, disk_rate, {}).best(room.size, room.ram)
+        return math.inf if found is None else found.seconds
+
+    at_best = (1 + GAIN) * seconds(*footprint.left_out)
+    if seconds() <= at_best < math.inf:
+        return ()
+    if len(footprint.left_out) > 1 and at_best < math.inf:
+        for part in footprint.left_out:
+            if seconds(part) <= at_best:
+                return (part,)
+    return footprint.left_out
+
+
+def _without(parts: Sequence[Part], footprint: Footprint) -> Footprint:
+    """`footprint` as if nothing were needed by phases that work could be in these `parts` of."""
+    roles, denoising = {each.name: each.role for each in footprint.components}, set(footprint.denoising)
+
+    def free(place: int, phase: Phase) -> bool:
+        if place in denoising:
+            return "variants" in parts
+        return "ways" in parts and any(roles[done.component] == "autoencoder" for done in phase.passes)
+
+    phases = [
+        phase.model_copy(update={"room": 0}) if free(place, phase) else phase
+        for place, phase in enumerate(footprint.phases)
+    ]
+    return footprint.model_copy(update={"phases": tuple(phases)})
 
 
 def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Room:

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, replacing
 from tightfit.plan.guesses import rated, rated_disk
 from tightfit.plan.learned import experience_of, learned, stored_in
-from tightfit.plan.planner import make_plan
-from tightfit.records import Accelerator, Experience, Footprint, Machine, Plan, Trace
+from tightfit.plan.planner import find_missing, make_plan
+from tightfit.records import Accelerator, Experience, Footprint, Machine, Plan, Request, Trace
 from tightfit.run.predictions import key_of
 from tightfit.run.wishes import Limits
 
-__all__ = ["MOST", "Basis", "Past", "forget"]
+if TYPE_CHECKING:
+    from tightfit.run.footprints import Measurer
+
+__all__ = ["MOST", "Basis", "Past", "forget", "measured"]
 
 MOST = 8  # calls that are kept
 _PASSING = {"name", "bytes", "free", "taken", "fixed_segments"}  # of an accelerator: what is no part of how fast it is
@@ -72,6 +75,12 @@ class Basis(NamedTuple):
     footprint: Footprint  # as it was measured
     machine: Machine  # with one accelerator, or with all that the budget names
     past: Past
+    call: Any = None  # that was measured; None: one that was made up
+
+    def missing(self, limits: Limits) -> tuple[str, ...]:
+        """What the footprint left out and a plan within `limits` could be faster by."""
+        budget, _, host = limits
+        return find_missing(self.footprint, self.machine, budget, device=host, experiences=self.past.read())
 
     def plan(self, limits: Limits) -> Plan:
         """The plan within `limits`, by all that was learned. Raises BudgetTooSmall."""
@@ -88,6 +97,19 @@ class Basis(NamedTuple):
         (known,) = self.machine.accelerators
         disk_rate = rated_disk(self.machine, known)
         self.past.add(experience_of(self.footprint, plan, rated(known), trace, disk_rate, spread=spread))
+
+
+def measured(measurer: Measurer, asked: Request, call: Any, limits: Limits, machine: Callable[[], Machine]) -> Basis:
+    """What a plan within `limits` is made from, for the `call` that asks for this (None: one that is made up).
+
+    `machine` is asked when the call was measured: what is free may change meanwhile.
+    """
+
+    def basis(footprint: Footprint) -> Basis:
+        there = machine()
+        return Basis(footprint, there, Past(measurer.question(asked), there.accelerators[0]), call)
+
+    return basis(measurer.measure(asked, call, lambda bare: basis(bare).missing(limits)))
 
 
 def _folder() -> Path:

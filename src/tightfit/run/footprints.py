@@ -15,14 +15,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from tightfit.apply.activations.batches import chunk_blocks
 from tightfit.apply.activations.exporting import NotExported, without_weights
 from tightfit.apply.activations.strips.survey import survey
 from tightfit.apply.fitting import fit
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
 from tightfit.errors import InputError, unknown_name
-from tightfit.footprint import Footprint, Phase, Variant
+from tightfit.footprint import Footprint, Phase
 from tightfit.measure.ledger import Ledger
 from tightfit.measure.logged import PassLog
 from tightfit.measure.modules import find_components, find_role, inspect_pipeline
@@ -32,10 +31,10 @@ from tightfit.pretend.operations import NAME
 from tightfit.records import Request
 from tightfit.run.arguments import Given
 from tightfit.run.models import DTYPES
-from tightfit.run.predictions import find_subject, footprint_question, remembered
+from tightfit.run.predictions import Missing, find_subject, footprint_question, keep_footprint, recalled_footprint
 from tightfit.run.stage import Inputs as CallInputs
 from tightfit.run.stage import Stage, roomy_card
-from tightfit.run.variants import measure_variants
+from tightfit.run.variants import Again, measure_variants
 
 __all__ = ["Measurer", "measure_footprint"]
 
@@ -99,9 +98,13 @@ class Measurer:
         self._model, self._mark = find_subject(str(subject)) if named else (shadow_of(subject), mark_of(subject))
         self._dtype, self._expandable = _checked(dtype), expandable
 
-    def measure(self, asked: Request, call: Given | PassLog | None = None) -> Footprint:
-        """Of the `call` that asks for this; None: of one that is made up."""
-        return _kept(self._mark, asked, call, self._model, self._dtype, expandable=self._expandable)
+    def measure(self, asked: Request, call: Given | PassLog | None = None, missing: Missing | None = None) -> Footprint:
+        """Of the `call` that asks for this (None: of one that is made up).
+
+        Ways and variants of its work, which take most of the time, only as far as they are `missing` in what is known
+        without (None: all of them).
+        """
+        return _kept(self._mark, asked, call, self._model, self._dtype, expandable=self._expandable, missing=missing)
 
     def question(self, asked: Request) -> dict[str, Any] | None:
         """What the answer is kept under; None where it is not kept."""
@@ -115,7 +118,14 @@ def _checked(dtype: str | None) -> str | None:
 
 
 def _kept(
-    mark: str, asked: Request, inputs: Any, model: Any, dtype: str | None = None, *, expandable: bool = True
+    mark: str,
+    asked: Request,
+    inputs: Any,
+    model: Any,
+    dtype: str | None = None,
+    *,
+    expandable: bool = True,
+    missing: Missing | None = None,
 ) -> Footprint:
     """From the cache, where all that the answer depends on has a mark. `inputs` are a Stage's, or no mapping."""
     whole = isinstance(inputs, Given | PassLog)  # a call, which `asked` describes
@@ -124,17 +134,22 @@ def _kept(
 
     def measure() -> Footprint:
         try:
-            return _measure_call(model, asked, inputs, dtype, expandable)
+            return _measure_call(model, asked, inputs, dtype, expandable, missing)
         except Exception:  # of a network that cannot do without numbers: what it called is repeated, part by part
             if not isinstance(inputs, PassLog):
                 raise
             plain = without_hooks(_untouched(model))
             unable = _find_unable(plain, asked, inputs, dtype)
-            return _measure_call(plain, asked, inputs, dtype, expandable, unable)
+            return _measure_call(plain, asked, inputs, dtype, expandable, missing, unable)
 
     if (inputs and not whole) or not mark:
         return measure()
-    return remembered(Footprint, footprint_question(mark, asked, dtype, expandable=expandable), measure)
+    question = footprint_question(mark, asked, dtype, expandable=expandable)
+    known = recalled_footprint(question, missing)
+    if known is None:
+        known = measure()
+        keep_footprint(known, question)
+    return known
 
 
 @contextlib.contextmanager
@@ -162,24 +177,30 @@ def _measure_call(
     inputs: CallInputs,
     dtype: str | None,
     expandable: bool,
+    missing: Missing | None,
     unable: Collection[tuple[str, str]] = (),
 ) -> Footprint:
     precision = getattr(torch, dtype) if dtype else None
-    with roomy_card(ANY_CARD) as card, ExitStack() as undo:
+    with roomy_card(ANY_CARD) as card:
         stage = Stage(_untouched(model), card, {"level": 0}, asked, precision, unable)
-        ledger, calls = Ledger(card, expandable=expandable), _Calls(stage.components, undo, expandable=expandable)
-        ledger.follow(stage.components, undo)
-        stage.play(inputs)
-        made = inspect_pipeline(stage.pipe)
-        phases = tuple(calls.with_ways(phase) for phase in ledger.phases())
-        footprint = made.model_copy(update={"request": stage.request, "phases": phases})
-
-    def denoise(variant: Variant) -> tuple[Phase, ...]:
-        with roomy_card(ANY_CARD) as card, ExitStack() as undo:
-            stage = Stage(_untouched(model), card, _choices(footprint, variant), asked, precision, unable)
-            return _denoised(stage, variant, inputs, undo, Ledger(stage.card, expandable=expandable))
-
-    return footprint.model_copy(update={"variants": measure_variants(footprint, denoise)})
+        ledger, again = Ledger(card, expandable=expandable), Again(stage, unable)
+        with ExitStack() as undo:
+            calls = _Calls(stage.components, undo, expandable=expandable)
+            ledger.follow(stage.components, undo)
+            stage.play(inputs)
+            made = inspect_pipeline(stage.pipe)
+            phases = ledger.phases()
+        left_out = {"left_out": ("ways", "variants")}
+        footprint = made.model_copy(update={"request": stage.request, "phases": phases} | left_out)
+        while wanted := footprint.left_out if missing is None else missing(footprint):
+            left = tuple(part for part in footprint.left_out if part != wanted[0])
+            found: dict[str, Any] = {"left_out": left}
+            if wanted[0] == "ways":
+                found["phases"] = tuple(calls.with_ways(phase) for phase in footprint.phases)
+            else:
+                found["variants"] = measure_variants(footprint, lambda each: again.phases(each, inputs, ledger))
+            footprint = footprint.model_copy(update=found)
+        return footprint
 
 
 def _find_unable(model: Any, asked: Request, log: PassLog, dtype: str | None) -> set[tuple[str, str]]:
@@ -192,34 +213,6 @@ def _find_unable(model: Any, asked: Request, log: PassLog, dtype: str | None) ->
 def _untouched(model: Any) -> Any:
     """`model` for one stage, which changes it."""
     return model if isinstance(model, str | ModelFolder) else shadow_of(model)
-
-
-def _choices(footprint: Footprint, variant: Variant) -> dict[str, Any]:
-    """Everything on the card, denoisers at work as `variant` says; what goes by blocks is not a plan's to say here."""
-    fields = {"feed_forward": variant.feed_forward} if variant.by_blocks else variant.fields
-    return {"level": 0, "components": dict.fromkeys(footprint.denoisers, fields)}
-
-
-class _Denoised(Exception):
-    """All denoisers have done their work."""
-
-
-def _denoised(stage: Stage, variant: Variant, inputs: CallInputs, undo: ExitStack, ledger: Ledger) -> tuple[Phase, ...]:
-    """The phases in which denoisers work, of the call on `stage`; what comes after them is not played."""
-    denoisers = {name for name, module in stage.components.items() if find_role(name, module) == "denoiser"}
-    for name, module in stage.components.items():
-        if name in denoisers and variant.by_blocks:
-            chunk_blocks(module, variant.batch, undo)
-        elif find_role(name, module) == "autoencoder" and hasattr(module, "decode"):
-            vars(module)["decode"] = _ended
-    ledger.follow(stage.components, undo)
-    with contextlib.suppress(_Denoised):
-        stage.play(inputs)
-    return tuple(phase for phase in ledger.phases() if denoisers & {done.component for done in phase.passes})
-
-
-def _ended(*args: Any, **kwargs: Any) -> Any:
-    raise _Denoised
 
 
 class _Calls:

@@ -13,7 +13,7 @@ from tightfit.plan.guesses import computer_with
 from tightfit.records import Accelerator, Budget, Footprint, Machine, Plan, Prediction, Request
 from tightfit.run.counting import KNOWN_NOTE, counted, reads_disk
 from tightfit.run.models import stored_dtype
-from tightfit.run.predictions import find_subject, footprint_question, recalled, remembered
+from tightfit.run.predictions import find_subject, footprint_question, recalled, recalled_footprint, remembered
 from tightfit.run.wishes import Limits, demo_request
 from tightfit.units import format_bytes, format_seconds
 
@@ -61,7 +61,7 @@ def forecast(
         called = [each.name for each in (accelerator, *others)]
         limits = _among(called if others or not known else [card_called(card or "")], limits)
         with say("planning"):
-            footprint = _kept_footprint(which, mark, accelerator, asked)
+            footprint = _kept_footprint(which, mark, (accelerator, *others), asked, limits)
             fields, paces = _planned(which, (accelerator, *others), asked, limits, own, footprint)
     name = title or "the demo model"
     card = " and ".join(each.name for each in (accelerator, *others)) if others else card and card_called(card)
@@ -89,7 +89,7 @@ def forecast(
     instead = None
     if chosen and not found.fits and not others:
         with say("looking for what would fit"):
-            instead = _instead(which, accelerator, asked, own, _kept_footprint(which, mark, accelerator, asked))
+            instead = _instead(which, accelerator, asked, own, mark)
     return found.model_copy(update={"rates": _rates(accelerator, own, paces), "instead": instead})
 
 
@@ -102,11 +102,10 @@ def _rates(
     return "learned" if paces else "measured" if accelerator.arithmetic_rates else "guessed"
 
 
-def _instead(
-    which: str | ModelFolder, accelerator: Accelerator, asked: Request, own: Machine | None, kept: Footprint | None
-) -> str:
+def _instead(which: str | ModelFolder, accelerator: Accelerator, asked: Request, own: Machine | None, mark: str) -> str:
     """What would fit on `accelerator`, in a sentence."""
     try:
+        kept = _kept_footprint(which, mark, (accelerator,), asked, Limits(None))
         fields, _ = _planned(which, (accelerator,), asked, Limits(None), own, kept)
     except BudgetTooSmall as error:
         return str(error)
@@ -169,7 +168,8 @@ def _planned(
     machine = machine.model_copy(update={"accelerators": machine.accelerators[: len(accelerators)]})
     if others:
         limits = limits._replace(budget=_for_each(machine.accelerators, limits.budget))
-    measured = footprint if measurer is None else measurer.measure(asked)
+    missing = lambda bare: Basis(bare, machine, past).missing(limits)  # noqa: E731
+    measured = footprint if measurer is None else measurer.measure(asked, None, missing)
     assert measured is not None
     basis = Basis(measured, machine, past)
     plan = basis.plan(limits)
@@ -187,10 +187,19 @@ def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Bud
     return Budget(devices={each.name: each.bytes for each in accelerators}, ram=budget.ram if budget else None)
 
 
-def _kept_footprint(which: str | ModelFolder, mark: str, accelerator: Accelerator, asked: Request) -> Footprint | None:
-    """What `_measurer` would find on disk; without torch."""
-    dtype, expandable = _dtype(which, accelerator), accelerator.fixed_segments is None
-    return recalled(Footprint, footprint_question(mark, asked, dtype, expandable=expandable)) if mark else None
+def _kept_footprint(
+    which: str | ModelFolder, mark: str, accelerators: Sequence[Accelerator], asked: Request, limits: Limits
+) -> Footprint | None:
+    """What `_measurer` would find on disk for a plan within `limits`; without torch."""
+    dtype, expandable = _dtype(which, accelerators[0]), accelerators[0].fixed_segments is None
+
+    def missing(bare: Footprint) -> tuple[str, ...]:
+        from tightfit.run.experiences import Basis, Past
+
+        return Basis(bare, computer_with(*accelerators), Past(None, accelerators[0])).missing(limits)
+
+    question = footprint_question(mark, asked, dtype, expandable=expandable)
+    return recalled_footprint(question, missing if len(accelerators) == 1 else None) if mark else None
 
 
 def _dtype(which: str | ModelFolder, accelerator: Accelerator) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +19,22 @@ from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, code_mark, replacing
 from tightfit.record import Record
-from tightfit.records import Request
+from tightfit.records import Footprint, Request
 from tightfit.run.models import find_model
 
-__all__ = ["find_subject", "footprint_question", "key_of", "recalled", "remembered"]
+__all__ = [
+    "Missing",
+    "find_subject",
+    "footprint_question",
+    "keep_footprint",
+    "key_of",
+    "recalled",
+    "recalled_footprint",
+    "remembered",
+]
 
+Missing = Callable[[Footprint], Sequence[str]]  # what a footprint left out and somebody needs
+LEFT_OUT = ("variants", "ways", "ways variants")  # of footprints
 Answer = TypeVar("Answer", bound=Record)
 
 
@@ -43,12 +54,18 @@ def remembered(kind: type[Answer], question: dict[str, Any], answer: Callable[[]
     known = recalled(kind, question)
     if known is not None:
         return known
-    file, found = _file(kind, question), answer()
+    found = answer()
+    keep(found, question)
+    return found
+
+
+def keep(answer: Record, question: dict[str, Any]) -> None:
+    """From now on `answer` is in the cache, if it can be written."""
+    file = _file(type(answer), question)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as partial:
-            partial.write_text(found.to_json())
-    return found
+            partial.write_text(answer.to_json())
 
 
 def recalled(kind: type[Answer], question: dict[str, Any]) -> Answer | None:
@@ -65,6 +82,23 @@ def _file(kind: type[Record], question: dict[str, Any]) -> Path:
 def footprint_question(mark: str, asked: Request, dtype: str | None, *, expandable: bool = True) -> dict[str, Any]:
     """What the footprint of a call is kept under: of what has this `mark`, computed in `dtype`."""
     return {"model": mark, "request": asked.to_mapping(), "dtype": dtype, "expandable": expandable}
+
+
+def recalled_footprint(question: dict[str, Any], missing: Missing | None = None) -> Footprint | None:
+    """The kept answer to a `footprint_question`; one that left something out only if nothing of that is `missing`."""
+    for left_out in ("", *LEFT_OUT) if missing is not None else ("",):
+        known = recalled(Footprint, _without(question, left_out.split()))
+        if known is not None and not (missing and missing(known)):
+            return known
+    return None
+
+
+def keep_footprint(footprint: Footprint, question: dict[str, Any]) -> None:
+    keep(footprint, _without(question, footprint.left_out))
+
+
+def _without(question: dict[str, Any], left_out: Sequence[str]) -> dict[str, Any]:
+    return question | {"left_out": sorted(left_out)} if left_out else question
 
 
 def key_of(question: dict[str, Any]) -> str:

@@ -1,24 +1,25 @@
-"""A network that works a few times for every shape of input, and then only lets the time pass that this took."""
+"""Networks that do not work every time: denoisers let the time pass that a pass took, encoders give what they gave."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tightfit.measure.call_signature import call_signature
 from tightfit.measure.recorder import Moment, Recorder
 from tightfit.pretend.card import Card
 from tightfit.pretend.kernels import Work
 from tightfit.pretend.operations import NAME
-from tightfit.pretend.storage import settle
+from tightfit.pretend.storage import settle, store_of
 
-__all__ = ["Remembering"]
+__all__ = ["Remembering", "Repeating"]
 
 MOST_MOMENTS = 200  # of a pass, for the picture
 
@@ -49,6 +50,16 @@ class Remembering:
         self._watched = (3, 4) if streams else (2,)
         self.forget()
 
+    def vary(self, change: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack) -> None:
+        """Until `undo` is closed, it works as `change` makes it."""
+        undo.callback(vars(self).update, _forward=self._forward)
+        self._forward = change(self._forward)
+
+    def watch(self, number: int, undo: ExitStack) -> None:
+        """Until `undo` is closed, the pass of this number is the one that is repeated from then on."""
+        undo.callback(vars(self).update, _watched=self._watched)
+        self._watched = (number,)
+
     def forget(self) -> None:
         """Another call begins: what it begins with is worked through again."""
         self._passes: Counter[Any] = Counter()
@@ -65,6 +76,49 @@ class Remembering:
         if number < watched[0]:
             return self._forward(*args, **kwargs)
         return _repeat(self._known[key][(number - watched[0]) % len(watched)], self._recorder, self._card)
+
+
+class Repeating:
+    """`part.forward`, which in a pipeline's second call gives what it gave in the first, and does not work."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._forward: Callable[..., Any] = part.forward
+        self._passes: Counter[Any] = Counter()
+        self._given: dict[Any, tuple[list[Callable[[], Any]], Any]] = {}
+        self._again = False
+
+    def again(self) -> None:
+        """Another call begins."""
+        self._passes.clear()
+        self._again = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = call_signature(args, kwargs)
+        self._passes[key] += 1
+        place = key, self._passes[key]
+        if place in self._given:
+            leaves, whole = self._given[place]
+            return tree_unflatten([leaf() for leaf in leaves], whole)
+        output = self._forward(*args, **kwargs)
+        leaves, whole = tree_flatten(output)
+        if not self._again and all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            self._given[place] = [_copy_of(leaf) for leaf in leaves], whole
+        return output
+
+
+_PLAIN = (torch.Tensor, bool, int, float, str, type(None))
+
+
+def _copy_of(value: Any) -> Callable[[], Any]:
+    """What makes `value` once more; of a tensor on a card whose numbers nobody knows, its layout."""
+    if not isinstance(value, torch.Tensor) or value.device.type != NAME:
+        return lambda: value
+    device = value.device
+    if store_of(value).values is not None:
+        kept = value.detach().cpu()
+        return lambda: kept.to(device)
+    shape, strides, dtype = value.shape, value.stride(), value.dtype
+    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def _repeat(seen: _Pass, recorder: Recorder, card: Card) -> Any:

@@ -18,7 +18,7 @@ from tightfit.plan.forecast import taken_by_others
 from tightfit.plan.parts import up
 from tightfit.records import Budget, Machine, Plan, Request
 from tightfit.run.arguments import Given
-from tightfit.run.experiences import Basis, Past
+from tightfit.run.experiences import Basis, measured
 from tightfit.run.footprints import Measurer
 from tightfit.run.machines import machine_now, with_less_taken, with_taken
 from tightfit.run.pupil import Pupil
@@ -77,6 +77,7 @@ class Replanner:
         log = self._logs.pop(shape, None)
         try:
             basis = self._bases.get(shape) or self._basis(request, log or self._call(given))
+            basis = self._suited(request, basis)
         except RequestError as error:
             if given is None and request != Request():
                 raise
@@ -110,10 +111,18 @@ class Replanner:
     def _basis(self, request: Request, call: Given | PassLog | None) -> Basis:
         if isinstance(self._measurer, Exception):
             raise self._measurer
-        footprint = self._measurer.measure(request, call)
+        return measured(self._measurer, request, call, self._limits, self._machine_once_free)
+
+    def _suited(self, request: Request, basis: Basis) -> Basis:
+        """`basis`; where a plan within the limits as they are now needs that, with more that is known of its call."""
+        if isinstance(self._measurer, Exception) or not basis.missing(self._limits):
+            return basis
+        missing = lambda bare: basis._replace(footprint=bare).missing(self._limits)  # noqa: E731
+        return basis._replace(footprint=self._measurer.measure(request, basis.call, missing))
+
+    def _machine_once_free(self) -> Machine:
         self._machine = self._machine or self._free_machine()
-        past = Past(self._measurer.question(request), self._machine.accelerators[0])
-        return Basis(footprint, self._machine, past)
+        return self._machine
 
     def _free_machine(self) -> Machine:
         """This computer as if the pipeline were not there, of whose weights it has so much now."""
@@ -160,7 +169,8 @@ class Replanner:
         basis = self._bases[shape]
         more = max(held - (basis.machine.ram_taken or 0) - told, int(told * (1 - LESS)), 1)
         machine = with_less_taken(basis.machine, {now.device: -more})
-        plan = basis._replace(machine=machine).plan(self._limits)
+        basis = self._bases[shape] = self._suited(now.request, basis._replace(machine=machine))
+        plan = basis.plan(self._limits)
         self._now_on(machine)
         self._plans = {shape: plan}
         self.pupil.studies(plan, self._bases[shape])

@@ -8,6 +8,7 @@ import torch
 
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
+from tightfit.plan.jointly import check_devices
 from tightfit.records import Plan
 from tightfit.run.wishes import Limits
 
@@ -31,11 +32,15 @@ class Site(NamedTuple):
 
 
 def site_of(limits: Limits, device: str | torch.device | Device | None) -> Site:
-    """What `device` (None: the best, of several wherever denoisers are fastest) means. InputError for unknown ones."""
+    """What `device` (None: the best, of several wherever denoisers are fastest) means.
+
+    InputError for unknown devices, PlanError where a budget for several is not for cards, or not for `device`.
+    """
     budget = limits.budget
     if budget is None or not budget.devices:
         return Site(limits, (choose_device(device),))
     devices = {choose_device(name): size for name, size in budget.devices.items()}
     budget = budget.model_copy(update={"devices": {each.name: size for each, size in devices.items()}})
     host = None if device is None else choose_device(device).name
+    check_devices({each.name: each.kind for each in devices}, host)
     return Site(limits._replace(budget=budget, host=host), tuple(devices))

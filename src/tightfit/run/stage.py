@@ -89,18 +89,17 @@ class Stage:
         self.components = find_components(self.pipe)
         self.fitted = fit(self.pipe, plan=choices, request=self.request, device=f"pretend:{card.index}")
         self._repeater = Repeater(self.components, self._device, unable)  # before anybody else takes a method's place
-        self._memories = []
+        self.denoisers: dict[str, Remembering] = {}
         for name, part in self.components.items():
             if find_role(name, part) == "denoiser":
                 streams = self.fitted.plan.components[name].placement == "per-unit"
-                part.forward = Remembering(part, self.fitted.recorder, card, streams=streams)
-                self._memories.append(part.forward)
+                part.forward = self.denoisers[name] = Remembering(part, self.fitted.recorder, card, streams=streams)
 
     def play(self, inputs: Inputs = None) -> tuple[str, ...]:
         """One call of the pipeline: with the request, and arguments of its own by name; one that is given; or one that
         was logged, of which the passes are repeated. Returns what diffusers remarks (a number that it rounds).
         """
-        for memory in self._memories:
+        for memory in self.denoisers.values():
             memory.forget()
         with torch.no_grad(), quietly() as said, _draws_kept():
             if isinstance(inputs, Given):

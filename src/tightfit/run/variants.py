@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import gc
+import types
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
-from tightfit.footprint import Footprint, Phase, Variant
+from torch import nn
 
-__all__ = ["measure_variants"]
+from tightfit.apply.activations.batches import chunk_blocks, in_chunks
+from tightfit.apply.activations.feed_forward import chunk_feed_forwards
+from tightfit.footprint import Footprint, Phase, Variant
+from tightfit.measure.ledger import Ledger
+from tightfit.measure.modules import find_role
+from tightfit.run.remembering import Repeating
+from tightfit.run.stage import Inputs, Stage
+
+__all__ = ["Again", "measure_variants"]
 
 Play = Callable[[Variant], tuple[Phase, ...]]  # the phases of denoisers, as they are then
 GAIN = 0.05  # of the bytes that activations want: to save less is not worth a planner's while
@@ -62,3 +75,74 @@ def _finer(room: int, steps: list[dict[str, Any]], play: Play) -> list[Variant]:
 
 def _room(phases: tuple[Phase, ...]) -> int:
     return max((phase.room for phase in phases), default=0)
+
+
+class Again:
+    """The call that `stage` is about to play, to be played again with denoisers at work in other ways.
+
+    Encoders do not work again, and what comes after denoisers is not played.
+    """
+
+    def __init__(self, stage: Stage, unable: Collection[tuple[str, str]]) -> None:
+        """`unable`: components and methods that cannot work on shapes, and so in no other way."""
+        self._stage, self._apart = stage, {name for name, method in unable if method == "forward"}
+        self._encoders, self._autoencoders = [], []
+        for name, module in stage.components.items():
+            role = find_role(name, module)
+            if role == "encoder":
+                module.forward = Repeating(module)
+                self._encoders.append(module.forward)
+            elif role == "autoencoder":
+                self._autoencoders.append((module, {path: tensor.dtype for path, tensor in _named(module)}))
+
+    def phases(self, variant: Variant, inputs: Inputs, before: Ledger) -> tuple[Phase, ...]:
+        """Those in which denoisers work as `variant` says; `before` followed the call as it is usually done."""
+        for module, dtypes in self._autoencoders:  # some pipelines change them for their work
+            for path, tensor in _named(module):
+                if tensor.dtype != dtypes[path]:
+                    tensor.data = tensor.data.to(dtypes[path])
+        gc.collect()  # what the last call left
+        self._stage.card.allocator.empty_cache()
+        with ExitStack() as undo:
+            self._vary(variant, undo)
+            ledger = before.again(self._stage.components)
+            ledger.follow(self._stage.components, undo)
+            with contextlib.suppress(_Denoised):
+                self._stage.play(inputs)
+            denoisers = self._stage.denoisers.keys()
+            return tuple(phase for phase in ledger.phases() if denoisers & {done.component for done in phase.passes})
+
+    def _vary(self, variant: Variant, undo: ExitStack) -> None:
+        for encoder in self._encoders:
+            encoder.again()
+        for module, _ in self._autoencoders:
+            if hasattr(module, "decode"):
+                vars(module)["decode"] = _ended
+                undo.callback(vars(module).pop, "decode", None)
+        for name, memory in self._stage.denoisers.items():
+            module = self._stage.components[name]
+            if variant.feed_forward is not None:
+                chunk_feed_forwards(module, variant.feed_forward, undo)
+            if variant.by_blocks:
+                chunk_blocks(module, variant.batch, undo)
+            elif variant.in_parts and name not in self._apart:
+                memory.vary(functools.partial(_in_parts, size=variant.batch), undo)
+            if variant.feed_forward is None:  # else the first pass tries them out; tables were made before
+                memory.watch(1, undo)
+
+
+class _Denoised(Exception):
+    """All denoisers have done their work."""
+
+
+def _ended(*args: Any, **kwargs: Any) -> Any:
+    raise _Denoised
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def _in_parts(usual: Any, size: int | None) -> Callable[..., Any]:
+    """`usual`, the method by which a network works, on `size` items of a batch at a time (None: half of it)."""
+    return types.MethodType(in_chunks(usual.__func__, size), usual.__self__)

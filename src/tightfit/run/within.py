@@ -11,10 +11,10 @@ import torch
 
 from tightfit.checkpoint.folder import check_folder
 from tightfit.checkpoint.shapes import build_folder
-from tightfit.errors import RequestError, TightfitError
+from tightfit.errors import InputError, RequestError
 from tightfit.records import Plan, Request
 from tightfit.run.arguments import Given
-from tightfit.run.experiences import Basis, Past
+from tightfit.run.experiences import Basis, measured
 from tightfit.run.footprints import Measurer
 from tightfit.run.machines import machine_now
 from tightfit.run.shape import asked_by
@@ -44,15 +44,13 @@ def plan_within(
         asked, given = asked_by(object.__new__(kind), example), Given(example, site.devices[0].torch_device)
     try:
         measurer = Measurer(path, dtype, expandable=site.expandable)
-        footprint = measurer.measure(asked, given)
-    except TightfitError as error:
+        basis = measured(measurer, asked, given, site.limits, lambda: machine_now(*site.devices))
+    except InputError as error:
         if request is not None or not isinstance(error, RequestError):
             raise
         return _unmeasured(path, asked, site, dtype, error)
     except Exception as error:  # of anybody's code
         return _unmeasured(path, asked, site, dtype, error)
-    machine = machine_now(*site.devices)
-    basis = Basis(footprint, machine, Past(measurer.question(asked), machine.accelerators[0]))
     return Made(basis.plan(site.limits), basis)
 
 

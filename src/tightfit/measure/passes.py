@@ -1,0 +1,122 @@
+"""Passes and phases of a call while they last: what each unit does in its turn, and how many bytes there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightfit.footprint import Pass, Phase, Turn, Use
+from tightfit.measure.tally import Tally
+from tightfit.pretend.kernels import Work
+
+__all__ = ["OpenPass", "OpenPhase", "Stretch"]
+
+
+@dataclass
+class _Turn:
+    """Of one leaf, or of what is done between leaves ("")."""
+
+    leaf: str
+    tally: Tally = field(default_factory=Tally)
+    waits: bool = False
+
+
+@dataclass
+class Stretch:
+    """A unit's turn while it lasts."""
+
+    unit: str
+    waiting: int
+    peak: int
+    turns: list[_Turn] = field(default_factory=list)
+
+    @property
+    def worked(self) -> bool:
+        return bool(self.unit or self.turns)
+
+    def add(self, leaf: str, work: Work) -> None:
+        self._turn(leaf).tally.add(work)
+
+    def wait(self, leaf: str) -> None:
+        """The host waits for `leaf`, and for all before it."""
+        self._turn(leaf).waits = True
+
+    def _turn(self, leaf: str) -> _Turn:
+        if not self.turns or self.turns[-1].leaf != leaf or self.turns[-1].waits:
+            self.turns.append(_Turn(leaf))
+        return self.turns[-1]
+
+    def later(self, more: int) -> Stretch:
+        """The same, with `more` bytes waiting."""
+        return Stretch(self.unit, self.waiting + more, self.peak + more, self.turns)
+
+    def use(self) -> Use:
+        turns = tuple(Turn(leaf=each.leaf, work=each.tally.workloads(), waits=each.waits) for each in self.turns)
+        return Use(unit=self.unit, waiting=self.waiting, peak=self.peak, turns=turns)
+
+
+@dataclass
+class OpenPass:
+    """A pass while it lasts."""
+
+    component: str
+    method: str
+    inputs: tuple[Any, ...]
+    stretches: list[Stretch] = field(default_factory=list)
+    inside: list[str] = field(default_factory=list)  # units that are at work, the innermost last
+    leaf: str = ""  # that is at work
+    kernels: int = 0
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.component, self.method, self.inputs
+
+
+class OpenPhase:
+    """The passes of one phase: those alike (in inputs and in the units they use) are one kind, kept at its highest."""
+
+    def __init__(self, name: str, began: int) -> None:
+        self.name = name
+        self.began = began  # at which step of the allocator
+        self.peak = self.outside = 0
+        self.between = Tally()
+        self._kinds: dict[Any, list[Stretch]] = {}
+        self._order: list[Any] = []
+
+    def add(self, done: OpenPass, stretches: list[Stretch]) -> None:
+        kind = (*done.key, tuple(stretch.unit for stretch in stretches))
+        if kind not in self._kinds or _highest(stretches) > _highest(self._kinds[kind]):
+            self._kinds[kind] = stretches
+        self._order.append(kind)
+        self.peak = max(self.peak, _highest(stretches))
+
+    def phase(self, units: dict[str, list[str]], room: int) -> Phase:
+        """`units` are all there are, by component; `room` is what an allocator wants for its activations."""
+        kinds = list(self._kinds)
+        used: dict[str, list[set[str]]] = {}
+        for component, *_, names in kinds:
+            used.setdefault(component, []).append(set(names))
+        skipped = [f"{c}.{u}" for c, sets in used.items() for u in units[c] if u not in set.union(*sets)]
+        always = {c: set.intersection(*sets) for c, sets in used.items()}
+        some = [f"{c}.{u}" for c, sets in used.items() for u in units[c] if u in set.union(*sets) - always[c]]
+        return Phase(
+            name=self.name,
+            peak=self.peak,
+            outside=self.outside,
+            room=room,
+            passes=tuple(self._pass(kind) for kind in kinds),
+            order=tuple(map(kinds.index, self._order)),
+            between=self.between.workloads(),
+            skipped=tuple(skipped),
+            conditional=tuple(some),
+        )
+
+    def _pass(self, kind: Any) -> Pass:
+        uses = tuple(stretch.use() for stretch in self._kinds[kind])
+        component, method = kind[:2]
+        peak = _highest(self._kinds[kind])
+        return Pass(component=component, method=method, runs=self._order.count(kind), peak=peak, uses=uses)
+
+
+def _highest(stretches: list[Stretch]) -> int:
+    return max((stretch.peak for stretch in stretches), default=0)
