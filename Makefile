@@ -7,9 +7,12 @@ READY  := $(VENV)/.ready
 TORCH  ?= 2.12.1
 CUDA_VENV  := .venv-cuda$(if $(filter-out 2.12.1,$(TORCH)),-$(TORCH))
 STUB       := tests/cuda_stub
+VERSIONS ?= 2.11.0 2.15.0
+VERSION_TESTS := tests/pretend tests/devices tests/run/test_any_call.py $(addprefix tests/apply/test_,attention_seam.py \
+	chunked_attention.py compiled.py int8.py page_locking.py tracing.py weight_kinds.py weights.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-slow test-gpu test-cuda test-cuda-full bench chart lint clean
+.PHONY: demo test test-slow test-gpu test-cuda test-cuda-full test-versions bench chart lint clean
 
 demo: $(READY)  ## a picture inside a memory budget, and where the memory went; on a card, or on one played by the CPU
 	@mkdir -p demo-out
@@ -30,6 +33,9 @@ test-gpu: $(READY)  ## what needs a CUDA card; skipped where there is none
 
 test-cuda:  ## the CUDA path without a card, on PyTorch's CUDA wheel: TORCH=2.12.1; 10 minutes, and 1.5 GB at first
 	$(STUB)/test.sh $(CUDA_VENV) $(TORCH) -m "gpu and not full"
+
+test-versions:  ## what depends on torch's version, with the oldest and the newest: VERSIONS="2.11.0 2.15.0"; 40 minutes
+	@for version in $(VERSIONS); do $(STUB)/versions.sh $$version $(VERSION_TESTS) || exit 1; done
 
 test-cuda-full:  ## all proofs of the CUDA path; hours, goes on where it was
 	$(STUB)/test.sh $(CUDA_VENV) $(TORCH) -m gpu -p cuda_stub.resume --results bench/results/test-cuda.jsonl

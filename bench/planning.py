@@ -1,16 +1,18 @@
 """How long planning takes: a model's first plan, one with its programs kept, and another budget of a known footprint.
 
-    python bench/planning.py [--models sdxl,wan-2.1-14b] [--ways first,programs,known] [--keep]
+    python bench/planning.py [--models sdxl,wan-2.1-14b] [--ways first,programs,known] [--shares 0.15,0.6] [--keep]
 
-Each in a process of its own, importing torch and diffusers not counted. "first" finds nothing on disk; "programs" the
-exported programs of autoencoders, as if they had come with the package; "known" the footprint, and imports no torch.
-CPU seconds are what counts on a machine that others use; wall seconds stand beside them. `parts` says where they went,
-each without those that are named further below it and were called from it. Writes bench/results/planning.json.
+For budgets that are shares of the bytes of all weights, each in a process of its own; importing torch and diffusers is
+not counted. "first" finds nothing on disk; "programs" the exported programs of autoencoders, as if they had come with
+the package; "known" the footprint, whatever it leaves out, and imports no torch. CPU seconds are what counts on a
+machine that others use; wall seconds stand beside them. `parts` says where they went, each without those that are named
+further below it and were called from it. Writes bench/results/planning.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -23,13 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHARES = (0.15, 0.6, 1.5)  # of the bytes of all weights
+SHARES = "0.15,0.6,1.5"
 CARD = "rtx4090"
 PARTS = (  # module, of which class, what, under which name
     ("tightfit.run.stage", "Stage", "__init__", "building"),
     ("tightfit.run.stage", "Stage", "play", "playing"),
     ("tightfit.measure.ledger", "Ledger", "phases", "rooms of phases"),
-    ("tightfit.run.footprints", "", "_denoised", "variants, else"),
+    ("tightfit.run.footprints", "", "measure_variants", "variants, else"),
     ("tightfit.run.footprints", "", "survey", "survey, else"),
     ("tightfit.apply.activations.strips.survey", "", "program_of", "programs"),
     ("tightfit.apply.activations.strips.ways", "", "kept_course", "courses"),
@@ -69,80 +71,84 @@ class Watch:
             setattr(home, what, self.over(getattr(home, what), name))
 
 
-def plans(footprint: Any) -> dict[str, Any]:
-    """How long each budget's plan takes."""
-    from tightfit.catalog.known import known_card
-    from tightfit.errors import BudgetTooSmall
-    from tightfit.plan.guesses import computer_with
-    from tightfit.plan.planner import make_plan
-    from tightfit.records import Budget
-
-    machine, found = computer_with(known_card(CARD)), {}
-    whole = sum(component.bytes for component in footprint.components)
-    for share in SHARES:
-        cpu, wall = time.process_time(), time.perf_counter()
-        try:
-            make_plan(footprint, machine, Budget(device=int(share * whole)))
-            refused = False
-        except BudgetTooSmall:
-            refused = True
-        taken = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
-        found[f"{share:.0%}"] = taken | {"refused": refused}
-    return found
-
-
-def first(model: str) -> dict[str, Any]:
-    """In this process: measure, and plan."""
+def first(model: str, share: float) -> dict[str, Any]:
+    """In this process: measure as far as the budget needs it, and plan."""
     import diffusers  # noqa: F401 - not counted
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
-    cpu, wall = time.process_time(), time.perf_counter()
-    from tightfit.run.footprints import measure_footprint
-
-    imported, watch = time.process_time() - cpu, Watch()
-    watch.follow()
-    footprint = measure_footprint(model)
-    took = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
-    parts = {"imports of tightfit's own": imported, **watch.seconds}
-    parts["else"] = took["cpu"] - sum(parts.values())
-    return {**took, "parts": parts, "plans": plans(footprint)}
-
-
-def known(model: str) -> dict[str, Any]:
-    """In this process: what `tightfit plan MODEL --card` does, import and all."""
-    cpu, wall = time.process_time(), time.perf_counter()
+    took = Took()
+    from tightfit.catalog.known import known_card
     from tightfit.errors import BudgetTooSmall
-    from tightfit.footprint import Footprint
-    from tightfit.records import Budget, Request
+    from tightfit.plan.guesses import computer_with
+    from tightfit.records import Budget, Footprint, Request
+    from tightfit.run.experiences import Basis, Past
+    from tightfit.run.footprints import Measurer
+    from tightfit.run.wishes import Limits
+
+    parts, watch = {"imports of tightfit's own": took.so_far()["cpu"]}, Watch()
+    watch.follow()
+    machine = computer_with(known_card(CARD))
+
+    def limits(known: Footprint) -> Limits:
+        return Limits(Budget(device=int(share * sum(component.bytes for component in known.components))))
+
+    def basis(known: Footprint) -> Basis:
+        return Basis(known, machine, Past(None, machine.accelerators[0]))
+
+    found = basis(Measurer(model).measure(Request(), None, lambda known: basis(known).missing(limits(known))))
+    measured = took.so_far()
+    try:
+        refused = not found.plan(limits(found.footprint))
+    except BudgetTooSmall:
+        refused = True
+    whole = took.so_far()
+    parts |= watch.seconds
+    parts |= {"else": measured["cpu"] - sum(parts.values()), "planning": whole["cpu"] - measured["cpu"]}
+    return whole | {"refused": refused, "left_out": found.footprint.left_out, "parts": parts}
+
+
+def known(model: str, share: float) -> dict[str, Any]:
+    """In this process: what `tightfit plan MODEL --card` does, import and all."""
+    took = Took()
+    from tightfit.errors import BudgetTooSmall
+    from tightfit.records import Budget, Footprint, Request
     from tightfit.run.forecasts import forecast
-    from tightfit.run.predictions import footprint_question, recalled
+    from tightfit.run.predictions import footprint_question, recalled_footprint
     from tightfit.run.wishes import Limits
     from tightfit.terminal import say
 
-    imported = time.process_time() - cpu
-    footprint = recalled(Footprint, footprint_question(model, Request(), None))
-    assert footprint is not None
-    whole, found = sum(component.bytes for component in footprint.components), {}
-    for share in SHARES:
-        cpu, wall = time.process_time(), time.perf_counter()
-        try:
-            forecast(model, CARD, {}, Request(), say, Limits(Budget(device=int(share * whole))))
-            refused = False
-        except BudgetTooSmall:
-            refused = True
-        taken = {"cpu": imported + time.process_time() - cpu, "wall": time.perf_counter() - wall}
-        found[f"{share:.0%}"] = taken | {"refused": refused}
-    return {"imports": imported, "plans": found, "torch": "torch" in sys.modules}
+    imports = took.so_far()["cpu"]
+    kept = recalled_footprint(footprint_question(model, Request(), None), lambda _: ())
+    assert isinstance(kept, Footprint)
+    size, took = int(share * sum(component.bytes for component in kept.components)), Took()
+    try:
+        forecast(model, CARD, {}, Request(), say, Limits(Budget(device=size)))
+        refused = False
+    except BudgetTooSmall:
+        refused = True
+    whole = took.so_far()
+    whole["cpu"] += imports
+    return whole | {"refused": refused, "imports": imports, "torch": "torch" in sys.modules}
 
 
-def _in_a_process(way: str, model: str, cache: Path) -> dict[str, Any]:
+class Took:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def so_far(self) -> dict[str, float]:
+        return {"cpu": time.process_time() - self._cpu, "wall": time.perf_counter() - self._wall}
+
+
+def _in_a_process(way: str, model: str, share: str, cache: Path) -> dict[str, Any]:
     folder = cache / "tightfit"
     kept = {"first": (), "programs": ("programs",), "known": ("programs", "courses", "footprints")}[way]
     for part in folder.iterdir() if folder.exists() else ():
         if part.name not in kept and part.is_dir():
             shutil.rmtree(part)
-    script = [sys.executable, __file__, "--inside", way, "--models", model]
+    script = [sys.executable, __file__, "--inside", way, "--models", model, "--shares", share]
     there = os.environ | {"XDG_CACHE_HOME": str(cache)}
     done = subprocess.run(script, env=there, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -154,11 +160,12 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--models", default="all")
     options.add_argument("--ways", default="first,programs,known")
+    options.add_argument("--shares", default=SHARES, help="budgets, as shares of the bytes of all weights")
     options.add_argument("--keep", action="store_true", help="rows of other models that are written already")
     options.add_argument("--inside", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.inside:
-        print(json.dumps(known(chosen.models) if chosen.inside == "known" else first(chosen.models)))
+        print(json.dumps((known if chosen.inside == "known" else first)(chosen.models, float(chosen.shares))))
         return
     from measuring import RESULTS, write
     from tightfit.catalog.known import model_names
@@ -168,8 +175,9 @@ def main() -> None:
     rows = [row for row in written if row["model"] not in models]
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
-            for way in chosen.ways.split(","):
-                rows.append({"model": model, "way": way, **_in_a_process(way, model, Path(folder) / model)})
+            for share, way in itertools.product(chosen.shares.split(","), chosen.ways.split(",")):
+                found = _in_a_process(way, model, share, Path(folder) / model)
+                rows.append({"model": model, "share": float(share), "way": way, **found})
                 write("planning", {"rows": rows, "load": os.getloadavg()[0]})  # by and by
 
 

@@ -21,8 +21,9 @@ FILES = sorted(SRC.rglob("*.py"))
 
 # each may import from its own folder and from what stands to its left
 ORDER = (
-    "errors", "units", "files", "record", "footprint", "decisions", "trace", "records", "chart", "catalog", "demo",
-    "report", "pretend", "devices", "measure", "plan", "apply", "checkpoint", "run", "terminal", "cli", "__main__",
+    "errors", "units", "progress", "files", "record", "footprint", "decisions", "trace", "records", "chart", "catalog",
+    "demo", "report", "pretend", "devices", "measure", "plan", "apply", "checkpoint", "run", "terminal", "cli",
+    "__main__",
 )  # fmt: skip
 # all that plan and report may see
 PURE = {"errors", "units", "record", "footprint", "decisions", "trace", "records", "chart", "catalog"}

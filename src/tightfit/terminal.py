@@ -10,17 +10,24 @@ from collections.abc import Callable, Iterator
 import typer
 
 from tightfit.errors import TightfitError
+from tightfit.progress import listening
+from tightfit.units import format_seconds
 
 __all__ = ["errors_as_lines", "log_to_stderr", "quiet_transformers", "say", "showing_steps"]
 
 
 @contextlib.contextmanager
 def say(what: str) -> Iterator[None]:
-    """Shows `what` is going on, where somebody is looking."""
+    """Shows `what` is going on, and the time left where that is known, if somebody is looking."""
     from rich.console import Console
 
-    with Console(stderr=True).status(f"{what} …"):
-        yield
+    with Console(stderr=True).status(f"{what} …") as status:
+
+        def told(_: float, left: float) -> None:
+            status.update(f"{what} … about {format_seconds(left)} left")
+
+        with listening(told):
+            yield
 
 
 @contextlib.contextmanager

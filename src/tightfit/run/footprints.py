@@ -28,6 +28,7 @@ from tightfit.measure.modules import find_components, find_role, inspect_pipelin
 from tightfit.measure.shadow import mark_of, shadow_of, without_hooks
 from tightfit.plan.guesses import ANY_CARD
 from tightfit.pretend.operations import NAME
+from tightfit.progress import Work
 from tightfit.records import Request
 from tightfit.run.arguments import Given
 from tightfit.run.models import DTYPES
@@ -39,6 +40,9 @@ from tightfit.run.variants import Again, measure_variants
 __all__ = ["Measurer", "measure_footprint"]
 
 Inputs = Mapping[str, Any] | Sequence[Any]
+
+PLAYING, BUILDING = 1.0, 0.3  # how long a call and the building of its pipeline take, …
+SIZES = {"ways": 1.2, "variants": 2.2}  # … and what else is measured, roughly: for the time left
 
 
 def measure_footprint(
@@ -180,19 +184,24 @@ def _measure_call(
     missing: Missing | None,
     unable: Collection[tuple[str, str]] = (),
 ) -> Footprint:
-    precision = getattr(torch, dtype) if dtype else None
+    precision, work = getattr(torch, dtype) if dtype else None, Work(PLAYING)
     with roomy_card(ANY_CARD) as card:
         stage = Stage(_untouched(model), card, {"level": 0}, asked, precision, unable)
         ledger, again = Ledger(card, expandable=expandable), Again(stage, unable)
         with ExitStack() as undo:
             calls = _Calls(stage.components, undo, expandable=expandable)
             ledger.follow(stage.components, undo)
+            work.did(BUILDING)
             stage.play(inputs)
             made = inspect_pipeline(stage.pipe)
             phases = ledger.phases()
+        work.did(PLAYING - BUILDING)
+        expected: set[str] = set()
         left_out = {"left_out": ("ways", "variants")}
         footprint = made.model_copy(update={"request": stage.request, "phases": phases} | left_out)
         while wanted := footprint.left_out if missing is None else missing(footprint):
+            work.expect(sum(SIZES[part] for part in wanted if part not in expected))
+            expected.update(wanted)
             left = tuple(part for part in footprint.left_out if part != wanted[0])
             found: dict[str, Any] = {"left_out": left}
             if wanted[0] == "ways":
@@ -200,6 +209,7 @@ def _measure_call(
             else:
                 found["variants"] = measure_variants(footprint, lambda each: again.phases(each, inputs, ledger))
             footprint = footprint.model_copy(update=found)
+            work.did(SIZES[wanted[0]])
         return footprint
 
 

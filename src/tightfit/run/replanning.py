@@ -16,6 +16,7 @@ from tightfit.measure.logged import PassLog
 from tightfit.measure.modules import find_components, weight_tensors
 from tightfit.plan.forecast import taken_by_others
 from tightfit.plan.parts import up
+from tightfit.progress import showing
 from tightfit.records import Budget, Machine, Plan, Request
 from tightfit.run.arguments import Given
 from tightfit.run.experiences import Basis, measured
@@ -70,7 +71,8 @@ class Replanner:
         """
         shape = shape_of(pipe, request)
         if shape not in self._plans:
-            self._plans[shape] = self._new(request, shape, given)
+            with showing("planning", getattr(pipe, "_progress_bar_config", {})):
+                self._plans[shape] = self._new(request, shape, given)
         return self._plans[shape]
 
     def _new(self, request: Request, shape: Shape, given: Mapping[str, Any] | None) -> Plan:

@@ -12,6 +12,7 @@ import torch
 from tightfit.checkpoint.folder import check_folder
 from tightfit.checkpoint.shapes import build_folder
 from tightfit.errors import InputError, RequestError
+from tightfit.progress import showing
 from tightfit.records import Plan, Request
 from tightfit.run.arguments import Given
 from tightfit.run.experiences import Basis, measured
@@ -44,7 +45,8 @@ def plan_within(
         asked, given = asked_by(object.__new__(kind), example), Given(example, site.devices[0].torch_device)
     try:
         measurer = Measurer(path, dtype, expandable=site.expandable)
-        basis = measured(measurer, asked, given, site.limits, lambda: machine_now(*site.devices))
+        with showing("planning", {}):
+            basis = measured(measurer, asked, given, site.limits, lambda: machine_now(*site.devices))
     except InputError as error:
         if request is not None or not isinstance(error, RequestError):
             raise
