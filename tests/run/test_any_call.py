@@ -20,6 +20,7 @@ from inspection import assert_same, imprint
 from pretend.conftest import MakeCards
 from tightfit import BudgetTooSmall, PlanError, RequestError
 from tightfit.run.arguments import Given, described, stand_in
+from tightfit.run.request import Prompt, call_arguments
 from tightfit.run.shape import request_of, shape_of
 from tiny_pipelines import CASES, run
 
@@ -245,3 +246,13 @@ def test_a_plan_from_what_one_call_did_is_no_reason_to_refuse_the_next(
     monkeypatch.setattr("tightfit.run.experiences.make_plan", too_small)
     assert torch.equal(drawn(pipe)[0], wanted[0])
     assert fitted.plan.level == 3
+
+
+def test_a_clip_to_start_from_says_itself_how_many_frames_it_has() -> None:
+    """A request of such a call can be made up again, though the pipeline takes no number of frames."""
+    (case,) = (case for case in CASES if case.name == "CogVideoXVideoToVideo")
+    pipe = case.make()
+    request = request_of(pipe, (), case.call())
+    assert request is not None
+    assert request.frames == len(case.call()["video"])
+    assert "num_frames" not in call_arguments(pipe, Prompt("a fox", seed=0), request)

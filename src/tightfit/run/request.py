@@ -55,7 +55,7 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
     arguments: dict[str, Any] = {"prompt": prompt.text}
     for field in ("height", "width", "frames", "steps", "guidance"):
         value = getattr(request, field)
-        if value is not None:
+        if value is not None and not (field == "frames" and "video" in request.arguments):  # the clip has so many
             arguments[NAMES[field]] = value
     arguments |= {name: stand_in(value) for name, value in request.arguments.items()}
     if prompt.negative is not None:
