@@ -78,8 +78,8 @@ class Replanner:
     def _new(self, request: Request, shape: Shape, given: Mapping[str, Any] | None) -> Plan:
         log = self._logs.pop(shape, None)
         try:
-            basis = self._bases.get(shape) or self._basis(request, log or self._call(given))
-            basis = self._suited(request, basis)
+            known = self._bases.get(shape)
+            basis = self._suited(request, known) if known else self._basis(request, log or self._call(given))
         except RequestError as error:
             if given is None and request != Request():
                 raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from itertools import chain
@@ -21,7 +20,7 @@ from tightfit.measure.modules import find_role
 from tightfit.run.remembering import Repeating
 from tightfit.run.stage import Inputs, Stage
 
-__all__ = ["Again", "measure_variants"]
+__all__ = ["VariantPlayer", "measure_variants"]
 
 Play = Callable[[Variant], tuple[Phase, ...]]  # the phases of denoisers, as they are then
 GAIN = 0.05  # of the bytes that activations want: to save less is not worth a planner's while
@@ -77,7 +76,7 @@ def _room(phases: tuple[Phase, ...]) -> int:
     return max((phase.room for phase in phases), default=0)
 
 
-class Again:
+class VariantPlayer:
     """The call that `stage` is about to play, to be played again with denoisers at work in other ways.
 
     Encoders do not work again, and what comes after denoisers is not played.
@@ -105,7 +104,7 @@ class Again:
         self._stage.card.allocator.empty_cache()
         with ExitStack() as undo:
             self._vary(variant, undo)
-            ledger = before.again(self._stage.components)
+            ledger = before.for_another_call(self._stage.components)
             ledger.follow(self._stage.components, undo)
             with contextlib.suppress(_Denoised):
                 self._stage.play(inputs)
@@ -126,7 +125,7 @@ class Again:
             if variant.by_blocks:
                 chunk_blocks(module, variant.batch, undo)
             elif variant.in_parts and name not in self._apart:
-                memory.vary(functools.partial(_in_parts, size=variant.batch), undo)
+                memory.vary(functools.partial(_in_parts, module, variant.batch), undo)
             if variant.feed_forward is None:  # else the first pass tries them out; tables were made before
                 memory.watch(1, undo)
 
@@ -143,6 +142,6 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return chain(module.named_parameters(), module.named_buffers())
 
 
-def _in_parts(usual: Any, size: int | None) -> Callable[..., Any]:
-    """`usual`, the method by which a network works, on `size` items of a batch at a time (None: half of it)."""
-    return types.MethodType(in_chunks(usual.__func__, size), usual.__self__)
+def _in_parts(network: nn.Module, size: int | None, usual: Callable[..., Any]) -> Callable[..., Any]:
+    """`usual`, by which `network` works, on `size` items of a batch at a time (None: half of it)."""
+    return functools.partial(in_chunks(lambda _, *args, **kwargs: usual(*args, **kwargs), size), network)
