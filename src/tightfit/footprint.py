@@ -237,6 +237,9 @@ class Variant(Record):
         return {"guidance": self.guidance, "batch": self.batch, "feed_forward": self.feed_forward}
 
 
+LeftOut = Literal["ways", "variants"]
+
+
 class Footprint(Record):
     """What a pipeline is made of; with `phases`, what it does for `request`."""
 
@@ -245,7 +248,7 @@ class Footprint(Record):
     request: Request | None = None
     phases: tuple[Phase, ...] = ()
     variants: tuple[Variant, ...] = ()  # other than as the phases were measured
-    left_out: tuple[Literal["ways", "variants"], ...] = ()  # what was not measured, as no plan was to be made by it
+    left_out: tuple[LeftOut, ...] = ()  # what was not measured, as no plan was to be made by it
 
     @property
     def activation_peak(self) -> int:

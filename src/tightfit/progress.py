@@ -10,7 +10,7 @@ from typing import Any
 
 from tightfit.units import format_seconds
 
-__all__ = ["Told", "Work", "listening", "showing"]
+__all__ = ["ProgressTracker", "Told", "listening", "showing"]
 
 Told = Callable[[float, float], object]  # the share that is done, and the seconds that are left
 DELAY = 2.0  # seconds until a bar is shown
@@ -50,8 +50,8 @@ def showing(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
             yield
 
 
-class Work:
-    """Work of known parts; what they are measured in is all the same."""
+class ProgressTracker:
+    """ProgressTracker of known parts; what they are measured in is all the same."""
 
     def __init__(self, size: float) -> None:
         self._begun, self._size, self._done = time.monotonic(), size, 0.0

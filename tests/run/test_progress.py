@@ -11,7 +11,7 @@ import pytest
 import tightfit
 from pretend.conftest import MakeCards
 from tightfit import measure_footprint, progress
-from tightfit.progress import Work, listening, showing
+from tightfit.progress import ProgressTracker, listening, showing
 from tiny_pipelines import CASES, run
 
 MIB = 2**20
@@ -20,7 +20,7 @@ MIB = 2**20
 def test_the_time_left_is_what_the_rest_takes_at_the_same_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [100.0], []
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    work = Work(2.0)
+    work = ProgressTracker(2.0)
     with listening(lambda share, left: told.append((share, left))):
         now[0] += 3
         work.did(0.5)
@@ -78,18 +78,18 @@ def test_the_first_call_shows_a_bar(
 @pytest.mark.parametrize("disable", [True, False])
 def test_whoever_wants_no_bars_sees_none(disable: bool, bars: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     with showing("planning", {"disable": disable}):
-        Work(1.0).did(0.5)
+        ProgressTracker(1.0).did(0.5)
     assert ("planning" in capsys.readouterr().err) == (not disable)
 
 
 def test_where_a_command_listens_there_is_no_bar(bars: list[Any]) -> None:
     told: list[float] = []
     with listening(lambda share, left: told.append(share)), showing("planning", {}):
-        Work(1.0).did(0.5)
+        ProgressTracker(1.0).did(0.5)
     assert (told, bars) == ([0.5], [])
 
 
 def test_what_is_over_at_once_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with showing("planning", {}):
-        Work(1.0).did(0.5)
+        ProgressTracker(1.0).did(0.5)
     assert capsys.readouterr().err == ""

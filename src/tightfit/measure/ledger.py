@@ -13,7 +13,7 @@ from torch import nn
 from tightfit.footprint import Phase
 from tightfit.measure.call_signature import call_signature
 from tightfit.measure.modules import find_leaves, find_parts, find_phase, find_role, find_units, weight_tensors
-from tightfit.measure.passes import OpenPass, OpenPhase, Stretch
+from tightfit.measure.passes import OpenPass, OpenPhase, OpenUse
 from tightfit.measure.tally import Tally
 from tightfit.pretend.allocator import Step
 from tightfit.pretend.card import Card
@@ -40,8 +40,8 @@ class Ledger:
         self._own: dict[int, int] = {}  # bytes of components' weights, by the numbers of their blocks
         self._begin_call()
 
-    def again(self, components: Mapping[str, nn.Module]) -> Ledger:
-        """For another call of the same `components`, once this one follows nobody: what calls left is no weight."""
+    def for_another_call(self, components: Mapping[str, nn.Module]) -> Ledger:
+        """One that follows another call of the same `components`, after this one: what calls left is no weight."""
         other = copy.copy(self)
         other._own = _blocks_of(components)
         other._weights += sum(other._own.values()) - sum(self._own.values())
@@ -52,7 +52,7 @@ class Ledger:
         self._phases: list[OpenPhase] = []
         self._open: list[OpenPass] = []
         self._units: dict[str, list[str]] = {}
-        self._seen: dict[Any, list[Stretch]] = {}  # passes, by what could be seen of them before they began
+        self._seen: dict[Any, list[OpenUse]] = {}  # passes, by what could be seen of them before they began
         self._before = Tally()  # work before the first phase
 
     def follow(self, components: dict[str, nn.Module], undo: ExitStack) -> None:
@@ -196,7 +196,7 @@ class Ledger:
     def _turn(self, unit: str) -> None:
         settle()
         now = self._activations
-        self._open[-1].stretches.append(Stretch(unit, now, now))
+        self._open[-1].stretches.append(OpenUse(unit, now, now))
 
     @property
     def _activations(self) -> int:

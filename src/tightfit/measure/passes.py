@@ -9,11 +9,11 @@ from tightfit.footprint import Pass, Phase, Turn, Use
 from tightfit.measure.tally import Tally
 from tightfit.pretend.kernels import Work
 
-__all__ = ["OpenPass", "OpenPhase", "Stretch"]
+__all__ = ["OpenPass", "OpenPhase", "OpenUse"]
 
 
 @dataclass
-class _Turn:
+class OpenTurn:
     """Of one leaf, or of what is done between leaves ("")."""
 
     leaf: str
@@ -22,13 +22,13 @@ class _Turn:
 
 
 @dataclass
-class Stretch:
+class OpenUse:
     """A unit's turn while it lasts."""
 
     unit: str
     waiting: int
     peak: int
-    turns: list[_Turn] = field(default_factory=list)
+    turns: list[OpenTurn] = field(default_factory=list)
 
     @property
     def worked(self) -> bool:
@@ -41,14 +41,14 @@ class Stretch:
         """The host waits for `leaf`, and for all before it."""
         self._turn(leaf).waits = True
 
-    def _turn(self, leaf: str) -> _Turn:
+    def _turn(self, leaf: str) -> OpenTurn:
         if not self.turns or self.turns[-1].leaf != leaf or self.turns[-1].waits:
-            self.turns.append(_Turn(leaf))
+            self.turns.append(OpenTurn(leaf))
         return self.turns[-1]
 
-    def later(self, more: int) -> Stretch:
+    def later(self, more: int) -> OpenUse:
         """The same, with `more` bytes waiting."""
-        return Stretch(self.unit, self.waiting + more, self.peak + more, self.turns)
+        return OpenUse(self.unit, self.waiting + more, self.peak + more, self.turns)
 
     def use(self) -> Use:
         turns = tuple(Turn(leaf=each.leaf, work=each.tally.workloads(), waits=each.waits) for each in self.turns)
@@ -62,7 +62,7 @@ class OpenPass:
     component: str
     method: str
     inputs: tuple[Any, ...]
-    stretches: list[Stretch] = field(default_factory=list)
+    stretches: list[OpenUse] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # units that are at work, the innermost last
     leaf: str = ""  # that is at work
     kernels: int = 0
@@ -80,10 +80,10 @@ class OpenPhase:
         self.began = began  # at which step of the allocator
         self.peak = self.outside = 0
         self.between = Tally()
-        self._kinds: dict[Any, list[Stretch]] = {}
+        self._kinds: dict[Any, list[OpenUse]] = {}
         self._order: list[Any] = []
 
-    def add(self, done: OpenPass, stretches: list[Stretch]) -> None:
+    def add(self, done: OpenPass, stretches: list[OpenUse]) -> None:
         kind = (*done.key, tuple(stretch.unit for stretch in stretches))
         if kind not in self._kinds or _highest(stretches) > _highest(self._kinds[kind]):
             self._kinds[kind] = stretches
@@ -118,5 +118,5 @@ class OpenPhase:
         return Pass(component=component, method=method, runs=self._order.count(kind), peak=peak, uses=uses)
 
 
-def _highest(stretches: list[Stretch]) -> int:
+def _highest(stretches: list[OpenUse]) -> int:
     return max((stretch.peak for stretch in stretches), default=0)

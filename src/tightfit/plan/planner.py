@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tightfit.errors import BudgetTooSmall, PlanError
+from tightfit.footprint import LeftOut
 from tightfit.plan.branch import Found
 from tightfit.plan.forecast import foresee, room_within, taken_by_others
 from tightfit.plan.guesses import rated, rated_disk
@@ -31,8 +32,6 @@ from tightfit.records import (
 from tightfit.units import format_bytes, format_enough
 
 __all__ = ["SPARE", "find_missing", "make_plan"]
-
-Part = Literal["ways", "variants"]  # of a footprint
 
 GAIN = 0.001  # of a call's time: less is not worth measuring more
 SPARE = 0.05  # of what is free: left alone where nobody names a budget …
@@ -110,7 +109,7 @@ def find_missing(
     *,
     device: str | None = None,
     experiences: Sequence[Experience] = (),
-) -> tuple[Part, ...]:
+) -> tuple[LeftOut, ...]:
     """What `footprint` leaves out and a plan could be faster by: if that work took no memory at all, it would be.
 
     Of several devices that is not known, and so everything. Raises PlanError as `make_plan` does.
@@ -122,7 +121,7 @@ def find_missing(
     room = _room(accelerator, machine, budget)
     told = learned(footprint, experiences, {}).footprint
 
-    def seconds(*free: Part) -> float:
+    def seconds(*free: LeftOut) -> float:
         """The least, if what is `free` took no memory."""
         found = Search(_without(free, told), accelerator, disk_rate, {}).best(room.size, room.ram)
         return math.inf if found is None else found.seconds
@@ -137,7 +136,7 @@ def find_missing(
     return footprint.left_out
 
 
-def _without(parts: Sequence[Part], footprint: Footprint) -> Footprint:
+def _without(parts: Sequence[LeftOut], footprint: Footprint) -> Footprint:
     """`footprint` as if nothing were needed by phases that work could be in these `parts` of."""
     roles, denoising = {each.name: each.role for each in footprint.components}, set(footprint.denoising)
 

@@ -28,14 +28,14 @@ from tightfit.measure.modules import find_components, find_role, inspect_pipelin
 from tightfit.measure.shadow import mark_of, shadow_of, without_hooks
 from tightfit.plan.guesses import ANY_CARD
 from tightfit.pretend.operations import NAME
-from tightfit.progress import Work
+from tightfit.progress import ProgressTracker
 from tightfit.records import Request
 from tightfit.run.arguments import Given
 from tightfit.run.models import DTYPES
 from tightfit.run.predictions import Missing, find_subject, footprint_question, keep_footprint, recalled_footprint
 from tightfit.run.stage import Inputs as CallInputs
 from tightfit.run.stage import Stage, roomy_card
-from tightfit.run.variants import Again, measure_variants
+from tightfit.run.variants import VariantPlayer, measure_variants
 
 __all__ = ["Measurer", "measure_footprint"]
 
@@ -184,10 +184,10 @@ def _measure_call(
     missing: Missing | None,
     unable: Collection[tuple[str, str]] = (),
 ) -> Footprint:
-    precision, work = getattr(torch, dtype) if dtype else None, Work(PLAYING)
+    precision, work = getattr(torch, dtype) if dtype else None, ProgressTracker(PLAYING)
     with roomy_card(ANY_CARD) as card:
         stage = Stage(_untouched(model), card, {"level": 0}, asked, precision, unable)
-        ledger, again = Ledger(card, expandable=expandable), Again(stage, unable)
+        ledger, player = Ledger(card, expandable=expandable), VariantPlayer(stage, unable)
         with ExitStack() as undo:
             calls = _Calls(stage.components, undo, expandable=expandable)
             ledger.follow(stage.components, undo)
@@ -207,7 +207,7 @@ def _measure_call(
             if wanted[0] == "ways":
                 found["phases"] = tuple(calls.with_ways(phase) for phase in footprint.phases)
             else:
-                found["variants"] = measure_variants(footprint, lambda each: again.phases(each, inputs, ledger))
+                found["variants"] = measure_variants(footprint, lambda each: player.phases(each, inputs, ledger))
             footprint = footprint.model_copy(update=found)
             work.did(SIZES[wanted[0]])
         return footprint
