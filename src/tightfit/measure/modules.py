@@ -195,11 +195,19 @@ def find_parts(name: str, module: nn.Module) -> dict[str, nn.Module]:
     """Parts of the component `name` that a pipeline may call by themselves, by their paths.
 
     Of denoisers and autoencoders, which have many and work often (in strips), and of what is compiled only the
-    outermost; else all.
+    outermost; else all but the parts of repeated blocks.
     """
-    outermost = find_role(name, module) in ("denoiser", "autoencoder") or compiled_around(module)
-    inside = module.named_children() if outermost else module.named_modules()
-    return {path: part for path, part in inside if path}
+    if find_role(name, module) in ("denoiser", "autoencoder") or compiled_around(module):
+        return dict(module.named_children())
+    return dict(_outside_blocks(module, ""))
+
+
+def _outside_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in module.named_children():
+        path = f"{prefix}{name}"
+        yield path, part
+        if not isinstance(module, nn.ModuleList):
+            yield from _outside_blocks(part, f"{path}.")
 
 
 def find_phase(name: str, role: Role, method: str) -> str:
