@@ -28,8 +28,9 @@ weights here, and {run} have been run: at levels 0 to 3 and within budgets of 75
 within the least that a plan names as enough, on a simulated card that computes: two calls alike, one of another size,
 `undo`. A cell has the largest difference from the untouched pipeline, relative to the largest number; 0: bit-equal.
 "needs": the least budget is more than that share, because a plan keeps 32 MiB of a card free, or because activations
-take most. {failed} have a cell that failed. Made by `tools/make_pipelines.py` from what `python -m recipes.proof`
-writes.
+take most. "lossy": this level blends tiles of large pictures, and says so. "flex": torch does flex attention on CPUs
+and cards alone, not on a simulated one; {flex} classes use it. {failed} have a cell that failed. Made by
+`tools/make_pipelines.py` from what `python -m recipes.proof` writes.
 
 """
 
@@ -45,6 +46,7 @@ def page() -> str:
         "tried": len(known),
         "run": len(rows),
         "failed": sum(_failed(row) for row in rows.values()),
+        "flex": sum(any(map(_is_flex, _all(row))) for row in rows.values()),
     }
     lines = [HEAD.format(**numbers), f"| class | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     lines += [f"| {name} | {' | '.join(_cells(rows.get(name)))} |" for name in sorted(known)]
@@ -58,8 +60,15 @@ def _all(row: dict[str, Any]) -> list[Any]:
 
 
 def _failed(row: dict[str, Any]) -> bool:
-    bad = [cell for cell in _all(row) if not (isinstance(cell, str) and cell.startswith("needs"))]
-    return "failed" in row or any(isinstance(cell, str) or cell > CLOSE for cell in bad)
+    return "failed" in row or not all(map(_is_right, _all(row)))
+
+
+def _is_right(cell: float | str) -> bool:
+    return cell.startswith(("needs", "lossy")) or _is_flex(cell) if isinstance(cell, str) else cell <= CLOSE
+
+
+def _is_flex(cell: float | str) -> bool:
+    return isinstance(cell, str) and "FlexAttention is only supported on" in cell
 
 
 def _cells(row: dict[str, Any] | None) -> list[str]:
@@ -67,9 +76,13 @@ def _cells(row: dict[str, Any] | None) -> list[str]:
         return ["not run yet"] + [""] * (len(COLUMNS) - 1)
     if "failed" in row:
         return [row["failed"].replace("|", " ")] + [""] * (len(COLUMNS) - 1)
-    return [
-        cell.replace("|", " ") if isinstance(cell, str) else "0" if cell == 0 else f"{cell:.0e}" for cell in _all(row)
-    ]
+    return [_shown(cell) for cell in _all(row)]
+
+
+def _shown(cell: float | str) -> str:
+    if isinstance(cell, str):
+        return "flex" if _is_flex(cell) else cell.replace("|", " ")
+    return "0" if cell == 0 else f"{cell:.0e}"
 
 
 if __name__ == "__main__":

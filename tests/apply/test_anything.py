@@ -583,7 +583,7 @@ def stop_in_decoder(pipe: Any, case: TinyCase, error: type[BaseException]) -> No
         handle.remove()
 
 
-@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [Stop, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop", [stop_in_callback, stop_in_block, stop_in_decoder])
 @pytest.mark.parametrize("case", [SD, WAN], ids=lambda case: case.name)
 def test_a_call_that_fails_leaves_nothing(

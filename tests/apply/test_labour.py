@@ -155,7 +155,7 @@ def assert_streamed(name: str, ring: int, count: int) -> None:
         assert said == pytest.approx(took, rel=0.03)
 
 
-@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("ring", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_time_of_strips_is_known_where_layers_come_again_for_each_of_them(ring: int) -> None:
     assert_streamed("AutoencoderKLMochi", ring, 2)
 

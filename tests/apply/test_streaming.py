@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from a_few import a_few
 from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
 from tightfit import fit
@@ -22,6 +23,11 @@ from tightfit.devices.seam import LoopbackDevice
 from tightfit.measure.modules import find_components, find_role, inspect_component
 from tightfit.plan.streaming import group_leaves
 from tiny_pipelines import CASES, TinyCase, run
+
+QUICK = (
+    "StableDiffusion", "StableDiffusionControlNet", "StableDiffusionInpaint", "StableDiffusion3", "FluxImg2Img", "Wan",
+    "LTXImageToVideo", "CogVideoX",
+)  # fmt: skip
 
 
 class LateDevice(LoopbackDevice):
@@ -62,7 +68,7 @@ def draw_component(draw: Any, name: str, part: nn.Module) -> dict[str, Any]:
     return chosen | {"placement": "per-unit", "grain": grain, "stays": tuple(sorted(stays)), "ring": ring}
 
 
-@pytest.mark.parametrize("name", [case.name for case in (*CASES, *MORE_CASES)])
+@pytest.mark.parametrize("name", a_few([case.name for case in (*CASES, *MORE_CASES)], *QUICK))
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(data=st.data())
 def test_any_home_ring_and_residency_gives_the_same_bits(name: str, data: st.DataObject) -> None:

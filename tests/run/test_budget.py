@@ -216,6 +216,7 @@ def test_a_budget_is_a_cap() -> None:
     hog += [torch.empty(MIB, dtype=torch.uint8, device="privateuseone:0") for _ in range(101)]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_planned_for_leaves_all_as_it_was() -> None:
     card_of(500 * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))

@@ -47,6 +47,7 @@ def test_on_this_computers_processor() -> None:
     assert short["predicted"]["peak_reserved_bytes"] <= short["capacity_bytes"] < 1.7e9
 
 
+@pytest.mark.slow
 def test_fields_that_somebody_chose() -> None:
     changes = ("components.unet.home=disk", "components.unet.placement=per-unit")
     chosen = told("--card", "rtx3060", *(word for change in changes for word in ("--set", change)))

@@ -37,6 +37,7 @@ def fitted_within(pipe: Any, size: int, asked: Request) -> Any:
     return tightfit.fit(pipe, budget=size, request=asked, device="pretend:0")
 
 
+@pytest.mark.slow
 def test_what_is_measured_for_them_is_their_own() -> None:
     pipe, asked = CASE.make(), Request(height=512, width=512, steps=2)
     growing, fixed = (Measurer(pipe, expandable=expandable).measure(asked) for expandable in (True, False))

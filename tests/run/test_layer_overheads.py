@@ -43,7 +43,7 @@ def pipe() -> Any:
     return made
 
 
-@pytest.mark.parametrize(("budget", "longer"), [(100 * MIB, 2.0), (120 * MIB, 1.1)])
+@pytest.mark.parametrize(("budget", "longer"), [(100 * MIB, 2.0), pytest.param(120 * MIB, 1.1, marks=pytest.mark.slow)])
 def test_forecasts_and_played_times_agree(pipe: Any, budget: int, longer: float) -> None:
     told, played = [], []
     for overhead in (0.0, 2e-4):

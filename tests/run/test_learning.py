@@ -14,6 +14,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 import tightfit
+from a_few import a_few
 from pretend.conftest import ACCELERATOR
 from tightfit import Fitted, Plan, Request, files
 from tightfit.catalog.known import known_card, known_model
@@ -108,7 +109,7 @@ def compare(fitted: Fitted) -> dict[str, float]:
     return {phase.name: told[phase.name].seconds / phase.seconds for phase in phases}
 
 
-@pytest.mark.parametrize("times", [0.5, 2.0])
+@pytest.mark.parametrize("times", a_few([0.5, 2.0], "2.0"))
 def test_wrong_rates_are_found_out(pipe: Any, monkeypatch: pytest.MonkeyPatch, times: float) -> None:
     """Planned with rates that are wrong by a factor of two, and again after two calls."""
     monkeypatch.setattr(replanning, "machine_now", believed_faster(times))
@@ -128,6 +129,7 @@ def test_wrong_rates_are_found_out(pipe: Any, monkeypatch: pytest.MonkeyPatch, t
     assert any(line.endswith("measured in 2 runs on this machine") for line in said(third.plan))
 
 
+@pytest.mark.slow
 def test_waiting_for_weights_is_no_slow_arithmetic(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within less than the U-Net takes, it is the link that a step waits for, whatever rates say of arithmetic."""
     monkeypatch.setattr(replanning, "machine_now", believed_faster(2.0))

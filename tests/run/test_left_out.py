@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tightfit
+from a_few import a_few
 from pretend.conftest import ACCELERATOR, MakeCards
 from tightfit import Budget, BudgetTooSmall, Footprint, Plan, make_plan
 from tightfit.plan.guesses import computer_with
@@ -76,7 +77,7 @@ def as_measured(whole: Footprint, size: int) -> Footprint:
     return known
 
 
-@pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux"])
+@pytest.mark.parametrize("name", a_few(["StableDiffusionXL", "Flux"], "Flux"))
 def test_no_plan_is_slower_and_none_is_refused_for_it(name: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
     whole = Measurer(case.make(4)).measure(REQUEST)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
+from a_few import a_few
 from tightfit import Budget, BudgetTooSmall, PlanError, Request, fit, load
 from tightfit.apply.weights import storage
 from tightfit.measure import building
@@ -60,7 +61,7 @@ def case_of(name: str) -> TinyCase:
     return next(case for case in CASES if case.name == name)
 
 
-@pytest.mark.parametrize("device", ["cpu", "loopback"])
+@pytest.mark.parametrize("device", a_few(["cpu", "loopback"], "loopback"))
 @pytest.mark.parametrize(
     ("name", "plan"),
     [("StableDiffusion", plan) for plan in PLANS] + [("Flux", "on the disk"), ("Flux", "int8 on the disk")],

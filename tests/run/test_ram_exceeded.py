@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tightfit
+from a_few import a_few
 from run.test_learning import from_disk
 from run.test_shrinking import MIB, REQUEST, STEPS, draw, large_unet
 from tightfit import Budget, BudgetTooSmall, Request
@@ -72,7 +73,8 @@ def exceeding(monkeypatch: pytest.MonkeyPatch, when: Callable[[int], bool], held
     return asked
 
 
-@pytest.mark.parametrize("at", [2, 4, 5, 4 + STEPS])  # the beginning, the first step, the second, the decoder
+# the beginning, the first step, the second, the decoder
+@pytest.mark.parametrize("at", a_few([2, 4, 5, 4 + STEPS], "2", "5"))
 def test_nothing_is_computed_twice(
     at: int, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -121,7 +123,7 @@ def test_after_the_last_pass_the_next_call_is_planned_anew(monkeypatch: pytest.M
     fitted.undo()
 
 
-@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("home", a_few(["host", "disk"], "disk"))
 def test_a_run_of_the_command_line_is_planned_anew_too(
     home: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from diffusers import StableDiffusionImg2ImgPipeline
 from PIL import Image
 
 import tightfit
+from a_few import a_few
 from pretend.conftest import ACCELERATOR
 from run.test_shrinking import MIB, REQUEST, draw, large_unet, shrink
 from tightfit import Budget, BudgetTooSmall, InputError, PlanError
@@ -50,7 +51,9 @@ def apart(pipe: Any, placement: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("placement", ["resident", "per-phase", "per-unit"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", a_few(CASES, "StableDiffusion3", "StableDiffusionXL", "FluxImg2Img", "WanImageToVideo")
+)
 def test_numbers_are_those_of_one_card(case: TinyCase, placement: str) -> None:
     cards_of(2**40, 2**40)
     together = tightfit.fit(pipe := case.make(), level=0, device=ONE)
@@ -86,6 +89,7 @@ def test_cards_of_that_size_are_enough_and_steps_take_what_was_said(first: int, 
     assert "budget of pretend:1" in str(report)
 
 
+@pytest.mark.slow
 def test_more_pictures_are_planned_for_and_denoisers_stay_where_they_are() -> None:
     cards_of(250 * MIB, 250 * MIB)
     fitted = tightfit.fit(pipe := large_unet(), budget={ONE: "250MiB", OTHER: "250MiB"}, request=REQUEST)
@@ -166,6 +170,7 @@ def forecasted(card: str, choices: dict[str, Any] | None = None, budget: str | N
     return forecast("sd-1.5", card, choices or {}, asked, lambda what: nullcontext(), limits, rehearsed=True)
 
 
+@pytest.mark.slow
 def test_what_several_known_cards_would_do_is_rehearsed() -> None:
     told = forecasted("rtx3060, RTX 3060", budget="rtx3060=1500MiB,rtx3060#2=1GiB")
     assert told.fits

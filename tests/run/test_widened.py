@@ -76,6 +76,7 @@ def on_a_card_of(size: int, pipe: Any) -> Fitted:
     return tightfit.fit(pipe, budget=size, allow=("fp8",), request=REQUEST, device="pretend:0")
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_made_keeps_its_budget(pipe: Any) -> None:
     """On cards of exactly so many bytes: what lossless plans need at the least, and less."""
     with pytest.raises(BudgetTooSmall) as error:

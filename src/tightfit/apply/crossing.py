@@ -1,4 +1,7 @@
-"""A component that computes on another device than its pipeline: what it is given goes there, what it returns back."""
+"""What a component is given on another device goes to its own: what the pipeline made elsewhere, and the user's.
+
+What it returns goes back where its pipeline is.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,19 @@ from torch import nn
 
 from tightfit.devices.seam import Device
 
-__all__ = ["Crossing"]
+__all__ = ["Crossing", "fetching"]
+
+HOST = torch.device("cpu")
+
+
+def fetching(work: Callable[..., Any], device: Device) -> Callable[..., Any]:
+    """`work` with all arguments on its `device`: some pipelines pass on what their user gave them, in host memory."""
+
+    @functools.wraps(work)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return work(*_moved(args, HOST, device.torch_device), **_moved(kwargs, HOST, device.torch_device))
+
+    return run
 
 
 class Crossing:
@@ -50,9 +65,13 @@ class Crossing:
 
 
 def _moved(value: Any, source: torch.device, target: torch.device) -> Any:
-    """`value` with the tensors in it that are on `source` on `target`; the same object where there are none."""
+    """`value` with the tensors in it that are on `source` on `target`; the same object where there are none.
+
+    Single numbers in host memory may stay: kernels take them from there.
+    """
     if isinstance(value, torch.Tensor):
-        return value.to(target, non_blocking=True) if value.device == source else value
+        stays = value.device != source or (value.ndim == 0 and source == HOST)
+        return value if stays else value.to(target, non_blocking=True)
     if isinstance(value, Mapping):
         moved = {key: _moved(item, source, target) for key, item in value.items()}
         same = all(moved[key] is item for key, item in value.items())

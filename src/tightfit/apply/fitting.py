@@ -24,7 +24,7 @@ from tightfit.apply.activations.layout import channels_last
 from tightfit.apply.activations.waiting import move_waiting
 from tightfit.apply.calls import Calls, Learner, Replans
 from tightfit.apply.choices import choices_of, decide
-from tightfit.apply.crossing import Crossing
+from tightfit.apply.crossing import Crossing, fetching
 from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import watch
 from tightfit.apply.limits import limit_allocators
@@ -41,6 +41,7 @@ from tightfit.errors import AlreadyFitted, PlanError, RunError
 from tightfit.measure.joint import JointRecorder
 from tightfit.measure.modules import HANDLE, compiled_around, find_components, find_parts, find_role, has_skips
 from tightfit.measure.recorder import LiveNumbers, Recorder
+from tightfit.measure.shared import give_owners
 from tightfit.records import ComponentPlan, Plan, Request, Trace
 from tightfit.report.summary import Report
 
@@ -123,6 +124,7 @@ class Fitted:
             self._shelf.stays = False
         components = find_components(pipe)
         with ExitStack() as undo:
+            give_owners(components.values(), undo.callback)
             undo.callback(self._clear_shelf, components.values())
             self._shelf.begin()
             devices = self._devices_of(plan)
@@ -199,6 +201,7 @@ class Fitted:
         attends = plan.attention != "auto" or not compiled_around(module)
 
         def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+            inner = fetching(inner, device) if device.separate else inner
             inner = inner if device is host else Crossing(host, device).around(inner)
             inner = rescued(inner, lambda: residency.make_more_room(name, ""))
 

@@ -112,5 +112,10 @@ class Session:
 
     def touch(self, name: str) -> None:
         """A part of `name` is about to work without `name` having been called: its weights come all the same."""
-        if not self.at_work(name):
-            self._places.of(name).enter(name)
+        if self.at_work(name):
+            return
+        residency = self._places.of(name)
+        if self._working:  # who uses the part has to stay
+            residency.bring(name)
+        else:
+            residency.enter(name)

@@ -6,12 +6,14 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 
 import torch
 from torch import nn
 
 from tightfit.errors import PlanError
 from tightfit.footprint import Component, Footprint, Role, Unit
+from tightfit.measure.shared import give_owners
 from tightfit.pretend.allocator import Step
 from tightfit.pretend.history import replay
 
@@ -49,8 +51,11 @@ def find_components(pipe: object) -> dict[str, nn.Module]:
 
 
 def inspect_pipeline(pipe: object) -> Footprint:
-    """What `pipe` is made of. Reads only."""
-    components = tuple(inspect_component(name, module) for name, module in find_components(pipe).items())
+    """What `pipe` is made of; it is left as it is."""
+    found = find_components(pipe)
+    with ExitStack() as undo:
+        give_owners(found.values(), undo.callback)
+        components = tuple(inspect_component(name, module) for name, module in found.items())
     return Footprint(pipeline=type(pipe).__name__, components=components)
 
 

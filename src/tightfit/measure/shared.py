@@ -1,0 +1,53 @@
+"""What components of a pipeline have in common belongs to the first of them: the others use it, and do not own it.
+
+`ZImageControlNetModel.from_transformer`, for instance, makes modules of the transformer modules of the ControlNet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+__all__ = ["give_owners"]
+
+
+def give_owners(components: Iterable[nn.Module], undo: Callable[..., object]) -> None:
+    """Until `undo` is closed, a module or weight of several `components` is registered in the first of them alone.
+
+    To the others a module is an attribute like any other; of a weight outside such modules they have a copy. What
+    stands in lists and sequences of modules, which find it by no other way, stays.
+    """
+    owned: set[int] = set()
+    weights: set[int] = set()
+    for component in components:
+        own = [part for part in component.modules() if id(part) not in owned]
+        for part in own if id(component) not in owned else ():
+            if not isinstance(part, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+                _unregister(part, {name for name, child in part.named_children() if id(child) in owned}, undo)
+            _copy(part, weights, undo)
+        owned.update(map(id, component.modules()))
+        weights.update(map(id, component.parameters()))
+
+
+def _unregister(part: nn.Module, shared: set[str], undo: Callable[..., object]) -> None:
+    if not shared:
+        return
+    modules = part._modules
+    order = list(modules)
+    for name in shared:
+        vars(part)[name] = modules.pop(name)
+
+    def register() -> None:
+        back = {name: vars(part).pop(name) if name in shared else modules.get(name) for name in order}
+        modules.clear()
+        modules.update(back)
+
+    undo(register)
+
+
+def _copy(part: nn.Module, weights: set[int], undo: Callable[..., object]) -> None:
+    for name, parameter in part.named_parameters(recurse=False):
+        if id(parameter) in weights:
+            part._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            undo(part._parameters.__setitem__, name, parameter)
