@@ -68,8 +68,7 @@ def test_the_first_call_shows_a_bar(
     pipe.set_progress_bar_config()
     tightfit.fit(pipe, budget=512 * MIB, device="pretend:0")
     run(pipe, CASES[0])
-    assert "planning" in (shown := capsys.readouterr().err)
-    assert "left" in shown
+    assert "planning" in capsys.readouterr().err
     made = len(bars)
     run(pipe, CASES[0])
     assert len(bars) == made  # nothing is planned for again
