@@ -39,7 +39,7 @@ def showing(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
         return
     from tqdm.auto import tqdm
 
-    usual = {"total": 100, "desc": what, "delay": DELAY, "leave": False}
+    usual = {"total": 100, "desc": what, "delay": DELAY, "leave": False, "mininterval": 0, "miniters": 1}
     with tqdm(**usual | {"bar_format": "{desc}: {percentage:3.0f}%|{bar}| {postfix}"} | dict(settings)) as bar:
 
         def told(share: float, left: float) -> None:

@@ -68,7 +68,8 @@ def test_the_first_call_shows_a_bar(
     pipe.set_progress_bar_config()
     tightfit.fit(pipe, budget=512 * MIB, device="pretend:0")
     run(pipe, CASES[0])
-    assert "planning" in capsys.readouterr().err
+    assert "planning" in (shown := capsys.readouterr().err)
+    assert "left" in shown
     made = len(bars)
     run(pipe, CASES[0])
     assert len(bars) == made  # nothing is planned for again
@@ -78,7 +79,9 @@ def test_the_first_call_shows_a_bar(
 def test_whoever_wants_no_bars_sees_none(disable: bool, bars: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     with showing("planning", {"disable": disable}):
         ProgressTracker(1.0).did(0.5)
-    assert ("planning" in capsys.readouterr().err) == (not disable)
+    shown = capsys.readouterr().err
+    assert ("planning" in shown) == (not disable)
+    assert ("left" in shown) == (not disable)  # however soon after the bar
 
 
 def test_where_a_command_listens_there_is_no_bar(bars: list[Any]) -> None:
