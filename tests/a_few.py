@@ -1,4 +1,4 @@
-"""What a test is done with, many times alike: with a few in `make test`, with all others in `make test-slow`."""
+"""Tests that run for many things alike: for a few of them in `make test`, for all others in `make test-slow`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def a_few(values: Iterable[Any], *soon: str) -> list[Any]:
-    """`values` as parameters, by their names; those that are not among `soon` are slow."""
+    """`values` as parameters of a test, by their names; those that are not named in `soon` are marked slow."""
     names = {str(getattr(value, "name", value)): value for value in values}
     assert names.keys() >= set(soon), set(soon) - names.keys()
     return [

@@ -60,11 +60,16 @@ def _all(row: dict[str, Any]) -> list[Any]:
 
 
 def _failed(row: dict[str, Any]) -> bool:
-    return "failed" in row or not all(map(_is_right, _all(row)))
+    """Levels may be lossy where they say so; plans within a budget never are."""
+    levels, budgets = (row.get(part, {}).values() for part in ("levels", "budgets"))
+    right = [_is_right(cell, "lossy: ") for cell in levels] + [_is_right(cell, "needs ") for cell in budgets]
+    return "failed" in row or not all(right)
 
 
-def _is_right(cell: float | str) -> bool:
-    return cell.startswith(("needs", "lossy")) or _is_flex(cell) if isinstance(cell, str) else cell <= CLOSE
+def _is_right(cell: float | str, reason: str) -> bool:
+    if isinstance(cell, str):
+        return cell.startswith(reason) or _is_flex(cell)
+    return cell <= CLOSE
 
 
 def _is_flex(cell: float | str) -> bool:

@@ -14,8 +14,9 @@ from tightfit.apply.weights.disk import Spill
 from tightfit.apply.weights.eight_bits import StoredWeight
 from tightfit.apply.weights.fp8 import Float8Weight, storable
 from tightfit.devices.seam import CpuDevice, LoopbackDevice
-from tightfit.measure.modules import find_units, weight_bytes
+from tightfit.measure.modules import find_parts, find_units, weight_bytes
 from tightfit.measure.recorder import Recorder
+from tiny_pipelines import CASES
 
 
 class Block(nn.Module):
@@ -203,6 +204,15 @@ def test_units_are_the_elements_of_the_outermost_lists() -> None:
     outer = nn.Sequential()
     outer.add_module("parts", nested)
     assert list(find_units(outer)) == ["parts.a.0.0", "parts.a.1", "parts.b"]
+
+
+def test_parts_of_encoders_are_watched_down_to_their_blocks() -> None:
+    """A pipeline may call a norm at the end by itself, but nothing inside of a block."""
+    parts = find_parts("text_encoder", CASES[0].make().text_encoder)
+    ends = {path.rpartition("layers.")[2] for path in parts if "layers." in path}
+    assert ends
+    assert all(end.isdecimal() for end in ends)
+    assert any(path.endswith("final_layer_norm") for path in parts)
 
 
 class Forgetting:

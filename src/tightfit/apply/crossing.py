@@ -1,40 +1,30 @@
-"""What a component is given on another device goes to its own: what the pipeline made elsewhere, and the user's.
-
-What it returns goes back where its pipeline is.
-"""
+"""What a component is given comes to its device, what it returns goes to its pipeline's, where that is another."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from tightfit.apply.weights.homes import HOST
 from tightfit.devices.seam import Device
 
-__all__ = ["Crossing", "fetching"]
-
-HOST = torch.device("cpu")
-
-
-def fetching(work: Callable[..., Any], device: Device) -> Callable[..., Any]:
-    """`work` with all arguments on its `device`: some pipelines pass on what their user gave them, in host memory."""
-
-    @functools.wraps(work)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return work(*_moved(args, HOST, device.torch_device), **_moved(kwargs, HOST, device.torch_device))
-
-    return run
+__all__ = ["Crossing"]
 
 
 class Crossing:
-    """The way from a pipeline's device, the `host`, to a component's own, and back."""
+    """The way from a pipeline's device, the `host`, to a component's own, and back.
+
+    From host memory, too: some pipelines pass on tensors as their user gave them. The two devices may be one.
+    """
 
     def __init__(self, host: Device, own: Device) -> None:
         self._host, self._own = host.torch_device, own.torch_device
+        self._elsewhere = {self._host, HOST} - {self._own}
 
     def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """`work` with its arguments on the component's device, and its result on the host."""
@@ -58,33 +48,34 @@ class Crossing:
         undo(part.register_forward_hook(after).remove)
 
     def _there(self, value: Any) -> Any:
-        return _moved(value, self._host, self._own)
+        return _moved(value, self._elsewhere, self._own)
 
     def _back(self, value: Any) -> Any:
-        return _moved(value, self._own, self._host)
+        return value if self._own == self._host else _moved(value, {self._own}, self._host)
 
 
-def _moved(value: Any, source: torch.device, target: torch.device) -> Any:
-    """`value` with the tensors in it that are on `source` on `target`; the same object where there are none.
-
-    Single numbers in host memory may stay: kernels take them from there.
-    """
+def _moved(value: Any, sources: Container[torch.device], target: torch.device) -> Any:
+    """`value` with the tensors in it that are on one of `sources` on `target`; the same object where there are none."""
     if isinstance(value, torch.Tensor):
-        stays = value.device != source or (value.ndim == 0 and source == HOST)
-        return value if stays else value.to(target, non_blocking=True)
+        return value.to(target, non_blocking=True) if _goes(value, sources) else value
     if isinstance(value, Mapping):
-        moved = {key: _moved(item, source, target) for key, item in value.items()}
+        moved = {key: _moved(item, sources, target) for key, item in value.items()}
         same = all(moved[key] is item for key, item in value.items())
         return value if same else moved if type(value) is dict else type(value)(**moved)
     if isinstance(value, list | tuple):
-        items = [_moved(item, source, target) for item in value]
+        items = [_moved(item, sources, target) for item in value]
         if all(one is other for one, other in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     held = {} if isinstance(value, nn.Module | type) else getattr(value, "__dict__", {})
-    tensors = {name: item for name, item in held.items() if isinstance(item, torch.Tensor) and item.device == source}
+    tensors = {name: item for name, item in held.items() if isinstance(item, torch.Tensor) and _goes(item, sources)}
     if tensors:  # a distribution, say
         value = copy.copy(value)
         for name, item in tensors.items():
             setattr(value, name, item.to(target, non_blocking=True))
     return value
+
+
+def _goes(tensor: torch.Tensor, sources: Container[torch.device]) -> bool:
+    """Whether it has to move. Single numbers in host memory need not: kernels take them from there."""
+    return tensor.device in sources and (tensor.ndim > 0 or tensor.device != HOST)

@@ -24,7 +24,7 @@ from tightfit.apply.activations.layout import channels_last
 from tightfit.apply.activations.waiting import move_waiting
 from tightfit.apply.calls import Calls, Learner, Replans
 from tightfit.apply.choices import choices_of, decide
-from tightfit.apply.crossing import Crossing, fetching
+from tightfit.apply.crossing import Crossing
 from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import watch
 from tightfit.apply.limits import limit_allocators
@@ -201,8 +201,7 @@ class Fitted:
         attends = plan.attention != "auto" or not compiled_around(module)
 
         def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-            inner = fetching(inner, device) if device.separate else inner
-            inner = inner if device is host else Crossing(host, device).around(inner)
+            inner = Crossing(host, device).around(inner) if device.separate or device is not host else inner
             inner = rescued(inner, lambda: residency.make_more_room(name, ""))
 
             @functools.wraps(inner)

@@ -204,15 +204,8 @@ def find_parts(name: str, module: nn.Module) -> dict[str, nn.Module]:
     """
     if find_role(name, module) in ("denoiser", "autoencoder") or compiled_around(module):
         return dict(module.named_children())
-    return dict(_outside_blocks(module, ""))
-
-
-def _outside_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in module.named_children():
-        path = f"{prefix}{name}"
-        yield path, part
-        if not isinstance(module, nn.ModuleList):
-            yield from _outside_blocks(part, f"{path}.")
+    blocks = tuple(f"{path}." for path in find_units(module))
+    return {path: part for path, part in module.named_modules() if path and not path.startswith(blocks)}
 
 
 def find_phase(name: str, role: Role, method: str) -> str:

@@ -1,6 +1,6 @@
 """What components of a pipeline have in common belongs to the first of them: the others use it, and do not own it.
 
-`ZImageControlNetModel.from_transformer`, for instance, makes modules of the transformer modules of the ControlNet.
+`ZImageControlNetModel.from_transformer`, for instance, gives a ControlNet modules of the transformer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ def give_owners(components: Iterable[nn.Module], undo: Callable[..., object]) ->
     owned: set[int] = set()
     weights: set[int] = set()
     for component in components:
-        own = [part for part in component.modules() if id(part) not in owned]
-        for part in own if id(component) not in owned else ():
+        if id(component) in owned:  # it is another's module as a whole
+            continue
+        for part in [part for part in component.modules() if id(part) not in owned]:
             if not isinstance(part, nn.ModuleList | nn.ModuleDict | nn.Sequential):
                 _unregister(part, {name for name, child in part.named_children() if id(child) in owned}, undo)
             _copy(part, weights, undo)

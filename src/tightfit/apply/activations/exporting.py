@@ -95,17 +95,14 @@ def _unseen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_stack_traces() -> Iterator[None]:
-    """torch does not look up which lines of code each operation comes from: that is a sixth of the time."""
-    config, switch = torch.fx.config, "do_not_emit_stack_traces"  # not in all versions
-    before = getattr(config, switch, None)
+    """torch does not look up which lines of code each operation comes from, which is a sixth of an export."""
+    config = torch.fx.config  # older versions of it do not look at this
+    before = getattr(config, "do_not_emit_stack_traces", False)
+    config.do_not_emit_stack_traces = True
     try:
-        setattr(config, switch, True)
         yield
     finally:
-        if before is None:
-            delattr(config, switch)
-        else:
-            setattr(config, switch, before)
+        config.do_not_emit_stack_traces = before
 
 
 def _writes(node: torch.fx.Node) -> bool:
