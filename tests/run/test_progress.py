@@ -61,8 +61,13 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_the_first_call_shows_a_bar(
-    make_cards: MakeCards, bars: list[Any], capsys: pytest.CaptureFixture[str], new_cache: Callable[..., Path]
+    make_cards: MakeCards,
+    bars: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    new_cache: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(new_cache()))  # in which nothing is measured yet
     make_cards(capacity=2**30)
     pipe = CASES[0].make()
     pipe.set_progress_bar_config()
