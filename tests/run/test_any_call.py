@@ -17,9 +17,11 @@ from torch import nn
 
 import tightfit
 from inspection import assert_same, imprint
+from more_pipelines import MORE_CASES
 from pretend.conftest import MakeCards
 from tightfit import BudgetTooSmall, PlanError, RequestError
 from tightfit.run.arguments import Given, described, stand_in
+from tightfit.run.footprints import Measurer
 from tightfit.run.request import Prompt, call_arguments
 from tightfit.run.shape import request_of, shape_of
 from tiny_pipelines import CASES, run
@@ -256,3 +258,17 @@ def test_a_clip_to_start_from_says_itself_how_many_frames_it_has() -> None:
     assert request is not None
     assert request.frames == len(case.call()["video"])
     assert "num_frames" not in call_arguments(pipe, Prompt("a fox", seed=0), request)
+
+
+def test_what_a_call_leaves_out_though_it_is_usual_is_left_out_of_the_request_too() -> None:
+    """Sana's pipeline puts some hundred words of its own before a prompt, unless it is told not to."""
+    (case,) = (case for case in MORE_CASES if case.name == "Sana")
+    pipe, given = case.make(), case.call()
+    request = request_of(pipe, (), given)
+    assert request is not None
+    assert request.arguments["complex_human_instruction"] is None
+    measurer = Measurer(pipe)
+    made_up, called = (
+        measurer.measure(request, call, lambda _: ()) for call in (None, Given(given, torch.device("cpu")))
+    )
+    assert [phase.peak for phase in made_up.phases] == [phase.peak for phase in called.phases]

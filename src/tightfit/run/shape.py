@@ -91,7 +91,7 @@ def _described(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, 
     }
     if found.get("output_type") != "latent":  # whatever pictures become, they become it on the host
         found.pop("output_type", None)
-    return {n: value for n, value in found.items() if value not in (usual.get(n), _USUAL.get(n))}
+    return {n: value for n, value in found.items() if value != usual.get(n) and (n not in _USUAL or value != _USUAL[n])}
 
 
 def _prompts(given: Mapping[str, Any]) -> int:
