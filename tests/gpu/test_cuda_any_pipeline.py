@@ -59,7 +59,8 @@ def check_call(fitted: Fitted, found: torch.Tensor, wanted: torch.Tensor) -> Non
     assert not [note for note in fitted.report().trace.notes if "could not" in note or "out of memory" in note]
 
 
-UNMEASURED = ("HiDreamImage",)  # how many tokens each expert gets is known from numbers only: level 3, under the cap
+# how many tokens each expert gets is known from numbers only: level 3, under the cap, until it was called once
+UNMEASURED = ("HiDreamImage",)
 LARGE = ("LTXImageToVideo",)  # at a larger size it needs more than half of its peak
 
 
@@ -131,11 +132,13 @@ def test_half_of_the_peak_of_level_0_gives_what_level_0_gives(case: TinyCase) ->
     card = card_state()  # with what the scheduler keeps of a call
     torch.cuda.reset_peak_memory_stats()
     with fitted_as(pipe, budget=budget, request=request_of(pipe, (), case.call())) as fitted:
+        called = set[int]()
         for height in (PIXELS, *sizes):
             passes.clear()
             check_call(fitted, run(pipe, case, height).cpu(), wanted[height])
             assert passes == usual[height]  # the owner's hooks saw what they always see, once each
-            assert bool(fitted.plan.forecast) == (case.name not in UNMEASURED)
+            assert bool(fitted.plan.forecast) == (case.name not in UNMEASURED or height in called)
+            called.add(height)
             assert any(part.placement != "resident" for part in fitted.plan.components.values())
         assert torch.cuda.max_memory_reserved() <= budget
     del fitted
