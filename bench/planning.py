@@ -32,7 +32,7 @@ PARTS = (  # module, of which class, what, under which name
     ("tightfit.run.stage", "Stage", "play", "playing"),
     ("tightfit.measure.ledger", "Ledger", "phases", "rooms of phases"),
     ("tightfit.run.footprints", "", "measure_variants", "variants, else"),
-    ("tightfit.run.footprints", "", "survey", "survey, else"),
+    ("tightfit.run.first_calls", "FirstCalls", "with_strips", "strips, else"),
     ("tightfit.apply.activations.strips.survey", "", "program_of", "programs"),
     ("tightfit.apply.activations.strips.ways", "", "kept_course", "courses"),
     ("tightfit.apply.activations.strips.course", "Course", "room", "rooms of courses"),

@@ -6,6 +6,7 @@ Work does not depend on a machine: how long it takes is arithmetic by that machi
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, Strict, model_validator
@@ -14,6 +15,8 @@ from tightfit.errors import InputError, RequestError
 from tightfit.record import Record
 
 __all__ = [
+    "LEFT_OUT",
+    "STRIPS",
     "Component",
     "Count",
     "Footprint",
@@ -40,6 +43,16 @@ Real = Annotated[float, Strict(), Field(ge=0)]
 Rate = Annotated[float, Strict(), Field(gt=0)]
 Maps = Literal["device", "host", "again"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
+# of what an autoencoder's pass takes as it is, what strips of it may take; and where maps wait meanwhile
+STRIPS: Mapping[str, tuple[int, Maps]] = {
+    "strips of 1/4, maps on the device": (4, "device"),
+    "strips of 1/4, maps in host memory": (4, "host"),
+    "strips of 1/16, maps on the device": (16, "device"),
+    "strips of 1/16, maps in host memory": (16, "host"),
+    "strips of 1/64, maps on the device": (64, "device"),
+    "strips of 1/64, maps in host memory": (64, "host"),
+}
+LEFT_OUT = ("variants", *STRIPS)  # what a footprint may leave out
 
 
 # an argument of a call: itself, or what kind and size it is of
@@ -216,6 +229,20 @@ class Phase(Record):
         """Of its passes, which all have the same."""
         return self.passes[0].pace if self.passes else 1.0
 
+    @property
+    def waiting(self) -> int:
+        """Bytes of activations that are there before any of its passes begins, and stay."""
+        return max((done.uses[0].waiting for done in self.passes if done.uses), default=0)
+
+    def strips(self, share: int) -> int:
+        """A `share`-th of the bytes that its passes take as they are: for strips."""
+        return max((self.peak - self.waiting) // share, 1)
+
+    def with_ways(self, ways: Iterable[Way]) -> Phase:
+        """The same with these beside its own, those of most bytes first."""
+        every = {(-way.strips, way.maps): way for way in (*ways, *self.ways)}
+        return self.model_copy(update={"ways": tuple(every[key] for key in sorted(every))})
+
 
 class Variant(Record):
     """How else denoisers can work, with the same numbers: on a part of what they are given at a time."""
@@ -237,9 +264,6 @@ class Variant(Record):
         return {"guidance": self.guidance, "batch": self.batch, "feed_forward": self.feed_forward}
 
 
-LeftOut = Literal["ways", "variants"]
-
-
 class Footprint(Record):
     """What a pipeline is made of; with `phases`, what it does for `request`."""
 
@@ -248,7 +272,13 @@ class Footprint(Record):
     request: Request | None = None
     phases: tuple[Phase, ...] = ()
     variants: tuple[Variant, ...] = ()  # other than as the phases were measured
-    left_out: tuple[LeftOut, ...] = ()  # what was not measured, as no plan was to be made by it
+    left_out: tuple[str, ...] = ()  # of LEFT_OUT, what was not measured, as no plan was to be made by it
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if unknown := set(self.left_out).difference(LEFT_OUT):
+            raise ValueError(f"left_out names {sorted(unknown)}, which is none of {list(LEFT_OUT)}")
+        return self
 
     @property
     def activation_peak(self) -> int:
@@ -273,3 +303,13 @@ class Footprint(Record):
         for place, phase in zip(self.denoising, variant.phases, strict=True):
             phases[place] = phase
         return self.model_copy(update={"phases": tuple(phases), "variants": ()})
+
+    def joined(self, other: Footprint) -> Footprint:
+        """The same with what `other`, of the same call, does not leave out; itself where that is not the same call."""
+        bare, same = ([p.model_copy(update={"ways": ()}) for p in each.phases] for each in (self, other))
+        if bare != same or other.components != self.components:
+            return self
+        phases = [mine.with_ways(theirs.ways) for mine, theirs in zip(self.phases, other.phases, strict=True)]
+        variants = other.variants if "variants" in self.left_out else self.variants
+        left = tuple(part for part in self.left_out if part in other.left_out)
+        return self.model_copy(update={"phases": tuple(phases), "variants": variants, "left_out": left})

@@ -13,8 +13,8 @@ import torch
 from apply.test_strips import prepared
 from pretend.conftest import ACCELERATOR
 from tightfit import fit
-from tightfit.apply.activations.strips.survey import survey
-from tightfit.footprint import Pass, Use, Way, Workload
+from tightfit.apply.activations.strips.survey import Survey
+from tightfit.footprint import STRIPS, Pass, Use, Way, Workload
 from tightfit.measure.modules import inspect_component
 from tightfit.measure.tally import Tally
 from tightfit.plan.pace import Pace
@@ -50,7 +50,9 @@ def ways_of(name: str) -> tuple[TinyAutoencoder, Any, torch.Tensor, list[Way]]:
     case, model = prepared(name)
     rows = case.only_rows or max(ROWS // case.granule * case.granule, case.least_rows)
     latents = case.latents(rows, 1)
-    return case, model, latents, survey(model, "decode", (latents,), case.decode_kwargs(1), WHOLE, 0, 0)
+    survey = Survey(model, "decode", (latents,), case.decode_kwargs(1))
+    ways = [survey.way(WHOLE // share, maps, 0, 0) for share, maps in STRIPS.values()]
+    return case, model, latents, [way for way in ways if way is not None]
 
 
 def on(value: Any) -> Any:

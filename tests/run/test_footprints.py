@@ -24,6 +24,7 @@ from tightfit.footprint import Footprint, Phase
 from tightfit.measure.modules import find_components, find_units
 from tightfit.measure.shadow import mark_of
 from tightfit.run import footprints
+from tightfit.run.footprints import Measurer
 from tightfit.run.rehearsal import rehearse
 from tightfit.run.remembering import Remembering
 from tiny_pipelines import CASES, TinyCase, run
@@ -125,11 +126,13 @@ def operations(phases: tuple[Phase, ...]) -> int:
 
 
 @pytest.mark.slow
-def test_steps_that_are_not_worked_through_are_like_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_not_worked_through_are_like_those_that_are(
+    monkeypatch: pytest.MonkeyPatch, new_cache: Callable[..., Path]
+) -> None:
     request = {"steps": 5, "height": 256, "width": 256}
     short = measure_footprint("sd-1.5", request)
     monkeypatch.setattr(Remembering, "__call__", lambda self, *args, **kwargs: self._forward(*args, **kwargs))
-    monkeypatch.setattr(footprints, "remembered", lambda kind, question, answer: answer())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(new_cache()))
     whole = measure_footprint("sd-1.5", request)
     for quick, full in zip(short.phases, whole.phases, strict=True):
         assert quick.room == pytest.approx(full.room, abs=2**20)  # what passes hold only for a moment is replayed once
@@ -139,10 +142,9 @@ def test_steps_that_are_not_worked_through_are_like_those_that_are(monkeypatch: 
 
 
 @pytest.mark.parametrize("model", a_few(["sd-1.5", "wan-2.1-1.3b"], "sd-1.5"))
-def test_peaks_are_those_of_a_rehearsal(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footprints, "survey", lambda *_, **__: [])  # of a clip of 81 frames, that takes minutes
+def test_peaks_are_those_of_a_rehearsal(model: str) -> None:
     asked = Request(steps=2, height=128, width=128)
-    footprint = measure_footprint(model, asked)
+    footprint = Measurer(model).measure(asked, None, lambda _: ())  # strips of a clip of 81 frames take minutes
     trace = rehearse(model, known_card("rtx3060"), {"level": 0}, asked).trace
     workspace = 8_519_680
     assert [phase.name for phase in footprint.phases] == [phase.name for phase in trace.phases]

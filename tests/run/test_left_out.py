@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ import tightfit
 from a_few import a_few
 from pretend.conftest import ACCELERATOR, MakeCards
 from tightfit import Budget, BudgetTooSmall, Footprint, Plan, make_plan
+from tightfit.footprint import LEFT_OUT, STRIPS, Phase, Variant
 from tightfit.plan.guesses import computer_with
-from tightfit.plan.planner import GAIN, find_missing
+from tightfit.plan.missing import GAIN
+from tightfit.plan.planner import find_missing
 from tightfit.run.experiences import Basis, Past
+from tightfit.run.first_calls import FirstCalls
 from tightfit.run.footprints import Measurer
 from tightfit.run.wishes import Limits
 from tiny_pipelines import CASES, run
@@ -24,13 +28,15 @@ MIB = 2**20
 (SDXL,) = (case for case in CASES if case.name == "StableDiffusionXL")
 REQUEST = tightfit.Request(height=256, width=256, steps=4)
 SIZES = [int(MIB * 2.1**power) for power in range(1, 12)]
+SMALLEST = LEFT_OUT[-1]  # strips, with maps in host memory
 CARD = ACCELERATOR.model_copy(update={"bytes": 2**40, "fixed_bytes": 0})
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Margins and rings as small as the pipelines, and link and arithmetic slow enough for the sizes to matter."""
+    """Margins and rings as small as the pipelines, and strips that are measured one by one, as of clips."""
     monkeypatch.setattr("tightfit.plan.parts.CHUNK", 64 * 1024)
+    monkeypatch.setattr("tightfit.run.first_calls.QUICK", 0)
 
 
 @pytest.fixture
@@ -39,11 +45,18 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     import tightfit.run.footprints as module
 
     parts: list[str] = []
-    for name, part in (("survey", "ways"), ("measure_variants", "variants")):
-        inner = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *args, inner=inner, part=part, **kw: parts.append(part) or inner(*args, **kw)
-        )
+    in_strips, in_variants = FirstCalls.with_strips, module.measure_variants
+
+    def with_strips(calls: FirstCalls, footprint: Footprint, part: str) -> Footprint:
+        parts.append(part)
+        return in_strips(calls, footprint, part)
+
+    def measure_variants(*args: Any) -> tuple[Variant, ...]:
+        parts.append("variants")
+        return in_variants(*args)
+
+    monkeypatch.setattr(FirstCalls, "with_strips", with_strips)
+    monkeypatch.setattr(module, "measure_variants", measure_variants)
     return parts
 
 
@@ -68,13 +81,31 @@ def measured(folder: Path, size: int) -> Footprint:
 
 def as_measured(whole: Footprint, size: int) -> Footprint:
     """`whole`, as far as it is measured for a plan within `size` bytes."""
-    bare = tuple(phase.model_copy(update={"ways": ()}) for phase in whole.phases)
-    known = whole.model_copy(update={"phases": bare, "variants": (), "left_out": ("ways", "variants")})
+    known = bare(whole)
     while missing := missing_within(size)(known):
-        left = tuple(part for part in known.left_out if part != missing[0])
-        more = {"phases": whole.phases} if missing[0] == "ways" else {"variants": whole.variants}
-        known = known.model_copy(update=more | {"left_out": left})
+        known = known.joined(with_parts(whole, missing[:1]))
     return known
+
+
+def bare(whole: Footprint) -> Footprint:
+    return with_parts(whole, ())
+
+
+def with_parts(whole: Footprint, parts: Sequence[str]) -> Footprint:
+    """`whole` without what was measured beside the usual way, but for these `parts` of it."""
+    some = [STRIPS[part] for part in parts if part in STRIPS]
+
+    def kept(phase: Phase) -> Phase:
+        sizes = {(phase.strips(share), maps) for share, maps in some}
+        return phase.model_copy(update={"ways": tuple(w for w in phase.ways if (w.strips, w.maps) in sizes)})
+
+    return whole.model_copy(
+        update={
+            "phases": tuple(map(kept, whole.phases)),
+            "variants": whole.variants if "variants" in parts else (),
+            "left_out": tuple(part for part in LEFT_OUT if part not in parts),
+        }
+    )
 
 
 @pytest.mark.parametrize("name", a_few(["StableDiffusionXL", "Flux"], "Flux"))
@@ -91,39 +122,67 @@ def test_no_plan_is_slower_and_none_is_refused_for_it(name: str) -> None:
         assert (plan is None) == (best is None), size
         if plan is not None:
             assert seconds_of(plan) <= (1 + 2 * GAIN) * seconds_of(best), size
-    assert {(), ("ways", "variants")} <= left
+    assert LEFT_OUT in left
+    assert () not in left
+    assert any(0 < len(parts) < len(LEFT_OUT) for parts in left)
 
 
 def test_what_is_measured_is_what_could_gain(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all is there, nothing; where nothing fits, everything; what is asked for, that alone."""
-    monkeypatch.setattr("tightfit.run.footprints.recalled_footprint", lambda *_: None)
+    """Where all is there, nothing; where nothing fits, what needs least; what is asked for, that alone."""
     measurer = Measurer(SDXL.make(4))
-    assert measurer.measure(REQUEST, None, missing_within(2**34)).left_out == ("ways", "variants")
+    monkeypatch.setattr(measurer, "_mark", "")  # nothing is kept
+    assert measurer.measure(REQUEST, None, missing_within(2**34)).left_out == LEFT_OUT
     assert done == []
-    assert measurer.measure(REQUEST, None, missing_within(1)).left_out == ()
-    assert sorted(done) == ["variants", "ways"]
+    known = measurer.measure(REQUEST, None, missing_within(1))
+    assert done
+    assert set(done) <= {"variants", SMALLEST}
+    assert set(known.left_out) == set(LEFT_OUT).difference(done)
     done.clear()
-    assert measurer.measure(
-        REQUEST, None, lambda known: [part for part in known.left_out if part == "ways"]
-    ).left_out == ("variants",)
-    assert done == ["ways"]
+    known = measurer.measure(REQUEST, None, lambda known: [part for part in known.left_out if part == SMALLEST])
+    assert set(known.left_out) == set(LEFT_OUT) - {SMALLEST}
+    assert done == [SMALLEST]
+
+
+@pytest.mark.parametrize("name", a_few(["StableDiffusionXL", "Flux"], "StableDiffusionXL"))
+def test_what_would_do_where_nothing_fits_is_known(name: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    whole = Measurer(case.make(4)).measure(REQUEST)
+    with pytest.raises(BudgetTooSmall) as best:
+        make_plan(whole, computer_with(CARD), Budget(device=1))
+    with pytest.raises(BudgetTooSmall) as error:
+        make_plan(as_measured(whole, 1), computer_with(CARD), Budget(device=1))
+    assert error.value.facts["needed_bytes"] == best.value.facts["needed_bytes"]
+    needed = int(str(error.value.facts["needed_bytes"]))
+    assert planned(as_measured(whole, needed), needed) is not None
 
 
 def test_a_footprint_of_everything_misses_nothing() -> None:
     whole = Measurer(SDXL.make()).measure(REQUEST)
     assert find_missing(whole, computer_with(CARD), Budget(device=1)) == ()
-    bare = whole.model_copy(update={"left_out": ("ways", "variants")})
-    assert find_missing(bare, computer_with(CARD), Budget(devices={"a": 1, "b": 1})) == ("ways", "variants")
+    assert find_missing(bare(whole), computer_with(CARD), Budget(devices={"a": 1, "b": 1})) == LEFT_OUT
+
+
+def test_parts_that_are_known_of_one_call_go_together() -> None:
+    whole = Measurer(SDXL.make(4)).measure(REQUEST)
+    first, second = with_parts(whole, LEFT_OUT[1:4]), with_parts(whole, (LEFT_OUT[0], *LEFT_OUT[4:]))
+    assert first.joined(second) == second.joined(first) == whole
+    other = Measurer(SDXL.make(4)).measure(REQUEST.model_copy(update={"steps": 5}), None, lambda _: ())
+    assert first.joined(other) == first
 
 
 def test_one_that_was_kept_is_found_again_where_it_is_enough(tiny_model: Path, done: list[str]) -> None:
     kept = measured(tiny_model, 2**34)
-    assert (kept.left_out, done) == (("ways", "variants"), [])
+    assert (kept.left_out, done) == (LEFT_OUT, [])
     assert measured(tiny_model, 2**35) == kept
-    assert measured(tiny_model, 1).left_out == ()
-    assert sorted(done) == ["variants", "ways"]
-    assert measured(tiny_model, 2**35).left_out == ()  # more is known by now
-    assert sorted(done) == ["variants", "ways"]
+    more = measured(tiny_model, 1)
+    assert set(more.left_out) == set(LEFT_OUT).difference(done)
+    before = list(done)
+    assert before
+    assert measured(tiny_model, 2**35) == more  # more is known by now
+    assert done == before
+    whole = Measurer(tiny_model).measure(REQUEST)  # what is known already is not measured again
+    assert whole.left_out == ()
+    assert sorted(done) == sorted(LEFT_OUT)
 
 
 def test_what_was_left_out_is_measured_of_the_same_call_once_memory_is_short(
@@ -150,3 +209,12 @@ def test_a_denoiser_with_a_forward_of_its_own_works_in_parts_too() -> None:
     assert "apart" in usual
     pipe.unet.forward = functools.partial(type(pipe.unet).forward, pipe.unet)  # as hooks of others leave it
     assert [variant.guidance for variant in Measurer(pipe).measure(REQUEST).variants] == usual
+
+
+def test_strips_of_a_picture_are_measured_together(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.run.first_calls.QUICK", 1000)
+    measurer = Measurer(SDXL.make(4))
+    monkeypatch.setattr(measurer, "_mark", "")
+    known = measurer.measure(REQUEST, None, lambda known: [part for part in known.left_out if part in STRIPS])
+    assert (known.left_out, len(done)) == (("variants",), 1)
+    assert any(len(phase.ways) == len(STRIPS) for phase in known.phases)

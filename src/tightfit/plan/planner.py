@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tightfit.errors import BudgetTooSmall, PlanError
-from tightfit.footprint import LeftOut
-from tightfit.plan.branch import Found
+from tightfit.plan.branch import Found, Known
 from tightfit.plan.forecast import foresee, room_within, taken_by_others
 from tightfit.plan.guesses import rated, rated_disk
 from tightfit.plan.jointly import plan_jointly
 from tightfit.plan.learned import learned
 from tightfit.plan.levels import plan_for
+from tightfit.plan.missing import missing_parts
 from tightfit.plan.search import Search, Stored, storages_of
 from tightfit.plan.turns import order_of
 from tightfit.records import (
@@ -24,7 +24,6 @@ from tightfit.records import (
     Footprint,
     Home,
     Machine,
-    Phase,
     Plan,
     Reason,
     check_techniques,
@@ -33,7 +32,6 @@ from tightfit.units import format_bytes, format_enough
 
 __all__ = ["SPARE", "find_missing", "make_plan"]
 
-GAIN = 0.001  # of a call's time: less is not worth measuring more
 SPARE = 0.05  # of what is free: left alone where nobody names a budget …
 SPARE_LEAST = 512 * 2**20  # … and at least so many bytes of a card: kernels and libraries are loaded later
 
@@ -109,47 +107,21 @@ def find_missing(
     *,
     device: str | None = None,
     experiences: Sequence[Experience] = (),
-) -> tuple[LeftOut, ...]:
-    """What `footprint` leaves out and a plan could be faster by: if that work took no memory at all, it would be.
+) -> tuple[str, ...]:
+    """What `footprint` leaves out and a plan could gain by, what is to be measured first at the front.
 
     Of several devices that is not known, and so everything. Raises PlanError as `make_plan` does.
     """
     if not footprint.left_out or (budget is not None and budget.devices):
         return footprint.left_out
-    known = _accelerator(machine, device)
-    accelerator, disk_rate = rated(known), rated_disk(machine, known)
-    room = _room(accelerator, machine, budget)
-    told = learned(footprint, experiences, {}).footprint
+    accelerator = _accelerator(machine, device)
+    room = _room(rated(accelerator), machine, budget)
+    known: dict[int, Known] = {}  # components do the same work in all that is looked through
 
-    def seconds(*free: LeftOut) -> float:
-        """The least, if what is `free` took no memory."""
-        found = Search(_without(free, told), accelerator, disk_rate, {}).best(room.size, room.ram)
-        return math.inf if found is None else found.seconds
+    def search(told: Footprint) -> Search:
+        return Search(told, rated(accelerator), rated_disk(machine, accelerator), {}, known)
 
-    at_best = (1 + GAIN) * seconds(*footprint.left_out)
-    if seconds() <= at_best < math.inf:
-        return ()
-    if len(footprint.left_out) > 1 and at_best < math.inf:
-        for part in footprint.left_out:
-            if seconds(part) <= at_best:
-                return (part,)
-    return footprint.left_out
-
-
-def _without(parts: Sequence[LeftOut], footprint: Footprint) -> Footprint:
-    """`footprint` as if nothing were needed by phases that work could be in these `parts` of."""
-    roles, denoising = {each.name: each.role for each in footprint.components}, set(footprint.denoising)
-
-    def free(place: int, phase: Phase) -> bool:
-        if place in denoising:
-            return "variants" in parts
-        return "ways" in parts and any(roles[done.component] == "autoencoder" for done in phase.passes)
-
-    phases = [
-        phase.model_copy(update={"room": 0}) if free(place, phase) else phase
-        for place, phase in enumerate(footprint.phases)
-    ]
-    return footprint.model_copy(update={"phases": tuple(phases)})
+    return missing_parts(learned(footprint, experiences, {}).footprint, search, room.size, room.ram)
 
 
 def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Room:

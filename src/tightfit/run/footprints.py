@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,26 +12,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from tightfit.apply.activations.exporting import NotExported, without_weights
-from tightfit.apply.activations.strips.survey import survey
 from tightfit.apply.fitting import fit
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
 from tightfit.errors import InputError, unknown_name
-from tightfit.footprint import Footprint, Phase
+from tightfit.footprint import LEFT_OUT, STRIPS, Footprint
 from tightfit.measure.ledger import Ledger
 from tightfit.measure.logged import PassLog
-from tightfit.measure.modules import find_components, find_role, inspect_pipeline
+from tightfit.measure.modules import find_components, inspect_pipeline
 from tightfit.measure.shadow import mark_of, shadow_of, without_hooks
 from tightfit.plan.guesses import ANY_CARD
 from tightfit.pretend.operations import NAME
 from tightfit.progress import ProgressTracker
 from tightfit.records import Request
 from tightfit.run.arguments import Given
+from tightfit.run.first_calls import FirstCalls
 from tightfit.run.models import DTYPES
-from tightfit.run.predictions import Missing, find_subject, footprint_question, keep_footprint, recalled_footprint
+from tightfit.run.predictions import Missing, find_subject, footprint_question, keep_footprint, recalled
 from tightfit.run.stage import Inputs as CallInputs
 from tightfit.run.stage import Stage, roomy_card
 from tightfit.run.variants import VariantPlayer, measure_variants
@@ -42,7 +39,7 @@ __all__ = ["Measurer", "measure_footprint"]
 Inputs = Mapping[str, Any] | Sequence[Any]
 
 PLAYING, BUILDING = 1.0, 0.3  # how long a call and the building of its pipeline take, …
-SIZES = {"ways": 1.2, "variants": 2.2}  # … and what else is measured, roughly: for the time left
+SIZES = {"variants": 2.2} | dict.fromkeys(STRIPS, 0.3)  # … and what else is measured, roughly: for the time left
 
 
 def measure_footprint(
@@ -136,7 +133,7 @@ def _kept(
     if inputs is not None and not whole and not isinstance(inputs, Mapping):
         raise InputError(f"a pipeline's inputs go by name, not as {type(inputs).__name__}", kind=type(inputs).__name__)
 
-    def measure() -> Footprint:
+    def measure(missing: Missing) -> Footprint:
         try:
             return _measure_call(model, asked, inputs, dtype, expandable, missing)
         except Exception:  # of a network that cannot do without numbers: what it called is repeated, part by part
@@ -146,13 +143,15 @@ def _kept(
             unable = _find_unable(plain, asked, inputs, dtype)
             return _measure_call(plain, asked, inputs, dtype, expandable, missing, unable)
 
+    wanted = missing or (lambda footprint: footprint.left_out)
     if (inputs and not whole) or not mark:
-        return measure()
+        return measure(wanted)
     question = footprint_question(mark, asked, dtype, expandable=expandable)
-    known = recalled_footprint(question, missing)
+    known = recalled(Footprint, question)
     if known is None:
-        known = measure()
-        keep_footprint(known, question)
+        return keep_footprint(measure(wanted), question)
+    if wanted(known):
+        return keep_footprint(measure(lambda more: wanted(more.joined(known))), question)
     return known
 
 
@@ -181,7 +180,7 @@ def _measure_call(
     inputs: CallInputs,
     dtype: str | None,
     expandable: bool,
-    missing: Missing | None,
+    missing: Missing,
     unable: Collection[tuple[str, str]] = (),
 ) -> Footprint:
     precision, work = getattr(torch, dtype) if dtype else None, ProgressTracker(PLAYING)
@@ -189,7 +188,7 @@ def _measure_call(
         stage = Stage(_untouched(model), card, {"level": 0}, asked, precision, unable)
         ledger, player = Ledger(card, expandable=expandable), VariantPlayer(stage, unable)
         with ExitStack() as undo:
-            calls = _Calls(stage.components, undo, expandable=expandable)
+            calls = FirstCalls(stage.components, undo, expandable=expandable)
             ledger.follow(stage.components, undo)
             work.did(BUILDING)
             stage.play(inputs)
@@ -197,19 +196,17 @@ def _measure_call(
             phases = ledger.phases()
         work.did(PLAYING - BUILDING)
         expected: set[str] = set()
-        left_out = {"left_out": ("ways", "variants")}
-        footprint = made.model_copy(update={"request": stage.request, "phases": phases} | left_out)
-        while wanted := footprint.left_out if missing is None else missing(footprint):
+        footprint = made.model_copy(update={"request": stage.request, "phases": phases, "left_out": LEFT_OUT})
+        while wanted := missing(footprint):
             work.expect(sum(SIZES[part] for part in wanted if part not in expected))
             expected.update(wanted)
-            left = tuple(part for part in footprint.left_out if part != wanted[0])
-            found: dict[str, Any] = {"left_out": left}
-            if wanted[0] == "ways":
-                found["phases"] = tuple(calls.with_ways(phase) for phase in footprint.phases)
+            if (part := wanted[0]) in STRIPS:
+                footprint = calls.with_strips(footprint, part)
             else:
-                found["variants"] = measure_variants(footprint, lambda each: player.phases(each, inputs, ledger))
-            footprint = footprint.model_copy(update=found)
-            work.did(SIZES[wanted[0]])
+                variants = measure_variants(footprint, lambda each: player.phases(each, inputs, ledger))
+                left = tuple(other for other in footprint.left_out if other != part)
+                footprint = footprint.model_copy(update={"variants": variants, "left_out": left})
+            work.did(SIZES[part])
         return footprint
 
 
@@ -223,56 +220,6 @@ def _find_unable(model: Any, asked: Request, log: PassLog, dtype: str | None) ->
 def _untouched(model: Any) -> Any:
     """`model` for one stage, which changes it."""
     return model if isinstance(model, str | ModelFolder) else shadow_of(model)
-
-
-class _Calls:
-    """How autoencoders were called first: as they were then, and the shapes of what they were given."""
-
-    def __init__(self, components: Mapping[str, nn.Module], undo: ExitStack, *, expandable: bool) -> None:
-        self._expandable = expandable
-        self._seen: dict[tuple[str, str], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
-        for name, module in components.items():
-            if find_role(name, module) == "autoencoder":
-                for method in ("encode", "decode"):
-                    if hasattr(module, method):
-                        self._follow(name, module, method, undo)
-
-    def _follow(self, name: str, module: nn.Module, method: str, undo: ExitStack) -> None:
-        inner = getattr(module, method)
-        first = next(iter(inspect.signature(inner).parameters))
-
-        @functools.wraps(inner)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = args or (kwargs[first],)
-            others = {key: value for key, value in kwargs.items() if args or key != first}
-            if (name, method) not in self._seen:  # some pipelines change its dtype for the call
-                with contextlib.suppress(NotExported), torch.inference_mode(False):
-                    double = without_weights(module, type(module).__mro__[1])
-                    for own in ("forward", "encode", "decode"):  # those who listen are not part of it
-                        vars(double).pop(own, None)
-                    self._seen[name, method] = double, *tree_map(_shape_of, (given, others))
-            return inner(*args, **kwargs)
-
-        setattr(module, method, run)
-        undo.callback(delattr, module, method)
-
-    def with_ways(self, phase: Phase) -> Phase:
-        """`phase` with the ways in which its only pass could be done in strips."""
-        kinds = {(done.component, done.method) for done in phase.passes}
-        if len(kinds) > 1 or not kinds <= self._seen.keys():
-            return phase
-        ((name, method),) = kinds
-        beside = max(done.uses[0].waiting for done in phase.passes)
-        module, args, kwargs = self._seen[name, method]
-        own = phase.peak - beside
-        ways = survey(module, method, args, kwargs, own, beside, phase.outside, expandable=self._expandable)
-        return phase.model_copy(update={"ways": tuple(ways)})
-
-
-def _shape_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return value
 
 
 def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint:

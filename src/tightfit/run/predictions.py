@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 Missing = Callable[[Footprint], Sequence[str]]  # what a footprint left out and somebody needs
-LEFT_OUT = ("variants", "ways", "ways variants")  # of footprints
 Answer = TypeVar("Answer", bound=Record)
 
 
@@ -85,20 +84,19 @@ def footprint_question(mark: str, asked: Request, dtype: str | None, *, expandab
 
 
 def recalled_footprint(question: dict[str, Any], missing: Missing | None = None) -> Footprint | None:
-    """The kept answer to a `footprint_question`; one that left something out only if nothing of that is `missing`."""
-    for left_out in ("", *LEFT_OUT) if missing is not None else ("",):
-        known = recalled(Footprint, _without(question, left_out.split()))
-        if known is not None and not (missing and missing(known)):
-            return known
-    return None
+    """The kept answer to a `footprint_question`, unless it left out what is `missing` (None: anything)."""
+    known = recalled(Footprint, question)
+    if known is None or (known.left_out if missing is None else missing(known)):
+        return None
+    return known
 
 
-def keep_footprint(footprint: Footprint, question: dict[str, Any]) -> None:
-    keep(footprint, _without(question, footprint.left_out))
-
-
-def _without(question: dict[str, Any], left_out: Sequence[str]) -> dict[str, Any]:
-    return question | {"left_out": sorted(left_out)} if left_out else question
+def keep_footprint(footprint: Footprint, question: dict[str, Any]) -> Footprint:
+    """Keeps it, and returns it, together with what is kept already, which may leave out other parts."""
+    known = recalled(Footprint, question)
+    footprint = footprint if known is None else footprint.joined(known)
+    keep(footprint, question)
+    return footprint
 
 
 def key_of(question: dict[str, Any]) -> str:

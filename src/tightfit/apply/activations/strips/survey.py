@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tightfit.apply.activations.strips.capture import NotTakenApart
 from tightfit.apply.activations.strips.labour import legs_of
 from tightfit.apply.activations.strips.method import program_of
 from tightfit.apply.activations.strips.trials import Trials
@@ -18,52 +16,42 @@ from tightfit.decisions import Maps
 from tightfit.footprint import Way
 from tightfit.measure.modules import find_leaves
 
-__all__ = ["survey"]
+__all__ = ["Survey"]
 
-SHARES = (4, 16, 64)  # of what whole execution takes: for strips
-PLACES: tuple[Maps, ...] = ("device", "host")
 PAGES = 20 * 2**20  # bytes that an allocator may hold beside what else is there
 
 
-def survey(
-    module: nn.Module,
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    whole: int,
-    beside: int,
-    outside: int,
-    *,
-    expandable: bool = True,
-) -> list[Way]:
-    """Ways of `module.method(*args, **kwargs)`, one item of a batch at a time; none where it is not taken apart.
+class Survey:
+    """How else a call of an autoencoder's method could be done: one item of a batch at a time, in strips."""
 
-    It takes `whole` bytes as it is, `beside` more are there all along, and `outside` bytes before or after. Segments of
-    the allocator grow if it is `expandable`.
-    """
-    first, *others = args
-    count = len(first)
-    alone = lambda x: x[:1] if isinstance(x, torch.Tensor) and x.ndim and len(x) == count else x  # noqa: E731
-    leaves, form = tree_flatten(tree_map(alone, (tuple(others), kwargs)))  # as a call has them: its program is kept
-    try:
-        program, mark, _ = program_of(module, type(module), method, first[:1], leaves, form)
-    except NotTakenApart:
-        return []
-    items = (count - 1) * sum(program.nodes[index].bytes for index in program.outputs)
-    homes = _homes_of(module)
-    ways = []
-    with ExitStack() as undo:
-        trials = Trials(undo)
-        for share in SHARES:
-            for maps in PLACES:
-                strips = max(whole // share, 1)
-                course = Strips(program, strips, maps, mark, moves=True).course
-                if maps == "host" and not course.in_host:
-                    continue
-                room = max(beside + items + course.room(expandable=expandable), outside) + PAGES
-                legs = tuple(legs_of(course, trials, homes))
-                ways.append(Way(strips=strips, maps=maps, room=room, host=course.peak.host, items=count, legs=legs))
-    return ways
+    def __init__(self, module: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Of `module.method(*args, **kwargs)`. Raises NotTakenApart."""
+        first, *others = args
+        count = len(first)
+        alone = lambda x: x[:1] if isinstance(x, torch.Tensor) and x.ndim and len(x) == count else x  # noqa: E731
+        leaves, form = tree_flatten(tree_map(alone, (tuple(others), kwargs)))  # as a call has them: its program is kept
+        self._program, self._mark, _ = program_of(module, type(module), method, first[:1], leaves, form)
+        self._items, self._trials, self._homes = count, Trials(), _homes_of(module)
+
+    @property
+    def operations(self) -> int:
+        """How many there are to be done in strips."""
+        return len(self._program.nodes)
+
+    def way(self, strips: int, maps: Maps, beside: int, outside: int, *, expandable: bool = True) -> Way | None:
+        """It with `strips` bytes for strips and maps waiting where they are said to; None where none would wait there.
+
+        `beside` bytes more are there all along, and `outside` bytes before or after. Segments of the allocator grow if
+        it is `expandable`.
+        """
+        course = Strips(self._program, strips, maps, self._mark, moves=True).course
+        if maps == "host" and not course.in_host:
+            return None
+        made = (self._items - 1) * sum(self._program.nodes[index].bytes for index in self._program.outputs)
+        room = max(beside + made + max(course.room(expandable=expandable), strips), outside) + PAGES
+        with self._trials.working():
+            legs = tuple(legs_of(course, self._trials, self._homes))
+        return Way(strips=strips, maps=maps, room=room, host=course.peak.host, items=self._items, legs=legs)
 
 
 def _homes_of(module: nn.Module) -> dict[str, str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,17 +69,22 @@ class _Outcome(NamedTuple):
 class Trials:
     """Operations on a card of their own, with attention as an autoencoder's goes; what was tried is remembered."""
 
-    def __init__(self, undo: ExitStack) -> None:
-        """The card is in use, beside those that are, until `undo` is closed."""
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Outcome] = {}
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """The card is in use, beside those that are: only inside is anything tried."""
         before = cards_in_use()
         self._card = Card(len(before), ANY_CARD.model_copy(update={"bytes": ENDLESS}), Host())
         use_cards((*before, self._card))
-        undo.callback(use_cards, before)
-        device = PretendDevice(self._card.index)
-        undo.enter_context(torch.no_grad())
-        undo.enter_context(AttentionSeam("auto", device).working())
-        self._place = device.torch_device
-        self._known: dict[Hashable, _Outcome] = {}
+        try:
+            device = PretendDevice(self._card.index)
+            self._place = device.torch_device
+            with torch.no_grad(), AttentionSeam("auto", device).working():
+                yield
+        finally:
+            use_cards(before)
 
     def outcome(self, key: Hashable, layouts: Sequence[Layout], prepare: Prepare) -> _Outcome:
         """What comes of what `prepare` makes of tensors with these `layouts`: for the same `key` the same."""

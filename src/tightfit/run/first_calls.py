@@ -1,0 +1,99 @@
+"""How a call of a pipeline called its autoencoders first, and how else they could do it: in strips."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from tightfit.apply.activations.exporting import NotExported, without_weights
+from tightfit.apply.activations.strips.capture import NotTakenApart
+from tightfit.apply.activations.strips.survey import Survey
+from tightfit.footprint import STRIPS, Footprint, Phase
+from tightfit.measure.modules import find_role
+
+__all__ = ["FirstCalls"]
+
+QUICK = 1000  # operations of methods in strips: a picture's, not a clip's
+
+
+class FirstCalls:
+    """How autoencoders were called first: as they were then, and the shapes of what they were given."""
+
+    def __init__(self, components: Mapping[str, nn.Module], undo: ExitStack, *, expandable: bool) -> None:
+        self._expandable = expandable
+        self._seen: dict[tuple[str, str], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
+        self._surveys: dict[tuple[str, str], Survey | None] = {}
+        for name, module in components.items():
+            if find_role(name, module) == "autoencoder":
+                for method in ("encode", "decode"):
+                    if hasattr(module, method):
+                        self._follow(name, module, method, undo)
+
+    def _follow(self, name: str, module: nn.Module, method: str, undo: ExitStack) -> None:
+        inner = getattr(module, method)
+        first = next(iter(inspect.signature(inner).parameters))
+
+        @functools.wraps(inner)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = args or (kwargs[first],)
+            others = {key: value for key, value in kwargs.items() if args or key != first}
+            if (name, method) not in self._seen:  # some pipelines change its dtype for the call
+                with contextlib.suppress(NotExported), torch.inference_mode(False):
+                    double = without_weights(module, type(module).__mro__[1])
+                    for own in ("forward", "encode", "decode"):  # those who listen are not part of it
+                        vars(double).pop(own, None)
+                    self._seen[name, method] = double, *tree_map(_shape_of, (given, others))
+            return inner(*args, **kwargs)
+
+        setattr(module, method, run)
+        undo.callback(delattr, module, method)
+
+    def with_strips(self, footprint: Footprint, part: str) -> Footprint:
+        """`footprint` with autoencoders at work in strips as well, where they can be: in those that `part` names.
+
+        And in all others that it leaves out, where that is quicker than to look for what else is missing.
+        """
+        surveys = [self._survey_of(phase) for phase in footprint.phases]
+        quick = sum(survey.operations for survey in surveys if survey) <= QUICK
+        parts = [other for other in footprint.left_out if other == part or (quick and other in STRIPS)]
+        pairs = zip(footprint.phases, surveys, strict=True)
+        phases = tuple(self._in_strips(phase, survey, parts) for phase, survey in pairs)
+        left = tuple(other for other in footprint.left_out if other not in parts)
+        return footprint.model_copy(update={"phases": phases, "left_out": left})
+
+    def _survey_of(self, phase: Phase) -> Survey | None:
+        """Of its only kind of pass, if that can be taken apart."""
+        kinds = {(done.component, done.method) for done in phase.passes}
+        if len(kinds) != 1 or not kinds <= self._seen.keys():
+            return None
+        (kind,) = kinds
+        if kind not in self._surveys:
+            module, args, kwargs = self._seen[kind]
+            try:
+                self._surveys[kind] = Survey(module, kind[1], args, kwargs)
+            except NotTakenApart:
+                self._surveys[kind] = None
+        return self._surveys[kind]
+
+    def _in_strips(self, phase: Phase, survey: Survey | None, parts: Iterable[str]) -> Phase:
+        if survey is None:
+            return phase
+        found = []
+        for share, maps in map(STRIPS.__getitem__, parts):
+            strips = phase.strips(share)
+            found.append(survey.way(strips, maps, phase.waiting, phase.outside, expandable=self._expandable))
+        return phase.with_ways(way for way in found if way is not None)
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value
