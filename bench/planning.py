@@ -1,12 +1,13 @@
-"""How long planning takes: a model's first plan, one with its programs kept, and another budget of a known footprint.
+"""How long planning takes: a first plan, with the autoencoder's program or without, and another of what is known.
 
-    python bench/planning.py [--models sdxl,wan-2.1-14b] [--ways first,programs,known] [--shares 0.15,0.6] [--keep]
+    python bench/planning.py [--models sdxl,wan-2.1-14b] [--ways first,exporting,known] [--shares 0.15,0.6] [--keep]
 
-For budgets that are shares of the bytes of all weights, each in a process of its own; importing torch and diffusers is
-not counted. "first" finds nothing on disk; "programs" the exported programs of autoencoders, as if they had come with
-the package; "known" the footprint, whatever it leaves out, and imports no torch. CPU seconds are what counts on a
-machine that others use; wall seconds stand beside them. `parts` says where they went, each without those that are named
-further below it and were called from it. Writes bench/results/planning.json.
+For budgets that are shares of the bytes of all weights, each in a process of its own; importing torch, and what the
+pipeline is made of in diffusers and transformers, is not counted. "first" finds what comes with the package and nothing
+else on disk; "exporting" not that either, as if the libraries had other versions; "known" finds the footprint, whatever
+it leaves out, and imports no torch. CPU seconds are what counts on a machine that others use; wall seconds stand beside
+them. `parts` says where they went, each without those that are named further below it and were called from it. Writes
+bench/results/planning.json.
 """
 
 from __future__ import annotations
@@ -71,14 +72,18 @@ class Watch:
             setattr(home, what, self.over(getattr(home, what), name))
 
 
-def first(model: str, share: float) -> dict[str, Any]:
+def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any]:
     """In this process: measure as far as the budget needs it, and plan."""
-    import diffusers  # noqa: F401 - not counted
+    import diffusers  # not counted
     import torch  # noqa: F401
     import transformers  # noqa: F401
 
+    from tightfit.catalog.known import known_card, known_model
+
+    getattr(diffusers, known_model(model).pipeline)  # which is when diffusers imports it
+
     took = Took()
-    from tightfit.catalog.known import known_card
+    from tightfit.apply.activations.strips import archive
     from tightfit.errors import BudgetTooSmall
     from tightfit.plan.guesses import computer_with
     from tightfit.records import Budget, Footprint, Request
@@ -86,6 +91,8 @@ def first(model: str, share: float) -> dict[str, Any]:
     from tightfit.run.footprints import Measurer
     from tightfit.run.wishes import Limits
 
+    if exporting:
+        archive.SHIPPED = "nowhere"
     parts, watch = {"imports of tightfit's own": took.so_far()["cpu"]}, Watch()
     watch.follow()
     machine = computer_with(known_card(CARD))
@@ -144,7 +151,7 @@ class Took:
 
 def _in_a_process(way: str, model: str, share: str, cache: Path) -> dict[str, Any]:
     folder = cache / "tightfit"
-    kept = {"first": (), "programs": ("programs",), "known": ("programs", "courses", "footprints")}[way]
+    kept = ("programs", "courses", "footprints") if way == "known" else ()
     for part in folder.iterdir() if folder.exists() else ():
         if part.name not in kept and part.is_dir():
             shutil.rmtree(part)
@@ -159,13 +166,16 @@ def _in_a_process(way: str, model: str, share: str, cache: Path) -> dict[str, An
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--models", default="all")
-    options.add_argument("--ways", default="first,programs,known")
+    options.add_argument("--ways", default="first,exporting,known")
     options.add_argument("--shares", default=SHARES, help="budgets, as shares of the bytes of all weights")
     options.add_argument("--keep", action="store_true", help="rows of other models that are written already")
     options.add_argument("--inside", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.inside:
-        print(json.dumps((known if chosen.inside == "known" else first)(chosen.models, float(chosen.shares))))
+        share = float(chosen.shares)
+        found = known(chosen.models, share) if chosen.inside == "known" else None
+        found = found or first(chosen.models, share, exporting=chosen.inside == "exporting")
+        print(json.dumps(found))
         return
     from measuring import RESULTS, write
     from tightfit.catalog.known import model_names

@@ -7,12 +7,12 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-__all__ = ["BINARY", "cache_folder", "code_mark", "read_at", "replacing", "write_at"]
+__all__ = ["BINARY", "cache_folder", "code_mark", "mark_of_modules", "read_at", "replacing", "write_at"]
 
 BINARY = getattr(os, "O_BINARY", 0)  # without it Windows reads and writes text
 _LIBRARIES = ("diffusers", "torch", "transformers")
@@ -26,12 +26,23 @@ def cache_folder() -> Path:
 @functools.cache
 def code_mark() -> str:
     """A digest of this package's code and data, and of the versions of what it stands on."""
-    digest = hashlib.sha256()
-    for library in _LIBRARIES:
-        digest.update(f"{library} {version(library)}".encode())
     package = Path(str(files("tightfit")))
-    for path in sorted(path for suffix in ("py", "json") for path in package.rglob(f"*.{suffix}")):
-        digest.update(f"{path.relative_to(package)}\0".encode())
+    modules = sorted(path for suffix in ("py", "json") for path in package.rglob(f"*.{suffix}"))
+    libraries = " ".join(f"{library} {version(library)}" for library in _LIBRARIES)
+    return hashlib.sha256(f"{libraries}{_digest(package, modules)}".encode()).hexdigest()
+
+
+@functools.cache
+def mark_of_modules(*modules: str) -> str:
+    """A digest of the code of some `modules` of this package, each by its file's path in it."""
+    package = Path(str(files("tightfit")))
+    return _digest(package, [package / module for module in modules])
+
+
+def _digest(package: Path, modules: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in modules:
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -168,7 +168,7 @@ def test_what_differs_is_made_anew(programs: Path, module: Callable[[], nn.Modul
 
 
 def test_other_code_makes_it_anew(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "code_mark", lambda: "another")
+    monkeypatch.setattr(archive, "mark_of_makers", lambda: "another")
     with pytest.raises(Anew):
         decode(make())
 

@@ -81,7 +81,8 @@ def mark_of(pipe: Any) -> str:
 _LIBRARIES = {"PIL", "builtins", "collections", "diffusers", "numpy", "tokenizers", "torch", "transformers"}
 _LIBRARIES.add("tightfit")  # stand-ins; whoever keeps an answer keeps it with the digest of this code
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
-_NOTES = {"_name_or_path", "_use_default_values"}  # in configurations: whence it comes, and a list in any order
+# in configurations: whence it comes, with which version it was saved, and a list in any order
+_NOTES = {"_name_or_path", "_diffusers_version", "_use_default_values"}
 # what calls leave behind: transformers' hooks, which do nothing unless asked to, diffusers' registry of none, a cache
 _LEFT = {"_forward_hooks", "_output_capturing_hooks_installed", "_diffusers_hook"}
 _LEFT |= {f"{half}_{name}" for half in ("", "_enc") for name in ("conv_num", "conv_idx", "feat_map")}

@@ -56,6 +56,13 @@ class FirstCalls:
         setattr(module, method, run)
         undo.callback(delattr, module, method)
 
+    def take_apart(self) -> dict[tuple[str, str], Survey | None]:
+        """What each method that was called does, by its component's name and its own; None: it cannot be taken apart.
+
+        Programs are kept from then on.
+        """
+        return {kind: self._survey(kind) for kind in self._seen}
+
     def with_strips(self, footprint: Footprint, part: str) -> Footprint:
         """`footprint` with autoencoders at work in strips as well, where they can be: in those that `part` names.
 
@@ -74,7 +81,9 @@ class FirstCalls:
         kinds = {(done.component, done.method) for done in phase.passes}
         if len(kinds) != 1 or not kinds <= self._seen.keys():
             return None
-        (kind,) = kinds
+        return self._survey(*kinds)
+
+    def _survey(self, kind: tuple[str, str]) -> Survey | None:
         if kind not in self._surveys:
             module, args, kwargs = self._seen[kind]
             try:

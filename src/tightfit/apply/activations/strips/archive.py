@@ -3,6 +3,9 @@
 A program's file is named after a digest of all that it depends on. It holds words and small tensors, nothing that could
 run; one that cannot be read, whatever it is, is no answer, and one that cannot be written is no harm. What cannot be
 taken apart is remembered too, with the reason. Files that were not used for the longest time make room for others.
+
+The programs of known models' usual calls come with the package (tools/make_programs.py), for the versions of torch and
+diffusers with which they were made.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import hashlib
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +39,32 @@ from tightfit.apply.activations.strips.written import (
 )
 from tightfit.decisions import Maps
 from tightfit.errors import ModelError
-from tightfit.files import cache_folder, code_mark
+from tightfit.files import cache_folder, code_mark, mark_of_modules
 from tightfit.measure.shadow import mark_of
 
-__all__ = ["kept_course", "kept_program", "mark_of_call"]
+__all__ = ["SHIPPED", "kept_course", "kept_program", "mark_of_call", "mark_of_makers"]
 
 MOST_BYTES = 2**26  # of all files in a folder; a picture's program has some ten thousand
 _PROGRAM, _CONSTANTS, _COURSE = "program.json", "constants.safetensors", "course.json"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_LIBRARIES = {"diffusers", "transformers"}  # whose code programs are made of, as are torch's operations
+SHIPPED = "catalog/programs"  # in the package
+_MAKERS = (  # of programs
+    "apply/activations/exporting.py",
+    "apply/activations/outputs.py",
+    "apply/activations/strips/capture.py",
+    "apply/activations/strips/method.py",
+    "apply/activations/strips/program.py",
+    "apply/activations/strips/steady.py",
+    "apply/activations/strips/workarounds.py",
+    "apply/activations/strips/written.py",
+    "measure/shadow.py",
+)
+
+
+def mark_of_makers() -> str:
+    """A digest of the code that makes programs, and marks of what they are made of."""
+    return mark_of_modules(*_MAKERS)
 
 
 def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequence[Any]) -> str:
@@ -54,7 +77,9 @@ def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequen
     if not network or not all(isinstance(value, torch.Tensor) or type(value) in _PLAIN for value in arguments):
         return ""
     given = [(tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else repr(x) for x in arguments]
-    facts = (network, method, str(form), given, str(torch.get_default_dtype()), code_mark())
+    homes = {type(part).__module__.partition(".")[0] for part in double.modules()}.intersection(_LIBRARIES)
+    versions = [f"{home} {version(home).partition('+')[0]}" for home in sorted({"torch", *homes})]  # for CUDA or not
+    facts = (network, method, str(form), given, str(torch.get_default_dtype()), mark_of_makers(), versions)
     digest = hashlib.sha256(repr(facts).encode())
     for part in double.modules():
         for value in tree_leaves(vars(part)):
@@ -68,23 +93,24 @@ def kept_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], m
 
     Without a mark nothing is. Raises NotTakenApart as `make` does, or did when it was asked.
     """
-    folder = _folder("programs")
-    if not mark or folder is None:
+    if not mark:
         return make()
-    file = folder / f"{mark}.zip"
-    kept = _read(file, mark, double, inputs)
-    if isinstance(kept, Program):
-        return kept
-    if kept is not None:
-        raise NotTakenApart(kept)
+    own, name = _folder("programs"), f"{mark}.zip"
+    for folder in filter(None, (own, Path(str(files("tightfit"))) / SHIPPED)):
+        kept = _read(folder / name, mark, double, inputs)
+        if isinstance(kept, Program):
+            return kept
+        if kept is not None:
+            raise NotTakenApart(kept)
     try:
         program = make()
     except NotTakenApart as reason:
-        if not _is_passing(reason):
-            _write(file, {"mark": mark, "reason": str(reason)}, {})
+        if own is not None and not _is_passing(reason):
+            _write(own / name, {"mark": mark, "reason": str(reason)}, {})
         raise
-    with contextlib.suppress(ModelError):  # it does what no file can say
-        _write(file, {"mark": mark, **written_program(program)}, program.constants)
+    if own is not None:
+        with contextlib.suppress(ModelError):  # it does what no file can say
+            _write(own / name, {"mark": mark, **written_program(program)}, program.constants)
     return program
 
 
@@ -96,7 +122,7 @@ def kept_course(mark: str, program: Program, working: int, maps: Maps, *, moves:
     folder = _folder("courses")
     if not mark or folder is None:
         return find_course(program, working, maps, moves=moves)
-    mark = f"{mark}-{working}-{maps}"
+    mark = f"{mark}-{code_mark():.16}-{working}-{maps}"
     file = folder / f"{mark}.zip"
     with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # whatever is wrong with it
         return read_course(_words(file, bundle, _COURSE, mark), program)

@@ -30,7 +30,7 @@ class Survey:
         count = len(first)
         alone = lambda x: x[:1] if isinstance(x, torch.Tensor) and x.ndim and len(x) == count else x  # noqa: E731
         leaves, form = tree_flatten(tree_map(alone, (tuple(others), kwargs)))  # as a call has them: its program is kept
-        self._program, self._mark, _ = program_of(module, type(module), method, first[:1], leaves, form)
+        self._program, self.mark, _ = program_of(module, type(module), method, first[:1], leaves, form)
         self._items, self._trials, self._homes = count, Trials(), _homes_of(module)
 
     @property
@@ -44,7 +44,7 @@ class Survey:
         `beside` bytes more are there all along, and `outside` bytes before or after. Segments of the allocator grow if
         it is `expandable`.
         """
-        course = Strips(self._program, strips, maps, self._mark, moves=True).course
+        course = Strips(self._program, strips, maps, self.mark, moves=True).course
         if maps == "host" and not course.in_host:
             return None
         made = (self._items - 1) * sum(self._program.nodes[index].bytes for index in self._program.outputs)

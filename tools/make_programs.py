@@ -1,0 +1,65 @@
+"""Exports known models' autoencoders, as their usual calls use them → src/tightfit/catalog/programs.
+
+python tools/make_programs.py                  # with the versions of torch and diffusers that are here; others' go
+python tools/make_programs.py --models sdxl    # of these models only, beside those that are there
+
+That takes a minute or two for a clip, and seconds for a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+
+from tightfit.apply.activations.strips.archive import SHIPPED, mark_of_makers
+from tightfit.catalog.known import model_names
+from tightfit.plan.guesses import ANY_CARD
+from tightfit.records import Request
+from tightfit.run.first_calls import FirstCalls
+from tightfit.run.stage import Stage, roomy_card
+
+FOLDER = Path(__file__).parent.parent / "src/tightfit" / SHIPPED
+
+
+def take_apart(model: str) -> dict[str, str]:
+    """Keeps the programs of a known model's usual call; the mark of each, by what it is of."""
+    with roomy_card(ANY_CARD) as card, ExitStack() as undo:
+        stage = Stage(model, card, {"level": 0}, Request())
+        calls = FirstCalls(stage.components, undo, expandable=True)
+        stage.play(None)
+        found = calls.take_apart().items()
+        return {".".join(kind): survey.mark for kind, survey in found if survey is not None}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--models", default="all")
+    chosen = options.parse_args().models
+    models = model_names() if chosen == "all" else chosen.split(",")
+    if chosen == "all":
+        shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    file = FOLDER / "made.json"
+    programs = json.loads(file.read_text())["programs"] if file.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        for model in models:
+            programs[model] = take_apart(model)
+            print(model, *programs[model], flush=True)
+            for mark in programs[model].values():
+                with contextlib.suppress(FileNotFoundError):  # it was there already
+                    shutil.copy(Path(folder) / f"tightfit/programs/{mark}.zip", FOLDER)
+    made = {"by": mark_of_makers(), **{name: version(name).partition("+")[0] for name in ("torch", "diffusers")}}
+    file.write_text(json.dumps(made | {"programs": programs}, indent=2) + "\n")
+    print(f"{sum(program.stat().st_size for program in FOLDER.iterdir()) / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
