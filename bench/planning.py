@@ -86,6 +86,7 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
     from tightfit.apply.activations.strips import archive
     from tightfit.errors import BudgetTooSmall
     from tightfit.plan.guesses import computer_with
+    from tightfit.plan.search import Workings
     from tightfit.records import Budget, Footprint, Request
     from tightfit.run.experiences import Basis, Past
     from tightfit.run.footprints import Measurer
@@ -97,11 +98,13 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
     watch.follow()
     machine = computer_with(known_card(CARD))
 
+    workings = Workings()
+
     def limits(known: Footprint) -> Limits:
         return Limits(Budget(device=int(share * sum(component.bytes for component in known.components))))
 
     def basis(known: Footprint) -> Basis:
-        return Basis(known, machine, Past(None, machine.accelerators[0]))
+        return Basis(known, machine, Past(None, machine.accelerators[0]), None, workings)
 
     found = basis(Measurer(model).measure(Request(), None, lambda known: basis(known).missing(limits(known))))
     measured = took.so_far()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -79,6 +79,14 @@ class Known:
         self.tasks: dict[_Visitor, Task] = {}
         self.menus: dict[tuple[_Visitor, Where, VaePlan], Menu] = {}
         self.leasts: dict[tuple[_Visitor, Where], int | None] = {}
+
+    def without(self, names: Collection[str]) -> Known:
+        """The same without these components."""
+        other = Known()
+        other.tasks = {visitor: task for visitor, task in self.tasks.items() if visitor[0] not in names}
+        other.menus = {key: menu for key, menu in self.menus.items() if key[0][0] not in names}
+        other.leasts = {key: least for key, least in self.leasts.items() if key[0][0] not in names}
+        return other
 
 
 @dataclass

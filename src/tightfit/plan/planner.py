@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tightfit.errors import BudgetTooSmall, PlanError
-from tightfit.plan.branch import Found, Known
+from tightfit.plan.branch import Found
 from tightfit.plan.forecast import foresee, room_within, taken_by_others
 from tightfit.plan.guesses import rated, rated_disk
 from tightfit.plan.jointly import plan_jointly
 from tightfit.plan.learned import learned
 from tightfit.plan.levels import plan_for
 from tightfit.plan.missing import missing_parts
-from tightfit.plan.search import Search, Stored, storages_of
+from tightfit.plan.search import Search, Stored, Workings, storages_of
 from tightfit.plan.turns import order_of
 from tightfit.records import (
     Accelerator,
@@ -63,6 +63,7 @@ def make_plan(
     *,
     device: str | None = None,
     experiences: Sequence[Experience] = (),
+    workings: Workings | None = None,
 ) -> Plan:
     """The best plan for the call that `footprint` tells of, within `budget` on `machine`'s `device` (None: its first).
 
@@ -72,7 +73,7 @@ def make_plan(
     Without a budget: within 95 % of what was free, and on a card at least 512 MiB less. On a CPU bytes of the device
     and of RAM are the same, and what this process holds already counts; on a card other tensors of this process do.
     Lossless where that fits at all; else by the lossy techniques that `allow` names. What calls like this one were like
-    on this machine, its `experiences`, corrects what shapes and rates say.
+    on this machine, its `experiences`, corrects what shapes and rates say. `workings` are kept from search to search.
     Raises PlanError for a footprint without a request, unknown devices and techniques, and BudgetTooSmall where nothing
     fits.
     """
@@ -86,7 +87,9 @@ def make_plan(
     room = _room(accelerator, machine, budget)
 
     def searched(storages: Stored) -> Search:
-        return Search(learned(footprint, experiences, storages).footprint, accelerator, disk_rate, storages)
+        told = learned(footprint, experiences, storages).footprint
+        worked_out = workings.known(told) if workings is not None and not storages else None
+        return Search(told, accelerator, disk_rate, storages, worked_out)
 
     for storages in storages_of(footprint, allowed):
         search = searched(storages)
@@ -107,6 +110,7 @@ def find_missing(
     *,
     device: str | None = None,
     experiences: Sequence[Experience] = (),
+    workings: Workings | None = None,
 ) -> tuple[str, ...]:
     """What `footprint` leaves out and a plan could gain by, what is to be measured first at the front.
 
@@ -116,10 +120,10 @@ def find_missing(
         return footprint.left_out
     accelerator = _accelerator(machine, device)
     room = _room(rated(accelerator), machine, budget)
-    known: dict[int, Known] = {}  # components do the same work in all that is looked through
+    workings = workings or Workings()
 
     def search(told: Footprint) -> Search:
-        return Search(told, rated(accelerator), rated_disk(machine, accelerator), {}, known)
+        return Search(told, rated(accelerator), rated_disk(machine, accelerator), {}, workings.known(told))
 
     return missing_parts(learned(footprint, experiences, {}).footprint, search, room.size, room.ram)
 

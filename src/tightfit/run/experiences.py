@@ -19,6 +19,7 @@ from tightfit.files import cache_folder, replacing
 from tightfit.plan.guesses import rated, rated_disk
 from tightfit.plan.learned import experience_of, learned, stored_in
 from tightfit.plan.planner import find_missing, make_plan
+from tightfit.plan.search import Workings
 from tightfit.records import Accelerator, Experience, Footprint, Machine, Plan, Request, Trace
 from tightfit.run.predictions import key_of
 from tightfit.run.wishes import Limits
@@ -76,16 +77,21 @@ class Basis(NamedTuple):
     machine: Machine  # with one accelerator, or with all that the budget names
     past: Past
     call: Any = None  # that was measured; None: one that was made up
+    workings: Workings | None = None  # of plans for it
 
     def missing(self, limits: Limits) -> tuple[str, ...]:
         """What the footprint left out and a plan within `limits` could be faster by."""
         budget, _, host = limits
-        return find_missing(self.footprint, self.machine, budget, device=host, experiences=self.past.read())
+        past = self.past.read()
+        return find_missing(self.footprint, self.machine, budget, device=host, experiences=past, workings=self.workings)
 
     def plan(self, limits: Limits) -> Plan:
         """The plan within `limits`, by all that was learned. Raises BudgetTooSmall."""
         budget, allow, host = limits
-        return make_plan(self.footprint, self.machine, budget, allow, device=host, experiences=self.past.read())
+        past = self.past.read()
+        return make_plan(
+            self.footprint, self.machine, budget, allow, device=host, experiences=past, workings=self.workings
+        )
 
     def paces(self, plan: Plan) -> dict[str, float]:
         """How many times as long as rates say phases take under `plan`, by name, where that is not once."""
@@ -105,9 +111,11 @@ def measured(measurer: Measurer, asked: Request, call: Any, limits: Limits, mach
     `machine` is asked when the call was measured: what is free may change meanwhile.
     """
 
+    workings = Workings()
+
     def basis(footprint: Footprint) -> Basis:
         there = machine()
-        return Basis(footprint, there, Past(measurer.question(asked), there.accelerators[0]), call)
+        return Basis(footprint, there, Past(measurer.question(asked), there.accelerators[0]), call, workings)
 
     return basis(measurer.measure(asked, call, lambda bare: basis(bare).missing(limits)))
 

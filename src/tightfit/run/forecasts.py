@@ -10,6 +10,7 @@ from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
 from tightfit.plan.guesses import computer_with
+from tightfit.plan.search import Workings
 from tightfit.records import Accelerator, Budget, Footprint, Machine, Plan, Prediction, Request
 from tightfit.run.counting import KNOWN_NOTE, counted, reads_disk
 from tightfit.run.models import stored_dtype
@@ -168,10 +169,11 @@ def _planned(
     machine = machine.model_copy(update={"accelerators": machine.accelerators[: len(accelerators)]})
     if others:
         limits = limits._replace(budget=_for_each(machine.accelerators, limits.budget))
-    missing = lambda bare: Basis(bare, machine, past).missing(limits)  # noqa: E731
+    workings = Workings()
+    missing = lambda bare: Basis(bare, machine, past, None, workings).missing(limits)  # noqa: E731
     measured = footprint if measurer is None else measurer.measure(asked, None, missing)
     assert measured is not None
-    basis = Basis(measured, machine, past)
+    basis = Basis(measured, machine, past, None, workings)
     plan = basis.plan(limits)
     left_out = {"request"} if others else {"device", "request"}
     return plan.model_dump(mode="json", exclude=left_out), {} if others else basis.paces(plan)

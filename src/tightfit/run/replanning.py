@@ -92,7 +92,7 @@ class Replanner:
             if log is None:
                 raise
             return self._level_3(request, error)  # under which it did run
-        self._bases[shape] = basis
+        self._bases[shape] = basis = basis._replace(workings=None)  # which take memory, and are for one plan
         self._stays_on(plan)
         self.pupil.studies(plan, basis)
         return plan
