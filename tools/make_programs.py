@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -47,7 +48,11 @@ def main() -> None:
         shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     file = FOLDER / "made.json"
-    programs = json.loads(file.read_text())["programs"] if file.exists() else {}
+    made = {"by": mark_of_makers(), **{name: version(name).partition("+")[0] for name in ("torch", "diffusers")}}
+    before = json.loads(file.read_text()) if file.exists() else made | {"programs": {}}
+    programs = before.pop("programs")
+    if before != made:
+        sys.exit("the others were made by other code, or of other versions: make them all")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         for model in models:
@@ -56,7 +61,6 @@ def main() -> None:
             for mark in programs[model].values():
                 with contextlib.suppress(FileNotFoundError):  # it was there already
                     shutil.copy(Path(folder) / f"tightfit/programs/{mark}.zip", FOLDER)
-    made = {"by": mark_of_makers(), **{name: version(name).partition("+")[0] for name in ("torch", "diffusers")}}
     file.write_text(json.dumps(made | {"programs": programs}, indent=2) + "\n")
     print(f"{sum(program.stat().st_size for program in FOLDER.iterdir()) / 1e6:.1f} MB")
 

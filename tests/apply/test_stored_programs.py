@@ -186,7 +186,16 @@ def test_marks() -> None:
     assert len({usual, *tables, mark(make(), 1), mark(make(), True), mark(make(), None), mark(make(), "x")}) == 7
     assert mark(Own().eval()) == ""  # whose code may change unseen
     assert mark(_with("act", lambda x: x)()) == ""
-    assert mark(make(), torch.Generator()) == ""
+    assert mark(make(), object()) == ""
+    assert mark(make(), torch.Generator()) == mark(make(), torch.Generator().manual_seed(1)) != mark(make(), None)
+
+
+def test_what_draws_from_a_generator_is_not_kept(programs: Path) -> None:
+    before = set(programs.iterdir())
+    drawn = Node("aten.randn.generator", ([1, 2],), {"generator": torch.Generator()}, (1, 2), torch.float32)
+    program = Program((drawn,), (), (0,), {})
+    assert kept_program("0" * 64, nn.Module(), [], lambda: program) is program
+    assert set(programs.iterdir()) == before
 
 
 # what cannot be used

@@ -74,9 +74,9 @@ def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequen
     tensors among them shapes and dtypes count, of tables that are part of the network their values.
     """
     network = mark_of(double)
-    if not network or not all(isinstance(value, torch.Tensor) or type(value) in _PLAIN for value in arguments):
+    given = list(map(_described, arguments))
+    if not network or None in given:
         return ""
-    given = [(tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else repr(x) for x in arguments]
     homes = {type(part).__module__.partition(".")[0] for part in double.modules()}.intersection(_LIBRARIES)
     versions = [f"{home} {version(home).partition('+')[0]}" for home in sorted({"torch", *homes})]  # for CUDA or not
     facts = (network, method, str(form), given, str(torch.get_default_dtype()), mark_of_makers(), versions)
@@ -86,6 +86,15 @@ def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequen
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _described(value: Any) -> object:
+    """What a program depends on of an argument; None where that cannot be told."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, torch.Generator):  # most ignore it, and what draws from one no file can say
+        return torch.Generator.__name__
+    return repr(value) if type(value) in _PLAIN else None
 
 
 def kept_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], make: Callable[[], Program]) -> Program:
