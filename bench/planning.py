@@ -86,7 +86,7 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
     from tightfit.apply.activations.strips import archive
     from tightfit.errors import BudgetTooSmall
     from tightfit.plan.guesses import computer_with
-    from tightfit.plan.search import Workings
+    from tightfit.plan.workings import Workings
     from tightfit.records import Budget, Footprint, Request
     from tightfit.run.experiences import Basis, Past
     from tightfit.run.footprints import Measurer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -18,12 +18,12 @@ from tightfit.plan.guests import ALTERNATIONS, visits
 from tightfit.plan.menus import Menu, Option, Race
 from tightfit.plan.options import WHOLE, Task, Where, why_there
 from tightfit.plan.strips import way_of
+from tightfit.plan.workings import Known, Visitor
 from tightfit.records import Accelerator, Footprint, Reason, Storage, VaePlan, Variant, Way
 
-__all__ = ["Branch", "Chance", "Found", "Known"]
+__all__ = ["Branch", "Chance", "Found"]
 
 _ENDLESS = 2**63  # bytes: as many as wanted, of what is limited
-_Visitor = tuple[str, tuple[int, ...]]
 
 
 class _Crew(NamedTuple):
@@ -70,23 +70,6 @@ class Chance(NamedTuple):
     def undecided(self) -> Race | None:
         """What is to be worked out next; None where it is known what is best for each component alone."""
         return next((race for race in self.races if not race.over), None)
-
-
-class Known:
-    """What was worked out of components that work in one way, by their names and visits to the device."""
-
-    def __init__(self) -> None:
-        self.tasks: dict[_Visitor, Task] = {}
-        self.menus: dict[tuple[_Visitor, Where, VaePlan], Menu] = {}
-        self.leasts: dict[tuple[_Visitor, Where], int | None] = {}
-
-    def without(self, names: Collection[str]) -> Known:
-        """The same without these components."""
-        other = Known()
-        other.tasks = {visitor: task for visitor, task in self.tasks.items() if visitor[0] not in names}
-        other.menus = {key: menu for key, menu in self.menus.items() if key[0][0] not in names}
-        other.leasts = {key: least for key, least in self.leasts.items() if key[0][0] not in names}
-        return other
 
 
 @dataclass
@@ -140,7 +123,7 @@ class Branch:
         return self.known.tasks[visitor]
 
     @cached_property
-    def _visitors(self) -> dict[str, _Visitor]:
+    def _visitors(self) -> dict[str, Visitor]:
         """As what each component is known: how often it comes depends on who else works on this device."""
         known = visits(self.footprint)
         return {

@@ -14,8 +14,9 @@ from tightfit.plan.jointly import plan_jointly
 from tightfit.plan.learned import learned
 from tightfit.plan.levels import plan_for
 from tightfit.plan.missing import missing_parts
-from tightfit.plan.search import Search, Stored, Workings, storages_of
+from tightfit.plan.search import Search, Stored, storages_of
 from tightfit.plan.turns import order_of
+from tightfit.plan.workings import Workings
 from tightfit.records import (
     Accelerator,
     Budget,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import heapq
 import math
-import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 
-from tightfit.plan.branch import Branch, Chance, Found, Known
+from tightfit.plan.branch import Branch, Chance, Found
+from tightfit.plan.workings import Known
 from tightfit.records import Accelerator, Footprint, Storage
 
-__all__ = ["Front", "Search", "Stored", "Workings", "storages_of"]
+__all__ = ["Front", "Search", "Stored", "storages_of"]
 
 Stored = Mapping[str, Storage]
 
@@ -73,30 +73,6 @@ class Front:
         if self._sparing:
             return found.seconds <= chance.soonest and found.branch.ram_of(found) <= chance.ram
         return found.seconds < chance.soonest
-
-
-class Workings:
-    """What was worked out of components in one call on one device, for all searches of it in any bytes of memory.
-
-    They may differ in the room that phases need, in how autoencoders may work and in which ways denoisers may.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, Known] = {}
-        self._passes: list[object] = []
-        self._ways: list[object] = []
-
-    def known(self, footprint: Footprint) -> dict[int, Known]:
-        """For a search through `footprint`: nothing where it is another call."""
-        passes: list[object] = [phase.passes for phase in footprint.phases]
-        ways: list[object] = [[(way.strips, way.maps) for way in phase.ways] for phase in footprint.phases]
-        if len(passes) != len(self._passes) or any(map(operator.is_not, passes, self._passes)):
-            self._known = {}
-        elif ways != self._ways:
-            names = {component.name for component in footprint.components if component.role == "autoencoder"}
-            self._known = {number: known.without(names) for number, known in self._known.items()}
-        self._passes, self._ways = passes, ways
-        return self._known
 
 
 class Search:

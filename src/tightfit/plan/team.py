@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from tightfit.plan.branch import Found, Known
+from tightfit.plan.branch import Found
 from tightfit.plan.search import Front, Search, Stored
 from tightfit.plan.shares import share_of
+from tightfit.plan.workings import Known
 from tightfit.records import Accelerator, Footprint
 
 __all__ = ["Member", "Post", "Team", "Together"]

@@ -19,7 +19,7 @@ from tightfit.files import cache_folder, replacing
 from tightfit.plan.guesses import rated, rated_disk
 from tightfit.plan.learned import experience_of, learned, stored_in
 from tightfit.plan.planner import find_missing, make_plan
-from tightfit.plan.search import Workings
+from tightfit.plan.workings import Workings
 from tightfit.records import Accelerator, Experience, Footprint, Machine, Plan, Request, Trace
 from tightfit.run.predictions import key_of
 from tightfit.run.wishes import Limits

@@ -200,13 +200,14 @@ def _measure_call(
         while wanted := missing(footprint):
             work.expect(sum(SIZES[part] for part in wanted if part not in expected))
             expected.update(wanted)
+            before = footprint.left_out
             if (part := wanted[0]) in STRIPS:
                 footprint = calls.with_strips(footprint, part)
             else:
                 variants = measure_variants(footprint, lambda each: player.phases(each, inputs, ledger))
                 left = tuple(other for other in footprint.left_out if other != part)
                 footprint = footprint.model_copy(update={"variants": variants, "left_out": left})
-            work.did(SIZES[part])
+            work.did(sum(SIZES[part] for part in set(before).difference(footprint.left_out)))
         return footprint
 
 

@@ -10,7 +10,7 @@ from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
 from tightfit.plan.guesses import computer_with
-from tightfit.plan.search import Workings
+from tightfit.plan.workings import Workings
 from tightfit.records import Accelerator, Budget, Footprint, Machine, Plan, Prediction, Request
 from tightfit.run.counting import KNOWN_NOTE, counted, reads_disk
 from tightfit.run.models import stored_dtype
