@@ -5,8 +5,9 @@
 For budgets that are shares of the bytes of all weights, each in a process of its own; importing torch, and what the
 pipeline is made of in diffusers and transformers, is not counted. "first" finds what comes with the package and nothing
 else on disk; "exporting" not that either, as if the libraries had other versions; "known" finds the footprint, whatever
-it leaves out, and imports no torch. CPU seconds are what counts on a machine that others use; wall seconds stand beside
-them. `parts` says where they went, each without those that are named further below it and were called from it. Writes
+it leaves out, and imports no torch. Models that the catalog does not have (unlisted.py) are planned for from folders,
+"first" only. CPU seconds are what counts on a machine that others use; wall seconds stand beside them. `parts` says
+where they went, each without those that are named further below it and were called from it. Writes
 bench/results/planning.json.
 """
 
@@ -80,7 +81,9 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
 
     from tightfit.catalog.known import known_card, known_model
 
-    getattr(diffusers, known_model(model).pipeline)  # which is when diffusers imports it
+    index = Path(model) / "model_index.json"
+    pipeline = json.loads(index.read_text())["_class_name"] if index.exists() else known_model(model).pipeline
+    getattr(diffusers, pipeline)  # which is when diffusers imports it
 
     took = Took()
     from tightfit.apply.activations.strips import archive
@@ -182,14 +185,17 @@ def main() -> None:
         return
     from measuring import RESULTS, write
     from tightfit.catalog.known import model_names
+    from unlisted import MODELS, make_folder
 
-    models = model_names() if chosen.models == "all" else chosen.models.split(",")
+    models = [*model_names(), *MODELS] if chosen.models == "all" else chosen.models.split(",")
     written = json.loads((RESULTS / "planning.json").read_text())["rows"] if chosen.keep else []
     rows = [row for row in written if row["model"] not in models]
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
-            for share, way in itertools.product(chosen.shares.split(","), chosen.ways.split(",")):
-                found = _in_a_process(way, model, share, Path(folder) / model)
+            path = str(make_folder(model, Path(folder))) if model in MODELS else model
+            ways = [way for way in chosen.ways.split(",") if path == model or way == "first"]
+            for share, way in itertools.product(chosen.shares.split(","), ways):
+                found = _in_a_process(way, path, share, Path(folder) / "cache" / model)
                 rows.append({"model": model, "share": float(share), "way": way, **found})
                 write("planning", {"rows": rows, "load": os.getloadavg()[0]})  # by and by
 
