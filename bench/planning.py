@@ -178,10 +178,9 @@ def main() -> None:
     options.add_argument("--inside", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.inside:
-        share = float(chosen.shares)
-        found = known(chosen.models, share) if chosen.inside == "known" else None
-        found = found or first(chosen.models, share, exporting=chosen.inside == "exporting")
-        print(json.dumps(found))
+        about = chosen.models, float(chosen.shares)
+        exporting = chosen.inside == "exporting"
+        print(json.dumps(known(*about) if chosen.inside == "known" else first(*about, exporting=exporting)))
         return
     from measuring import RESULTS, write
     from tightfit.catalog.known import model_names

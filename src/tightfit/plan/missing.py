@@ -26,9 +26,11 @@ def missing_parts(
     It could be faster, or where nothing fits, do with less than what is known now. The first of them is to be measured
     first: when it is, less of the others may be missing. `search` looks through what could be done in a call.
     """
-    is_cpu = search(footprint).device.is_cpu
+    now = search(footprint)
     variants = [part for part in footprint.left_out if part not in STRIPS]
-    strips = [part for part in footprint.left_out if part in STRIPS and (STRIPS[part][1] == "device" or not is_cpu)]
+    strips = [
+        part for part in footprint.left_out if part in STRIPS and (STRIPS[part][1] == "device" or not now.device.is_cpu)
+    ]
     everything = search(_at_best(footprint, [*variants, *strips]))
     fastest = everything.best(size, ram)
     best = everything.least(ram) if fastest is None else (1 + GAIN) * fastest.seconds

@@ -74,7 +74,8 @@ def make_plan(
     Without a budget: within 95 % of what was free, and on a card at least 512 MiB less. On a CPU bytes of the device
     and of RAM are the same, and what this process holds already counts; on a card other tensors of this process do.
     Lossless where that fits at all; else by the lossy techniques that `allow` names. What calls like this one were like
-    on this machine, its `experiences`, corrects what shapes and rates say. `workings` are kept from search to search.
+    on this machine, its `experiences`, corrects what shapes and rates say. `workings` keeps what is worked out here for
+    other plans of the same call on the same device, and has what was worked out for them (None: neither).
     Raises PlanError for a footprint without a request, unknown devices and techniques, and BudgetTooSmall where nothing
     fits.
     """
@@ -119,12 +120,12 @@ def find_missing(
     """
     if not footprint.left_out or (budget is not None and budget.devices):
         return footprint.left_out
-    accelerator = _accelerator(machine, device)
-    room = _room(rated(accelerator), machine, budget)
-    workings = workings or Workings()
+    known = _accelerator(machine, device)
+    accelerator, disk_rate = rated(known), rated_disk(machine, known)
+    room, workings = _room(accelerator, machine, budget), workings or Workings()
 
     def search(told: Footprint) -> Search:
-        return Search(told, rated(accelerator), rated_disk(machine, accelerator), {}, workings.known(told))
+        return Search(told, accelerator, disk_rate, {}, workings.known(told))
 
     return missing_parts(learned(footprint, experiences, {}).footprint, search, room.size, room.ram)
 

@@ -77,10 +77,10 @@ class Basis(NamedTuple):
     machine: Machine  # with one accelerator, or with all that the budget names
     past: Past
     call: Any = None  # that was measured; None: one that was made up
-    workings: Workings | None = None  # of plans for it
+    workings: Workings | None = None  # what is worked out for one of its plans and serves the next
 
     def missing(self, limits: Limits) -> tuple[str, ...]:
-        """What the footprint left out and a plan within `limits` could be faster by."""
+        """What the footprint left out and a plan within `limits` could gain by."""
         budget, _, host = limits
         past = self.past.read()
         return find_missing(self.footprint, self.machine, budget, device=host, experiences=past, workings=self.workings)
