@@ -19,7 +19,7 @@ from tightfit.errors import InputError
 FIELDS = {"name", "title", "repository", "source", "pipeline", "options", "request", "components", "absent"}
 FIELDS |= {"request_source", "dtype_source"}
 PLACES = ("https://", "diffusers 0.42.1, ", "from memory")  # what a source names, one of them at least
-REQUEST = {"height", "width", "steps", "guidance"}
+REQUEST = {"height", "width", "steps"}
 NETWORK = {"library", "class", "dtype", "config", "parameters", "source"}
 OTHER = {"library", "class", "config", "source"}  # tokenizers and schedulers: nothing to count
 LIBRARIES = {"diffusers", "transformers"}
@@ -130,10 +130,13 @@ def test_a_file_is_well_formed(model: str) -> None:
     assert set(facts) == FIELDS | ({"options_source"} if facts["options"] else set())
     assert facts["name"] == model
     assert facts["source"] == f"https://huggingface.co/{facts['repository']}"
-    request = facts["request"]
-    assert set(request) in (REQUEST, REQUEST | {"frames"})
-    assert all(isinstance(request[key], int) and request[key] > 0 for key in set(request) - {"guidance"})
-    assert isinstance(request["guidance"], float)
+    request = dict(facts["request"])
+    guidance = request.pop("guidance", None)
+    arguments = request.pop("arguments", {})  # of those who guide by two passes if there is a negative prompt
+    assert isinstance(arguments.get("true_cfg_scale") if guidance is None else guidance, float)
+    assert set(arguments) in (set(), {"negative_prompt", "true_cfg_scale"})
+    assert set(request) - {"frames"} == REQUEST
+    assert all(isinstance(number, int) and number > 0 for number in request.values())
     for component in facts["components"].values():
         assert set(component) in (NETWORK, OTHER)
         assert component["library"] in LIBRARIES

@@ -86,6 +86,17 @@ def test_a_folder_without_its_weights_is_predicted_as_it_runs(level: int, tiny_m
         assert told_phase.seconds == pytest.approx(phase.seconds, rel=0.01)  # its third pass is remembered
 
 
+def test_qwen_image_guides_with_a_second_pass_in_each_step() -> None:
+    told = rehearse("qwen-image", known_card("rtx4090"), {"level": 0}, Request(height=256, width=256, steps=2))
+    assert [phase.runs for phase in told.trace.phases if phase.name == "denoise"] == [4]
+
+
+def test_what_a_pipeline_does_to_its_own_autoencoder_is_no_remark_about_the_call() -> None:
+    """SDXL widens it for the decode, and diffusers warns whoever does so."""
+    told = rehearse("sdxl", known_card("rtx4090"), {"level": 2}, Request(height=256, width=256, steps=2))
+    assert not [note for note in told.trace.notes if "float32" in note]
+
+
 def test_left_out_the_model_is_the_demo_model() -> None:
     result = tightfit_("plan", "--card", "rtx3060", "--level", "3", "--json")
     assert result.exit_code == 0, result.stderr

@@ -40,7 +40,8 @@ __all__ = ["Inputs", "Stage", "roomy_card", "roomy_cards"]
 
 Inputs = Mapping[str, Any] | Given | PassLog | None  # of a call: further arguments, all of them, or what it did
 
-_EXPECTED = ("deprecated", "truncated")  # in remarks about the stand-in for a prompt, and about nothing of the call's
+# in remarks about the stand-in for a prompt, and about what the pipeline itself does (SDXL widens its autoencoder)
+_EXPECTED = ("deprecated", "truncated", "should be kept in float32")
 ROOM = 2**60  # bytes: what is tried out never runs out
 
 
