@@ -66,7 +66,7 @@ def within_ram() -> str:
 
 def _cells(made: Chart, name: str) -> str:
     cells = [(model, made.cell(model.name, name)) for model in made.models]
-    rows = [(model.name, model.request.described, *numbers(cell), cell.words) for model, cell in cells if cell]
+    rows = [(model.name, model.request.size, *numbers(cell), cell.words) for model, cell in cells if cell]
     return table(("", "usual request", "level", "peak", "time", "slower", "largest", "plan"), rows)
 
 
@@ -97,7 +97,7 @@ def slowest() -> str:
     for model in the_chart().models:
         cells = [cell for cell in the_chart().cells if cell.model == model.name and cell.slowdown is not None]
         worst = max(cells, key=lambda cell: cell.slowdown or 0)
-        rows.append((model.name, model.request.described, card_words(column(worst.card)), f"{worst.slowdown:.2f} ×"))
+        rows.append((model.name, model.request.size, card_words(column(worst.card)), f"{worst.slowdown:.2f} ×"))
     return table(("", "usual request", "card", "slower"), rows)
 
 

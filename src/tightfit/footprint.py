@@ -78,13 +78,18 @@ class Request(Record):
     arguments: dict[str, Argument] = Field(default_factory=dict)
 
     @property
+    def size(self) -> str:
+        """Of a picture or clip, as far as it is said: "1280×720, 81 frames"."""
+        said = [f"{self.width}×{self.height}"] if self.height and self.width else []
+        return ", ".join([*said, f"{self.frames} frames"] if self.frames else said)
+
+    @property
     def described(self) -> str:
         """In a few words."""
-        size = [f"{self.width}×{self.height}"] if self.height and self.width else []
-        size += [f"{self.frames} frames"] if self.frames else []
-        size += [f"{self.batch} at once"] if self.batch > 1 else []
-        size += [f"{name}={value}" for name, value in self.arguments.items()]
-        return ", ".join(size) or "its usual request"
+        said = [self.size] if self.size else []
+        said += [f"{self.batch} at once"] if self.batch > 1 else []
+        said += [f"{name}={value}" for name, value in self.arguments.items()]
+        return ", ".join(said) or "its usual request"
 
 
 class Unit(Record):

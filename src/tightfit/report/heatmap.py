@@ -105,7 +105,7 @@ def _heading(figure: Figure, said: list[str], size: tuple[float, float]) -> None
 
 def _name(axes: Axes, row: int, model: ChartedModel) -> None:
     axes.text(-0.09, row + 0.4, model.name, ha="right", va="center", fontsize=10, weight="bold")
-    axes.text(-0.09, row + 0.68, model.request.described, ha="right", va="center", fontsize=7.5, color=GREY)
+    axes.text(-0.09, row + 0.68, model.request.size, ha="right", va="center", fontsize=7.5, color=GREY)
 
 
 def _cell(axes: Axes, column: int, row: int, cell: Cell) -> None:
