@@ -80,16 +80,15 @@ class Request(Record):
     @property
     def size(self) -> str:
         """Of a picture or clip, as far as it is said: "1280×720, 81 frames"."""
-        said = [f"{self.width}×{self.height}"] if self.height and self.width else []
-        return ", ".join([*said, f"{self.frames} frames"] if self.frames else said)
+        pixels = f"{self.width}×{self.height}" if self.height and self.width else ""
+        return ", ".join(filter(None, (pixels, f"{self.frames} frames" if self.frames else "")))
 
     @property
     def described(self) -> str:
         """In a few words."""
-        said = [self.size] if self.size else []
-        said += [f"{self.batch} at once"] if self.batch > 1 else []
-        said += [f"{name}={value}" for name, value in self.arguments.items()]
-        return ", ".join(said) or "its usual request"
+        batch = f"{self.batch} at once" if self.batch > 1 else ""
+        others = (f"{name}={value}" for name, value in self.arguments.items())
+        return ", ".join(filter(None, (self.size, batch, *others))) or "its usual request"
 
 
 class Unit(Record):
