@@ -35,7 +35,7 @@ from tightfit.pretend.clock import Host
 from tiny_pipelines import PIXELS, TinyCase
 
 MIB = 2**20
-WEIGHTS = 192 * MIB  # of a pipeline whose 40 % are more than the least budget, with its margin of 32 MiB
+WEIGHTS = 240 * MIB  # of a pipeline whose 40 % are more than the least budget, with its margin of 50 MiB
 SHARES = (0.75, 0.4)  # of the peak of level 0
 OTHER = PIXELS + PIXELS // 2  # pixels, of a call of another size
 CLOSE = 1e-5  # of the largest number: sums in another order, over some steps

@@ -8,8 +8,8 @@ __all__ = [
     "CONTEXT",
     "LT_SHARES_IT",
     "LT_WORKSPACE",
-    "OVERSHOOT",
     "PAGEABLE",
+    "PAGE_TAIL",
     "WORKSPACE_STAYS",
     "product_workspaces",
     "workspace_bytes",
@@ -17,8 +17,8 @@ __all__ = [
 
 CONTEXT = 512 * 2**20  # bytes of a card that its context and the driver keep (an assumption)
 # bytes: torch compares a request, rounded up to 2 MiB, with its limit, and then maps pages of 20 MiB for it where
-# segments are expandable (alloc_block in c10/cuda/CUDACachingAllocator.cpp)
-OVERSHOOT = 18 * 2**20
+# segments are expandable (alloc_block in c10/cuda/CUDACachingAllocator.cpp); so much more of the last may be mapped
+PAGE_TAIL = 18 * 2**20
 PAGEABLE = 0.5  # of the link's rate: the driver copies through a pinned buffer of its own (an assumption)
 # whether cuBLAS keeps its workspace; torch 2.15 takes one for each product (pytorch/pytorch pull request 194311)
 # (TORCH_CUBLAS_WORKSPACE_CACHE=1 has it kept there, too, which plans do not know)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tightfit.catalog.cuda import OVERSHOOT
+from tightfit.catalog.cuda import PAGE_TAIL
 from tightfit.devices.cuda_mapping import mapping_refused
 from tightfit.devices.cuda_streams import CudaLane
 from tightfit.devices.exhaustion import is_out_of_memory
@@ -265,7 +265,7 @@ class CudaDevice(Device):
 
         While segments are expandable it is set lower, by what torch may map beyond it.
         """
-        size = max(size - OVERSHOOT, 0) if _SEGMENTS.on else size
+        size = max(size - PAGE_TAIL, 0) if _SEGMENTS.on else size
         return _SHARES.limit(self.torch_device, min((size + 1) / self.total_bytes(), 1.0))  # it is rounded down
 
     def release_cache(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tightfit.catalog.cuda import OVERSHOOT
+from tightfit.catalog.cuda import PAGE_TAIL
 from tightfit.devices.lane import Copy, Lane
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError
@@ -121,7 +121,7 @@ class PretendDevice(Device):
 
     def cap(self, size: int) -> Callable[[], None]:
         allocator = self.card.allocator
-        size = max(size - OVERSHOOT, 0) if allocator.expandable else size  # as on CUDA
+        size = max(size - PAGE_TAIL, 0) if allocator.expandable else size  # as on CUDA
         before, capped = allocator.capacity, min(allocator.capacity, size)
         allocator.capacity = capped
 

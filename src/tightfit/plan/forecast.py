@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tightfit.catalog.cuda import WORKSPACE_STAYS, product_workspaces, workspace_bytes
+from tightfit.catalog.cuda import PAGE_TAIL, WORKSPACE_STAYS, product_workspaces, workspace_bytes
 from tightfit.plan.guests import Guests
 from tightfit.plan.options import variant_of
 from tightfit.plan.pace import Pace
@@ -110,13 +110,14 @@ def _joined(host: str, told: Mapping[str, Told], devices: Mapping[str, Accelerat
 def needed_bytes(weights: int, room: int, device: Accelerator) -> int:
     """What an allocator takes of `device` for both, with the margin."""
     whole = weights + room + _workspace(device)
-    return up(whole * (100 + PERCENT) // 100 + _margin(device))
+    return up(whole + max(whole * PERCENT // 100, _page_tail(device)) + _margin(device))
 
 
 def most_weights(size: int, room: int, device: Accelerator) -> int:
     """As many as there can be beside `room` for activations within `size` bytes, by `needed_bytes`."""
     left = size // SEGMENT * SEGMENT - _margin(device)
-    return ((left + 1) * 100 - 1) // (100 + PERCENT) - room - _workspace(device)
+    whole = min(left - _page_tail(device), ((left + 1) * 100 - 1) // (100 + PERCENT))
+    return whole - room - _workspace(device)
 
 
 def taken_by_others(device: Accelerator) -> int:
@@ -135,6 +136,11 @@ def room_within(device: Accelerator, size: int) -> int:
 
 def _margin(device: Accelerator) -> int:
     return MARGIN_CPU if device.is_cpu else MARGIN
+
+
+def _page_tail(device: Accelerator) -> int:
+    """Bytes of the last page of a card's memory that may lie idle; of a peak above 1.8 GB a percent is more."""
+    return 0 if device.is_cpu else PAGE_TAIL
 
 
 def _workspace(device: Accelerator) -> int:
