@@ -99,7 +99,7 @@ def test_the_least_budget_gives_what_level_0_gives(case: TinyCase, monkeypatch: 
     assert_same(before, imprint(pipe))
 
 
-WEIGHTS = 320 * 2**20  # bytes of a pipeline whose half is more than the least budget, with its margin of 32 MiB
+WEIGHTS = 320 * 2**20  # bytes of a pipeline whose half is more than the least budget, with its margin of 50 MiB
 
 
 def wide(case: TinyCase) -> Any:

@@ -64,4 +64,5 @@ def test_a_plan_counts_each_once(version: str, capability: str, beside: int, mon
     device = Accelerator(name="cuda:0", kind="cuda", bytes=2**33, compute_capability=capability)
     monkeypatch.setattr(forecast, "MARGIN", 0)
     monkeypatch.setattr(forecast, "PERCENT", 0)
+    monkeypatch.setattr(forecast, "PAGE_TAIL", 0)
     assert 2**32 - forecast.most_weights(2**32, 0, device) == beside
