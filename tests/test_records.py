@@ -89,7 +89,7 @@ STRETCH = Phase(
 VARIANT = Variant(guidance="apart", batch=2, feed_forward=2**20, by_blocks=True, phases=(STRETCH,))
 FOOTPRINT = Footprint(
     pipeline="FluxPipeline", components=(COMPONENT,), request=REQUEST, phases=(STRETCH,), variants=(VARIANT,),
-    left_out=("variants",),
+    left_out=("variants",), logged=True,
 )  # fmt: skip
 REASON = Reason(decision="transformer per-unit", because="it is larger than “the card”")
 VAE = VaePlan(slicing=True, strips=2**28, maps="host", tile=512, overlap=0.125)

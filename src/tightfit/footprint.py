@@ -277,6 +277,7 @@ class Footprint(Record):
     phases: tuple[Phase, ...] = ()
     variants: tuple[Variant, ...] = ()  # other than as the phases were measured
     left_out: tuple[str, ...] = ()  # of LEFT_OUT, what was not measured, as no plan was to be made by it
+    logged: bool = False  # made from the passes of a call that was over, so that its least budget is not sure
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

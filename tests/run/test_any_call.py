@@ -15,6 +15,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from PIL import Image
 from torch import nn
 
+import recipes
 import tightfit
 from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
@@ -248,6 +249,26 @@ def test_a_plan_from_what_one_call_did_is_no_reason_to_refuse_the_next(
     monkeypatch.setattr("tightfit.run.experiences.make_plan", too_small)
     assert torch.equal(drawn(pipe)[0], wanted[0])
     assert fitted.plan.level == 3
+
+
+def test_nor_is_one_that_is_kept(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which experts HiDream sends tokens to is in numbers: what one call did is found on disk by the next pipeline."""
+
+    def too_small(*_: Any, **__: Any) -> None:
+        raise BudgetTooSmall("it is", needed_bytes=2**30)
+
+    make_cards(capacity=64 * MIB)
+    case = recipes.cases()["HiDreamImage"]
+    pipe: Any = case.make(2)
+    tightfit.fit(pipe, budget=64 * MIB, device="pretend:0")
+    run(pipe, case)
+    wanted = run(pipe, case)
+    monkeypatch.setattr("tightfit.run.experiences.make_plan", too_small)
+    other: Any = case.make(2)
+    fitted = tightfit.fit(other, budget=64 * MIB, device="pretend:0")
+    assert torch.equal(run(other, case), wanted)
+    assert fitted.plan.level == 3
+    assert "no plan is sure to do with less" in str(fitted.report())
 
 
 def test_a_clip_to_start_from_says_itself_how_many_frames_it_has() -> None:

@@ -143,15 +143,18 @@ def _kept(
             unable = _find_unable(plain, asked, inputs, dtype)
             return _measure_call(plain, asked, inputs, dtype, expandable, missing, unable)
 
+    def measured(missing: Missing) -> Footprint:
+        return measure(missing).model_copy(update={"logged": isinstance(inputs, PassLog)})
+
     wanted = missing or (lambda footprint: footprint.left_out)
     if (inputs and not whole) or not mark:
-        return measure(wanted)
+        return measured(wanted)
     question = footprint_question(mark, asked, dtype, expandable=expandable)
     known = recalled(Footprint, question)
     if known is None:
-        return keep_footprint(measure(wanted), question)
+        return keep_footprint(measured(wanted), question)
     if wanted(known):
-        return keep_footprint(measure(lambda more: wanted(more.joined(known))), question)
+        return keep_footprint(measured(lambda more: wanted(more.joined(known))), question)
     return known
 
 

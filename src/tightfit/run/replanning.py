@@ -89,9 +89,9 @@ class Replanner:
         try:
             plan = basis.plan(self._limits)
         except BudgetTooSmall as error:
-            if log is None:
+            if not basis.footprint.logged:
                 raise
-            return self._level_3(request, error)  # under which it did run
+            return self._level_3(request, error)
         self._bases[shape] = basis = basis._replace(workings=None)  # which take memory, and are for one plan
         self._stays_on(plan)
         self.pupil.studies(plan, basis)

@@ -64,7 +64,7 @@ def plan_until_called(pipe: Any, site: Site) -> Plan:
 def with_reason(plan: Plan, request: Request, error: Exception) -> Plan:
     """`plan` for `request`, which could not be measured, or planned for once it had been made, because of `error`."""
     if isinstance(error, BudgetTooSmall):
-        because = f"no plan is sure to do with less ({_first_line(error)}), and under this one it did"
+        because = f"no plan is sure to do with less ({_first_line(error)}), and this one may"
     else:
         because = f"this pipeline's call could not be measured ({type(error).__name__}: {_first_line(error)})"
     reason = Reason(decision=f"level {LEVEL} under the budget's cap, nothing predicted", because=because)
