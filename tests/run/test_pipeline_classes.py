@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+import tightfit
 from recipes import cases
-from recipes.proof import CLOSE, prove
+from recipes.proof import CLOSE, card_of, difference, made, numbers_of, prove
+from tiny_pipelines import PIXELS
 
 QUICK = (
     "StableDiffusionXLControlNet", "StableVideoDiffusion", "FluxKontext", "Flux2Klein", "Lumina2", "SkyReelsV2",
@@ -30,3 +32,12 @@ def test_least_budget_when_pages_of_the_allocator_are_used_up() -> None:
     """Rings of two networks with cuBLAS's workspace between them: a page of 20 MiB is 8 KB too small for another."""
     row = prove(cases()["FluxImg2Img"], scale=17, levels=(), shares=())
     assert row["budgets"] == {"least": 0.0}
+
+
+def test_a_pipeline_that_asks_its_first_weight_where_to_compute() -> None:
+    case = cases()["Cosmos3Omni"]
+    wanted = numbers_of(made(case, 1)(**case.call(PIXELS)))
+    with card_of(2**40):
+        pipe = made(case, 1)
+        tightfit.fit(pipe, level=3, device="pretend:0")
+        assert difference(numbers_of(pipe(**case.call(PIXELS))), wanted) <= CLOSE

@@ -262,7 +262,8 @@ class Fitted:
             raise AlreadyFitted("this pipeline follows a plan, which says where its weights are: undo() before to()")
 
         here = property(lambda self: device.torch_device)
-        return {"__call__": call, "to": to, "device": here, "_execution_device": here}
+        others = {"_get_execution_device": lambda _: device.torch_device}  # of Cosmos 3 Omni, which asks a weight
+        return others | {"__call__": call, "to": to, "device": here, "_execution_device": here}
 
     def _finished(self, trace: Trace) -> None:
         self._trace = self._calls.whole(trace)
