@@ -93,22 +93,33 @@ def card_of(size: int) -> Iterator[Card]:
         use_cards(())
 
 
+class Untouched:
+    """What calls of a case's pipeline of one size give, without tightfit."""
+
+    def __init__(self, case: TinyCase, scale: int) -> None:
+        self.case, self.scale = case, scale
+        pipe = made(case, scale)
+        self.weights = _weights(pipe)
+        self.wanted = {height: numbers_of(pipe(**case.call(height))) for height in (PIXELS, OTHER)}
+        self.called = imprint(pipe)
+
+
 def prove(
     case: TinyCase, scale: int | None = None, levels: Iterable[int] = range(4), shares: Iterable[float] = SHARES
 ) -> dict[str, Any]:
     """What became of each level and each budget of one class: the largest difference of its calls, or why not.
 
-    Budgets are `shares` of the peak at level 0, which must be among the levels then, and the least.
+    Budgets are `shares` of the peak at level 0, which must be among the levels then, and the least. Levels above 0 do
+    the same to a pipeline of a quarter of the weights, in less time.
     """
     began = time.monotonic()
     scale = scale_of(case) if scale is None else scale
-    pipe = made(case, scale)
-    wanted = {height: numbers_of(pipe(**case.call(height))) for height in (PIXELS, OTHER)}
-    called = imprint(pipe)
-    row: dict[str, Any] = {"name": case.name, "weights": _weights(pipe), "levels": {}, "budgets": {}}
+    whole = Untouched(case, scale)
+    smaller = Untouched(case, max(scale // 2, 1)) if any(levels) else whole
+    row: dict[str, Any] = {"name": case.name, "weights": whole.weights, "levels": {}, "budgets": {}}
     for level in levels:
         with card_of(2**40) as card:
-            row["levels"][str(level)] = _cell(lambda level=level: _calls(case, scale, wanted, called, level=level))
+            row["levels"][str(level)] = _cell(lambda n=level: _calls(smaller if n else whole, level=n))
             if level == 0:
                 row["peak"] = card.held.peak
     sizes = {f"{share:.0%}": int(share * row["peak"]) for share in shares}
@@ -119,14 +130,13 @@ def prove(
             row["budgets"][name] = f"needs {least / row['peak']:.0%}"
             continue
         with card_of(size) as card:
-            row["budgets"][name] = _cell(lambda size=size: _calls(case, scale, wanted, called, budget=size))
+            row["budgets"][name] = _cell(lambda size=size: _calls(whole, budget=size))
             if card.held.peak > size:
                 row["budgets"][name] = f"held {card.held.peak} of {size} bytes"
     row["least"] = least
-    if any(
-        isinstance(cell, float) and not is_close(cell) for cell in (*row["levels"].values(), *row["budgets"].values())
-    ):
-        row["rounding"] = rounding_of(case, scale, wanted[PIXELS])
+    cells = *row["levels"].values(), *row["budgets"].values()
+    if any(isinstance(cell, float) and not is_close(cell) for cell in cells):
+        row["rounding"] = rounding_of(whole)
     return row | {"seconds": round(time.monotonic() - began)}
 
 
@@ -135,13 +145,14 @@ def is_close(cell: float | str, rounding: float = 0.0) -> bool:
     return isinstance(cell, float) and cell <= max(CLOSE, 2 * rounding)
 
 
-def rounding_of(case: TinyCase, scale: int, wanted: Numbers) -> float:
+def rounding_of(untouched: Untouched) -> float:
     """How far the untouched pipeline is from itself where torch computes without oneDNN, and so sums in another order.
 
     Those of random weights may amplify it: the last digit of a float32 becomes 1e-5 of the largest number.
     """
     with torch.backends.mkldnn.flags(enabled=False):
-        return difference(numbers_of(made(case, scale)(**case.call(PIXELS))), wanted)
+        other = made(untouched.case, untouched.scale)(**untouched.case.call(PIXELS))
+    return difference(numbers_of(other), untouched.wanted[PIXELS])
 
 
 def _cell(work: Any) -> float | str:
@@ -153,26 +164,26 @@ def _cell(work: Any) -> float | str:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:160]} ({where[-1]})"
 
 
-def _calls(case: TinyCase, scale: int, wanted: dict[int, Numbers], called: Imprint, **fields: Any) -> float | str:
+def _calls(untouched: Untouched, **fields: Any) -> float | str:
     """The largest difference of two calls alike and one of another size; then `undo` leaves what was there.
 
     Where reports say that numbers may differ, as with blended tiles, and they do, it says so. Each time of a new
     pipeline: some keep tables on the device of their last call, and each card here is another device.
     """
-    pipe, worst, lossy = made(case, scale), 0.0, False
+    case, pipe, worst, lossy = untouched.case, made(untouched.case, untouched.scale), 0.0, False
     before = imprint(pipe)
     fitted: Fitted = tightfit.fit(pipe, device="pretend:0", **fields)
     try:
         for height in (PIXELS, PIXELS, OTHER):
             try:
-                worst = max(worst, difference(numbers_of(pipe(**case.call(height))), wanted[height]))
+                worst = max(worst, difference(numbers_of(pipe(**case.call(height))), untouched.wanted[height]))
                 lossy |= not fitted.report().lossless
             except BudgetTooSmall:
                 if height == PIXELS:  # the other size may want more than the least for this one
                     raise
     finally:
         fitted.undo()
-    _assert_undone(before, called, imprint(pipe))
+    _assert_undone(before, untouched.called, imprint(pipe))
     return f"lossy: {worst:.0e}" if lossy and worst > CLOSE else worst
 
 

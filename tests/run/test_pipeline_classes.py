@@ -34,6 +34,7 @@ def test_least_budget_when_pages_of_the_allocator_are_used_up() -> None:
     assert row["budgets"] == {"least": 0.0}
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 def test_a_pipeline_that_asks_its_first_weight_where_to_compute() -> None:
     case = cases()["Cosmos3Omni"]
     wanted = numbers_of(made(case, 1)(**case.call(PIXELS)))
