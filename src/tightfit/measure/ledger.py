@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -25,6 +25,14 @@ from tightfit.pretend.storage import settle, store_of
 __all__ = ["Ledger"]
 
 
+class _Followed(NamedTuple):
+    """What of a component is listened to, by dotted path."""
+
+    units: dict[str, nn.Module]
+    leaves: dict[str, tuple[nn.Module, ...]]
+    parts: dict[str, nn.Module]
+
+
 class Ledger:
     """Follows components at work on `card`, from `follow` on; what is on the card by then is weights.
 
@@ -37,6 +45,8 @@ class Ledger:
         settle()
         self._weights = card.allocator.allocated.now - card.workspace_bytes
         self._began = len(card.allocator.history)
+        self._standing: dict[int, Step] = {}  # by their numbers, what blocks were asked for before that are there yet
+        self._followed: dict[str, _Followed] = {}
         self._own: dict[int, int] = {}  # bytes of components' weights, by the numbers of their blocks
         self._begin_call()
 
@@ -45,6 +55,8 @@ class Ledger:
         other = copy.copy(self)
         other._own = _blocks_of(components)
         other._weights += sum(other._own.values()) - sum(self._own.values())
+        other._began = len(self._card.allocator.history)
+        other._standing = self._there(other._began)
         other._begin_call()
         return other
 
@@ -63,13 +75,21 @@ class Ledger:
         self._card.awaiters.append(self._wait)
         undo.callback(self._card.awaiters.remove, self._wait)
         for name, module in components.items():
-            self._follow_units(name, find_units(module), undo)
-            self._follow_leaves(name, find_leaves(module), undo)
+            if name not in self._followed:
+                self._followed[name] = _Followed(find_units(module), find_leaves(module), find_parts(name, module))
+            units, leaves, parts = self._followed[name]
+            self._follow_units(name, units, undo)
+            self._follow_leaves(name, leaves, undo)
             role = find_role(name, module)
             for method in ("forward", "encode", "decode") if role == "autoencoder" else ("forward",):
                 self._follow_method(name, module, method, find_phase(name, role, method), undo)
-            for path, part in find_parts(name, module).items():
+            for path, part in parts.items():
                 self._follow_part(name, part, path, find_phase(name, role, path), undo)
+
+    @property
+    def at_work(self) -> OpenPass | None:
+        """The pass that is under way, the innermost of several."""
+        return self._open[-1] if self._open else None
 
     def phases(self) -> tuple[Phase, ...]:
         """What was seen."""
@@ -92,13 +112,8 @@ class Ledger:
     def _history(self, begin: int, end: int) -> list[Step]:
         """What was asked of the allocator between two of its steps; first, all activations that were there by then."""
         steps, workspaces = self._card.allocator.history, self._card.workspace_numbers
-        there: dict[int, Step] = {}
-        for step in steps[self._began : begin]:
-            if step.what == "malloc":
-                there[step.block] = step
-            elif step.what == "free":
-                there.pop(step.block, None)
-        there = {number: step for number, step in there.items() if number not in workspaces | self._own.keys()}
+        nobodys = workspaces | self._own.keys()
+        there = {number: step for number, step in self._there(begin).items() if number not in nobodys}
         asked, known = list(there.values()), set(there)
         for step in steps[begin:end]:
             if step.what == "malloc" and step.block not in workspaces:
@@ -106,6 +121,16 @@ class Ledger:
             if step.what == "empty_cache" or step.block in known:
                 asked.append(step)
         return asked
+
+    def _there(self, end: int) -> dict[int, Step]:
+        """By their numbers, what blocks were asked for that are there after `end` steps of the allocator."""
+        there = dict(self._standing)
+        for step in self._card.allocator.history[self._began : end]:
+            if step.what == "malloc":
+                there[step.block] = step
+            elif step.what == "free":
+                there.pop(step.block, None)
+        return there
 
     def _follow_units(self, name: str, units: dict[str, nn.Module], undo: ExitStack) -> None:
         self._units[name] = list(units)

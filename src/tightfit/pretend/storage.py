@@ -13,13 +13,25 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from tightfit.pretend.blocks import Block
 from tightfit.pretend.card import Card
 
-__all__ = ["CPU_KEYS", "Store", "extent", "new_at", "new_tensor", "settle", "store_of", "view"]
+__all__ = [
+    "CPU_KEYS",
+    "Look",
+    "Store",
+    "extent",
+    "new_at",
+    "new_tensor",
+    "settle",
+    "store_of",
+    "tensors_in",
+    "view",
+]
 
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # its kernels for views look at sizes only
 
@@ -104,10 +116,32 @@ def new_at(
     address = card.base + block.address if block else next(_nowhere)
     store = _stores[address] = Store(card, address, size, block, values)
     tensor = _tensor_at(store, dtype, shape, strides)
+    _follow(tensor, store)
+    return tensor
+
+
+class Look(NamedTuple):
+    """How a tensor looks at its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def tensors_in(card: Card, block: Block, size: int, looks: Sequence[Look]) -> list[torch.Tensor]:
+    """Tensors that share a storage of `size` bytes in `block` of `card`, of which nobody knows the numbers."""
+    store = _stores[card.base + block.address] = Store(card, card.base + block.address, size, block, None)
+    whole = _tensor_at(store, torch.uint8, (size,), (1,))
+    _follow(whole, store)
+    return [view(whole.view(look.dtype), look.shape, look.strides, look.offset) for look in looks]
+
+
+def _follow(tensor: torch.Tensor, store: Store) -> None:
+    """`store` is there until the last tensor of this storage dies."""
     life = _Life(tensor.untyped_storage(), _dead.append)  # a builtin: Ctrl-C cannot get lost in it
     life.store = store
     _lives.add(life)
-    return tensor
 
 
 def store_of(tensor: torch.Tensor) -> Store:

@@ -193,6 +193,7 @@ def _measure_call(
         with ExitStack() as undo:
             calls = FirstCalls(stage.components, undo, expandable=expandable)
             ledger.follow(stage.components, undo)
+            player.replay.listen(ledger)
             work.did(BUILDING)
             stage.play(inputs)
             made = inspect_pipeline(stage.pipe)

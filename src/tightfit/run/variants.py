@@ -15,6 +15,7 @@ from torch import nn
 from tightfit.apply.activations.batches import chunk_blocks, in_chunks
 from tightfit.apply.activations.feed_forward import chunk_feed_forwards
 from tightfit.footprint import Footprint, Phase, Variant
+from tightfit.measure.block_replay import BlockReplay
 from tightfit.measure.ledger import Ledger
 from tightfit.measure.modules import find_role
 from tightfit.run.remembering import Repeating
@@ -86,6 +87,7 @@ class VariantPlayer:
         """`unable`: components and methods that cannot work on shapes, and so in no other way."""
         self._stage, self._apart = stage, {name for name, method in unable if method == "forward"}
         self._encoders, self._autoencoders = [], []
+        self.replay = BlockReplay(stage.components, stage.card, ExitStack())  # the stage is nobody else's
         for name, module in stage.components.items():
             role = find_role(name, module)
             if role == "encoder":
@@ -106,6 +108,7 @@ class VariantPlayer:
             self._vary(variant, undo)
             ledger = before.for_another_call(self._stage.components)
             ledger.follow(self._stage.components, undo)
+            self.replay.listen(ledger)
             with contextlib.suppress(_Denoised):
                 self._stage.play(inputs)
             denoisers = self._stage.denoisers.keys()

@@ -1,0 +1,110 @@
+"""Which modules do the same work if they are given the same: they have the same layers, of the same sizes."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["REPEATS", "Likeness"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_ELSEWHERE = frozenset(vars(nn.Module())) - {"training"}  # attributes of a module that are told otherwise, or not
+_KNOWN = ("torch.", "diffusers.", "transformers.")  # libraries whose objects are what their attributes say
+
+
+REPEATS = "repeats_blocks"  # an attribute of functions that take a block's place and do what the block does
+
+
+class Likeness:
+    """Numbers modules so that those alike have the same; each is looked at once, so that they must not change."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._modules: dict[int, int] = {}
+        self._kept: list[Any] = []  # what was told by its id, which must not be another's meanwhile
+
+    def of(self, module: nn.Module) -> int:
+        known = self._modules.get(id(module))
+        if known is None:
+            self._modules[id(module)] = -1  # inside itself
+            known = self._modules[id(module)] = self._number(self._module(module))
+        return known
+
+    def _number(self, told: Hashable) -> int:
+        return self._numbers.setdefault(told, len(self._numbers))
+
+    def _module(self, module: nn.Module) -> Hashable:
+        own = vars(module)
+        children = tuple((name, self.of(child)) for name, child in own["_modules"].items() if child is not None)
+        tensors = ((name, self._value(each)) for name, each in (*own["_parameters"].items(), *own["_buffers"].items()))
+        others = ((name, self._value(each)) for name, each in own.items() if not _is_elsewhere(name, each))
+        hooks = (self._hook(hook) for kind in _HOOKS for hook in own[kind].values())
+        return self._type(type(module)), children, tuple(tensors), tuple(others), tuple(hooks)
+
+    def _hook(self, hook: Any) -> Hashable:
+        """Of this package's, which are put on all that is alike, only what they are."""
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        function = getattr(function, "__func__", function)
+        return function.__qualname__ if _is_own(function) else self._value(hook)
+
+    def _type(self, kind: type) -> Hashable:
+        """One that stands in for another (see `disguise`) is told by what it does otherwise."""
+        changes: list[Hashable] = []
+        while type(kind).__name__ == "Disguise":
+            members = ((name, value) for name, value in vars(kind).items() if not name.startswith("__"))
+            changes += [(name, self._value(value)) for name, value in members]
+            kind = kind.__mro__[1]
+        return (id(kind), *changes)
+
+    def _value(self, value: Any) -> Hashable:
+        told: Hashable
+        match value:
+            case _ if isinstance(value, _PLAIN):
+                told = type(value), value
+            case torch.Tensor():
+                told = tuple(value.shape), value.stride(), value.dtype, value.device
+            case nn.Module():
+                told = "module", self.of(value)
+            case list() | tuple() | set() | frozenset():
+                told = type(value), tuple(map(self._value, value))
+            case dict():
+                told = type(value), tuple((self._value(key), self._value(each)) for key, each in value.items())
+            case functools.partial():
+                told = "partial", self._value(value.func), self._value(value.args), self._value(value.keywords)
+            case types.MethodType():
+                told = "method", self._value(value.__func__), self._value(value.__self__)
+            case types.FunctionType():
+                told = self._function(value)
+            case _ if type(value).__module__.startswith(_KNOWN) and hasattr(value, "__dict__"):
+                told = type(value), self._value(vars(value))
+            case _:
+                self._kept.append(value)
+                told = "object", id(value)
+        return told
+
+    def _function(self, function: types.FunctionType) -> Hashable:
+        """By its code and what it closes over; of this package's not what they remember of their first call."""
+        own = _is_own(function)
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        told = [self._value(each) for each in cells if each is not function and not (own and _is_memory(each))]
+        return "function", function.__code__, tuple(told)
+
+
+def _is_elsewhere(name: str, value: Any) -> bool:
+    """Whether an attribute of a module is told otherwise, or only does what the block itself does."""
+    return name in _ELSEWHERE or (name == "forward" and hasattr(value, REPEATS))
+
+
+def _is_own(function: Any) -> bool:
+    """Whether this package defines it, whatever it stands in for."""
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("tightfit.")
+
+
+def _is_memory(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
