@@ -91,6 +91,12 @@ def keeps(block: Block, tokens: torch.Tensor) -> torch.Tensor:
     return layers(block, tokens)
 
 
+def counts(block: Block, tokens: torch.Tensor) -> torch.Tensor:
+    """Works twice every other time."""
+    block.worked.append(len(block.worked))
+    return layers(block, layers(block, tokens) if len(block.worked) % 2 else tokens)
+
+
 def measured(network: nn.Module, make_cards: MakeCards, *, replay: bool) -> tuple[tuple[Phase, ...], int, float]:
     (card,) = make_cards(values="shapes")
     network = shadow_of(network)  # whose numbers nobody knows
@@ -110,7 +116,8 @@ def measured(network: nn.Module, make_cards: MakeCards, *, replay: bool) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("work", "times"), [(layers, 2), (halves, 2), (in_place, 2), (reads, 2 * DEPTH), (keeps, 2 * DEPTH)]
+    ("work", "times"),
+    [(layers, 2), (halves, 2), (in_place, 2), (reads, 2 * DEPTH), (keeps, 2 * DEPTH), (counts, 2 * DEPTH)],
 )
 def test_one_works_for_all_that_are_alike(work: Work, times: int, make_cards: MakeCards) -> None:
     """Once in each of two passes; and once more in the first, of which cuBLAS's workspace is a part."""
@@ -118,6 +125,18 @@ def test_one_works_for_all_that_are_alike(work: Work, times: int, make_cards: Ma
     found, ran, later = measured(Network(*(Block(work) for _ in range(DEPTH))), make_cards, replay=True)
     assert (found, later) == (usual, seconds)
     assert ran in (times, times + 1)
+
+
+def test_what_has_hooks_works_itself(make_cards: MakeCards) -> None:
+    def network() -> Network:
+        made = Network(*(Block(layers) for _ in range(DEPTH)))
+        made.blocks[2].inner[1].register_forward_hook(lambda module, given, output: 2 * output)  # type: ignore[index]
+        return made
+
+    usual, *_ = measured(network(), make_cards, replay=False)
+    found, ran, _ = measured(network(), make_cards, replay=True)
+    assert found == usual
+    assert ran == 2 * 2 + 1
 
 
 def test_others_work_themselves(make_cards: MakeCards) -> None:

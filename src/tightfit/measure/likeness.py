@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -14,15 +14,17 @@ __all__ = ["REPEATS", "Likeness"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_ELSEWHERE = frozenset(vars(nn.Module())) - {"training"}  # attributes of a module that are told otherwise, or not
+# attributes of a module that are told otherwise, or are the same for all
+_ELSEWHERE = (frozenset(vars(nn.Module())) | {"forward", "_diffusers_hook"}) - {"training"}
 _KNOWN = ("torch.", "diffusers.", "transformers.")  # libraries whose objects are what their attributes say
-
-
 REPEATS = "repeats_blocks"  # an attribute of functions that take a block's place and do what the block does
 
 
 class Likeness:
-    """Numbers modules so that those alike have the same; each is looked at once, so that they must not change."""
+    """Numbers modules so that those alike have the same; each is looked at once.
+
+    A module with anybody's hooks, or in whose place somebody else works, is like none: who knows what they keep.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -36,22 +38,23 @@ class Likeness:
             known = self._modules[id(module)] = self._number(self._module(module))
         return known
 
+    def is_as_before(self, module: nn.Module) -> bool:
+        """Whether `module` is still what it was when it was numbered."""
+        now = Likeness()
+        now._numbers, now._kept = self._numbers, self._kept
+        return now.of(module) == self.of(module)
+
     def _number(self, told: Hashable) -> int:
         return self._numbers.setdefault(told, len(self._numbers))
 
     def _module(self, module: nn.Module) -> Hashable:
         own = vars(module)
+        if _is_followed(own):
+            return "module", id(module)
         children = tuple((name, self.of(child)) for name, child in own["_modules"].items() if child is not None)
         tensors = ((name, self._value(each)) for name, each in (*own["_parameters"].items(), *own["_buffers"].items()))
-        others = ((name, self._value(each)) for name, each in own.items() if not _is_elsewhere(name, each))
-        hooks = (self._hook(hook) for kind in _HOOKS for hook in own[kind].values())
-        return self._type(type(module)), children, tuple(tensors), tuple(others), tuple(hooks)
-
-    def _hook(self, hook: Any) -> Hashable:
-        """Of this package's, which are put on all that is alike, only what they are."""
-        function = hook.func if isinstance(hook, functools.partial) else hook
-        function = getattr(function, "__func__", function)
-        return function.__qualname__ if _is_own(function) else self._value(hook)
+        others = ((name, self._value(each)) for name, each in own.items() if name not in _ELSEWHERE)
+        return self._type(type(module)), children, tuple(tensors), tuple(others)
 
     def _type(self, kind: type) -> Hashable:
         """One that stands in for another (see `disguise`) is told by what it does otherwise."""
@@ -96,13 +99,21 @@ class Likeness:
         return "function", function.__code__, tuple(told)
 
 
-def _is_elsewhere(name: str, value: Any) -> bool:
-    """Whether an attribute of a module is told otherwise, or only does what the block itself does."""
-    return name in _ELSEWHERE or (name == "forward" and hasattr(value, REPEATS))
+def _is_followed(own: Mapping[str, Any]) -> bool:
+    """Whether a module with these attributes has hooks, or a method in the place of its own, that are not ours."""
+    hooks = (hook for kind in _HOOKS for hook in own[kind].values())
+    stands_in = own.get("forward")
+    return (
+        not all(map(_is_own, hooks))
+        or (stands_in is not None and not hasattr(stands_in, REPEATS))
+        or bool(getattr(own.get("_diffusers_hook"), "hooks", None))
+    )
 
 
 def _is_own(function: Any) -> bool:
     """Whether this package defines it, whatever it stands in for."""
+    function = function.func if isinstance(function, functools.partial) else function
+    function = getattr(function, "__func__", function)
     return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("tightfit.")
 
 
