@@ -52,7 +52,7 @@ def called(fitted: Any, pipe: Any) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize("mib", [260, 1000])
+@pytest.mark.parametrize("mib", [280, 1000])
 def test_a_card_of_that_size_is_enough_and_steps_take_what_was_said(mib: int) -> None:
     card_of(mib * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))

@@ -105,8 +105,8 @@ def test_a_card_that_shrinks_changes_no_picture() -> None:
     together = tightfit.fit(pipe := large_unet(), level=0, device=ONE)
     wanted = draw(pipe)
     together.undo()
-    card, _ = cards_of(250 * MIB, 250 * MIB)
-    fitted = tightfit.fit(pipe, budget={ONE: "250MiB", OTHER: "250MiB"}, request=REQUEST)
+    card, _ = cards_of(290 * MIB, 290 * MIB)
+    fitted = tightfit.fit(pipe, budget={ONE: "290MiB", OTHER: "290MiB"}, request=REQUEST)
     assert torch.equal(draw(pipe, shrink(card, 0.5, 1)), wanted)
     assert any("planned anew within" in note for note in fitted.report().trace.notes)
 

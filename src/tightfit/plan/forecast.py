@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 PERCENT, MARGIN = 1, 32 * 2**20  # by which a peak may be higher than its parts say …
+PAGED = ("cuda", "pretend")  # kinds of devices that have CUDA's allocator, or play it
 MARGIN_CPU = 128 * 2**20  # … where libraries load code and keep buffers in the same memory
 
 
@@ -139,8 +140,8 @@ def _margin(device: Accelerator) -> int:
 
 
 def _page_tail(device: Accelerator) -> int:
-    """Bytes of the last page of a card's memory that may lie idle; of a peak above 1.8 GB a percent is more."""
-    return 0 if device.is_cpu else PAGE_TAIL
+    """Bytes of the last page of CUDA's allocator that may lie idle; of a peak above 1.8 GB a percent is more."""
+    return PAGE_TAIL if device.kind in PAGED else 0
 
 
 def _workspace(device: Accelerator) -> int:
