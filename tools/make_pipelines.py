@@ -26,7 +26,8 @@ HEAD = """# Pipeline classes
 Every class of diffusers {version} whose name ends in Pipeline: {total}. Of {tried} there is a small pipeline of random
 weights here, and {run} have been run: at levels 0 to 3 and within budgets of 75 and 40 % of what level 0 takes, and
 within the least that a plan names as enough, on a simulated card that computes: two calls alike, one of another size,
-`undo`. A cell has the largest difference from the untouched pipeline, relative to the largest number; 0: bit-equal.
+`undo`; levels 1 to 3 on a quarter of the weights or all. A cell has the largest difference from the untouched pipeline,
+relative to the largest number (of pictures with eight bits that differ by single steps, the mean); 0: bit-equal.
 Up to {close:.0e} it is rounding, or up to twice what the untouched pipeline differs by from itself where torch computes
 without oneDNN: {rounded} classes need that, their random weights amplify it. "needs": the least budget is more than
 that share, because a plan keeps 50 MiB of a card free, or because activations take most. "lossy": this level blends

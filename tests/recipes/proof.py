@@ -40,6 +40,8 @@ SHARES = (0.75, 0.4)  # of the peak of level 0
 OTHER = PIXELS + PIXELS // 2  # pixels, of a call of another size
 CLOSE = 1e-5  # of the largest number: sums in another order, over some steps; see `is_close`
 
+STEPS = 255  # of numbers from 0 to 1 with eight bits
+
 Numbers = list[torch.Tensor]
 
 
@@ -63,7 +65,16 @@ def difference(found: Numbers, wanted: Numbers) -> float:
     """Of the numbers that differ most, relative to the largest."""
     if [each.shape for each in found] != [each.shape for each in wanted] or not found:
         return math.inf
-    return max(float((a - b).abs().max() / max(b.abs().max(), 1e-9)) for a, b in zip(found, wanted, strict=True))
+    return max(_distance(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest; or of numbers with eight bits, which rounding takes a step apart now and then, the mean."""
+    apart, largest = (found - wanted).abs(), max(float(wanted.abs().max()), 1e-9)
+    steps = STEPS if largest <= 1 else 1
+    coarse = all(bool(((each * steps).frac().abs().sub(0.5).abs() > 0.499).all()) for each in (found, wanted))
+    single = coarse and float(apart.max()) * steps < 1.5
+    return float(apart.mean() if single else apart.max()) / largest
 
 
 def made(case: TinyCase, scale: int) -> Any:
@@ -124,7 +135,10 @@ def prove(
                 row["peak"] = card.held.peak
     sizes = {f"{share:.0%}": int(share * row["peak"]) for share in shares}
     with card_of(2**40):
-        sizes["least"] = least = _least(case, scale)
+        least = _cell(lambda: _least(case, scale))
+    if isinstance(least, str):
+        return row | {"budgets": dict.fromkeys((*sizes, "least"), least), "seconds": round(time.monotonic() - began)}
+    sizes["least"] = int(least)
     for name, size in sizes.items():
         if name != "least" and size < least:
             row["budgets"][name] = f"needs {least / row['peak']:.0%}"
@@ -151,8 +165,9 @@ def rounding_of(untouched: Untouched) -> float:
     Those of random weights may amplify it: the last digit of a float32 becomes 1e-5 of the largest number.
     """
     with torch.backends.mkldnn.flags(enabled=False):
-        other = made(untouched.case, untouched.scale)(**untouched.case.call(PIXELS))
-    return difference(numbers_of(other), untouched.wanted[PIXELS])
+        pipe = made(untouched.case, untouched.scale)
+        others = {height: numbers_of(pipe(**untouched.case.call(height))) for height in untouched.wanted}
+    return max(difference(others[height], wanted) for height, wanted in untouched.wanted.items())
 
 
 def _cell(work: Any) -> float | str:
