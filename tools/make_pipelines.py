@@ -16,20 +16,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from recipes import cases, left_out  # noqa: E402
-from recipes.proof import CLOSE, is_close  # noqa: E402
+from recipes.proof import CLOSE  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "pipelines.jsonl"
 PAGE = ROOT / "docs" / "pipelines.md"
-COLUMNS = ("level 0", "level 1", "level 2", "level 3", "75%", "40%", "least")
+COLUMNS = ("level 0", "level 1", "level 2", "level 3", "75%", "40%", "least", "itself")
 HEAD = """# Pipeline classes
 
 Every class of diffusers {version} whose name ends in Pipeline: {total}. Of {tried} there is a small pipeline of random
 weights here, and {run} have been run: at levels 0 to 3 and within budgets of 75 and 40 % of what level 0 takes, and
 within the least that a plan names as enough, on a simulated card that computes: two calls alike, one of another size,
 `undo`; levels 1 to 3 on a quarter of the weights or all. A cell has the largest difference from the untouched pipeline,
-relative to the largest number (of pictures with eight bits that differ by single steps, the mean); 0: bit-equal.
-Up to {close:.0e} it is rounding, or up to twice what the untouched pipeline differs by from itself where torch computes
-without oneDNN: {rounded} classes need that, their random weights amplify it. "needs": the least budget is more than
+relative to the largest number; 0: bit-equal. More than {close:.0e} counts as failed; "itself" is then what the
+untouched pipeline differs by from itself where torch computes without oneDNN. "needs": the least budget is more than
 that share, because a plan keeps 50 MiB of a card free, or because activations take most. "lossy": this level blends
 tiles of large pictures, and says so. "flex": torch does flex attention on CPUs and cards alone, not on a simulated one;
 {flex} classes use it. {failed} have a cell that failed. Made by `tools/make_pipelines.py` from what
@@ -50,7 +49,6 @@ def page() -> str:
         "run": len(rows),
         "failed": sum(_failed(row) for row in rows.values()),
         "close": CLOSE,
-        "rounded": sum("rounding" in row and not _failed(row) for row in rows.values()),
         "flex": sum(any(map(_is_flex, _all(row))) for row in rows.values()),
     }
     lines = [HEAD.format(**numbers), f"| class | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
@@ -67,16 +65,14 @@ def _all(row: dict[str, Any]) -> list[Any]:
 def _failed(row: dict[str, Any]) -> bool:
     """Levels may be lossy where they say so; plans within a budget never are."""
     levels, budgets = (row.get(part, {}).values() for part in ("levels", "budgets"))
-    rounding = row.get("rounding", 0.0)
-    right = [_is_right(cell, "lossy: ", rounding) for cell in levels]
-    right += [_is_right(cell, "needs ", rounding) for cell in budgets]
+    right = [_is_right(cell, "lossy: ") for cell in levels] + [_is_right(cell, "needs ") for cell in budgets]
     return "failed" in row or not all(right)
 
 
-def _is_right(cell: float | str, reason: str, rounding: float) -> bool:
+def _is_right(cell: float | str, reason: str) -> bool:
     if isinstance(cell, str):
         return cell.startswith(reason) or _is_flex(cell)
-    return is_close(cell, rounding)
+    return cell <= CLOSE
 
 
 def _is_flex(cell: float | str) -> bool:
@@ -88,13 +84,13 @@ def _cells(row: dict[str, Any] | None) -> list[str]:
         return ["not run yet"] + [""] * (len(COLUMNS) - 1)
     if "failed" in row:
         return [row["failed"].replace("|", " ")] + [""] * (len(COLUMNS) - 1)
-    return [_shown(cell) for cell in _all(row)]
+    return [*map(_shown, _all(row)), _shown(row["rounding"]) if "rounding" in row else ""]
 
 
 def _shown(cell: float | str) -> str:
     if isinstance(cell, str):
         return "flex" if _is_flex(cell) else cell.replace("|", " ")
-    return "0" if cell == 0 else f"{cell:.0e}"
+    return "0" if cell == 0 else f"{cell:.1e}"
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Block(nn.Module):
         super().__init__()
         self.inner = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, width), nn.GELU()), nn.Linear(width, WIDTH)])
         self.work = work
-        self.worked: list[int] = []  # a list, which no two blocks that worked unlike have in common
+        self.worked: list[int] = []  # by which a block that has worked differs from one that has not
 
     def forward(self, tokens: torch.Tensor) -> Any:
         ran.append(self)

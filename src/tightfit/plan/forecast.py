@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 PERCENT, MARGIN = 1, 32 * 2**20  # by which a peak may be higher than its parts say …
-PAGED = ("cuda", "pretend")  # kinds of devices that have CUDA's allocator, or play it
 MARGIN_CPU = 128 * 2**20  # … where libraries load code and keep buffers in the same memory
+PAGED = ("cuda", "pretend")  # kinds of devices that have CUDA's allocator, or simulate it
 
 
 class Told(NamedTuple):

@@ -110,10 +110,9 @@ def _why_unknown(batch: Batch, args: Sequence[Any], kwargs: dict[str, Any]) -> s
 
 def _why_coupled(network: nn.Module) -> str | None:
     for module in network.modules():
-        own = vars(module)
-        if getattr(own.get("_diffusers_hook"), "hooks", None):
+        if getattr(vars(module).get("_diffusers_hook"), "hooks", None):
             return "hooks of diffusers keep what they saw from call to call"
-        kind = type(own.get("processor", own["_modules"].get("processor")))
+        kind = type(getattr(module, "processor", None))
         known = kind is type(None) or kind.__module__.startswith("diffusers.models.")
         if not known or "PAG" in kind.__name__:
             return f"its attention processor {kind.__name__} may look at several items at once"
