@@ -70,6 +70,22 @@ def test_strips_give_the_same_numbers(name: str) -> None:
         assert_same(before, imprint(model))
 
 
+@pytest.mark.parametrize("name", ["AutoencoderKL", "AutoencoderKLCogVideoX"])
+def test_strips_of_double_precision_differ_by_its_rounding(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    model = case.make().eval().double()
+    rows = max(7 // case.granule * case.granule, case.least_rows)
+
+    def decoding() -> torch.Tensor:
+        with torch.no_grad():
+            return model.decode(case.latents(rows, 1).double()).sample
+
+    whole = decoding()
+    fit(model, plan={"vae": {"strips": SMALLEST}}, device="cpu")
+    assert whole.dtype == torch.float64
+    assert float((decoding() - whole).abs().max()) <= 1e-12 * float(whole.abs().max())
+
+
 @pytest.mark.parametrize(
     ("changes", "device"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from typing import Any
 
@@ -138,6 +139,22 @@ def test_an_example_is_planned_for_at_once(make_cards: MakeCards) -> None:
         tightfit.fit(pipe, budget=512 * MIB, device="pretend:0", example={"promt": "a fox"})
     with pytest.raises(PlanError, match="not both"):
         tightfit.fit(pipe, budget=512 * MIB, device="pretend:0", example=case.call(), request={"height": 64})
+
+
+def test_a_pipeline_may_ask_what_arguments_its_denoiser_takes(make_cards: MakeCards) -> None:
+    """As many modular pipelines of diffusers do, to hand over those of their own that it has."""
+    make_cards(capacity=512 * MIB)
+    case = TINY["Flux"]
+    pipe: Any = case.make()
+
+    class Asking(type(pipe)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if "img_ids" not in inspect.signature(self.transformer.forward).parameters:
+                raise TypeError("not a transformer of this pipeline")
+            return super().__call__(*args, **kwargs)
+
+    pipe.__class__ = Asking
+    assert tightfit.fit(pipe, budget=512 * MIB, device="pretend:0", example=case.call()).plan.forecast
 
 
 def test_a_call_that_was_measured_is_not_measured_again(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:

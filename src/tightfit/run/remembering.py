@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -46,6 +47,7 @@ class Remembering:
 
     def __init__(self, part: nn.Module, recorder: Recorder, card: Card, *, streams: bool = False) -> None:
         self._forward: Callable[..., Any] = part.forward
+        functools.update_wrapper(self, part.forward)  # pipelines ask for its signature
         self._recorder, self._card = recorder, card
         self._watched = (3, 4) if streams else (2,)
         self.forget()
@@ -83,6 +85,7 @@ class Repeating:
 
     def __init__(self, part: nn.Module) -> None:
         self._forward: Callable[..., Any] = part.forward
+        functools.update_wrapper(self, part.forward)  # pipelines ask for its signature
         self._passes: Counter[Any] = Counter()
         self._given: dict[Any, tuple[list[Callable[[], Any]], Any]] = {}
         self._again = False

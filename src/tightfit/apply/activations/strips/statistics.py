@@ -20,11 +20,13 @@ class Statistics:
         self._count = 0
         self._mean: torch.Tensor | None = None  # (batch · groups), float64
         self._deviation: torch.Tensor | None = None
+        self._dtype = torch.float32  # of what is known
 
     def take(self, strip: torch.Tensor) -> None:
         """Rows that were not seen before, (batch, channels, …)."""
-        grouped = strip.reshape(strip.shape[0] * self._groups, -1)
-        mean, variance = _moments(grouped.float())
+        grouped = _wide(strip.reshape(strip.shape[0] * self._groups, -1))
+        self._dtype = grouped.dtype
+        mean, variance = _moments(grouped)
         mean, count = mean.double(), grouped.shape[1]
         deviation = variance.double() * count
         if self._mean is None or self._deviation is None:
@@ -36,10 +38,15 @@ class Statistics:
         self._count = total
 
     def known(self) -> torch.Tensor:
-        """Mean and variance of all rows, (2, batch · groups), float32."""
+        """Mean and variance of all rows, (2, batch · groups), float32; of rows in float64 float64."""
         assert self._mean is not None
         assert self._deviation is not None
-        return torch.stack((self._mean, self._deviation / self._count)).float()
+        return torch.stack((self._mean, self._deviation / self._count)).to(self._dtype)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32, or in float64 what is in it."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _moments(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,13 +69,13 @@ def normalise(
     """Some rows of a map, (batch, channels, …), normalised by what is `known` of all its rows.
 
     In half precision by the kernel for batch normalisation, which takes a mean and a variance for each channel and
-    works in float32.
+    works in float32; otherwise in the rows' own precision.
     """
     batch, channels = rows.shape[:2]
     mean, variance = known.repeat_interleave(channels // groups, dim=1)
-    scale, shift = (None if x is None else x.float().repeat(batch) for x in (weight, bias))
+    scale, shift = (None if x is None else _wide(x).repeat(batch) for x in (weight, bias))
     flat = rows.reshape(1, batch * channels, *rows.shape[2:])
-    if rows.dtype != torch.float32:
+    if rows.dtype.itemsize < torch.float32.itemsize:
         done = F.batch_norm(flat, mean, variance, scale, shift, training=False, eps=eps)
         return done.reshape(rows.shape)
     slope = torch.rsqrt(variance + eps) * (1 if scale is None else scale)
