@@ -16,22 +16,22 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from recipes import cases, left_out  # noqa: E402
-from recipes.proof import CLOSE, CLOSE_IN_DOUBLE  # noqa: E402
+from recipes.proof import CLOSE, cells_of  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "pipelines.jsonl"
 PAGE = ROOT / "docs" / "pipelines.md"
-COLUMNS = ("level 0", "level 1", "level 2", "level 3", "75%", "40%", "least")
+COLUMNS = ("level 0", "level 1", "level 2", "level 3", "75%", "40%", "least", "in float64")
 HEAD = """# Pipeline classes
 
 Every class of diffusers {version} whose name ends in Pipeline: {total}. Of {tried} there is a small pipeline of
 random weights here, and {run} have been run: at levels 0 to 3 and within budgets of 75 and 40 % of what level 0
 takes, and within the least that a plan names as enough, on a simulated card that computes: two calls alike, one of
 another size, `undo`; levels 1 to 3 on a quarter of the weights or all. A cell has the largest difference from the
-untouched pipeline, relative to the largest number; 0: bit-equal. Where one is above {close:.0e}, all cells are run
-again with the pipeline in float64, where rounding is less than {double:.0e} and a mistake is as large as before: the
-second number; above that it counts as failed. "needs": the least budget is more than that share, because a plan keeps
-50 MiB of a card free, or because activations take most. "lossy": this level blends tiles of large pictures, and says
-so. {failed} have a cell that failed. Made by `tools/make_pipelines.py` from what `python -m recipes.proof` writes.
+untouched pipeline, relative to the largest number; 0: bit-equal. More than {close:.0e} counts as failed; "in float64"
+is then the largest of all cells with the pipeline in float64, where a mistake is as large as before and rounding is
+some 1e-15. "needs": the least budget is more than that share, because a plan keeps 50 MiB of a card free, or because
+activations take most. "lossy": this level blends tiles of large pictures, and says so. {failed} have a cell that
+failed. Made by `tools/make_pipelines.py` from what `python -m recipes.proof` writes.
 
 """
 
@@ -52,7 +52,6 @@ def page() -> str:
         "run": len(rows),
         "failed": sum(_failed(row) for row in rows.values()),
         "close": CLOSE,
-        "double": CLOSE_IN_DOUBLE,
     }
     lines = [HEAD.format(**numbers), f"| class | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     lines += [f"| {name} | {' | '.join(_cells(rows.get(name)))} |" for name in sorted(known) if name not in alike]
@@ -63,21 +62,15 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _all(row: dict[str, Any]) -> list[Any]:
-    return [*row.get("levels", {}).values(), *row.get("budgets", {}).values()]
-
-
 def _failed(row: dict[str, Any]) -> bool:
-    """Levels may be lossy where they say so; plans within a budget never are. Float64 decides where it was run."""
-    decisive, close = (row["double"], CLOSE_IN_DOUBLE) if "double" in row else (row, CLOSE)
-    levels, budgets = (decisive.get(part, {}).values() for part in ("levels", "budgets"))
-    right = [_is_right(cell, close, "lossy: ") for cell in levels]
-    right += [_is_right(cell, close, "needs ") for cell in budgets]
+    """Levels may be lossy where they say so; plans within a budget never are."""
+    levels, budgets = (row.get(part, {}).values() for part in ("levels", "budgets"))
+    right = [_is_right(cell, "lossy: ") for cell in levels] + [_is_right(cell, "needs ") for cell in budgets]
     return "failed" in row or not all(right)
 
 
-def _is_right(cell: float | str, close: float, reason: str) -> bool:
-    return cell.startswith(reason) if isinstance(cell, str) else cell <= close
+def _is_right(cell: float | str, reason: str) -> bool:
+    return cell.startswith(reason) if isinstance(cell, str) else cell <= CLOSE
 
 
 def _cells(row: dict[str, Any] | None) -> list[str]:
@@ -85,9 +78,7 @@ def _cells(row: dict[str, Any] | None) -> list[str]:
         return ["not run yet"] + [""] * (len(COLUMNS) - 1)
     if "failed" in row:
         return [row["failed"].replace("|", " ")] + [""] * (len(COLUMNS) - 1)
-    if "double" not in row:
-        return [*map(_shown, _all(row))]
-    return [f"{_shown(one)}; {_shown(other)}" for one, other in zip(_all(row), _all(row["double"]), strict=True)]
+    return [*map(_shown, cells_of(row)), _shown(row["double"]) if "double" in row else ""]
 
 
 def _shown(cell: float | str) -> str:
