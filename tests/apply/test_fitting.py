@@ -352,3 +352,29 @@ def test_illegal_fits_say_what_would_be_legal(arguments: dict[str, Any], message
 def test_only_pipelines_and_modules_are_fitted() -> None:
     with pytest.raises(PlanError, match="not str"):
         fit("pipe", level=0)
+
+
+@pytest.mark.parametrize("other", ["another plan", "undone"])
+def test_a_method_that_its_owner_kept_outlasts_the_plan(other: str) -> None:
+    """As `decode = vae.decode; vae.decode = lambda …: decode(…)` does, and `draw = pipe.__call__`."""
+    pipe = SD.make()
+    wanted = run(pipe, SD)
+    fitted = fit(pipe, level=3, device="loopback")
+    calls, decode, call = list[str](), pipe.vae.decode, pipe.__call__
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append("decode")
+        return decode(*args, **kwargs)
+
+    pipe.vae.decode = counting
+    if other == "undone":
+        fitted.undo()
+    else:
+        fitted.follow(pipe, fit(SD.make(), level=0, device="loopback").plan)
+    for draw in (pipe, call):
+        assert torch.equal(draw(**SD.call())[0].float(), wanted)
+    assert calls == ["decode", "decode"]
+    if other == "another plan":
+        assert [phase.name for phase in fitted.report().trace.phases] == ["encode", "denoise", "decode"]
+        fitted.undo()
+    assert all(each.device.type == "cpu" for each in pipe.vae.parameters())

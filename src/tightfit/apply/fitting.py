@@ -28,7 +28,7 @@ from tightfit.apply.crossing import Crossing
 from tightfit.apply.disguise import disguise
 from tightfit.apply.gates import watch
 from tightfit.apply.limits import limit_allocators
-from tightfit.apply.methods import cast_at_home, computing, exported, refused
+from tightfit.apply.methods import cast_at_home, computing, exported, refused, while_followed
 from tightfit.apply.others import refuse_offloaded
 from tightfit.apply.session import Session
 from tightfit.apply.weights.places import Places
@@ -138,7 +138,7 @@ class Fitted:
                 self._fit_component(name, module, chosen, device, undo)
             if not isinstance(pipe, nn.Module):
                 undo.callback(disguise(pipe, **self._pipeline_members(type(pipe)), **{HANDLE: self}))
-            undo.callback(self._places.clear)
+            undo.callback(self._session.close)
             self._undo = undo.pop_all()
         self._places.settled()
         self._shelf.tidy()
@@ -173,11 +173,10 @@ class Fitted:
         residency.store(name, module, plan, undo)
         residency.place(name, module, plan, undo)
         residency.stream(name, module, plan, undo)
-        note = recorder.note
         if plan.feed_forward is not None:
             chunk_feed_forwards(module, plan.feed_forward, undo)
         if _in_parts(plan) and plan.placement == "per-unit":  # block by block: the weights come once for all parts
-            chunk_blocks(module, plan.batch, undo, note)
+            chunk_blocks(module, plan.batch, undo, recorder.note)
         if self.plan.offload_activations and has_skips(module) and not forward:
             move_waiting(module, device, recorder, undo)
         if forward:
@@ -218,7 +217,7 @@ class Fitted:
                         return computing(functools.partial(inner, self), plan.compute_dtype, args, kwargs)
                     return inner(self, *args, **kwargs)
 
-            return run
+            return while_followed(run, "__call__" if method == "forward" else method, lambda: session.over)
 
         members: dict[str, Any] = {HANDLE: self, **self._batched(module, plan, recorder.note)}
         members["__call__"] = working("forward", members.get("__call__", original.__call__))
@@ -261,7 +260,8 @@ class Fitted:
         def to(self: Any, *args: Any, **kwargs: Any) -> Any:
             raise AlreadyFitted("this pipeline follows a plan, which says where its weights are: undo() before to()")
 
-        here = property(lambda self: device.torch_device)
+        call = while_followed(call, "__call__", lambda: not self.fitted)
+        here = property(lambda _: device.torch_device)
         others = {"_get_execution_device": lambda _: device.torch_device}  # of Cosmos 3 Omni, which asks a weight
         return others | {"__call__": call, "to": to, "device": here, "_execution_device": here}
 

@@ -19,7 +19,7 @@ from tightfit.errors import RunError
 from tightfit.files import cache_folder
 from tightfit.records import ComponentPlan
 
-__all__ = ["cast_at_home", "computing", "exported", "refused"]
+__all__ = ["cast_at_home", "computing", "exported", "refused", "while_followed"]
 
 
 def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
@@ -36,6 +36,19 @@ def refused(name: str) -> Callable[..., None]:
         raise RunError(f"{name} cannot be saved while its weights are on the disk: undo() first", name=name)
 
     return save_pretrained
+
+
+def while_followed(run: Callable[..., Any], method: str, over: Callable[[], bool]) -> Callable[..., Any]:
+    """`run`, the `method` of an object that follows a plan; once that is `over`, what the object's class has instead.
+
+    Others keep such methods to put their own in front of them: `decode = vae.decode; vae.decode = lambda z: decode(z)`.
+    """
+
+    @functools.wraps(run)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (getattr(type(self), method) if over() else run)(self, *args, **kwargs)
+
+    return called
 
 
 def cast_at_home(to: Callable[..., Any], leave: Callable[[], object]) -> Callable[..., Any]:

@@ -41,6 +41,7 @@ class Session:
         self._turn = threading.RLock()
         self._calls = 0  # that have begun and not ended
         self._clean = True  # whether the last call left everything as it should be
+        self.over = False  # no longer followed
         self._working: list[str] = []
         self._attenders: tuple[Attends, ...] = ()
 
@@ -78,6 +79,11 @@ class Session:
     def at_work(self, name: str) -> bool:
         """Whether the component `name` is."""
         return name in self._working
+
+    def close(self) -> None:
+        """Nobody follows the plan any more; nothing is left on the device."""
+        self.over = True
+        self._places.clear()
 
     def _clear(self) -> None:
         only_attend(self._attenders)
