@@ -38,6 +38,7 @@ MIB = 2**20
 WEIGHTS = 240 * MIB  # of a pipeline whose 40 % are more than the least budget, with its margin of 50 MiB
 SHARES = (0.75, 0.4)  # of the peak of level 0
 OTHER = PIXELS + PIXELS // 2  # pixels, of a call of another size
+CARD = "privateuseone:0"
 CLOSE = 1e-5  # of the largest number: sums in another order, over some steps
 
 Numbers = list[torch.Tensor]
@@ -94,13 +95,25 @@ def card_of(size: int) -> Iterator[Card]:
 
 
 class Untouched:
-    """What calls of a case's pipeline of one size give, without tightfit."""
+    """What calls of a case's pipeline of one size give without tightfit, all of it on a card like that of `prove`.
+
+    Kernels of another device round in another way. On the CPU, where the pipeline cannot be on one card as a whole.
+    """
 
     def __init__(self, case: TinyCase, scale: int) -> None:
         self.case, self.scale = case, scale
         pipe = made(case, scale)
         self.weights = _weights(pipe)
-        self.wanted = {height: numbers_of(pipe(**case.call(height))) for height in (PIXELS, OTHER)}
+        self.on_card = True
+        try:
+            with card_of(2**40):
+                self._call(pipe.to(CARD))
+        except Exception:  # of pipelines that mix devices: of any kind
+            self.on_card = False
+            self._call(made(case, scale))
+
+    def _call(self, pipe: Any) -> None:
+        self.wanted = {height: numbers_of(pipe(**self.case.call(height))) for height in (PIXELS, OTHER)}
         self.called = imprint(pipe)
 
 
@@ -116,7 +129,8 @@ def prove(
     scale = scale_of(case) if scale is None else scale
     whole = Untouched(case, scale)
     smaller = Untouched(case, max(scale // 2, 1)) if any(levels) else whole
-    row: dict[str, Any] = {"name": case.name, "weights": whole.weights, "levels": {}, "budgets": {}}
+    row: dict[str, Any] = {"name": case.name, "weights": whole.weights, "on_card": whole.on_card}
+    row |= {"levels": {}, "budgets": {}}
     for level in levels:
         with card_of(2**40) as card:
             row["levels"][str(level)] = _cell(lambda n=level: _calls(smaller if n else whole, level=n))
@@ -169,7 +183,7 @@ def _largest(row: dict[str, Any]) -> float | str:
 def _on_card(case: TinyCase) -> float:
     """Calls an untouched pipeline whose modules are all on a simulated card."""
     with card_of(2**40):
-        made(case, 1).to("privateuseone:0")(**case.call(PIXELS))
+        made(case, 1).to(CARD)(**case.call(PIXELS))
     return 0.0
 
 

@@ -260,10 +260,10 @@ class Fitted:
         def to(self: Any, *args: Any, **kwargs: Any) -> Any:
             raise AlreadyFitted("this pipeline follows a plan, which says where its weights are: undo() before to()")
 
-        call = while_followed(call, "__call__", lambda: not self.fitted)
         here = property(lambda _: device.torch_device)
+        followed = while_followed(call, "__call__", lambda: not self.fitted)
         others = {"_get_execution_device": lambda _: device.torch_device}  # of Cosmos 3 Omni, which asks a weight
-        return others | {"__call__": call, "to": to, "device": here, "_execution_device": here}
+        return others | {"__call__": followed, "to": to, "device": here, "_execution_device": here}
 
     def _finished(self, trace: Trace) -> None:
         self._trace = self._calls.whole(trace)

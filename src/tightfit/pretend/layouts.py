@@ -24,7 +24,7 @@ CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def laid_out(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """`result` of `op` on "meta", with the strides that CUDA's kernel gives it."""
+    """`result` of `op`, on "meta" or the CPU, with the strides that CUDA's kernel gives it."""
     rule = _RULES.get(op) or _RULES.get(op.overloadpacket) or (_pointwise if op in pointwise_kernels() else None)
     if rule is None:
         return result
@@ -38,7 +38,8 @@ def laid_out(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 def _restrided(result: torch.Tensor, strides: _Strides) -> torch.Tensor:
     if strides == result.stride():
         return result
-    return torch.empty_strided(result.shape, strides, dtype=result.dtype, device="meta")
+    made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+    return made if result.is_meta else made.copy_(result)
 
 
 def contiguous(shape: Sequence[int]) -> _Strides:
