@@ -47,3 +47,18 @@ def test_a_batch_of_one_divided_by_a_number(make_cards: MakeCards) -> None:
         return ((tokens + torch.empty(1, 512, 16, 16, device=device)) / 1.0).stride()
 
     assert divided(PretendDevice(0).torch_device) == divided("cpu") == (512, 1, 8192, 512)
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_a_convolution_of_a_clip_with_channels_last_lies_with_numbers_as_without(
+    make_cards: MakeCards, frames: int
+) -> None:
+    """The CPU's kernel makes ordinary tensors of it, CUDA's keeps channels last."""
+    strides = list[tuple[int, ...]]()
+    for values in ("real", "shapes"):
+        make_cards(values=values)
+        card = PretendDevice(0).torch_device
+        clip = torch.ones(1, 4, frames, 6, 6).to(memory_format=torch.channels_last_3d).to(card)
+        maps = torch.nn.functional.conv3d(clip, torch.ones(8, 4, 1, 3, 3, device=card), padding=(0, 1, 1))
+        strides.append(maps.stride())
+    assert strides == 2 * [(frames * 288, 1, 288, 48, 8)]

@@ -3,7 +3,7 @@
 torch (aten/src/ATen/native/group_norm.cpp, 2.11 to 2.13) lets the CPU and devices of others keep channels last; 2.14
 copies what CUDA's kernel cannot take after it has made the result, and 2.15 keeps channels last on CUDA too
 (kernels.py and layouts.py know). Where all numbers are kept, the layout is the CPU's, so that they are the CPU's to the
-last bit.
+last bit; a convolution's is CUDA's there too, as it decides what the next one copies.
 """
 
 from __future__ import annotations

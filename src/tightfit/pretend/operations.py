@@ -67,9 +67,6 @@ def _positions(indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | No
     return found
 
 
-OTHER_ON_CPU = {_aten.convolution, _aten.native_group_norm}  # whose CPU kernels lay out what they make in another way
-
-
 def _run(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, shapes: bool) -> Any:
     if op in STAND_INS:
         return STAND_INS[op](*args, **kwargs)
@@ -77,8 +74,8 @@ def _run(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     call = op.overloadpacket if numbers else op  # torch hands `2` on for the tensor it made of it
     try:
         if not shapes:
-            found = call(*args, **kwargs)
-            return laid_out(op, args, kwargs, found) if op.overloadpacket in OTHER_ON_CPU else found
+            made = call(*args, **kwargs)  # a clip's convolution on the CPU does not keep channels last
+            return laid_out(op, args, kwargs, made) if op.overloadpacket is _aten.convolution else made
         made = _written_out(op, call, args, kwargs) if op._schema.is_mutable else call(*args, **kwargs)
         return made if op._schema.is_mutable else laid_out(op, args, kwargs, made)
     except NotImplementedError as error:
