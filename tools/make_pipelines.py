@@ -27,7 +27,8 @@ Every class of diffusers {version} whose name ends in Pipeline: {total}. Of {tri
 random weights here, and {run} have been run: at levels 0 to 3 and within budgets of 75 and 40 % of what level 0
 takes, and within the least that a plan names as enough, on a simulated card that computes: two calls alike, one of
 another size, `undo`; levels 1 to 3 on a quarter of the weights or all. A cell has the largest difference from the
-untouched pipeline, relative to the largest number; 0: bit-equal. More than {close:.0e} counts as failed; "in float64"
+untouched pipeline on a card of the same kind (for {on_cpu} classes on the CPU, since they were run before, or mix
+devices), relative to the largest number; 0: bit-equal. More than {close:.0e} counts as failed; "in float64"
 is then the largest of all cells with the pipeline in float64, where a mistake is as large as before and rounding is
 some 1e-15. "needs": the least budget is more than that share, because a plan keeps 50 MiB of a card free, or because
 activations take most. "lossy": this level blends tiles of large pictures, and says so. {failed} have a cell that
@@ -51,6 +52,7 @@ def page() -> str:
         "tried": len(known),
         "run": len(rows),
         "failed": sum(_failed(row) for row in rows.values()),
+        "on_cpu": sum("failed" not in row and not row.get("on_card") for row in rows.values()),
         "close": CLOSE,
     }
     lines = [HEAD.format(**numbers), f"| class | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
