@@ -20,7 +20,7 @@ from recipes.proof import CLOSE, cells_of  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "pipelines.jsonl"
 PAGE = ROOT / "docs" / "pipelines.md"
-COLUMNS = ("level 0", "level 1", "level 2", "level 3", "75%", "40%", "least", "in float64")
+COLUMNS = ("level 0", "level 1", "level 2", "level 3", "75%", "40%", "least", "in float64", "times as far")
 HEAD = """# Pipeline classes
 
 Every class of diffusers {version} whose name ends in Pipeline: {total}. Of {tried} there is a small pipeline of
@@ -30,8 +30,10 @@ another size, `undo`; levels 1 to 3 on a quarter of the weights or all. A cell h
 untouched pipeline on a card of the same kind (for {on_cpu} classes on the CPU, since they were run before, or mix
 devices), relative to the largest number; 0: bit-equal. More than {close:.0e} counts as failed; "in float64"
 is then the largest of all cells with the pipeline in float64, where a mistake is as large as before and rounding is
-some 1e-15. "needs": the least budget is more than that share, because a plan keeps 50 MiB of a card free, or because
-activations take most. "lossy": this level blends tiles of large pictures, and says so. {failed} have a cell that
+some 1e-15, and "times as far" how far such cells are from what the pipeline gives in float64 with the same noise,
+divided by how far the untouched pipeline is: random weights amplify a last digit. "needs": the least budget is more
+than that share, because a plan keeps 50 MiB of a card free, or because activations take most. "lossy": this level
+blends tiles of large pictures, and says so. {failed} have a cell that
 failed. Made by `tools/make_pipelines.py` from what `python -m recipes.proof` writes.
 
 """
@@ -80,7 +82,9 @@ def _cells(row: dict[str, Any] | None) -> list[str]:
         return ["not run yet"] + [""] * (len(COLUMNS) - 1)
     if "failed" in row:
         return [row["failed"].replace("|", " ")] + [""] * (len(COLUMNS) - 1)
-    return [*map(_shown, cells_of(row)), _shown(row["double"]) if "double" in row else ""]
+    farther = row.get("farther", "")
+    farther = f"{farther:.1f}" if isinstance(farther, float) else farther.replace("|", " ")
+    return [*map(_shown, cells_of(row)), _shown(row.get("double", "")), farther]
 
 
 def _shown(cell: float | str) -> str:
