@@ -33,8 +33,8 @@ is then the largest of all cells with the pipeline in float64, where a mistake i
 some 1e-15, and "times as far" how far such cells are from what the pipeline gives in float64 with the same noise,
 divided by how far the untouched pipeline is: random weights amplify a last digit. "needs": the least budget is more
 than that share, because a plan keeps 50 MiB of a card free, or because activations take most. "lossy": this level
-blends tiles of large pictures, and says so. {failed} have a cell that
-failed. Made by `tools/make_pipelines.py` from what `python -m recipes.proof` writes.
+blends tiles of large pictures, and says so. {failed} have a cell that failed. Made by `tools/make_pipelines.py` from
+what `python -m recipes.proof` writes.
 
 """
 

@@ -47,7 +47,7 @@ def prove(
             row["levels"][str(level)] = cell_of(lambda n=level: _calls(smaller if n else whole, level=n))
             if level == 0:
                 row["peak"] = card.held.peak
-    sizes = {f"{share:.0%}": int(share * row["peak"]) for share in shares}
+    sizes = _sizes(row["peak"], shares)
     with card_of(2**40):
         least = cell_of(lambda: _least(case, scale))
     if isinstance(least, str):
@@ -66,9 +66,9 @@ def prove(
 
 
 def row_of(case: TinyCase) -> dict[str, Any]:
-    """What `prove` gives; where a budget's cell is above CLOSE, two more numbers that tell rounding from mistakes.
+    """What `prove` gives; where a cell is above CLOSE, two more numbers that tell rounding from mistakes.
 
-    "double" is the largest of all cells of the pipeline in float64; "farther" is `times_as_far` of those budgets.
+    "double" is the largest of all cells of the pipeline in float64; "farther" is `times_as_far` of such budgets.
     Neither excuses a cell. Where the untouched pipeline fails in the same way on a simulated card, there is nothing but
     "untouched", the error.
     """
@@ -76,12 +76,21 @@ def row_of(case: TinyCase) -> dict[str, Any]:
     if isinstance(untouched, str) and untouched == cell_of(lambda: _at_level_0(case)):
         return {"name": case.name, "untouched": untouched}
     row = prove(case)
-    sizes = {f"{share:.0%}": int(share * row["peak"]) for share in SHARES} | {"least": row.get("least")}
-    far = [sizes[name] for name, cell in row["budgets"].items() if isinstance(cell, float) and cell > CLOSE]
-    if far:
+    if any(map(_is_far, cells_of(row))):
         row["double"] = cell_of(lambda: _largest(prove(in_double(case), max(round(scale_of(case) / math.sqrt(2)), 1))))
+    sizes = {**_sizes(row["peak"], SHARES), "least": row.get("least")}
+    if far := [sizes[name] for name, cell in row["budgets"].items() if _is_far(cell)]:
         row["farther"] = cell_of(lambda: times_as_far(case, far))
     return row
+
+
+def _sizes(peak: int, shares: Iterable[float]) -> dict[str, int]:
+    """Bytes of budgets that are shares of a peak, by what they are called."""
+    return {f"{share:.0%}": int(share * peak) for share in shares}
+
+
+def _is_far(cell: float | str) -> bool:
+    return isinstance(cell, float) and cell > CLOSE
 
 
 def cells_of(row: dict[str, Any]) -> list[float | str]:

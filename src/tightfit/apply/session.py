@@ -41,7 +41,7 @@ class Session:
         self._turn = threading.RLock()
         self._calls = 0  # that have begun and not ended
         self._clean = True  # whether the last call left everything as it should be
-        self.over = False  # no longer followed
+        self.over = False  # whether another plan, or none, is followed by now
         self._working: list[str] = []
         self._attenders: tuple[Attends, ...] = ()
 
