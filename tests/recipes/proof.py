@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ CLOSE = 1e-5  # of the largest number: sums in another order, over some steps
 
 
 def prove(
-    case: TinyCase, scale: int | None = None, levels: Iterable[int] = range(4), shares: Iterable[float] = SHARES
+    case: TinyCase, scale: int | None = None, levels: Iterable[int] = range(4), shares: Sequence[float] = SHARES
 ) -> dict[str, Any]:
     """What became of each level and each budget of one class: the largest difference of its calls, or why not.
 
@@ -47,7 +47,7 @@ def prove(
             row["levels"][str(level)] = cell_of(lambda n=level: _calls(smaller if n else whole, level=n))
             if level == 0:
                 row["peak"] = card.held.peak
-    sizes = _sizes(row["peak"], shares)
+    sizes = _sizes(row["peak"], shares) if shares else {}
     with card_of(2**40):
         least = cell_of(lambda: _least(case, scale))
     if isinstance(least, str):
@@ -84,7 +84,7 @@ def row_of(case: TinyCase) -> dict[str, Any]:
     return row
 
 
-def _sizes(peak: int, shares: Iterable[float]) -> dict[str, int]:
+def _sizes(peak: int, shares: Sequence[float]) -> dict[str, int]:
     """Bytes of budgets that are shares of a peak, by what they are called."""
     return {f"{share:.0%}": int(share * peak) for share in shares}
 
