@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import MakeCards
 from more_pipelines import MORE_CASES
+from pretend.conftest import MakeCards
 from tightfit import fit
 from tightfit.apply.weights.homes import HostHome
 from tightfit.apply.weights.parcels import parcels_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import MakeCards
+from pretend.conftest import MakeCards
 from tightfit import fit
 from tightfit.measure.modules import find_components, find_role, weight_bytes
 from tightfit.pretend.blocks import Block

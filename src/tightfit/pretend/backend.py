@@ -57,7 +57,7 @@ def _install() -> None:
     taken = torch._C._get_privateuse1_backend_name()
     if taken != NAME or hasattr(torch, NAME):
         raise RunError(f"torch has one device type for backends like {NAME}, and {taken} has taken it", taken=taken)
-    alone = torch.accelerator.current_accelerator() is None
+    alone = torch.accelerator.current_accelerator(check_available=True) is None  # a build for CUDA may have no card
     _setup_privateuseone_for_python_backend(backend_module=_DeviceModule())
     rest = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     rest.fallback(_dispatch, "PrivateUse1")  # type: ignore[no-untyped-call]

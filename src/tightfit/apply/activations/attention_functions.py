@@ -132,7 +132,8 @@ def _attention(
     """What stands in the place of `scaled_dot_product_attention`."""
     parts, settings = (query, key, value), Settings(attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if torch.compiler.is_compiling():
-        if torch.compiler.is_exporting() or _learns(*parts, attn_mask):
+        # is_exporting() itself is true of all that torch 2.11 compiles (torch/_dynamo/variables/torch.py)
+        if torch.compiler._is_exporting_flag or _learns(*parts, attn_mask):
             return attend_by_torch(*parts, settings)
         compiled: torch.Tensor = _compiled_attention(*parts, *settings)
         return compiled
