@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import networkx
-from networkx.algorithms.flow import boykov_kolmogorov
-
+from tightfit.apply.activations.strips.cuts import NEVER, Network
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.rows import Needs, Rule
 from tightfit.apply.activations.strips.rules import rule_for
@@ -34,7 +32,6 @@ _MOVING = {
     "slice_scatter", "select_scatter",
     "empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
-NEVER = 1 << 62  # bytes: the price of what must not be done
 
 
 @dataclass(frozen=True)
@@ -253,34 +250,33 @@ class _Planner:
         what could be computed again, as dear as that is.
         """
         graph, nodes = self._graph, self._nodes
-        flow: Any = networkx.DiGraph()
-        flow.add_nodes_from(("there", "later"))
+        network = Network()
         forced = self._wanted_whole(level)
-        left = list(self._asked_for(level))
-        flow.add_edges_from(((index, 1), "later", {"capacity": NEVER}) for index in left)
-        seen: set[int] = set()
+        asked = set(self._asked_for(level))
+        left, seen = list(asked), set[int]()
         while left:
             index = left.pop()
             if index in seen:
                 continue
             seen.add(index)
-            flow.add_edge((index, 0), (index, 1), capacity=0 if nodes[index].op == "input" else nodes[index].bytes)
+            network.add(index, 0 if nodes[index].op == "input" else nodes[index].bytes)
             if index in self._there or index in forced or not graph.by_rows(index):
-                flow.add_edge("there", (index, 0), capacity=NEVER)
+                network.give(index, NEVER)
                 continue
             if index in self._done:
                 again = self._again(index)
-                flow.add_edge("there", (index, 0), capacity=again)
+                network.give(index, again)
                 if again == NEVER:  # so it is as if it were there: no cut lies between what it is made of and it
                     continue
             for place, source in enumerate(nodes[index].sources):
                 if nodes[source].op not in ("weight", "constant"):
-                    flow.add_edge((source, 1), (index, 0), capacity=NEVER)
+                    network.take(index, source)
                     left.append(source)
                     if not graph.taken_by_rows(index, place):
-                        flow.add_edge("there", (source, 0), capacity=NEVER)
-        _, (near, _) = networkx.minimum_cut(flow, "there", "later", flow_func=boykov_kolmogorov)
-        return {index for index in seen if (index, 0) in near and (index, 1) not in near and nodes[index].op != "input"}
+                        network.give(source, NEVER)
+        for index in asked:
+            network.ask(index)
+        return {index for index in network.cheapest_cut() if nodes[index].op != "input"}
 
     def _asked_for(self, level: int) -> Iterator[int]:
         """What there is after this stage and later ones take, or the method gives back."""
