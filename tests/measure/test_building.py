@@ -93,3 +93,29 @@ def test_a_padded_prompt_leaves_something_to_pad(padding: bool | str, length: in
     tokens = StandInTokenizer(model_max_length=length)(["a cat", "a dog"], padding=padding)
     assert tokens.input_ids.shape == tokens.attention_mask.shape == (2, min(length, 77))
     assert tokens.attention_mask.sum(dim=1).tolist() == [counted] * 2
+
+
+class Positions(nn.Module):
+    """Tables as diffusers' position embeddings make them: of a few numbers, and then large."""
+
+    def __init__(self, side: int, looks: bool = False) -> None:
+        super().__init__()
+        places = torch.arange(side, dtype=torch.float64)
+        table = torch.outer(places, places + 1)
+        both = torch.cat([table.sin(), table.cos()], dim=1)
+        assert not looks or both[0, 0].item() == 0
+        self.register_buffer("table", both.float())
+        self.register_buffer("few", places)
+
+
+def test_a_huge_table_that_a_network_computes_takes_no_memory() -> None:
+    large, small = (build_network(lambda side=side: Positions(side), torch.float32) for side in (2100, 64))
+    assert large.table.is_meta
+    assert (large.table.shape, large.table.dtype) == ((2100, 4200), torch.float32)
+    assert not large.few.is_meta
+    assert torch.equal(small.table, Positions(64).table)
+
+
+def test_a_network_that_looks_at_its_huge_table_is_built_with_it() -> None:
+    built = build_network(lambda: Positions(2100, looks=True), torch.float32)
+    assert torch.equal(built.table, Positions(2100).table)

@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from tightfit.catalog.known import KnownComponent, KnownModel
 from tightfit.errors import ModelError
@@ -25,6 +26,7 @@ from tightfit.errors import ModelError
 __all__ = ["LARGE", "StandInTokenizer", "build_known", "build_network", "build_part"]
 
 LARGE = 2**14  # elements
+HUGE = 2**22  # elements: of a table that a network computes for itself
 PROMPT_TOKENS = 77  # of a prompt that is not padded to a fixed length
 
 
@@ -59,18 +61,31 @@ def build_network(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Modul
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # as while loading: buffers that no file holds are made in it
     try:
-        with _LargeOnMeta():
-            network = make()
+        network = _made(make)
     finally:
         torch.set_default_dtype(usual)
     return _in_dtype(network.eval(), dtype)
 
 
+def _made(make: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        with _LargeOnMeta(HUGE):
+            return make()
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # it may have looked at a huge table
+        with _LargeOnMeta():
+            return make()
+
+
 class _LargeOnMeta(TorchFunctionMode):
     """What is made large has no memory; what is small, or computed from small things, has its numbers.
 
-    (With everything on "meta", tables that a network computes for itself would be lost.)
+    (With everything on "meta", tables that a network computes for itself would be lost.) From `huge` elements on, what
+    was computed goes to "meta" too, and so does what is computed from it: SD 3.5's positions are 90 million numbers.
     """
+
+    def __init__(self, huge: float = math.inf) -> None:
+        super().__init__()
+        self._huge = huge
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -82,7 +97,24 @@ class _LargeOnMeta(TorchFunctionMode):
             size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
             if math.prod(size) > LARGE:
                 kwargs["device"] = "meta"
-        return func(*args, **kwargs)
+        given = [*args, *kwargs.values()]
+        for value in tuple(given):
+            given += value if isinstance(value, list | tuple) else ()  # `torch.cat` takes a list
+        if any(map(self._is_huge, given)) and not all(map(_has_no_memory, given)):
+            args, kwargs = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        found = func(*args, **kwargs)
+        return _on_meta(found) if self._is_huge(found) else found
+
+    def _is_huge(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.numel() >= self._huge
+
+
+def _has_no_memory(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.is_meta
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.to("meta")
 
 
 _MAKERS = (torch.empty, torch.full, torch.ones, torch.rand, torch.randn, torch.zeros)

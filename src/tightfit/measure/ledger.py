@@ -17,7 +17,7 @@ from tightfit.measure.passes import OpenPass, OpenPhase, OpenUse
 from tightfit.measure.tally import Tally
 from tightfit.pretend.allocator import Step
 from tightfit.pretend.card import Card
-from tightfit.pretend.history import least_capacity, replay
+from tightfit.pretend.history import least_capacity, replay, rounded_peak
 from tightfit.pretend.kernels import Work
 from tightfit.pretend.operations import NAME
 from tightfit.pretend.storage import settle, store_of
@@ -104,7 +104,9 @@ class Ledger:
 
         Where segments are fixed, what is left of the phases before keeps whole ones: then those are asked again, too.
         """
-        more = max(0, phase.peak - replay(history, 2**60).allocated.peak)
+        more = 0
+        if phase.peak > rounded_peak(history):  # which is no more than was allocated, and found sooner
+            more = max(0, phase.peak - replay(history, 2**60).allocated.peak)
         if self._expandable:
             return least_capacity(history, expandable=True) + more
         return least_capacity(self._history(self._phases[0].began, end)) + more

@@ -18,9 +18,8 @@ too, on a stub of the driver whose addresses fall: by the oldest segment, it see
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -30,9 +29,11 @@ from tightfit.pretend.blocks import (
     SMALL,
     Block,
     Counter,
+    Entry,
     Pool,
     chain,
     idle_run,
+    join,
     range_size,
     room,
     rounded,
@@ -45,8 +46,7 @@ __all__ = ["CachingAllocator", "CardFull", "Event", "Step"]
 _OLDEST_FIRST = torch.__version__.startswith("2.12.")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One thing that was asked of an allocator; `block` numbers blocks in the order in which they were made."""
 
     what: Literal["malloc", "free", "use", "empty_cache"]
@@ -129,7 +129,7 @@ class CachingAllocator:
             for stream in sorted(block.streams):
                 self._waiting.setdefault(stream, []).append((self._record(stream), block))
                 block.awaited += 1
-            block.streams.clear()
+            block.streams = frozenset()
         if not block.awaited:
             self._put_back(block)
 
@@ -138,7 +138,7 @@ class CachingAllocator:
         if self._keep:
             self.history.append(Step("use", block.number, stream=stream))
         if stream != block.stream:
-            block.streams.add(stream)
+            block.streams |= {stream}
 
     def empty_cache(self) -> None:
         """Gives all segments that nothing uses back to the card."""
@@ -148,18 +148,29 @@ class CachingAllocator:
 
     def _take_free(self, pool: Pool, size: int, stream: int) -> Block | None:
         """The smallest free block that fits, out of the pool."""
-        candidates = pool.fitting(size, stream)
-        best = next(candidates, None)
-        if best is not None and best.expandable and not self.expandable:  # it was switched off in between
-            best = next((other for other in candidates if not other.expandable), None)
-        if best is None:
+        free, at = pool.free, pool.first_fitting(size, stream)
+        if at == len(free) or free[at][0] != stream:
             return None
-        for other in candidates if self.expandable else ():
-            if not best.expandable or self._is_roomier(other, best):
+        if self.expandable:
+            at = self._least_roomy(free, at)
+        else:
+            while free[at][3].expandable:  # it was switched off in between
+                at += 1
+                if at == len(free) or free[at][0] != stream:
+                    return None
+        return free.pop(at)[3]
+
+    def _least_roomy(self, free: Sequence[Entry], at: int) -> int:
+        """From the one at `at` on, the first block of its stream behind which comes one that could grow to as much."""
+        stream, _, _, best = free[at]
+        for following in range(at + 1, len(free)):
+            if not best.expandable or free[following][0] != stream:
                 break
-            best = other
-        pool.remove(best)
-        return best
+            other = free[following][3]
+            if self._is_roomier(other, best):
+                break
+            at, best = following, other
+        return at
 
     def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
         """A free block from memory that the card still has; None where it has not enough."""
@@ -196,7 +207,8 @@ class CachingAllocator:
         """Keeps the first `size` bytes in `block`, as a new one; the rest is free, and as old as `block` was."""
         rest = Block(block.address + size, block.size - size, block.stream, block.pool, expandable=block.expandable)
         rest.made, block.made = block.made, rest.made
-        chain(block, rest, block.after)
+        join(rest, block.after)
+        join(block, rest)
         block.size = size
         block.pool.insert(rest)
 
@@ -206,16 +218,16 @@ class CachingAllocator:
 
     def _merge(self, block: Block) -> None:
         """Makes idle neighbours of `block`, which is in no pool, part of it."""
-        for neighbour in (block.before, block.after):
-            if neighbour is None or not neighbour.idle or neighbour.mapped != block.mapped:
-                continue
-            block.pool.remove(neighbour)
-            block.size += neighbour.size
-            if neighbour is block.before:
-                block.address = neighbour.address
-                chain(neighbour.before, block, block.after)
-            else:
-                chain(block.before, block, neighbour.after)
+        before, after = block.before, block.after
+        if before is not None and not before.used and before.idle and before.mapped == block.mapped:
+            block.pool.remove(before)
+            block.size += before.size
+            block.address = before.address
+            join(before.before, block)
+        if after is not None and not after.used and after.idle and after.mapped == block.mapped:
+            block.pool.remove(after)
+            block.size += after.size
+            join(block, after.after)
 
     def _collect(self, *, wait: bool = False) -> None:
         """Frees blocks whose other streams have passed the point where they were given up."""

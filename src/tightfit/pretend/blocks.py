@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ __all__ = [
     "Pool",
     "chain",
     "idle_run",
+    "join",
     "range_size",
     "room",
     "rounded",
@@ -67,7 +68,7 @@ class Block:
     expandable: bool = False
     before: Block | None = None
     after: Block | None = None
-    streams: set[int] = field(default_factory=set)  # others that used it
+    streams: frozenset[int] = frozenset()  # others that used it
     awaited: int = 0  # events that must pass before it is free
     made: int = field(default_factory=itertools.count().__next__)  # the less, the older
 
@@ -98,32 +99,28 @@ class Pool:
 
     def insert(self, block: Block) -> None:
         if block.mapped:
-            bisect.insort(self.free, (*self._order(block), block))
+            at = block.made if self.oldest_first else block.address
+            insort(self.free, (block.stream, block.size, at, block))
         else:
-            bisect.insort(self.unmapped, (block.stream, block.address, block))
+            insort(self.unmapped, (block.stream, block.address, block))
 
     def remove(self, block: Block) -> None:
         if block.mapped:
-            del self.free[bisect.bisect_left(self.free, self._order(block))]
+            at = block.made if self.oldest_first else block.address
+            del self.free[bisect_left(self.free, (block.stream, block.size, at))]
         else:
-            del self.unmapped[bisect.bisect_left(self.unmapped, (block.stream, block.address))]
+            del self.unmapped[bisect_left(self.unmapped, (block.stream, block.address))]
 
-    def fitting(self, size: int, stream: int) -> Iterator[Block]:
-        """The free blocks of `stream` with at least `size` bytes, the smallest first."""
-        for entry in itertools.islice(self.free, bisect.bisect_left(self.free, (stream, size, -1)), None):
-            if entry[0] != stream:
-                return
-            yield entry[3]
+    def first_fitting(self, size: int, stream: int) -> int:
+        """Where in `free` those of `stream` with at least `size` bytes begin."""
+        return bisect_left(self.free, (stream, size, -1))
 
     def holes(self, stream: int) -> Iterator[Block]:
         """What is not mapped in the segments of `stream`, the lowest address first."""
-        for entry in itertools.islice(self.unmapped, bisect.bisect_left(self.unmapped, (stream, 0)), None):
+        for entry in itertools.islice(self.unmapped, bisect_left(self.unmapped, (stream, 0)), None):
             if entry[0] != stream:
                 return
             yield entry[2]
-
-    def _order(self, block: Block) -> tuple[int, int, int]:
-        return block.stream, block.size, block.made if self.oldest_first else block.address
 
     @property
     def page(self) -> int:
@@ -132,7 +129,7 @@ class Pool:
 
 def rounded(size: int) -> int:
     """Bytes of a block for a request of `size`."""
-    return max(up(size, QUANTUM), QUANTUM)
+    return -(-size // QUANTUM) * QUANTUM or QUANTUM
 
 
 def segment_size(size: int) -> int:
@@ -167,10 +164,15 @@ def idle_run(block: Block | None, enough: int) -> int:
     return size
 
 
-def chain(*blocks: Block | None) -> None:
-    """Makes `blocks` neighbours, in this order."""
-    for left, right in itertools.pairwise(blocks):
-        if left is not None:
-            left.after = right
-        if right is not None:
-            right.before = left
+def chain(first: Block | None, second: Block | None, third: Block | None) -> None:
+    """Makes three blocks neighbours, in this order."""
+    join(first, second)
+    join(second, third)
+
+
+def join(left: Block | None, right: Block | None) -> None:
+    """Makes two blocks neighbours."""
+    if left is not None:
+        left.after = right
+    if right is not None:
+        right.before = left

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from tightfit.pretend.allocator import CachingAllocator, CardFull, Step
-from tightfit.pretend.blocks import LARGE_ROUNDING, Block, range_size, room, rounded, segment_size
+from tightfit.pretend.blocks import LARGE_ROUNDING, Block, Counter, range_size, room, rounded, segment_size
 
-__all__ = ["least_capacity", "replay", "steps_of"]
+__all__ = ["least_capacity", "replay", "rounded_peak", "steps_of"]
 
 
 class _Passed:
@@ -38,14 +38,14 @@ def _passed(stream: int) -> _Passed:
 
 def _ask(allocator: CachingAllocator, history: Iterable[Step]) -> None:
     blocks: dict[int, Block] = {}
-    for step in history:
-        match step.what:
+    for what, block, size, stream in history:
+        match what:
             case "malloc":
-                blocks[step.block] = allocator.malloc(step.size, step.stream)
+                blocks[block] = allocator.malloc(size, stream)
             case "free":
-                allocator.free(blocks.pop(step.block))
+                allocator.free(blocks.pop(block))
             case "use":
-                allocator.use(blocks[step.block], step.stream)
+                allocator.use(blocks[block], stream)
             case "empty_cache":
                 allocator.empty_cache()
 
@@ -87,8 +87,9 @@ class _Trial(CachingAllocator):
 
     def _is_roomier(self, block: Block, other: Block) -> bool:
         one, two = room(block), room(other)
-        if _reaches_end(block) != _reaches_end(other):
-            self._spare = min(self._spare, one - two if _reaches_end(block) else two - one - 1)
+        reaches = _reaches_end(block)
+        if reaches != _reaches_end(other):
+            self._spare = min(self._spare, one - two if reaches else two - one - 1)
         return one >= two
 
     def _fits_behind(self, block: Block, size: int) -> bool:
@@ -103,6 +104,18 @@ class _Trial(CachingAllocator):
 def _reaches_end(block: Block) -> bool:
     """Whether `block` could grow to the end of its range of addresses."""
     return block.after is not None and not block.after.mapped and block.after.after is None
+
+
+def rounded_peak(history: Iterable[Step]) -> int:
+    """The most bytes that blocks have together if each is as small as its request allows."""
+    there, now = dict[int, int](), Counter()
+    for what, block, size, _ in history:
+        if what == "malloc":
+            there[block] = rounded(size)
+            now.add(there[block])
+        elif what == "free":
+            now.add(-there.pop(block))
+    return now.peak
 
 
 def steps_of(moves: Iterable[int]) -> Iterator[Step]:

@@ -29,7 +29,7 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     if op is _aten.index.Tensor:
         args = (args[0], _positions(args[1]))
     outer = [*_tensors(args), *_tensors(kwargs.values())]
-    shapes = any(_is_shape(tensor, card) for tensor in outer)
+    shapes = any(_is_shape(tensor, card) for tensor in outer) or _outgrows(op, args, kwargs, outer, card)
     key = _question(op, args, kwargs, outer, card) if shapes else None
     if key in _answers:
         return _answered(_answers[key], card)
@@ -180,6 +180,20 @@ def _is_shape(tensor: torch.Tensor, card: Card) -> bool:
     if tensor.device.type != NAME:
         return False
     return store_of(tensor).values is None or not _fits_values(card, tensor.dtype, tensor.nbytes)
+
+
+_ARITHMETIC = {_aten.convolution.default, _aten.addmm.default, _aten.bmm.default, _aten.mm.default}
+
+
+def _outgrows(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Sequence[torch.Tensor], card: Card
+) -> bool:
+    """Whether what takes long to compute is too large to keep its numbers."""
+    if op not in _ARITHMETIC or card.values == "real":
+        return False
+    inside = {id(tensor): inner(tensor, shapes=True) for tensor in outer}
+    made = op(*(_replaced(value, inside, torch.device("meta")) for value in args), **kwargs)
+    return not _fits_values(card, made.dtype, made.nbytes)
 
 
 def _fits_values(card: Card, dtype: torch.dtype, size: int) -> bool:

@@ -112,10 +112,17 @@ def _why_coupled(network: nn.Module) -> str | None:
     for module in network.modules():
         if getattr(vars(module).get("_diffusers_hook"), "hooks", None):
             return "hooks of diffusers keep what they saw from call to call"
-        kind = type(getattr(module, "processor", None))
+        kind = type(_processor_of(module))
         known = kind is type(None) or kind.__module__.startswith("diffusers.models.")
         if not known or "PAG" in kind.__name__:
             return f"its attention processor {kind.__name__} may look at several items at once"
+    return None
+
+
+def _processor_of(module: nn.Module) -> Any:
+    """`module.processor`, if it has one; most have none, and nn.Module takes long to say so."""
+    if "processor" in vars(module) or "processor" in module._modules or hasattr(type(module), "processor"):
+        return getattr(module, "processor", None)
     return None
 
 
