@@ -183,7 +183,7 @@ def main() -> None:
         print(json.dumps(known(*about) if chosen.inside == "known" else first(*about, exporting=exporting)))
         return
     from measuring import RESULTS, write
-    from tightfit.catalog.known import model_names
+    from tightfit.catalog.known import known_model, model_names
     from unlisted import MODELS, make_folder
 
     models = [*model_names(), *MODELS] if chosen.models == "all" else chosen.models.split(",")
@@ -192,10 +192,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
             path = str(make_folder(model, Path(folder))) if model in MODELS else model
+            clip = known_model(MODELS[model][0] if model in MODELS else model).request.frames is not None
             ways = [way for way in chosen.ways.split(",") if path == model or way == "first"]
             for share, way in itertools.product(chosen.shares.split(","), ways):
                 found = _in_a_process(way, path, share, Path(folder) / "cache" / model)
-                rows.append({"model": model, "share": float(share), "way": way, **found})
+                about = {"model": model, "listed": path == model, "clip": clip, "share": float(share), "way": way}
+                rows.append(about | found)
                 write("planning", {"rows": rows, "load": os.getloadavg()[0]})  # by and by
 
 

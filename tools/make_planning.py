@@ -1,0 +1,76 @@
+"""bench/results/planning.json → docs/planning.md: how long plans take to make.
+
+`python tools/make_planning.py`; the results are written by `python bench/planning.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "planning.md"
+FACTS = ROOT / "bench" / "results" / "planning.json"
+AIMS = {"first": (5, 15), "exporting": (15, 40), "known": (1, 1)}  # seconds, for pictures and for clips
+HEAD = """# How long planning takes
+
+CPU seconds that a plan takes in a process of its own on {cpu}, {cores} cores, torch {torch}; importing torch, diffusers
+and transformers is not counted. Wall seconds were {wall:.1f} times as many, as other work ran beside it. Budgets are
+shares of the bytes of all weights, on an RTX 4090's rates; *r*: refused, with what would be enough.
+
+- **first**: nothing of the model is known but what comes with the package (programs of the catalog's autoencoders);
+- **exporting**: nor that, as with another version of a library;
+- **known**: its call was measured before; all of the command's own time is counted, and no torch is imported.
+
+Aimed at: {aims}. What is above that is in **bold**: {missed} of {all} cells. Models marked * are not in the catalog,
+and planned for from their folders: they may take as long as *exporting*. Made by `tools/make_planning.py` from what
+`bench/planning.py` found.
+
+"""
+
+
+def page() -> str:
+    facts = json.loads(FACTS.read_text())
+    rows: list[dict[str, Any]] = facts["rows"]
+    shares = sorted({row["share"] for row in rows})
+    columns = [(way, share) for way in AIMS for share in shares]
+    found = {(row["model"], row["way"], row["share"]): row for row in rows}
+    timed = [row for row in rows if "cpu" in row]
+    lines = [
+        HEAD.format(
+            **facts["machine"],
+            wall=sum(row["wall"] for row in timed) / sum(row["cpu"] for row in timed),
+            aims="; ".join(f"{way} {picture} s, for a clip {clip} s" for way, (picture, clip) in AIMS.items()),
+            missed=sum(_is_late(row) for row in rows),
+            all=len(rows),
+        ),
+        f"| model | {' | '.join(f'{way}, {share:.0%}' for way, share in columns)} |",
+        f"|---|{'---:|' * len(columns)}",
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        name = model if found[model, *columns[0]]["listed"] else f"{model}*"
+        lines.append(f"| {name} | {' | '.join(_cells(model, columns, found))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(model: str, columns: Iterable[tuple[str, float]], found: dict[Any, dict[str, Any]]) -> Iterable[str]:
+    for way, share in columns:
+        row = found.get((model, way, share))
+        if row is None:
+            yield ""
+        elif "failed" in row:
+            yield f"**{row['failed']}**"
+        else:
+            number = f"{row['cpu']:.1f}"
+            yield f"{f'**{number}**' if _is_late(row) else number}{' *r*' if row['refused'] else ''}"
+
+
+def _is_late(row: dict[str, Any]) -> bool:
+    way = "exporting" if row["way"] == "first" and not row["listed"] else row["way"]
+    return "failed" in row or row["cpu"] > AIMS[way][row["clip"]]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
