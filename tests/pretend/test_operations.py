@@ -264,3 +264,22 @@ def test_what_is_too_large_to_keep_its_numbers_is_not_computed(
     assert (torch.ops.aten.convolution.default in on_numbers) is computed
     if computed:
         assert torch.equal(made.cpu(), F.conv2d(picture, weight))
+
+
+def test_of_a_large_tensor_it_is_known_what_filled_it(make_cards: MakeCards) -> None:
+    """HunyuanVideo 1.5's networks ask whether `torch.all(image_embeds == 0)`, of 1.7 MB."""
+    make_cards(values="shapes")
+    zeros = torch.zeros(1, 729, 1152, device="privateuseone:0", dtype=torch.bfloat16)
+    assert torch.all(zeros == 0)
+    assert torch.all(zeros.to(torch.float32).repeat(2, 1, 1) == 0)
+    assert not torch.any(torch.full_like(zeros, 3) <= 2)
+    assert not torch.all(torch.empty_like(zeros).copy_(zeros) != 0)
+    half = zeros.clone()
+    half[:, :, :576] = 1
+    for unknown in (half, zeros + 1, torch.rand_like(zeros), zeros.clone().add_(1)):
+        with pytest.raises(RunError, match="needs the numbers"):
+            bool(torch.all(unknown == 0))
+    ones = torch.ones(729, 1152).to("privateuseone:0")
+    zeros.copy_(ones[None])
+    with pytest.raises(RunError, match="needs the numbers"):
+        bool(torch.all(zeros == 0))

@@ -233,8 +233,8 @@ def _layouts(given: Sequence[Any]) -> tuple[Any, ...] | None:
         if _is_tensor(value):
             store = store_of(value)
             same = storages.setdefault(store.address, len(storages))
-            numbers = None if store.values is None else store.address  # those that are known are only like themselves
-            found.append((same, numbers, _look(value)))
+            numbers = store.fill if store.values is None else store.address  # what is known is only like itself
+            found.append((same, store.values is None, numbers, _look(value)))
         elif isinstance(value, _PLAIN):
             found.append((type(value), value))
         else:
@@ -289,6 +289,8 @@ def _done(
             outputs.append(value)
             continue
         if not _is_tensor(value) or (store := store_of(value)).values is not None or store.hollow:
+            return None
+        if store.fill is not None:
             return None
         if id(value) in inputs:
             outputs.append(_Given(inputs[id(value)], None))

@@ -43,6 +43,7 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
         return compute(_aten.copy_.default, (target, source), {}, card)  # type: ignore[no-any-return]
     numbers = inner(source)
     store.hollow = source.device.type != NAME and is_hollow(source)
+    store.fill = None
     if numbers.is_meta or store.hollow:
         store.values = None
     elif store.values is not None:

@@ -11,6 +11,7 @@ import torch
 
 from tightfit.errors import RunError
 from tightfit.pretend.card import Card
+from tightfit.pretend.fills import FOLLOWED, fill_of
 from tightfit.pretend.fused import STAND_INS
 from tightfit.pretend.kernels import Work, work_of
 from tightfit.pretend.layouts import laid_out
@@ -26,6 +27,16 @@ _aten = torch.ops.aten
 
 def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], card: Card) -> Any:
     """The result of `op` on `card`: tensors that are there, over memory that was allocated there."""
+    if op not in FOLLOWED:
+        return _computed(op, args, kwargs, card)
+    fill = fill_of(op, args)
+    result = _computed(op, args, kwargs, card)
+    if fill is not None and store_of(result).values is None:
+        _note_fill(result, fill, card)
+    return result
+
+
+def _computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], card: Card) -> Any:
     if op is _aten.index.Tensor:
         args = (args[0], _positions(args[1]))
     outer = [*_tensors(args), *_tensors(kwargs.values())]
@@ -213,7 +224,18 @@ def _note_write(tensor: torch.Tensor, inside: torch.Tensor, card: Card) -> None:
     if inside.shape != tensor.shape:
         _aten.set_.source_Tensor.redispatch(CPU_KEYS, tensor, _result(inside, card))
     elif inside.is_meta and tensor.device.type == NAME:
-        store_of(tensor).values = None
+        store_of(tensor).values = store_of(tensor).fill = None
+
+
+def _note_fill(tensor: torch.Tensor, fill: bool | int | float, card: Card) -> None:
+    """All numbers of `tensor`, which only had a shape, are `fill`."""
+    store = store_of(tensor)
+    if tensor.nbytes != store.size:  # a part of others
+        return
+    if _fits_values(card, tensor.dtype, store.size):
+        store.values = torch.full((tensor.numel(),), fill, dtype=tensor.dtype).untyped_storage()
+    else:
+        store.fill = torch.tensor(fill, dtype=tensor.dtype).item()
 
 
 def _result(value: torch.Tensor, card: Card) -> torch.Tensor:

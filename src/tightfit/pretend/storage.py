@@ -82,6 +82,7 @@ class Store:
     block: Block | None  # None: it has no bytes
     values: torch.UntypedStorage | None  # on the CPU; None: only its size is known
     hollow: bool = False  # whether it came from a host that has no numbers either, and may go back there
+    fill: bool | int | float | None = None  # what all its numbers are, if nothing more is known; see fills.py
 
 
 class _Life(weakref.ref[torch.UntypedStorage]):
