@@ -375,11 +375,11 @@ def test_chunked_takes_from_a_cpu_exactly_what_would_become_a_whole_matrix() -> 
 
 def test_what_is_told_is_the_reason() -> None:
     told: list[str] = []
-    parts = [part[0] for part in drawn(1, 2, 64, 8)]
+    parts = drawn(1, 1, 2, 64, 8)
     with seam("auto", told, block=1024).working():
         attend(*parts)
         attend(*(part + 1 for part in parts))
-    reason = "no fused kernel of torch's takes 3 dimensions, and all scores would be 32 KiB"
+    reason = "no fused kernel of torch's takes 5 dimensions, and all scores would be 32 KiB"
     assert told == [f"chunked for 64 queries and 64 keys: {reason}"] * 2
 
 

@@ -184,10 +184,10 @@ def test_convolutions_on_tensor_cores_hold_copies(
     assert card.allocator.allocated.peak - before == picture.nbytes
 
 
-def test_group_norm_wants_channels_first(make_cards: MakeCards) -> None:
+def test_group_norm_wants_channels_first_before_torch_2_15(make_cards: MakeCards) -> None:
     make_cards(values="shapes")
     maps = torch.randn(1, 8, 4, 4).to("privateuseone").contiguous(memory_format=torch.channels_last)
-    assert F.group_norm(maps, 2).is_contiguous()
+    assert F.group_norm(maps, 2).is_contiguous() is (torch.__version__ < "2.15")
 
 
 def test_arithmetic_takes_its_time(make_cards: MakeCards) -> None:

@@ -54,6 +54,7 @@ class AttentionCall(NamedTuple):
     width: int  # of the heads of queries and keys
     value_width: int
     dimensions: int = 4
+    least_dimensions: int = 4  # that torch's fused kernels take: 3, from 2.15 on
     mask: Mask = "none"
     mask_dimensions: int = 0
     mask_learns: bool = False  # whether the mask wants gradients
@@ -80,6 +81,7 @@ class AttentionCall(NamedTuple):
         grouped: bool = False,
         dropout: float = 0.0,
         flash: bool = True,
+        least_dimensions: int = 4,
     ) -> Self:
         """The call with these tensors, by what they tell of themselves.
 
@@ -100,6 +102,7 @@ class AttentionCall(NamedTuple):
             width=query.shape[-1],
             value_width=value.shape[-1],
             dimensions=query.ndim,
+            least_dimensions=least_dimensions,
             mask="none" if mask is None else "bool" if str(mask.dtype) == "torch.bool" else "additive",
             mask_dimensions=0 if mask is None else mask.ndim,
             mask_learns=mask is not None and mask.requires_grad,
@@ -196,7 +199,8 @@ def _refuse_xformers(call: AttentionCall) -> str | None:
         or _mask_dimensions(call)
         or ("a mask beside causality" if call.causal and call.mask != "none" else None)
         or _odd_widths(call, 8 if call.dtype in HALVES else 4)
-        or _shape(call._replace(mask_in_rows=True), grouped=False)  # it is given a copy of masks that lie otherwise
+        # it is given a copy of masks that lie otherwise
+        or _shape(call._replace(mask_in_rows=True, least_dimensions=4), grouped=False)
     )
 
 
@@ -209,7 +213,7 @@ def _refuse_sage(call: AttentionCall) -> str | None:
         or _unequal_widths(call)
         or (f"heads of {call.width}, more than 128" if call.width > 128 else None)
         or _uneven_causality(call)
-        or _shape(call, grouped=call.grouped)
+        or _shape(call._replace(least_dimensions=4), grouped=call.grouped)
     )
 
 
@@ -230,7 +234,7 @@ def _dropout(call: AttentionCall) -> str | None:
 
 
 def _mask_dimensions(call: AttentionCall) -> str | None:
-    known = call.mask == "none" or call.mask_dimensions in (2, 4)
+    known = call.mask == "none" or call.mask_dimensions in (2, 4) or call.mask_dimensions == call.dimensions == 3
     return None if known else f"a mask of {call.mask_dimensions} dimensions"
 
 
@@ -254,7 +258,7 @@ def _shape(call: AttentionCall, *, grouped: bool) -> str | None:
     fits = others == (call.heads, call.heads) or (grouped and all(call.heads % (other or 1) == 0 for other in others))
     spread = not call.in_rows or (call.device == "cuda" and not call.mask_in_rows)
     faults = (
-        (call.dimensions != 4, f"{call.dimensions} dimensions"),
+        (not call.least_dimensions <= call.dimensions <= 4, f"{call.dimensions} dimensions"),
         (not call.items_match, "batches of different sizes"),
         (not call.widths_match, "heads of queries and keys of different widths"),
         (spread, "rows that are spread out in memory"),

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend
 from tightfit.catalog.attention import AttentionCall, Kernel, kernel_order, refusal
 from tightfit.pretend.storage import store_of
 
-__all__ = ["attend"]
+__all__ = ["LEAST_DIMENSIONS", "attend"]
 
 _aten = torch.ops.aten
 _NAMES: Mapping[int, Kernel] = {
@@ -49,6 +49,8 @@ _WITH_MASKS = {
 }
 
 _SEED_ON_CARD = torch.__version__ >= "2.14"  # memory-efficient attention's; on the host before
+_few = torch.empty(1, 1, 8)
+LEAST_DIMENSIONS = 3 if torch._fused_sdp_choice(_few, _few, _few) else 4  # that fused kernels take
 
 
 def attend(
@@ -65,6 +67,10 @@ def attend(
     """`scaled_dot_product_attention` on a card."""
     call = _describe(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = _choose(call)
+    if query.ndim == 3 and kernel != "math":  # torch makes one item of it
+        mask = attn_mask[None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+        item = query[None], key[None], value[None], mask, dropout_p, is_causal
+        return attend(*item, scale=scale, enable_gqa=enable_gqa)[0]
     mask = _added(attn_mask, query.dtype)
     if kernel == "efficient" and mask is not None:
         mask = _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
@@ -130,8 +136,9 @@ def _describe(
         )
     capability = _capability(query)
     return AttentionCall.of(
-        query, key, value, mask, capability=capability, causal=causal, grouped=grouped, dropout=dropout
-    )
+        query, key, value, mask, capability=capability, causal=causal, grouped=grouped, dropout=dropout,
+        least_dimensions=LEAST_DIMENSIONS,
+    )  # fmt: skip
 
 
 def _capability(tensor: torch.Tensor) -> tuple[int, int] | None:
