@@ -74,7 +74,7 @@ UNIT = Unit(
 LEAF = Unit(name="transformer_blocks.0.ff.net.2", bytes=567, dtypes={"bfloat16": 567})
 COMPONENT = Component(
     name="unet", class_name="UNet", role="denoiser", bytes=1234, room=2345, dtypes={"bfloat16": 1234}, units=(UNIT,),
-    leaves=(LEAF,), small=3, skips=True, compiled=True, convolves=True, head_widths=(40, 80),
+    leaves=(LEAF,), small=3, skips=True, compiled=True, convolves=True, called=False, head_widths=(40, 80),
 )  # fmt: skip
 WORKLOAD = Workload(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
 TURN = Turn(leaf="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), waits=True)

@@ -117,6 +117,7 @@ class Component(Record):
     skips: bool = False  # activations of early units wait for late ones (a U-Net)
     compiled: bool = False  # parts of it are compiled, which hooks keep out of
     convolves: bool = False  # most of what it convolves with are windows on pictures, not single points or clips
+    called: bool = True  # False: it has no forward, and pipelines read its weights wherever they are
     head_widths: tuple[Positive, ...] = ()  # of its attention, as far as its parts say so
 
     @property
@@ -297,8 +298,7 @@ class Footprint(Record):
     def denoising(self) -> tuple[int, ...]:
         """The places of the phases in which denoisers work."""
         names = set(self.denoisers)
-        phases = enumerate(self.phases)
-        return tuple(place for place, phase in phases if any(done.component in names for done in phase.passes))
+        return tuple(place for place, phase in enumerate(self.phases) if names & {p.component for p in phase.passes})
 
     def varied(self, variant: Variant | None) -> Footprint:
         """The same with denoisers at work as `variant` says; None: as they do here."""

@@ -132,7 +132,8 @@ def _least(case: TinyCase, scale: int) -> int:
     try:
         tightfit.fit(pipe, device="pretend:0", budget=1, example=case.call(PIXELS)).undo()
     except BudgetTooSmall as error:
-        return _enough(error, 0)
+        if enough := _enough(error, 0):
+            return enough
     size = 64 * MIB
     while True:
         pipe = made(case, scale)

@@ -263,7 +263,7 @@ class Branch:
         """Bytes that are there of components which never work."""
         used = {name for crew in self._crews for name in crew.names}
         idle = [component for component in self.footprint.components if component.name not in used]
-        return sum(self.task(component.name).always("disk") for component in idle)
+        return sum(self.task(each.name).always("disk" if each.called else "resident") for each in idle)
 
     @cached_property
     def _crews(self) -> list[_Crew]:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from tightfit.errors import BudgetTooSmall, PlanError, unknown_name
 from tightfit.plan.forecast import foresee_together, room_within
 from tightfit.plan.guesses import rated
-from tightfit.plan.levels import plan_for
+from tightfit.plan.levels import idle_plan, plan_for
 from tightfit.plan.search import storages_of
 from tightfit.plan.team import Member, Team, Together
 from tightfit.plan.turns import order_of
-from tightfit.records import Accelerator, Budget, ComponentPlan, Footprint, Home, Machine, Plan, Reason, Storage
+from tightfit.records import Accelerator, Budget, Footprint, Home, Machine, Plan, Reason, Storage
 from tightfit.units import format_bytes, format_enough, format_seconds
 
 __all__ = ["check_devices", "plan_jointly"]
@@ -67,7 +67,7 @@ def _plan(team: Team, machine: Machine, budget: Budget, found: Together, reasons
     footprint, devices = team.footprint, [member.device for member in team.members]
     (host, _), *_ = found.shares
     home: Home = "disk" if budget.ram else "host"
-    components = {c.name: ComponentPlan(placement="per-phase", home=home) for c in footprint.components}
+    components = {c.name: idle_plan(c, home) for c in footprint.components}
     for post, share in found.shares:
         elsewhere = {} if post is host else {"device": devices[post.member].name}
         components |= {name: option.plan.model_copy(update=elsewhere) for name, option in share.options}

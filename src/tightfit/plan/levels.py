@@ -15,9 +15,19 @@ from tightfit.errors import PlanError, unknown_name
 from tightfit.plan.layout import LayoutChoice, choose_layout
 from tightfit.plan.reasons import explain
 from tightfit.plan.streaming import settle_streaming
-from tightfit.records import Accelerator, Component, Footprint, Placement, Plan, Reason, Request
+from tightfit.records import (
+    Accelerator,
+    Component,
+    ComponentPlan,
+    Footprint,
+    Home,
+    Placement,
+    Plan,
+    Reason,
+    Request,
+)
 
-__all__ = ["LEVEL_TILE", "plan_for"]
+__all__ = ["LEVEL_TILE", "idle_plan", "plan_for"]
 
 LEVEL_TILE = 512  # pixels: large enough that tones seldom shift, a quarter of a megapixel at a time
 
@@ -65,9 +75,16 @@ def _preset(footprint: Footprint, level: int) -> dict[str, Any]:
 
 
 def _placement(component: Component, level: int) -> Placement:
+    if not component.called:
+        return "resident"
     if level >= 3:
         return "per-unit" if component.role == "denoiser" and component.leaves else "per-phase"
     return "per-phase" if level == 2 and component.role == "encoder" else "resident"
+
+
+def idle_plan(component: Component, home: Home) -> ComponentPlan:
+    """Where a component is that never works: it comes if somebody asks for it after all, or is there to be read."""
+    return ComponentPlan(placement="per-phase", home=home) if component.called else ComponentPlan()
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tightfit.plan.forecast import foresee, room_within, taken_by_others
 from tightfit.plan.guesses import rated, rated_disk
 from tightfit.plan.jointly import plan_jointly
 from tightfit.plan.learned import learned
-from tightfit.plan.levels import plan_for
+from tightfit.plan.levels import idle_plan, plan_for
 from tightfit.plan.missing import missing_parts
 from tightfit.plan.search import Search, Stored, storages_of
 from tightfit.plan.turns import order_of
@@ -20,7 +20,6 @@ from tightfit.plan.workings import Workings
 from tightfit.records import (
     Accelerator,
     Budget,
-    ComponentPlan,
     Experience,
     Footprint,
     Home,
@@ -225,9 +224,8 @@ def _plan(
     """
     footprint, device = found.branch.footprint, search.device
     home: Home = "disk" if device.is_cpu or (budget is not None and budget.ram) else "host"
-    idle = ComponentPlan(placement="per-phase", home=home)  # what never works comes if somebody asks for it after all
-    chosen = {name: option.plan for name, option in found.options}
-    components = {c.name: chosen.get(c.name, idle) for c in footprint.components}
+    components = {c.name: idle_plan(c, home) for c in footprint.components}
+    components |= {name: option.plan for name, option in found.options}
     choices = {
         "components": {name: part.to_mapping() for name, part in components.items()},
         "vae": found.vae.to_mapping(),

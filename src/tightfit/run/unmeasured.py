@@ -13,9 +13,11 @@ from tightfit.apply.choices import decide
 from tightfit.devices.seam import Device
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.measure.modules import find_components, inspect_pipeline
+from tightfit.plan.levels import idle_plan
 from tightfit.plan.streaming import settle_streaming
 from tightfit.records import Budget, Component, ComponentPlan, Home, Plan, Reason, Request
 from tightfit.run.site import Site
+from tightfit.units import format_bytes
 
 __all__ = ["LEVEL", "plan_unmeasured", "plan_until_called", "with_reason"]
 
@@ -35,18 +37,21 @@ def plan_unmeasured(pipe: Any, site: Site) -> Plan:
     choices: dict[str, Any] = {"level": LEVEL, "vae": {"tile": None, "strips": max(room // STRIPS, 1)}}
     choices["vae"] |= {"maps": "host"} if device.separate else {}
     home: Home = "disk" if budget is not None and not device.separate else "host"  # where memory is RAM
-    choices["components"] = {
-        each.name: _streamed(each, room // STAYING, home) if each.leaves else {"placement": "per-phase", "home": home}
-        for each in inspect_pipeline(pipe).components
-    }
+    components = inspect_pipeline(pipe).components
+    choices["components"] = {each.name: _placed(each, room // STAYING, home) for each in components}
+    if (stays := sum(each.bytes for each in components if not each.called)) >= room:
+        about = f"{format_bytes(stays)} of weights, which the pipeline reads itself, have to stay on {device.name}"
+        raise BudgetTooSmall(f"{about}: more than {format_bytes(room)}", available_bytes=room)
     return decide(pipe, choices, None, device).model_copy(update={"budget": budget})
 
 
-def _streamed(component: Component, room: int, home: Home) -> dict[str, Any]:
-    chosen = ComponentPlan(placement="per-unit", home=home)
-    with contextlib.suppress(PlanError):  # that is too little: as few bytes as run well
-        settle_streaming(component, larger := chosen.model_copy(update={"weights": max(room, 1)}))
-        chosen = larger
+def _placed(component: Component, room: int, home: Home) -> dict[str, Any]:
+    chosen = idle_plan(component, home)
+    if component.called and component.leaves:
+        chosen = ComponentPlan(placement="per-unit", home=home)
+        with contextlib.suppress(PlanError):  # that is too little: as few bytes as run well
+            settle_streaming(component, larger := chosen.model_copy(update={"weights": max(room, 1)}))
+            chosen = larger
     return chosen.model_dump(mode="json", exclude_unset=True)
 
 

@@ -22,13 +22,13 @@ def tiled(
 ) -> Callable[..., Any]:
     """`method` over tiles of `tile` positions of its input (..., height, width), neighbours sharing `overlap` of one.
 
-    Tiles begin at multiples of `granule`, so that what they become begins at whole positions too. `report` is
-    told when there is more than one tile.
+    Sound, of three dimensions, is done whole. Tiles begin at multiples of `granule`, so that what they become begins at
+    whole positions too. `report` is told when there is more than one tile.
     """
 
     def run(whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         height, width = whole.shape[-2:]
-        if height <= tile and width <= tile:
+        if (height <= tile and width <= tile) or whole.ndim < 4:
             return method(whole, *args, **kwargs)
         report()
         rows = tile_starts(height, tile, overlap, granule)
