@@ -11,6 +11,7 @@ import torch
 
 from inspection import assert_same, imprint
 from tightfit import fit
+from tightfit.apply.activations.tiling import tiled
 from tightfit.measure.modules import find_components, find_role
 from tiny_pipelines import CASES, TinyCase, run
 
@@ -81,3 +82,9 @@ def test_with_levels(name: str, technique: str, level: int) -> None:
     assert torch.equal(first, second)
     assert float((first - untouched).norm() / untouched.norm()) <= ROUNDING
     assert_same(before, imprint(pipe))
+
+
+def test_sound_is_not_tiled() -> None:
+    """Of three dimensions, the last but one are channels."""
+    latents = torch.randn(1, 64, 100)
+    assert torch.equal(tiled(torch.sin, 16, 0.25, 1)(latents), latents.sin())

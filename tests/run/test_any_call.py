@@ -310,3 +310,77 @@ def test_what_a_call_leaves_out_though_it_is_usual_is_left_out_of_the_request_to
         measurer.measure(request, call, lambda _: ()) for call in (None, Given(given, torch.device("cpu")))
     )
     assert [phase.peak for phase in made_up.phases] == [phase.peak for phase in called.phases]
+
+
+class CopyingPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """Gives its picture as an array, as older ones do whatever they are asked for, after `times` calls of its U-Net."""
+
+    def __init__(self, unet: Any, scheduler: Any) -> None:
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler)
+
+    @torch.no_grad()
+    def __call__(self, size: int = 96, between: bool = False) -> np.ndarray:
+        picture = torch.zeros(1, 3, size, size, device=self._execution_device)
+        for step in range(2):
+            picture = self.unet(picture, step).sample
+            if between:
+                picture = picture.cpu().to(picture.device)
+        if picture.max() > 1:
+            picture = picture / picture.max()
+        return picture.cpu().permute(0, 2, 3, 1).numpy()
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_numbers_that_are_asked_for_after_the_last_pass_decide_nothing(between: bool, make_cards: MakeCards) -> None:
+    def made() -> CopyingPipeline:
+        torch.manual_seed(0)
+        blocks = {"block_out_channels": (32, 32), "layers_per_block": 1}
+        kinds = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+        pipe = CopyingPipeline(UNet2DModel(**blocks, **kinds), DDIMScheduler())
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    wanted = made()(between=between)
+    make_cards()
+    pipe = made()
+    fitted = tightfit.fit(pipe, budget="1GB", device="pretend:0", example={"between": between})
+    assert bool(fitted.plan.forecast) is not between
+    assert ("could not be measured" in fitted.plan.reasons[0].because) is between
+    assert np.abs(pipe(between=between) - wanted).max() < 1e-5
+
+
+class Statistics(ModelMixin, ConfigMixin):  # type: ignore[misc]
+    """Is never called: a pipeline takes its weights, as StableUnCLIP and VQ-Diffusion do."""
+
+    @register_to_config
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.ones(1, width, 1, 1))
+
+
+class ReadingPipeline(CopyingPipeline):
+    def __init__(self, unet: Any, scheduler: Any, statistics: Any) -> None:
+        super().__init__(unet, scheduler)
+        self.register_modules(statistics=statistics)
+
+    @torch.no_grad()
+    def __call__(self, size: int = 32) -> np.ndarray:
+        picture = torch.zeros(1, 3, size, size, device=self._execution_device)
+        return (self.unet(picture + self.statistics.mean, 1).sample).cpu().numpy()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("wish", [{"level": 3}, {"budget": "1GB"}, {"budget": "80MB", "example": {}}])
+def test_weights_that_are_only_read_stay_on_the_device(wish: dict[str, Any], make_cards: MakeCards) -> None:
+    torch.manual_seed(0)
+    kinds = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    unet = UNet2DModel(block_out_channels=(32, 32), layers_per_block=1, **kinds)
+    pipe = ReadingPipeline(unet, DDIMScheduler(), Statistics())
+    wanted = pipe()
+    make_cards()
+    fitted = tightfit.fit(pipe, device="pretend:0", **wish)
+    for _ in range(2):
+        assert np.abs(pipe() - wanted).max() < 1e-5
+        assert fitted.plan.components["statistics"].placement == "resident"
+    fitted.undo()
+    assert pipe.statistics.mean.device.type == "cpu"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from tightfit.errors import RunError
 from tightfit.footprint import Phase
 from tightfit.measure.call_signature import call_signature
 from tightfit.measure.modules import find_leaves, find_parts, find_phase, find_role, find_units, weight_tensors
@@ -23,6 +24,8 @@ from tightfit.pretend.operations import NAME
 from tightfit.pretend.storage import settle, store_of
 
 __all__ = ["Ledger"]
+
+MOST_ANSWERS = 1000  # with zeros: who asks more often may wait for another answer
 
 
 class _Followed(NamedTuple):
@@ -66,6 +69,8 @@ class Ledger:
         self._units: dict[str, list[str]] = {}
         self._seen: dict[Any, list[OpenUse]] = {}  # passes, by what could be seen of them before they began
         self._before = Tally()  # work before the first phase
+        self._doubt: RunError | None = None  # what was asked for after denoisers' passes, and answered with zeros
+        self._answers = 0
 
     def follow(self, components: dict[str, nn.Module], undo: ExitStack) -> None:
         """Listens to `components` until `undo` is closed."""
@@ -74,6 +79,8 @@ class Ledger:
         undo.callback(self._card.watchers.remove, self._kernel)
         self._card.awaiters.append(self._wait)
         undo.callback(self._card.awaiters.remove, self._wait)
+        undo.callback(setattr, self._card, "judge", self._card.judge)
+        self._card.judge = self._judge
         for name, module in components.items():
             if name not in self._followed:
                 self._followed[name] = _Followed(find_units(module), find_leaves(module), find_parts(name, module))
@@ -184,7 +191,17 @@ class Ledger:
     def _works(self, name: str) -> bool:
         return any(each.component == name for each in self._open)
 
+    def _judge(self, error: RunError) -> None:
+        """Numbers that are asked for when denoisers have worked decide nothing, unless something works afterwards."""
+        denoised = any(phase.name == find_phase("", "denoiser", "forward") for phase in self._phases)
+        self._answers += 1
+        if self._open or not denoised or self._answers > MOST_ANSWERS:
+            raise error
+        self._doubt = error
+
     def _begin(self, phase: str, opened: OpenPass) -> None:
+        if self._doubt is not None:
+            raise self._doubt
         if not self._phases or self._phases[-1].name != phase:
             self._phases.append(OpenPhase(phase, len(self._card.allocator.history)))
             self._phases[-1].between, self._before = self._before, Tally()  # what was done before the first is its

@@ -27,7 +27,7 @@ from tightfit.pretend.copies import cloning, copy, to_copy
 from tightfit.pretend.generators import offer_generators
 from tightfit.pretend.native import cuda_kernels
 from tightfit.pretend.norms import group_norm
-from tightfit.pretend.operations import NAME, compute, inner, new_like, valueless
+from tightfit.pretend.operations import NAME, compute, inner, let_zeros_do, new_like
 from tightfit.pretend.storage import CPU_KEYS, settle, store_of, view
 
 __all__ = ["cards_in_use", "use_cards"]
@@ -212,7 +212,8 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = N
 def _item(tensor: torch.Tensor) -> Any:
     numbers = inner(tensor)
     if numbers.is_meta:
-        raise valueless("item()", tensor)
+        let_zeros_do("item()", tensor)
+        numbers = torch.zeros(tensor.shape, dtype=tensor.dtype)
     store_of(tensor).card.let_host_wait()
     return numbers.item()
 

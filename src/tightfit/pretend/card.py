@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from tightfit.catalog.cuda import PAGEABLE, WORKSPACE_STAYS
+from tightfit.errors import RunError
 from tightfit.pretend.allocator import CachingAllocator, CardFull
 from tightfit.pretend.blocks import Block, Counter
 from tightfit.pretend.clock import Host, Point, Timeline
@@ -45,6 +46,7 @@ class Card:
     bytes_out: int = 0
     watchers: list[Callable[[Work], None]] = field(default_factory=list)  # told of each kernel while it runs
     awaiters: list[Callable[[], None]] = field(default_factory=list)  # told when the host waits for all it gave
+    judge: Callable[[RunError], None] | None = None  # raises that numbers are unknown, or leaves it at zeros
     _streams: int = 0  # how many there are beside the usual one
     _workspaces: dict[tuple[int, int], Block] = field(default_factory=dict)  # by stream and size
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tightfit.pretend.layouts import is_dense
-from tightfit.pretend.operations import NAME, compute, inner, valueless
+from tightfit.pretend.operations import NAME, compute, inner, let_zeros_do
 from tightfit.pretend.pinning import hollow, is_hollow, is_pinned, pin
 from tightfit.pretend.storage import CPU_KEYS, settle, store_of
 
@@ -30,7 +30,8 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
         elif store_of(source).hollow:
             hollow(target)
         elif numbers.is_meta:
-            raise valueless("a copy to the host", source)
+            let_zeros_do("a copy to the host", source)
+            target.zero_()
         else:
             target.copy_(numbers)
         with card.holding(_buffers(source, target, non_blocking)):

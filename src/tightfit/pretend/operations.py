@@ -17,7 +17,7 @@ from tightfit.pretend.kernels import Work, work_of
 from tightfit.pretend.layouts import laid_out
 from tightfit.pretend.storage import CPU_KEYS, extent, new_at, new_tensor, settle, store_of, view
 
-__all__ = ["NAME", "compute", "inner", "new_like", "valueless"]
+__all__ = ["NAME", "compute", "inner", "let_zeros_do", "new_like", "valueless"]
 
 NAME = "privateuseone"  # what torch calls the type of such devices; see backend.py for why it keeps that name
 SMALL = 64 * 2**10  # bytes up to which tensors keep their numbers where shapes are enough …
@@ -289,6 +289,14 @@ def _writes(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
         for position, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def let_zeros_do(what: str, tensor: torch.Tensor) -> None:
+    """Raises `valueless`, unless whoever watches the card says that zeros will do instead of unknown numbers."""
+    error, judge = valueless(what, tensor), store_of(tensor).card.judge
+    if judge is None:
+        raise error
+    judge(error)
 
 
 def valueless(what: str, tensor: torch.Tensor) -> RunError:
