@@ -24,9 +24,10 @@ shares of the bytes of all weights, on an RTX 4090's rates; *r*: refused, with w
 - **exporting**: nor that, as with another version of a library;
 - **known**: its call was measured before; all of the command's own time is counted, and no torch is imported.
 
-Aimed at: {aims}. What is above that is in **bold**: {missed} of {all} cells. Models marked * are not in the catalog,
-and planned for from their folders: they may take as long as *exporting*. Made by `tools/make_planning.py` from what
-`bench/planning.py` found.
+Aimed at: {aims}.
+What is above that is in **bold**: {missed} of {all} cells. Models marked * are not in the catalog, and planned for from
+their folders: they may take as long as *exporting*. Made by `tools/make_planning.py` from what `bench/planning.py`
+found.
 
 """
 
