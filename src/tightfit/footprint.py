@@ -117,7 +117,7 @@ class Component(Record):
     skips: bool = False  # activations of early units wait for late ones (a U-Net)
     compiled: bool = False  # parts of it are compiled, which hooks keep out of
     convolves: bool = False  # most of what it convolves with are windows on pictures, not single points or clips
-    called: bool = True  # False: it has no forward, and pipelines read its weights wherever they are
+    called: bool = True  # False: it has no forward and no parts, and pipelines read its weights themselves
     head_widths: tuple[Positive, ...] = ()  # of its attention, as far as its parts say so
 
     @property

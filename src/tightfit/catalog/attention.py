@@ -54,7 +54,7 @@ class AttentionCall(NamedTuple):
     width: int  # of the heads of queries and keys
     value_width: int
     dimensions: int = 4
-    least_dimensions: int = 4  # that torch's fused kernels take: 3, from 2.15 on
+    least_dimensions: int = 4  # that torch's fused kernels take; 3 with torch 2.15
     mask: Mask = "none"
     mask_dimensions: int = 0
     mask_learns: bool = False  # whether the mask wants gradients

@@ -49,7 +49,7 @@ _WITH_MASKS = {
 }
 
 _SEED_ON_CARD = torch.__version__ >= "2.14"  # memory-efficient attention's; on the host before
-_few = torch.empty(1, 1, 8)
+_few = torch.empty(1, 1, 8, device="cpu")
 LEAST_DIMENSIONS = 3 if torch._fused_sdp_choice(_few, _few, _few) else 4  # that fused kernels take
 
 
