@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretend.conftest import MakeCards
-from tightfit.pretend.attention import LEAST_DIMENSIONS
+from tightfit.catalog.attention import LEAST_DIMENSIONS
 from tightfit.pretend.card import Card
 from tightfit.pretend.storage import settle
 

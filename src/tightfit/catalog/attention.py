@@ -17,9 +17,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any, Literal, NamedTuple, Self
 
-__all__ = ["TITLES", "TORCH_ORDER", "AttentionCall", "Kernel", "Taken", "kernel_order", "refusal", "torch_kernel"]
+__all__ = [
+    "LEAST_DIMENSIONS",
+    "TITLES",
+    "TORCH_ORDER",
+    "AttentionCall",
+    "Kernel",
+    "Taken",
+    "kernel_order",
+    "refusal",
+    "torch_kernel",
+]
 
 Mask = Literal["none", "bool", "additive"]
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
@@ -35,6 +46,7 @@ TITLES: Mapping[str, str] = {
     "chunked": "chunked attention",
 }
 HALVES = ("float16", "bfloat16")
+LEAST_DIMENSIONS = 3 if version("torch") >= "2.15" else 4  # of queries, keys and values, that fused kernels take
 CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which torch asks cuDNN before the others
 SAGE_CARDS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 
@@ -54,7 +66,6 @@ class AttentionCall(NamedTuple):
     width: int  # of the heads of queries and keys
     value_width: int
     dimensions: int = 4
-    least_dimensions: int = 4  # that torch's fused kernels take; 3 with torch 2.15
     mask: Mask = "none"
     mask_dimensions: int = 0
     mask_learns: bool = False  # whether the mask wants gradients
@@ -81,7 +92,6 @@ class AttentionCall(NamedTuple):
         grouped: bool = False,
         dropout: float = 0.0,
         flash: bool = True,
-        least_dimensions: int = 4,
     ) -> Self:
         """The call with these tensors, by what they tell of themselves.
 
@@ -102,7 +112,6 @@ class AttentionCall(NamedTuple):
             width=query.shape[-1],
             value_width=value.shape[-1],
             dimensions=query.ndim,
-            least_dimensions=least_dimensions,
             mask="none" if mask is None else "bool" if str(mask.dtype) == "torch.bool" else "additive",
             mask_dimensions=0 if mask is None else mask.ndim,
             mask_learns=mask is not None and mask.requires_grad,
@@ -200,7 +209,7 @@ def _refuse_xformers(call: AttentionCall) -> str | None:
         or ("a mask beside causality" if call.causal and call.mask != "none" else None)
         or _odd_widths(call, 8 if call.dtype in HALVES else 4)
         # it is given a copy of masks that lie otherwise
-        or _shape(call._replace(mask_in_rows=True, least_dimensions=4), grouped=False)
+        or _shape(call._replace(mask_in_rows=True), grouped=False, dimensions=4)
     )
 
 
@@ -213,7 +222,7 @@ def _refuse_sage(call: AttentionCall) -> str | None:
         or _unequal_widths(call)
         or (f"heads of {call.width}, more than 128" if call.width > 128 else None)
         or _uneven_causality(call)
-        or _shape(call._replace(least_dimensions=4), grouped=call.grouped)
+        or _shape(call, grouped=call.grouped, dimensions=4)
     )
 
 
@@ -252,13 +261,16 @@ def _uneven_causality(call: AttentionCall) -> str | None:
     return f"causality of {call.queries} queries and {call.keys} keys" if uneven else None
 
 
-def _shape(call: AttentionCall, *, grouped: bool) -> str | None:
-    """What no fused kernel takes; where heads are not `grouped`, there must be as many everywhere."""
+def _shape(call: AttentionCall, *, grouped: bool, dimensions: int = LEAST_DIMENSIONS) -> str | None:
+    """What no fused kernel takes; where heads are not `grouped`, there must be as many everywhere.
+
+    `dimensions`: the fewest that are taken.
+    """
     others = (call.key_heads, call.value_heads)
     fits = others == (call.heads, call.heads) or (grouped and all(call.heads % (other or 1) == 0 for other in others))
     spread = not call.in_rows or (call.device == "cuda" and not call.mask_in_rows)
     faults = (
-        (not call.least_dimensions <= call.dimensions <= 4, f"{call.dimensions} dimensions"),
+        (not dimensions <= call.dimensions <= 4, f"{call.dimensions} dimensions"),
         (not call.items_match, "batches of different sizes"),
         (not call.widths_match, "heads of queries and keys of different widths"),
         (spread, "rows that are spread out in memory"),

@@ -288,9 +288,10 @@ def _done(
         if isinstance(value, _PLAIN):
             outputs.append(value)
             continue
-        if not _is_tensor(value) or (store := store_of(value)).values is not None or store.hollow:
+        if not _is_tensor(value):
             return None
-        if store.fill is not None:
+        store = store_of(value)
+        if store.values is not None or store.fill is not None or store.hollow:
             return None
         if id(value) in inputs:
             outputs.append(_Given(inputs[id(value)], None))

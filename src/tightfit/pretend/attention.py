@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend
 from tightfit.catalog.attention import AttentionCall, Kernel, kernel_order, refusal
 from tightfit.pretend.storage import store_of
 
-__all__ = ["LEAST_DIMENSIONS", "attend"]
+__all__ = ["attend"]
 
 _aten = torch.ops.aten
 _NAMES: Mapping[int, Kernel] = {
@@ -49,8 +49,6 @@ _WITH_MASKS = {
 }
 
 _SEED_ON_CARD = torch.__version__ >= "2.14"  # memory-efficient attention's; on the host before
-_few = torch.empty(1, 1, 8, device="cpu")
-LEAST_DIMENSIONS = 3 if torch._fused_sdp_choice(_few, _few, _few) else 4  # that fused kernels take
 
 
 def attend(
@@ -136,9 +134,8 @@ def _describe(
         )
     capability = _capability(query)
     return AttentionCall.of(
-        query, key, value, mask, capability=capability, causal=causal, grouped=grouped, dropout=dropout,
-        least_dimensions=LEAST_DIMENSIONS,
-    )  # fmt: skip
+        query, key, value, mask, capability=capability, causal=causal, grouped=grouped, dropout=dropout
+    )
 
 
 def _capability(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -16,7 +16,6 @@ from tightfit.apply.activations.chunked_attention import chunked_attention
 from tightfit.catalog.attention import AttentionCall
 from tightfit.devices.seam import Device
 from tightfit.plan.attention import block_bytes, check_wanted, choose
-from tightfit.pretend.attention import LEAST_DIMENSIONS
 
 __all__ = ["AttentionSeam"]
 
@@ -75,8 +74,8 @@ class AttentionSeam:
         """Whether the scores of `query` and `key` should not be made, for all that they are asked for."""
         if self._wanted != "auto":
             return self._wanted not in ("torch", "math")
-        call = self._describe(query, key, query, Settings())._replace(least_dimensions=4)
-        return choose(call, block=self._block).name != "torch"  # that would make the whole matrix
+        call = self._describe(query, key, query, Settings())._replace(dimensions=2)  # which no fused kernel takes
+        return choose(call, block=self._block).name != "torch"  # who asks for scores would have the whole matrix
 
     def _choose(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings
@@ -119,7 +118,6 @@ class AttentionSeam:
             grouped=settings.grouped,
             dropout=settings.dropout,
             flash=self._flash,
-            least_dimensions=LEAST_DIMENSIONS,
         )
 
 
