@@ -186,8 +186,9 @@ def test_convolutions_on_tensor_cores_hold_copies(
 
 def test_group_norm_wants_channels_first_before_torch_2_15(make_cards: MakeCards) -> None:
     make_cards(values="shapes")
-    maps = torch.randn(1, 8, 4, 4).to("privateuseone").contiguous(memory_format=torch.channels_last)
-    assert F.group_norm(maps, 2).is_contiguous() is (torch.__version__ < "2.15")
+    for side in (4, 64) if torch.__version__ < "2.14" else (64,):  # small maps keep their numbers, as the CPU lays them
+        maps = torch.randn(1, 8, side, side).to("privateuseone").contiguous(memory_format=torch.channels_last)
+        assert F.group_norm(maps, 2).is_contiguous() is (torch.__version__ < "2.15")
 
 
 def test_arithmetic_takes_its_time(make_cards: MakeCards) -> None:

@@ -46,7 +46,7 @@ TITLES: Mapping[str, str] = {
     "chunked": "chunked attention",
 }
 HALVES = ("float16", "bfloat16")
-LEAST_DIMENSIONS = 3 if version("torch") >= "2.15" else 4  # of queries, keys and values, that fused kernels take
+LEAST_DIMENSIONS = 3 if version("torch") >= "2.14" else 4  # of queries, keys and values, that fused kernels take
 CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which torch asks cuDNN before the others
 SAGE_CARDS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 
