@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from inspection import assert_same, imprint
+from replaced_weights import PLACEMENTS, check_renewed
 from tightfit import fit
 from tightfit.apply.weights import staging
 from tightfit.apply.weights.homes import plain_parts
@@ -51,6 +52,12 @@ def test_every_home_gives_the_bits_of_a_resident_model(
     assert fitted.live().weights == 0
     fitted.undo()
     assert_same(before, imprint(pipe))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_a_network_renews_goes_home(placement: str) -> None:
+    with torch.no_grad():
+        check_renewed(placement, "cuda", torch.rand(2, 64).cuda())
 
 
 def test_compiled_blocks_on_the_card() -> None:

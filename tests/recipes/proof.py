@@ -19,13 +19,12 @@ import torch
 import tightfit
 from recipes import cases
 from recipes.rounding import in_double, times_as_far
-from recipes.runs import CARD, MIB, Untouched, card_of, cell_of, difference, made, run_fitted, scale_of
+from recipes.runs import CARD, CLOSE, MIB, Untouched, card_of, cell_of, difference, made, run_fitted, scale_of
 from tightfit import BudgetTooSmall
 from tightfit.apply.fitting import Fitted
 from tiny_pipelines import PIXELS, TinyCase
 
 SHARES = (0.75, 0.4)  # of the peak of level 0
-CLOSE = 1e-5  # of the largest number: sums in another order, over some steps
 
 
 def prove(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ MIB = 2**20
 WEIGHTS = 240 * MIB  # of a pipeline whose 40 % are more than the least budget, with its margin of 50 MiB
 OTHER = PIXELS + PIXELS // 2  # pixels, of a call of another size
 CARD = "privateuseone:0"
+CLOSE = 1e-5  # of the largest number: sums in another order, over some steps
 
 Numbers = list[torch.Tensor]
 
@@ -102,8 +103,22 @@ class Untouched:
             self._call(made(case, scale))
 
     def _call(self, pipe: Any) -> None:
-        self.wanted = {height: numbers_of(pipe(**self.case.call(height))) for height in (PIXELS, OTHER)}
-        self.called = imprint(pipe)
+        before, written = imprint(pipe), set[int]()
+        self.wanted, self.written = dict[int, Numbers](), dict[int, dict[int, torch.Tensor]]()
+        for height in (PIXELS, OTHER):
+            self.wanted[height] = numbers_of(pipe(**self.case.call(height)))
+            self.called = imprint(pipe)
+            written |= _written(before, self.called)
+            self.written[height] = {index: self.called.values[index].cpu() for index in written}
+
+
+def _written(before: Imprint, after: Imprint) -> set[int]:
+    """Which weights a call replaced or wrote into, by their place among all."""
+    replaced = {
+        index for index, pair in enumerate(zip(before.tensors, after.tensors, strict=True)) if len(set(pair)) > 1
+    }
+    values = enumerate(zip(before.values, after.values, strict=True))
+    return replaced | {index for index, (old, new) in values if not torch.equal(old, new)}
 
 
 def cell_of(work: Any) -> float | str:
@@ -134,12 +149,25 @@ def run_fitted(untouched: Untouched, **fields: Any) -> tuple[list[tuple[int, Num
                     raise
     finally:
         fitted.undo()
-    _assert_undone(before, untouched.called, imprint(pipe))
+    _assert_undone(before, untouched, found[-1][0], imprint(pipe), lossy)
     return found, lossy
 
 
-def _assert_undone(before: Imprint, called: Imprint, after: Imprint) -> None:
-    """All as `before`, but attributes and hooks that calls of the untouched pipeline leave behind."""
+def _assert_undone(before: Imprint, untouched: Untouched, height: int, after: Imprint, lossy: bool) -> None:
+    """All as `before`, but what calls of the untouched pipeline, the last of `height`, leave behind and write."""
+    called, written = untouched.called, untouched.written[height]
     kept = zip(before.attributes, after.attributes, called.attributes, strict=True)
     assert all(old <= now <= new for old, now, new in kept)
-    assert_same(replace(before, attributes=after.attributes, hooks=called.hooks), after)
+    expected = replace(before, attributes=after.attributes, hooks=called.hooks)
+    assert_same(_without(written, expected), _without(written, after))
+    for index, value in written.items():
+        (_, _, *form), (_, _, *now) = before.tensors[index], after.tensors[index]
+        assert now == form, f"{before.tensors[index][0]}: {form}, and {now} after undo"
+        assert lossy or difference([after.values[index].double()], [value.double()]) <= CLOSE, before.tensors[index][0]
+
+
+def _without(written: Collection[int], whole: Imprint) -> Imprint:
+    """All but those weights."""
+    tensors = [tensor for index, tensor in enumerate(whole.tensors) if index not in written]
+    values = [value for index, value in enumerate(whole.values) if index not in written]
+    return replace(whole, tensors=tuple(tensors), values=tuple(values))

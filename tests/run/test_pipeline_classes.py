@@ -6,8 +6,8 @@ import pytest
 
 import tightfit
 from recipes import cases
-from recipes.proof import CLOSE, prove
-from recipes.runs import card_of, difference, made, numbers_of
+from recipes.proof import prove
+from recipes.runs import CLOSE, card_of, difference, made, numbers_of
 from tiny_pipelines import PIXELS
 
 QUICK = (

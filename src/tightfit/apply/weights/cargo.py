@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tightfit.apply.weights.homes import forget_casts, plain_parts, rebuilt, version_of, write_back
+from tightfit.apply.weights.homes import (
+    HOST,
+    forget_casts,
+    plain_parts,
+    rebuilt,
+    relocate,
+    version_of,
+    write_back,
+)
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
@@ -81,10 +89,31 @@ class Cargo:
                     write_back(master, copy.data, self._device)
                 self._recorder.moved(bytes_out=copy.nbytes)
             table[name] = master
+        self._send_home({id(slot.master) for slot in self._slots})
         self._slots = []
         forget_casts()
         self._recorder.hold(self, 0)
         self.aboard = False  # last: who is interrupted here is evicted again
+
+    def _send_home(self, masters: set[int]) -> None:
+        """What somebody put on the device in place of a weight goes to host memory."""
+        target = self._device.torch_device
+        moved: dict[int, torch.Tensor] = {}
+        for table, name, tensor in self._tensors() if target != HOST else ():
+            if id(tensor) not in masters and tensor.device == target:
+                if id(tensor) not in moved:
+                    moved[id(tensor)] = self._in_host_memory(tensor)
+                table[name] = moved[id(tensor)]
+
+    def _in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` itself, where it can be in another place, else a new one."""
+        self._recorder.moved(bytes_out=tensor.nbytes)
+        with torch.inference_mode(False), torch.no_grad(), self._recorder.uncounted():
+            if not self._device.swaps_parameters:
+                relocate(tensor, HOST)
+                return tensor
+            stored = rebuilt(tensor, [self._device.store(part) for part in plain_parts(tensor.detach())])
+        return nn.Parameter(stored, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stored
 
     def _copy(self, master: torch.Tensor) -> torch.Tensor:
         copy = rebuilt(master, [self._device.bring(part) for part in plain_parts(master.detach())])
