@@ -32,7 +32,7 @@ from tightfit import fit
 from tightfit.apply.activations.cutting import pixels_per_latent
 from tightfit.apply.fitting import Fitted
 from tightfit.catalog.known import known_model
-from tightfit.decisions import Maps
+from tightfit.decisions import FeatureMaps
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
 
@@ -43,7 +43,7 @@ NOTES = (
     " CPU the device of the strips is a card played by the CPU: its copies run at the speed of RAM, not of a link.",
 )
 MB = 10**6
-MAPS: tuple[Maps, ...] = ("device", "host", "again")
+MAPS: tuple[FeatureMaps, ...] = ("device", "host", "recompute")
 BATCH = 3  # for slicing
 SLOW = 3  # times as long as whole: one round tells enough
 WHOLE, TILING, SLICING = "whole", "diffusers tiling", "diffusers slicing"
@@ -61,7 +61,7 @@ class Case:
     tile: int  # side of diffusers' tiles in pixels
     narrow: int = 1  # by how much its channels are fewer than the published one's
     dtype: torch.dtype = torch.float32
-    maps: tuple[Maps, ...] = MAPS[:2]  # with all, the third does ten times the work
+    maps: tuple[FeatureMaps, ...] = MAPS[:2]  # with all, the third does ten times the work
 
     def make(self) -> Any:
         torch.manual_seed(0)
@@ -133,13 +133,13 @@ def ours(model: Any, latents: torch.Tensor, **vae: Any) -> Rival:
     """tightfit by a plan of these fields; the host memory that its device takes for maps is counted."""
     own, kept = copy.deepcopy(model), Peak()
     device = choose_device(None if choose_device().separate else "loopback")
-    host_room = device.host_room
+    host_room = device.allocate_host
 
     def counted(size: int) -> torch.Tensor:
         kept.change(size)
         return host_room(size)
 
-    device.host_room = counted  # type: ignore[method-assign]
+    device.allocate_host = counted  # type: ignore[method-assign]
     fitted = fit(own, plan={"vae": vae}, device=device)
     return Rival(lambda: own.decode(latents), fitted, kept)
 
@@ -281,7 +281,7 @@ def read_wishes() -> argparse.Namespace:
 
 def main() -> None:
     wishes, device = read_wishes(), choose_device()
-    name = "activations-" + re.sub(r"[^a-z0-9]+", "-", (device.title() or device.kind).lower())
+    name = "activations-" + re.sub(r"[^a-z0-9]+", "-", (device.product_name() or device.kind).lower())
     file = RESULTS / f"{name}.json"
     facts = json.loads(file.read_text()) if file.exists() else {}
     facts = {"notes": NOTES} | {table: facts[table] for table in facts if table in TABLES}

@@ -46,7 +46,7 @@ class Rung:
         attention = "auto" if self.traced or self.spares_scores else "math"
         unet: dict[str, Any] = {"channels_last": self.channels_last, "attention": attention}
         vae = {"channels_last": self.channels_last, "attention": "auto" if self.spares_scores else "math"}
-        return {"components": {"unet": unet | ({"traced": str(file)} if self.traced else {}), "vae": vae}}
+        return {"components": {"unet": unet | ({"exported": str(file)} if self.traced else {}), "vae": vae}}
 
 
 def rungs(half: torch.dtype) -> list[Rung]:

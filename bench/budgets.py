@@ -21,11 +21,11 @@ from measuring import RESULTS, write
 from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
 from tightfit.catalog.known import known_card, known_model, model_names
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, Footprint, Machine, Request
 from tightfit.report.summary import fold_phases
-from tightfit.run.stage import Stage
+from tightfit.run.stage import SimulationRun
 
 MODELS = "sd-1.5,sdxl,flux.1-dev"
 ROOM = 2**50
@@ -49,7 +49,7 @@ def row_of(model: str, asked: Request, footprint: Footprint, card: Accelerator, 
         plan = make_plan(footprint, machine, Budget(device=size))
     except BudgetTooSmall as error:
         return {"refused": str(error), "needed": error.facts["needed_bytes"]}
-    limited = Card(0, card.model_copy(update={"bytes": size}), Host())
+    limited = SimulatedCard(0, card.model_copy(update={"bytes": size}), Host())
     use_cards([limited])
     told = {phase.name: phase for phase in plan.forecast}
     row: dict[str, Any] = {
@@ -59,7 +59,7 @@ def row_of(model: str, asked: Request, footprint: Footprint, card: Accelerator, 
         "predicted": {name: phase.seconds for name, phase in told.items()},
     }
     try:
-        stage = Stage(model, limited, plan.model_dump(mode="json", exclude={"device"}), asked)
+        stage = SimulationRun(model, limited, plan.model_dump(mode="json", exclude={"device"}), asked)
         stage.play()
     except torch.OutOfMemoryError as error:
         return row | {"failed": str(error).splitlines()[0]}

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from measuring import write
-from tightfit.apply.weights.homes import HostHome
-from tightfit.apply.weights.parcels import Parcel, parcels_of
+from tightfit.apply.weights.homes import HostStore
+from tightfit.apply.weights.parcels import WeightGroup, weight_groups_of
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.catalog.known import known_model
 from tightfit.devices.choice import choose_device
-from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.lane import CopyHandle, CopyStream
 from tightfit.devices.seam import Device, LoopbackDevice
 from tightfit.measure.building import build_part
 from tightfit.measure.modules import inspect_component
@@ -36,20 +36,20 @@ from tightfit.measure.recorder import Recorder
 RING = 512 * 2**20
 
 
-class Nothing(Lane):
+class Nothing(CopyStream):
     """Sends nothing."""
 
-    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
-        return Arrival()
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> CopyHandle:
+        return CopyHandle()
 
 
-class OneSource(Lane):
+class OneSource(CopyStream):
     """Sends the first bytes of one small buffer, whatever it is given."""
 
-    def __init__(self, inner: Lane, device: Device) -> None:
+    def __init__(self, inner: CopyStream, device: Device) -> None:
         self._inner, self._buffer = inner, device.pinned(512)
 
-    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> CopyHandle:
         return self._inner.send(target[:512], self._buffer, after)
 
     def mark(self) -> Any:
@@ -60,11 +60,11 @@ def device_for(name: str) -> Device:
     """The device, whose lanes need no weights."""
     if name == "loopback":
         device: Device = LoopbackDevice()
-        device.lane = Nothing  # type: ignore[method-assign]
+        device.copy_stream = Nothing  # type: ignore[method-assign]
     else:
         device = choose_device(name)
-        lane = device.lane
-        device.lane = lambda: OneSource(lane(), device)  # type: ignore[method-assign]
+        lane = device.copy_stream
+        device.copy_stream = lambda: OneSource(lane(), device)  # type: ignore[method-assign]
     return device
 
 
@@ -84,11 +84,13 @@ def _shape(value: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(meta, requires_grad=False) if isinstance(value, nn.Parameter) else meta
 
 
-def microseconds(network: nn.Module, device: Device, stays: Callable[[list[Parcel]], set[str]], passes: int) -> float:
+def microseconds(
+    network: nn.Module, device: Device, stays: Callable[[list[WeightGroup]], set[str]], passes: int
+) -> float:
     """Of the quickest pass, for each layer."""
-    parcels = parcels_of(
-        network, inspect_component("denoiser", network), "leaf",
-        lambda masters: HostHome(list(masters), device), lambda master: master,
+    parcels = weight_groups_of(
+        network, inspect_component("denoiser", network), "layer",
+        lambda masters: HostStore(list(masters), device), lambda master: master,
     )  # fmt: skip
     recorder, gates = Recorder(device, count_activations=False), [gate for p in parcels for gate in p.gates]
     streamer = Streamer(parcels, stays(parcels), RING, device, recorder)
@@ -135,7 +137,7 @@ def main() -> None:
     rows = []
     for name in options.models.split(","):
         network = denoiser_of(name)
-        leaves = len(inspect_component("denoiser", network).leaves)
+        leaves = len(inspect_component("denoiser", network).layers)
         device = device_for(options.device)
         streamed = microseconds(network, device, lambda parcels: set(), options.passes)
         some = 2**30  # of what stays: more is the same again

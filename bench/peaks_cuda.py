@@ -38,9 +38,9 @@ from tightfit.files import replacing
 from tightfit.measure.building import build_known
 from tightfit.measure.modules import find_components
 from tightfit.records import Request
-from tightfit.run.rehearsal import rehearse
+from tightfit.run.rehearsal import simulate_call
 from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.stand_ins import stand_ins
+from tightfit.run.stand_ins import dummy_inputs
 
 GB = 10**9
 FILE = RESULTS / "peaks-cuda.json"
@@ -140,7 +140,7 @@ def measured(row: Row) -> tuple[Any, Any, Any]:
     asked = request_of(row.model)
     wish: dict[str, Any] = {"budget": row.budget} if row.level is None else {"level": row.level}
     fitted = fit(pipe, device="cuda", request=asked, **wish)
-    pictures, left = stand_ins(pipe, asked, {})
+    pictures, left = dummy_inputs(pipe, asked, {})
     torch.cuda.reset_peak_memory_stats()
     failed: BaseException | None = None
     try:
@@ -173,7 +173,7 @@ def compare(row: Row) -> dict[str, Any]:
     }
     card = known_card("rtx4090").model_copy(update={"bytes": row.card * GB})
     choices = {"level": row.level} if row.level is not None else plan.to_mapping()
-    told = rehearse(row.model, card, choices, request_of(row.model)).trace
+    told = simulate_call(row.model, card, choices, request_of(row.model)).trace
     forecast = {phase.name: phase.peak_bytes for phase in plan.forecast}
     found["phases"] = [
         {

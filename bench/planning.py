@@ -89,9 +89,9 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
     from tightfit.apply.activations.strips import archive
     from tightfit.errors import BudgetTooSmall
     from tightfit.plan.guesses import computer_with
-    from tightfit.plan.workings import Workings
+    from tightfit.plan.workings import SearchCaches
     from tightfit.records import Budget, Footprint, Request
-    from tightfit.run.experiences import Basis, Past
+    from tightfit.run.experiences import CalibrationStore, PlanningInputs
     from tightfit.run.footprints import Measurer
     from tightfit.run.wishes import Limits
 
@@ -101,13 +101,13 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
     watch.follow()
     machine = computer_with(known_card(CARD))
 
-    workings = Workings()
+    workings = SearchCaches()
 
     def limits(known: Footprint) -> Limits:
         return Limits(Budget(device=int(share * sum(component.bytes for component in known.components))))
 
-    def basis(known: Footprint) -> Basis:
-        return Basis(known, machine, Past(None, machine.accelerators[0]), None, workings)
+    def basis(known: Footprint) -> PlanningInputs:
+        return PlanningInputs(known, machine, CalibrationStore(None, machine.accelerators[0]), None, workings)
 
     found = basis(Measurer(model).measure(Request(), None, lambda known: basis(known).missing(limits(known))))
     measured = took.so_far()
@@ -118,7 +118,7 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
     whole = took.so_far()
     parts |= watch.seconds
     parts |= {"else": measured["cpu"] - sum(parts.values()), "planning": whole["cpu"] - measured["cpu"]}
-    return whole | {"refused": refused, "left_out": found.footprint.left_out, "parts": parts}
+    return whole | {"refused": refused, "left_out": found.footprint.not_measured, "parts": parts}
 
 
 def known(model: str, share: float) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from tightfit.measure.modules import find_components
 from tightfit.records import Trace
 from tightfit.run.machines import measured_machine
 from tightfit.run.models import find_model
-from tightfit.run.rehearsal import rehearse
+from tightfit.run.rehearsal import simulate_call
 from tightfit.run.request import Prompt, call_arguments
 
 DEMO = "the demo model"
@@ -123,7 +123,7 @@ def measured(row: Row) -> tuple[Trace, Trace]:
 def compare(row: Row) -> dict[str, Any]:
     accelerator = measured_machine().accelerators[0]
     first, second = measured(row)
-    told = rehearse(subject(row), accelerator, {"level": row.level}, row.request)
+    told = simulate_call(subject(row), accelerator, {"level": row.level}, row.request)
     reserved = max(phase.peak_reserved for phase in first.phases)
     pairs = {
         "bytes": (told.trace.peak_bytes, first.peak_bytes),

@@ -21,11 +21,11 @@ from tightfit import fit
 from tightfit.catalog.known import known_card, known_model
 from tightfit.measure.building import build_part
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
-from tightfit.pretend.storage import settle
+from tightfit.pretend.storage import free_dead_tensors
 from tightfit.records import Request
-from tightfit.run.rehearsal import rehearse
+from tightfit.run.rehearsal import simulate_call
 
 GIB = 2**30
 BFLOAT16 = torch.bfloat16
@@ -137,7 +137,7 @@ CALLS = [
 
 def compared(call: Call) -> dict[str, Any]:
     request = call.request or known_model(call.model).request.model_copy(update={"steps": 2})
-    told = rehearse(call.model, known_card(call.card), {"level": 0}, request)
+    told = simulate_call(call.model, known_card(call.card), {"level": 0}, request)
     peak, (low, high) = told.trace.peak_bytes / GIB, call.measured
     highest = max(told.trace.phases, key=lambda phase: phase.peak_bytes)
     return {
@@ -156,12 +156,12 @@ def compared(call: Call) -> dict[str, Any]:
 
 def predicted(row: Row) -> tuple[float, float, float]:
     """Allocated and reserved in GiB, and the seconds that it took to find out."""
-    card = Card(0, known_card(row.card), Host())
+    card = SimulatedCard(0, known_card(row.card), Host())
     use_cards([card])
     started = time.perf_counter()
     part = build_part(row.part, known_model(row.model).components[row.part], row.dtype)
     fitted = fit(part, level=0, device="pretend:0")
-    settle()
+    free_dead_tensors()
     before = card.allocator.reserved.now
     call = part if row.method == "forward" else getattr(part, row.method)
     given: dict[str, Any] = {

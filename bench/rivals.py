@@ -33,13 +33,13 @@ from tightfit.measure.building import build_known
 from tightfit.measure.modules import find_components
 from tightfit.measure.shadow import PROMPT
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.pretend.operations import SMALL
-from tightfit.pretend.pinning import hollow
+from tightfit.pretend.pinning import mark_valueless
 from tightfit.records import Accelerator, Footprint, Machine, Request
 from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.stage import Stage
+from tightfit.run.stage import SimulationRun
 
 NAME = "rivals-pretend"
 ROOM = 2**50
@@ -47,8 +47,8 @@ DTYPE = torch.bfloat16
 
 
 @contextlib.contextmanager
-def card_in_use(like: Accelerator, size: int) -> Iterator[Card]:
-    card = Card(0, like.model_copy(update={"bytes": size}), Host())
+def card_in_use(like: Accelerator, size: int) -> Iterator[SimulatedCard]:
+    card = SimulatedCard(0, like.model_copy(update={"bytes": size}), Host())
     use_cards([card])
     try:
         yield card
@@ -56,7 +56,7 @@ def card_in_use(like: Accelerator, size: int) -> Iterator[Card]:
         use_cards([])
 
 
-def clock_of(card: Card) -> Clock:
+def clock_of(card: SimulatedCard) -> Clock:
     return Clock(lambda: card.now, lambda earlier, later: (later - earlier) * 1e-9)
 
 
@@ -67,7 +67,7 @@ def ours(model: str, asked: Request, footprint: Footprint, like: Accelerator, si
     except BudgetTooSmall as error:
         return {"refused": str(error), "needed": error.facts["needed_bytes"]}
     with card_in_use(like, size) as card:
-        stage = Stage(model, card, plan.model_dump(mode="json", exclude={"device"}), asked, DTYPE)
+        stage = SimulationRun(model, card, plan.model_dump(mode="json", exclude={"device"}), asked, DTYPE)
         clock = clock_of(card)
         try:
             for _ in range(2):
@@ -113,10 +113,12 @@ def on_hollow_host(pipe: Any) -> Any:
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None and not tensor.is_meta and tensor.nbytes > SMALL:
-                        hollow(tensor)  # a card will keep its shape alone
+                        mark_valueless(tensor)  # a card will keep its shape alone
                     elif tensor is not None and tensor.is_meta:
                         if tensor not in made:
-                            empty = hollow(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
+                            empty = mark_valueless(
+                                torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                            )
                             made[tensor] = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
                         tensors[name] = made[tensor]
     return pipe
@@ -176,7 +178,7 @@ def main() -> None:
             for row in rows_of(model, asked, like, [int(size) * 2**30 for size in wishes.budgets.split(",")], names):
                 rows.append(row)
                 print(row, flush=True)
-        write(NAME, {"card": like.title or like.name, **theirs, "rows": rows})  # by and by
+        write(NAME, {"card": like.product_name or like.name, **theirs, "rows": rows})  # by and by
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def within_budget(pipe: Any, asked: Any, size: int) -> Row:
 
     plan = fit(pipe, budget=size, request=asked, device="cuda", count_activations=False).plan
     placed = {name: part.described for name, part in plan.components.items()}
-    return {"told_peak": plan.told_peak(plan.device), "placements": placed, "vae": plan.vae.described}
+    return {"told_peak": plan.predicted_peak(plan.device), "placements": placed, "vae": plan.vae.described}
 
 
 def one(model: str, name: str, size: int, tiles: bool) -> Row:

@@ -81,7 +81,7 @@ def ours(pipe: Any, footprint: Footprint, asked: Request, size: int, *, cuda: bo
     plan = make_plan(footprint, machine_of(device), Budget(device=size))
     denoising = next(phase for phase in plan.forecast if phase.name == "denoise")
     said = {
-        "told_peak": plan.told_peak(plan.device),
+        "told_peak": plan.predicted_peak(plan.device),
         "told_step": denoising.seconds / (asked.steps or STEPS),
         "placements": {name: part.described for name, part in plan.components.items()},
         "vae": plan.vae.described,

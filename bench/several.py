@@ -19,11 +19,11 @@ from measuring import write
 from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
 from tightfit.catalog.known import known_card
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import Footprint, Machine, Plan, Request
 from tightfit.report.summary import fold_phases
-from tightfit.run.stage import Stage
+from tightfit.run.stage import SimulationRun
 
 MODELS = "sd-1.5,sdxl,sd3-medium,flux.1-dev,cogvideox-2b,wan-2.1-1.3b"
 
@@ -46,16 +46,21 @@ def row_of(model: str, asked: Request, plan: Plan | BudgetTooSmall, names: list[
     if isinstance(plan, BudgetTooSmall):
         return {"refused": str(plan)}
     host = Host()
-    cards = [Card(place, known_card(name).model_copy(update={"bytes": size}), host) for place, name in enumerate(names)]
+    cards = [
+        SimulatedCard(place, known_card(name).model_copy(update={"bytes": size}), host)
+        for place, name in enumerate(names)
+    ]
     use_cards(cards)
     row: dict[str, Any] = {
         "placements": {name: part.described for name, part in plan.components.items()},
         "vae": plan.vae.described,
-        "predicted_peaks": {name: plan.told_peak(name) for name in plan.devices},
+        "predicted_peaks": {name: plan.predicted_peak(name) for name in plan.devices},
         "predicted": {phase.name: phase.seconds for phase in plan.forecast},
     }
     try:
-        stage = Stage(model, next(card for card in cards if f"pretend:{card.index}" == plan.device), plan, asked)
+        stage = SimulationRun(
+            model, next(card for card in cards if f"pretend:{card.index}" == plan.device), plan, asked
+        )
         stage.play()
     except torch.OutOfMemoryError as error:
         return row | {"failed": str(error).splitlines()[0]}
@@ -64,7 +69,7 @@ def row_of(model: str, asked: Request, plan: Plan | BudgetTooSmall, names: list[
     trace = stage.fitted.report().trace
     others = (name for name in plan.devices if name != plan.device)
     peaks = {plan.device: trace.peak_bytes}
-    peaks |= {name: max(phase.elsewhere[name] for phase in trace.phases) for name in others}
+    peaks |= {name: max(phase.other_devices[name] for phase in trace.phases) for name in others}
     return row | {
         "played": {phase.name: phase.seconds for phase in fold_phases(trace.phases)},
         "peaks": peaks,

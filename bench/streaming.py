@@ -28,10 +28,10 @@ from tightfit.checkpoint.loading import quietly
 from tightfit.measure.building import build_known
 from tightfit.measure.modules import find_components, find_leaves, find_role, inspect_component
 from tightfit.measure.shadow import PROMPT
-from tightfit.plan.pace import Pace
-from tightfit.plan.streaming import settle_streaming
+from tightfit.plan.pace import CostModel
+from tightfit.plan.streaming import resolve_streaming
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, ComponentPlan, Request
 from tightfit.run.footprints import measure_footprint
@@ -62,7 +62,7 @@ class Run:
 
 def play(model: str, accelerator: Accelerator, chosen: dict[str, Any]) -> Run:
     """One call of the pipeline whose denoiser is `chosen`; its other parts stream with as little as runs well."""
-    card = Card(0, accelerator, Host())
+    card = SimulatedCard(0, accelerator, Host())
     use_cards([card])
     known = known_model(model)
     pipe = build_known(known)
@@ -70,7 +70,7 @@ def play(model: str, accelerator: Accelerator, chosen: dict[str, Any]) -> Run:
     parts = find_components(pipe)
     name = denoiser_of(parts)
     request = Request(**{key: value for key, value in known.request if value is not None} | {"steps": STEPS})
-    others = {other: {"placement": "per-unit"} for other in parts if other != name}
+    others = {other: {"placement": "stream"} for other in parts if other != name}
     fitted = fit(pipe, plan={"components": others | {name: chosen}}, request=request, device="pretend:0")
     run = Run()
 
@@ -126,17 +126,17 @@ def rows_of(model: str, card: str, shares: list[float]) -> list[dict[str, Any]]:
     roomy = accelerator.model_copy(update={"bytes": ROOM})
     parts = find_components(build_known(known_model(model)))
     component = inspect_component(denoiser_of(parts), parts[denoiser_of(parts)])
-    seconds = Pace(component, accelerator).leaf_seconds(measure_footprint(model), component)
-    there = play(model, roomy, {"placement": "per-phase"})
+    seconds = CostModel(component, accelerator).leaf_seconds(measure_footprint(model), component)
+    there = play(model, roomy, {"placement": "offload"})
     compute, _ = there.step(2)
     beside = there.phase.peak_reserved - component.bytes
-    sizes = {leaf.name: leaf.bytes for leaf in component.leaves}
+    sizes = {leaf.name: leaf.bytes for leaf in component.layers}
     rows = []
     for share in shares:
         weights = int(share * component.bytes)
         row: dict[str, Any] = {"model": model, "card": card, "share": share, "weights": weights}
         try:
-            chosen = settle_streaming(component, ComponentPlan(placement="per-unit", weights=weights), seconds)
+            chosen = resolve_streaming(component, ComponentPlan(placement="stream", weight_memory=weights), seconds)
             size = weights + beside
             run = play(model, accelerator.model_copy(update={"bytes": size}), chosen.to_mapping())
         except (PlanError, torch.OutOfMemoryError) as error:
@@ -150,7 +150,7 @@ def rows_of(model: str, card: str, shares: list[float]) -> list[dict[str, Any]]:
             row | {
                 "compute": compute, "streamed": moved, "link_seconds": moved / link, "steady": steady, "first": first,
                 "to_bound": steady / bound, "to_bound_with_memory": steady / max(bound, memory),
-                "first_to_steady": first / steady, "ring": run.plan.ring, "stays": len(run.plan.stays),
+                "first_to_steady": first / steady, "ring_buffer": run.plan.ring, "resident_layers": len(run.plan.stays),
                 "layers": len(sizes), "card_bytes": size, "peak_weights": run.phase.peak_weights,
                 "peak": run.phase.peak_bytes, "peak_reserved": run.phase.peak_reserved, "weights_out": run.bytes_out,
                 "on_demand": run.phase.on_demand, "notes": run.notes,

@@ -20,10 +20,10 @@ import torch
 from measuring import RESULTS, write
 from tightfit import fit
 from tightfit.catalog.known import known_card, known_model
-from tightfit.decisions import Maps
+from tightfit.decisions import FeatureMaps
 from tightfit.measure.building import build_part
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.units import format_bytes
 
@@ -44,7 +44,7 @@ class Case:
     latents: tuple[int, ...]
     memory: int  # of the card, bytes
     strips: int  # bytes
-    maps: Maps = "device"
+    maps: FeatureMaps = "device"
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -76,7 +76,7 @@ def row_of(case: Case) -> Row:
 
 def decoded(case: Case, memory: int, vae: dict[str, Any]) -> Row:
     """Peak bytes (weights and output included) and seconds of one decode on a card of `memory` bytes."""
-    card = Card(0, known_card(CARD).model_copy(update={"bytes": memory}), Host())
+    card = SimulatedCard(0, known_card(CARD).model_copy(update={"bytes": memory}), Host())
     use_cards([card])
     part = build_part("vae", known_model(case.model).components["vae"], case.dtype)
     fitted = fit(part, plan={"vae": vae}, device="pretend:0")

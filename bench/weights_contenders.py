@@ -103,7 +103,7 @@ def ours(task: Task) -> Call:
 
     load = tightfit.load
     tell(baseline=memory_now())
-    component = {"placement": "per-unit", "home": "disk", "weights": task.weights}
+    component = {"placement": "stream", "offload_to": "disk", "weight_memory": task.weights}
     plan = {"components": {"model": component}}
     return load(Path(task.model), plan=plan, device="cpu", dtype="bfloat16", count_activations=False).pipe
 

@@ -95,7 +95,7 @@ def ours(module: nn.Module, terms: Terms) -> Any:
     import tightfit
 
     device = "loopback" if terms.device.type == "cpu" else str(terms.device)
-    component = {"placement": "per-unit", "weights": terms.weights}
+    component = {"placement": "stream", "weight_memory": terms.weights}
     tightfit.fit(module, plan={"components": {"model": component}}, device=device, count_activations=False)
     return module
 

@@ -8,7 +8,7 @@ from torch import nn
 from inspection import relative_error
 from tightfit import fit
 
-PLACEMENTS = ("resident", "per-phase", "per-unit")
+PLACEMENTS = ("resident", "offload", "stream")
 
 
 class Renewing(nn.Module):

@@ -144,7 +144,7 @@ def _works(call: Callable[[], object]) -> bool:
 
 
 def _plan(strips: int, maps: str) -> Plan:
-    return {"vae": {"strips": strips, "maps": maps}}, "loopback" if maps == "host" else "cpu"
+    return {"vae": {"strips": strips, "feature_maps": maps}}, "loopback" if maps == "host" else "cpu"
 
 
 def _run(

@@ -122,7 +122,7 @@ def test_the_same_seed_gives_the_same_pictures_at_every_level(tiny_model: Path) 
     assert pixels("other.png") != pixels("first.png")
     assert pixels("streamed.png") == pixels("first.png")
     assert last_line(result)["lossless"] is True
-    assert last_line(result)["plan"]["components"]["unet"]["placement"] == "per-unit"
+    assert last_line(result)["plan"]["components"]["unet"]["placement"] == "stream"
 
 
 def test_without_a_seed_each_run_has_its_own_and_says_which(tiny_model: Path) -> None:

@@ -18,17 +18,20 @@ from tightfit.errors import InputError, PlanError, RequestError, unknown_name
 from tightfit.records import (
     TECHNIQUES,
     Accelerator,
+    BlockUse,
     Budget,
+    CallMeasurement,
     Component,
+    ComponentCall,
     ComponentPlan,
-    Experience,
+    ComponentRun,
     Footprint,
-    Leg,
+    KernelGroup,
+    LayerWork,
     Machine,
-    Pass,
     Phase,
-    PhaseExperience,
     PhaseForecast,
+    PhaseMeasurement,
     PhaseTrace,
     Plan,
     Prediction,
@@ -36,15 +39,12 @@ from tightfit.records import (
     Record,
     Request,
     Sample,
-    Stint,
+    StripProfile,
+    StripStageProfile,
     Trace,
-    Turn,
-    Unit,
-    Use,
     VaePlan,
     Variant,
-    Way,
-    Workload,
+    WeightBlock,
     check_techniques,
 )
 
@@ -57,72 +57,83 @@ REQUEST = Request(
 BUDGET = Budget(device=8 * 10**9, ram=32 * 2**30)
 BUDGETS = Budget(devices={"cuda:0": 8 * 10**9, "cuda:1": 6 * 10**9})
 CARD = Accelerator(
-    name="cuda:0", kind="cuda", bytes=80 * 2**30, free=79 * 2**30, taken=2**20, title="NVIDIA H100",
-    fixed_segments="the driver refuses them", compute_capability="9.0", flash=False,
+    name="cuda:0", kind="cuda", bytes=80 * 2**30, free=79 * 2**30, allocated=2**20, product_name="NVIDIA H100",
+    expandable_refused="the driver refuses them", compute_capability="9.0", flash=False,
     arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13}, memory_rate=3.35e12, link_rate=5.5e10,
     link_rate_out=5.4e10, launch_overhead=5e-6, streamed_overhead=9e-6, resident_overhead=2e-6,
     channels_last_gains={"denoiser.float16": 1.2},
 )  # fmt: skip
 MACHINE = Machine(
-    accelerators=(CARD,), ram=2**37, ram_taken=2**29, ram_free=2**36, ram_limit=2**37, pinnable=2**35, cores=16,
+    accelerators=(CARD,), ram=2**37, ram_used=2**29, ram_free=2**36, ram_limit=2**37, pinnable=2**35, cores=16,
     cpu="EPYC", disk_rate=3e9, notes=("no link",),
 )  # fmt: skip
-UNIT = Unit(
+UNIT = WeightBlock(
     name="transformer_blocks.0", bytes=678, dtypes={"bfloat16": 600, "float32": 78}, matrices={"bfloat16": 500},
     rows=25, moves_with="transformer_blocks",
 )  # fmt: skip
-LEAF = Unit(name="transformer_blocks.0.ff.net.2", bytes=567, dtypes={"bfloat16": 567})
+LEAF = WeightBlock(name="transformer_blocks.0.ff.net.2", bytes=567, dtypes={"bfloat16": 567})
 COMPONENT = Component(
-    name="unet", class_name="UNet", role="denoiser", bytes=1234, room=2345, dtypes={"bfloat16": 1234}, units=(UNIT,),
-    leaves=(LEAF,), small=3, skips=True, compiled=True, convolves=True, called=False, head_widths=(40, 80),
+    name="unet", class_name="UNet", role="denoiser", bytes=1234, allocator_bytes=2345, dtypes={"bfloat16": 1234}, blocks=(UNIT,),
+    layers=(LEAF,), small_tensor_bytes=3, has_skip_connections=True, compiled=True, convolves=True, has_forward=False, head_widths=(40, 80),
 )  # fmt: skip
-WORKLOAD = Workload(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
-TURN = Turn(leaf="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), waits=True)
-USE = Use(unit="transformer_blocks.0", waiting=32, peak=64, turns=(TURN,))
-PASS = Pass(component="unet", method="forward", runs=2, peak=65, uses=(USE,), pace=1.5)
-LEG = Leg(strips=3, ahead=True, once=(TURN,), turns=(TURN,), runs=(2,), copies=6, bytes_in=7, bytes_out=8)
-WAY = Way(strips=2**26, maps="host", room=4, host=5, items=2, legs=(LEG,))
+WORKLOAD = KernelGroup(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
+TURN = LayerWork(layer="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), host_waits=True)
+USE = BlockUse(block="transformer_blocks.0", live_bytes_at_start=32, peak=64, layer_work=(TURN,))
+PASS = ComponentCall(component="unet", method="forward", runs=2, peak=65, block_uses=(USE,), time_scale=1.5)
+LEG = StripStageProfile(
+    strips=3,
+    prefetches=True,
+    before_strips=(TURN,),
+    layer_work=(TURN,),
+    strip_counts=(2,),
+    copies=6,
+    bytes_in=7,
+    bytes_out=8,
+)
+WAY = StripProfile(
+    strip_bytes=2**26, feature_maps="host", allocator_bytes=4, host_bytes=5, batch_items=2, stages=(LEG,)
+)
 STRETCH = Phase(
-    name="denoise", peak=66, outside=65, room=67, passes=(PASS,), order=(0, 0), between=(WORKLOAD,),
-    skipped=("unet.a",), conditional=("unet.b",), ways=(WAY,),
+    name="denoise", peak=66, peak_between_calls=65, allocator_bytes=67, calls=(PASS,), call_order=(0, 0), other_work=(WORKLOAD,),
+    unused_blocks=("unet.a",), conditional_blocks=("unet.b",), strip_options=(WAY,),
 )  # fmt: skip
-VARIANT = Variant(guidance="apart", batch=2, feed_forward=2**20, by_blocks=True, phases=(STRETCH,))
+VARIANT = Variant(cfg="sequential", max_batch=2, ffn_chunk=2**20, by_blocks=True, phases=(STRETCH,))
 FOOTPRINT = Footprint(
     pipeline="FluxPipeline", components=(COMPONENT,), request=REQUEST, phases=(STRETCH,), variants=(VARIANT,),
-    left_out=("variants",), logged=True,
+    not_measured=("variants",), from_call_log=True,
 )  # fmt: skip
-REASON = Reason(decision="transformer per-unit", because="it is larger than “the card”")
-VAE = VaePlan(slicing=True, strips=2**28, maps="host", tile=512, overlap=0.125)
+REASON = Reason(decision="transformer stream", because="it is larger than “the card”")
+VAE = VaePlan(slicing=True, strips=2**28, feature_maps="host", tile=512, overlap=0.125)
 STORED = ComponentPlan(
-    device="cuda:0", placement="per-unit", home="disk", pinned=False, weights=4 * 2**30, grain="block", ring=2**30,
-    stays=("transformer_blocks.0", "proj_out"), storage="float8_e4m3fn", compute_dtype="bfloat16",
-    skip=("norm", "^proj_out$"), channels_last=True, batch=2, guidance="together", feed_forward=2**20,
+    device="cuda:0", placement="stream", offload_to="disk", pinned=False, weight_memory=4 * 2**30, granularity="block", ring_buffer=2**30,
+    resident_layers=("transformer_blocks.0", "proj_out"), storage="float8_e4m3fn", compute_dtype="bfloat16",
+    skip_patterns=("norm", "^proj_out$"), channels_last=True, max_batch=2, cfg="batched", ffn_chunk=2**20,
     attention="chunked",
 )  # fmt: skip
-TRACED = ComponentPlan(traced="unet.trace", compiled=True)
-STINT = Stint(component="vae", method="decode", runs=2, unused=("encoder", "quant_conv"), early=2**20)
-FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68, elsewhere={"cuda:0": 7})
+TRACED = ComponentPlan(exported="unet.trace", compiled=True)
+STINT = ComponentRun(component="vae", method="decode", runs=2, unused_blocks=("encoder", "quant_conv"), prefetch=2**20)
+FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68, other_devices={"cuda:0": 7})
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,
-    offload_activations=True, growing_segments=True, order=(STINT,), reasons=(REASON,), forecast=(FORECAST,),
+    offload_activations=True, expandable_segments=True, schedule=(STINT,), reasons=(REASON,), forecast=(FORECAST,),
 )  # fmt: skip
 SAMPLE = Sample(seconds=0.25, weights=3, activations=4)
 PHASE = PhaseTrace(
     name="denoise", start=0.1, seconds=2.5, peak_bytes=9, peak_weights=8, peak_reserved=10, bytes_in=7,
-    bytes_out=6, runs=20, on_demand=3, waited=0.5, elsewhere={"cuda:0": 7},
+    bytes_out=6, runs=20, on_demand=3, seconds_waiting=0.5, other_devices={"cuda:0": 7},
 )  # fmt: skip
 TRACE = Trace(
-    call=2, device="cuda:1", seconds=3.5, phases=(PHASE,), samples=(SAMPLE,), beside=4, rss_peak_bytes=5,
+    call=2, device="cuda:1", seconds=3.5, phases=(PHASE,), samples=(SAMPLE,), other_bytes=4, rss_peak_bytes=5,
     lossy=("fp8",), notes=("it rained",),
 )  # fmt: skip
-LIVED = PhaseExperience(
-    name="denoise", runs=20, foreseen_seconds=2.0, seconds=2.5, foreseen_bytes=8, peak_bytes=9, activations=1,
-    peak_reserved=10, pace=1.25, more=3,
+LIVED = PhaseMeasurement(
+    name="denoise", runs=20, predicted_seconds=2.0, seconds=2.5, predicted_bytes=8, peak_bytes=9, activations=1,
+    peak_reserved=10, time_scale=1.25, extra_bytes=3,
 )  # fmt: skip
-EXPERIENCE = Experience(plan="c0ffee", first=True, stored={"unet": "int8"}, phases=(LIVED,))
+EXPERIENCE = CallMeasurement(plan="c0ffee", first_call=True, stored={"unet": "int8"}, phases=(LIVED,))
 PREDICTION = Prediction(
-    model="sdxl", card="rtx3060", capacity=11, elsewhere={"cuda:0": 8}, fits=True, plan=PLAN, trace=TRACE,
-    dtype="float16", rates="learned", instead="512 MiB",
+    model="sdxl", card="rtx3060", capacity=11, other_devices={"cuda:0": 8}, fits=True, plan=PLAN, trace=TRACE,
+    dtype="float16", rates="learned", would_fit="512 MiB",
 )  # fmt: skip
 EXAMPLES = [
     REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, LEG, WAY, STRETCH, VARIANT,
@@ -201,8 +212,8 @@ def test_a_budget_is_a_size_in_words_or_bytes(size: Any) -> None:
 
 @pytest.mark.parametrize("size", ["8GB", "8000000000", 8 * 10**9, 8e9])
 def test_room_for_weights_is_a_size_in_words_or_bytes(size: Any) -> None:
-    assert ComponentPlan(placement="per-unit", weights=size).weights == 8 * 10**9
-    assert ComponentPlan.from_text(f"placement: per-unit\nweights: {size}").weights == 8 * 10**9
+    assert ComponentPlan(placement="stream", weight_memory=size).weight_memory == 8 * 10**9
+    assert ComponentPlan.from_text(f"placement: stream\nweight_memory: {size}").weight_memory == 8 * 10**9
 
 
 @pytest.mark.parametrize(("said", "meant"), [("auto", None), (None, None), (True, True), (False, False)])
@@ -219,28 +230,28 @@ def test_a_layout_may_be_left_open(said: Any, meant: bool | None) -> None:
 TEXT = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["C", "Zl", "Zp"]), max_size=20)
 SIDES = st.none() | st.integers(1, 10**5)
 NAMES = st.none() | st.lists(TEXT, max_size=3).map(tuple)
-PLACED = st.fixed_dictionaries({"placement": st.sampled_from(["resident", "per-phase"])}) | st.fixed_dictionaries(
-    {"placement": st.just("per-unit")},
+PLACED = st.fixed_dictionaries({"placement": st.sampled_from(["resident", "offload"])}) | st.fixed_dictionaries(
+    {"placement": st.just("stream")},
     optional={
-        "weights": st.none() | st.integers(1, 2**60),
-        "grain": st.sampled_from([None, "block", "leaf"]),
-        "ring": st.none() | st.integers(0, 2**60),
-        "stays": NAMES,
+        "weight_memory": st.none() | st.integers(1, 2**60),
+        "granularity": st.sampled_from([None, "block", "layer"]),
+        "ring_buffer": st.none() | st.integers(0, 2**60),
+        "resident_layers": NAMES,
     },
 )
 IN_EIGHT_BITS = st.fixed_dictionaries(
     {"storage": st.sampled_from(["float8_e4m3fn", "float8_e5m2", "int8"])},
-    optional={"compute_dtype": st.sampled_from([None, "float32", "float16", "bfloat16"]), "skip": NAMES},
+    optional={"compute_dtype": st.sampled_from([None, "float32", "float16", "bfloat16"]), "skip_patterns": NAMES},
 )
 KEPT = st.fixed_dictionaries(
     {},
     optional={
-        "home": st.sampled_from(["host", "disk"]),
+        "offload_to": st.sampled_from(["cpu", "disk"]),
         "pinned": st.none() | st.booleans(),
         "channels_last": st.none() | st.booleans(),
-        "batch": st.none() | st.integers(1, 99),
-        "guidance": st.sampled_from([None, "together"]),
-        "feed_forward": st.none() | st.integers(1, 2**40),
+        "max_batch": st.none() | st.integers(1, 99),
+        "cfg": st.sampled_from([None, "batched"]),
+        "ffn_chunk": st.none() | st.integers(1, 2**40),
         "attention": st.sampled_from(["auto", "torch", "chunked", "flash"]),
     },
 )
@@ -256,7 +267,7 @@ VAE_PLANS = st.builds(VaePlan, slicing=st.booleans()) | st.builds(
     tile=st.integers(16, 10**5),
     overlap=st.floats(0, 0.5),
     strips=st.integers(1, 2**40),
-    maps=st.sampled_from(["device", "host", "again"]),
+    feature_maps=st.sampled_from(["device", "host", "recompute"]),
 )
 REQUESTS = st.builds(
     Request, height=SIDES, width=SIDES, frames=SIDES, batch=st.integers(1, 99), steps=SIDES,
@@ -330,11 +341,11 @@ def test_records_do_not_share_their_defaults() -> None:
 
 
 def test_what_was_given_can_change_afterwards() -> None:
-    fields: dict[str, Any] = {"components": {"vae": {"placement": "per-phase"}}}
+    fields: dict[str, Any] = {"components": {"vae": {"placement": "offload"}}}
     plan = Plan.from_mapping(fields)
     fields["components"]["unet"] = {}
     fields["components"]["vae"]["placement"] = "resident"
-    assert plan == Plan(components={"vae": ComponentPlan(placement="per-phase")})
+    assert plan == Plan(components={"vae": ComponentPlan(placement="offload")})
 
 
 # what is illegal
@@ -344,10 +355,10 @@ NO_SIZE = "is not a size: write it like 8GB (10⁹ bytes each) or 8GiB (2³⁰)"
 NO_INTEGER = "must be a valid integer"
 STORAGES = "storage must be 'as-loaded', 'float8_e4m3fn', 'float8_e5m2' or 'int8', not "
 DTYPES = "compute_dtype must be 'float32', 'float16' or 'bfloat16', not "
-PER_UNIT_ONLY = "only means something with placement=per-unit"
-STREAMED = dict.fromkeys(("weights", "grain", "ring", "stays"))
+PER_UNIT_ONLY = "only means something with placement=stream"
+STREAMED = dict.fromkeys(("weight_memory", "granularity", "ring_buffer", "resident_layers"))
 STORED_ONLY = "needs storage=float8_e4m3fn, float8_e5m2 or int8"
-PLACEMENTS = "placement must be 'resident', 'per-phase' or 'per-unit', not "
+PLACEMENTS = "placement must be 'resident', 'offload' or 'stream', not "
 DEPTHS = [  # a wrong field of a record at each depth: where, and the sentence
     (Request, {"heigth": 512}, "unknown field of Request 'heigth': did you mean 'height'?"),
     (
@@ -364,7 +375,11 @@ DEPTHS = [  # a wrong field of a record at each depth: where, and the sentence
     (Plan, {"reasons": [{"decison": 1}]}, "unknown field of Reason 'decison': did you mean 'decision'?"),
     (Footprint, {"pipelin": 1}, "unknown field of Footprint 'pipelin': did you mean 'pipeline'?"),
     (Footprint, {"components": [{"rol": 1}]}, "unknown field of Component 'rol': did you mean 'role'?"),
-    (Footprint, {"components": [{"units": [{"byts": 1}]}]}, "unknown field of Unit 'byts': did you mean 'bytes'?"),
+    (
+        Footprint,
+        {"components": [{"blocks": [{"byts": 1}]}]},
+        "unknown field of WeightBlock 'byts': did you mean 'bytes'?",
+    ),
     (Machine, {"accelerator": []}, "unknown field of Machine 'accelerator': did you mean 'accelerators'?"),
     (Machine, {"accelerators": [{"knd": 1}]}, "unknown field of Accelerator 'knd': did you mean 'kind'?"),
     (Trace, {"secnds": 1}, "unknown field of Trace 'secnds': did you mean 'seconds'?"),
@@ -438,9 +453,9 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (Accelerator, {"arithmetic_rates": {"bfloat16": "fast"}}, "arithmetic_rates.bfloat16 must be a valid number"),
         (Machine, {"cores": 0}, "cores must be greater than 0, not 0"),
         (Machine, {"ram": 0}, "ram must be greater than 0, not 0"),
-        (Unit, {"bytes": -1}, "bytes must be greater than or equal to 0, not -1"),
+        (WeightBlock, {"bytes": -1}, "bytes must be greater than or equal to 0, not -1"),
         (Component, {"role": "painter"}, "role must be 'encoder', 'denoiser', 'autoencoder' or 'other', not 'painter'"),
-        (Component, {"units": [{"bytes": -2}]}, "bytes must be greater than or equal to 0, not -2"),
+        (Component, {"blocks": [{"bytes": -2}]}, "bytes must be greater than or equal to 0, not -2"),
         (VaePlan, {"tile": 8}, "tile must be greater than or equal to 16, not 8"),
         (VaePlan, {"overlap": -0.1}, "overlap must be greater than or equal to 0, not -0.1"),
         (VaePlan, {"overlap": 0.6}, "overlap must be less than or equal to 0.5, not 0.6"),
@@ -449,28 +464,28 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (ComponentPlan, {"placement": None}, f"{PLACEMENTS}None"),
         (ComponentPlan, {"storage": "int4"}, f"{STORAGES}'int4'"),
         (ComponentPlan, {"compute_dtype": "int8"}, f"{DTYPES}'int8'"),
-        (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None}, f"skip {STORED_ONLY}"),
-        (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None, "skip": []}, f"skip {STORED_ONLY}"),
-        (ComponentPlan, {"storage": "as-loaded", "skip": None}, f"compute_dtype {STORED_ONLY}"),
-        (ComponentPlan, {"home": "moon"}, "home must be 'host' or 'disk', not 'moon'"),
-        (ComponentPlan, {"home": None}, "home must be 'host' or 'disk', not None"),
+        (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None}, f"skip_patterns {STORED_ONLY}"),
+        (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None, "skip_patterns": []}, f"skip_patterns {STORED_ONLY}"),
+        (ComponentPlan, {"storage": "as-loaded", "skip_patterns": None}, f"compute_dtype {STORED_ONLY}"),
+        (ComponentPlan, {"offload_to": "moon"}, "offload_to must be 'cpu' or 'disk', not 'moon'"),
+        (ComponentPlan, {"offload_to": None}, "offload_to must be 'cpu' or 'disk', not None"),
         (ComponentPlan, {"pinned": "perhaps"}, "pinned must be a valid boolean"),
         (ComponentPlan, {"channels_last": "fast"}, "channels_last must be a valid boolean"),
-        (ComponentPlan, {"weights": 0}, "weights must be greater than 0, not 0"),
-        (ComponentPlan, {"weights": True}, "weights must be a valid integer, not True"),
-        (ComponentPlan, {"weights": "lots"}, f"'lots' {NO_SIZE}"),
-        (ComponentPlan, {"grain": "tensor"}, "grain must be 'block' or 'leaf', not 'tensor'"),
-        (ComponentPlan, {"ring": -1}, "ring must be greater than or equal to 0, not -1"),
-        (ComponentPlan, {"stays": [1]}, "must be a valid string, not 1"),
+        (ComponentPlan, {"weight_memory": 0}, "weight_memory must be greater than 0, not 0"),
+        (ComponentPlan, {"weight_memory": True}, "weight_memory must be a valid integer, not True"),
+        (ComponentPlan, {"weight_memory": "lots"}, f"'lots' {NO_SIZE}"),
+        (ComponentPlan, {"granularity": "tensor"}, "granularity must be 'block' or 'layer', not 'tensor'"),
+        (ComponentPlan, {"ring_buffer": -1}, "ring_buffer must be greater than or equal to 0, not -1"),
+        (ComponentPlan, {"resident_layers": [1]}, "must be a valid string, not 1"),
         *[
             (ComponentPlan, STREAMED | {"placement": other, field: value}, f"{field} {PER_UNIT_ONLY}")
-            for other in ("resident", "per-phase")
-            for field, value in {"weights": 1, "grain": "leaf", "ring": 0, "stays": []}.items()
+            for other in ("resident", "offload")
+            for field, value in {"weight_memory": 1, "granularity": "layer", "ring_buffer": 0, "resident_layers": []}.items()
         ],
-        (Unit, {"name": None}, "name must be a valid string, not None"),
-        (Leg, {"strips": 2, "turns": [{"leaf": "a", "work": []}], "runs": []}, "1 turns in 2 strips cannot come []"),
-        (Leg, {"strips": 2, "turns": [{"leaf": "a", "work": []}], "runs": [3]}, "cannot come [3] times"),
-        (Component, {"leaves": [{"bytes": -2}]}, "bytes must be greater than or equal to 0, not -2"),
+        (WeightBlock, {"name": None}, "name must be a valid string, not None"),
+        (StripStageProfile, {"strips": 2, "layer_work": [{"layer": "a", "work": []}], "strip_counts": []}, "1 turns in 2 strips cannot come []"),
+        (StripStageProfile, {"strips": 2, "layer_work": [{"layer": "a", "work": []}], "strip_counts": [3]}, "cannot come [3] times"),
+        (Component, {"layers": [{"bytes": -2}]}, "bytes must be greater than or equal to 0, not -2"),
         (Plan, {"level": -1}, "level must be greater than or equal to 0, not -1"),
         (Plan, {"level": True}, "level must be a valid integer, not True"),
         (Plan, {"level": 4}, "level must be less than or equal to 3, not 4"),
@@ -486,7 +501,7 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (PhaseTrace, {"runs": 0}, "runs must be greater than 0, not 0"),
         (PhaseTrace, {"seconds": -0.5}, "seconds must be greater than or equal to 0, not -0.5"),
         (PhaseTrace, {"on_demand": -1}, "on_demand must be greater than or equal to 0, not -1"),
-        (PhaseTrace, {"waited": -0.5}, "waited must be greater than or equal to 0, not -0.5"),
+        (PhaseTrace, {"seconds_waiting": -0.5}, "seconds_waiting must be greater than or equal to 0, not -0.5"),
         (Trace, {"call": 0}, "call must be greater than 0, not 0"),
         (Trace, {"seconds": math.nan}, "seconds must be a finite number, not nan"),
         (Trace, {"phases": [{"peak_bytes": -1}]}, "peak_bytes must be greater than or equal to 0, not -1"),
@@ -520,7 +535,7 @@ def test_what_is_wrong_with_a_request_is_a_request_error() -> None:
 def test_numbers_go_along_with_the_message() -> None:
     assert complaint(Plan, {"level": 4}).facts == {"field": "level", "given": "4"}
     assert complaint(VaePlan, {"overlap": 0.1}).facts == {"overlap": 0.1}
-    assert complaint(ComponentPlan, {"skip": ["norm"]}).facts == {"field": "skip"}
+    assert complaint(ComponentPlan, {"skip_patterns": ["norm"]}).facts == {"field": "skip_patterns"}
     assert complaint(Budget, {"ram": "lots"}).facts == {"size": "lots"}
 
 
@@ -562,7 +577,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_placement_streaming_slicing_and_layout_are_lossless() -> None:
-    moved = ComponentPlan(placement="per-unit", channels_last=True)
+    moved = ComponentPlan(placement="stream", channels_last=True)
     plan = Plan(level=3, components={"unet": moved}, vae=VaePlan(slicing=True), offload_activations=True)
     assert plan.lossy == ()
     assert plan.lossless
@@ -640,17 +655,17 @@ def test_an_unknown_name_comes_with_the_nearest_or_all(known: list[str], sentenc
 def test_a_plan_says_everything_it_decides() -> None:
     assert str(PLAN).splitlines() == [
         "plan: level 3 on cuda:1",
-        "  transformer: on cuda:0, per-unit, from disk, by block, 2 stay, ring of 1 GiB, stored as float8_e4m3fn, "
-        "channels-last, at most 2 items at a time, guidance together, feed-forward within 1 MiB, attention by chunked",
-        "  autoencoder: exact strips within 256 MiB, maps kept in host memory, "
-        "where that cannot be in tiles of 512 px, one item at a time",
+        "  transformer: on cuda:0, stream, from disk, by block, 2 resident, ring buffer of 1 GiB, stored as float8_e4m3fn, "
+        "channels-last, at most 2 items at a time, batched guidance, feed-forward within 1 MiB, attention by chunked",
+        "  autoencoder: exact strips within 256 MiB, feature maps kept in host memory, "
+        "tiles of 512 px where strips are not possible, one item at a time",
         "  waiting activations: moved to host memory",
         "  lossy: fp8: transformer is stored in float8_e4m3fn",
         "  lossy: blended-tiling: pictures larger than 512 px are decoded in tiles, where they cannot be in strips",
-        "  because: transformer per-unit: it is larger than “the card”",
+        "  because: transformer stream: it is larger than “the card”",
     ]
     assert TRACED.described == "resident, compiled, as exported in unet.trace"
-    assert str(Plan()).splitlines() == ["plan: custom on cpu", "  autoencoder: whole pictures", "  lossless"]
+    assert str(Plan()).splitlines() == ["plan: custom on cpu", "  autoencoder: whole images", "  lossless"]
 
 
 def test_a_trace_says_its_peak() -> None:

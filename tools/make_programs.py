@@ -24,7 +24,7 @@ from tightfit.catalog.known import model_names
 from tightfit.plan.guesses import ANY_CARD
 from tightfit.records import Request
 from tightfit.run.first_calls import FirstCalls
-from tightfit.run.stage import Stage, roomy_card
+from tightfit.run.stage import SimulationRun, roomy_card
 
 FOLDER = Path(__file__).parent.parent / "src/tightfit" / SHIPPED
 
@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parent.parent / "src/tightfit" / SHIPPED
 def take_apart(model: str) -> dict[str, str]:
     """Keeps the programs of a known model's usual call; the mark of each, by what it is of."""
     with roomy_card(ANY_CARD) as card, ExitStack() as undo:
-        stage = Stage(model, card, {"level": 0}, Request())
+        stage = SimulationRun(model, card, {"level": 0}, Request())
         calls = FirstCalls(stage.components, undo, expandable=True)
         stage.play(None)
         found = calls.take_apart().items()

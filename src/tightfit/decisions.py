@@ -1,4 +1,4 @@
-"""What is decided about one component, and about how autoencoders work: parts of a Plan, and their words."""
+"""The parts of a Plan: what is decided for one component, and for autoencoders."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from tightfit.errors import PlanError, unknown_name
-from tightfit.footprint import Count, Maps, Positive, Real
+from tightfit.footprint import Count, FeatureMaps, Positive, Real
 from tightfit.record import Record
 from tightfit.units import format_bytes, parse_bytes
 
 __all__ = [
     "TECHNIQUES",
     "Attention",
+    "Cfg",
     "ComponentPlan",
-    "Grain",
-    "Guidance",
-    "Home",
-    "Maps",
+    "ComponentRun",
+    "FeatureMaps",
+    "Granularity",
+    "OffloadTarget",
     "PhaseForecast",
     "Placement",
     "Reason",
     "Size",
-    "Stint",
     "Storage",
     "VaePlan",
     "check_techniques",
 ]
 
-Placement = Literal["resident", "per-phase", "per-unit"]
-Home = Literal["host", "disk"]
-Grain = Literal["block", "leaf"]
+Placement = Literal["resident", "offload", "stream"]
+OffloadTarget = Literal["cpu", "disk"]
+Granularity = Literal["block", "layer"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
 Attention = Literal["auto", "torch", "flash", "efficient", "cudnn", "math", "xformers", "sage", "chunked"]
-Guidance = Literal["together", "apart"]
+Cfg = Literal["batched", "sequential"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 
 
@@ -48,7 +48,7 @@ def _whole_bytes(size: object) -> object:
 
 Size = Annotated[Positive, BeforeValidator(_whole_bytes)]
 Layout = Annotated[bool | None, BeforeValidator(lambda said: None if said == "auto" else said)]
-# the lossy techniques, by the names under which a user allows them
+# lossy techniques by the names with which a user allows them
 TECHNIQUES: Mapping[str, str] = {
     "fp8": "weights stored in eight bits, widened for each use",
     "int8": "matrices of linear layers stored as eight-bit integers, by torchao",
@@ -58,42 +58,45 @@ TECHNIQUES: Mapping[str, str] = {
 
 
 class Reason(Record):
+    """Why one decision was made, as two halves of a sentence."""
+
     decision: str
     because: str
 
 
 class PhaseForecast(Record):
-    """What a phase will be like."""
+    """Predicted time and memory of one phase."""
 
     name: str
     seconds: Real
-    peak_bytes: Count  # that an allocator takes of the device
-    elsewhere: dict[str, Count] = Field(default_factory=dict)  # and of the plan's other devices, by name
+    peak_bytes: Count  # reserved by the allocator of the pipeline's own device
+    other_devices: dict[str, Count] = Field(default_factory=dict)  # the same of the plan's other devices, by name
 
 
-class Stint(Record):
-    """A component at work, some times in a row."""
+class ComponentRun(Record):
+    """Consecutive calls of one component, as one entry of a plan's schedule."""
 
     component: str
     method: str = "forward"
-    runs: Positive = 1
-    unused: tuple[str, ...] = ()  # parts of the component that have no work then, with all that is inside
-    early: Count | None = None  # bytes of it that come while who works before ends; None: as many as find room
+    runs: Positive = 1  # consecutive calls
+    unused_blocks: tuple[str, ...] = ()  # dotted paths of parts that these calls do not use
+    prefetch: Count | None = None  # bytes loaded while the component before finishes; None: as many as there is room
 
 
 class VaePlan(Record):
-    """How autoencoders work through their pictures, in both directions."""
+    """How autoencoders process their images, in `encode` and in `decode`."""
 
     slicing: bool = False  # one item of a batch at a time
-    strips: Size | None = None  # exact tiling: bytes for strips of rows, beside the maps that are kept between them
-    maps: Maps = "device"  # where those wait; "again": no more than fit into as many bytes, the rest is computed again
-    tile: Annotated[int, Strict(), Field(ge=16)] | None = None  # side in pixels; None: whole pictures
-    overlap: Annotated[float, Strict(), Field(ge=0, le=0.5)] = 0.25  # share of a tile shared with the next
+    strips: Size | None = None  # exact tiling: bytes for strips of rows, beside the feature maps kept between them
+    feature_maps: FeatureMaps = "device"  # where those are kept; "recompute": at most `strips` bytes of them
+    tile: Annotated[int, Strict(), Field(ge=16)] | None = None  # blended tiling: side in pixels; None: whole images
+    overlap: Annotated[float, Strict(), Field(ge=0, le=0.5)] = 0.25  # share of a tile shared with its neighbour
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.strips is None and self.maps != "device":
-            raise PlanError(f"vae.maps={self.maps} needs vae.strips too, e.g. vae.strips=256MB", maps=self.maps)
+        maps = self.feature_maps
+        if self.strips is None and maps != "device":
+            raise PlanError(f"vae.feature_maps={maps} needs vae.strips too, e.g. vae.strips=256MB", feature_maps=maps)
         if self.tile is None and "overlap" in self.model_fields_set and self.overlap != 0.25:
             raise PlanError(
                 f"vae.overlap={self.overlap} needs a tile size too, e.g. vae.tile=512", overlap=self.overlap
@@ -101,73 +104,73 @@ class VaePlan(Record):
         return self
 
     @property
-    def cuts(self) -> bool:
-        """Whether anything is worked through in parts."""
+    def splits(self) -> bool:
+        """Whether batches or images are processed in parts."""
         return self.slicing or self.strips is not None or self.tile is not None
 
     @property
     def described(self) -> str:
-        """How pictures are worked through, on one line."""
-        cut = f"tiles of {self.tile} px" if self.tile else "whole pictures"
+        """How images are processed, on one line."""
+        text = f"tiles of {self.tile} px" if self.tile else "whole images"
         if self.strips is not None:
-            wait = {"device": "on the device", "host": "in host memory", "again": "as far as they fit"}[self.maps]
-            cut = f"exact strips within {format_bytes(self.strips)}, maps kept {wait}"
-            cut += f", where that cannot be in tiles of {self.tile} px" if self.tile else ""
-        return f"{cut}, one item at a time" if self.slicing or self.strips is not None else cut
+            kept = {"device": "on the device", "host": "in host memory", "recompute": "as far as they fit"}
+            text = f"exact strips within {format_bytes(self.strips)}, feature maps kept {kept[self.feature_maps]}"
+            text += f", tiles of {self.tile} px where strips are not possible" if self.tile else ""
+        return f"{text}, one item at a time" if self.slicing or self.strips is not None else text
 
 
 class ComponentPlan(Record):
-    """Where one component's weights live and in what form.
+    """Where one component's weights are, in which form, and how it computes.
 
-    Of what is placed per unit, `stays` is brought once for as long as the component works, and the rest passes
-    through a ring of `ring` bytes on the device, again for each use. Whoever gives `weights` alone leaves the two
-    to the planner.
+    With placement "stream", `resident_layers` are loaded once for as long as the component runs, and all other layers
+    pass through a ring buffer of `ring_buffer` bytes on the device, once for each use. Where `weight_memory` is given
+    alone, the planner chooses both.
     """
 
-    device: str | None = None  # on which it computes; None: on the plan's
-    placement: Placement = "resident"
-    home: Home = "host"  # where the masters are
-    pinned: bool | None = None  # whether host memory is page-locked; None: where the system lets us
-    weights: Size | None = None  # bytes on the device for its weights, ring included; None: as few as run well
-    grain: Grain | None = None  # what moves together: a block's layers, or each layer by itself
-    ring: Count | None = None  # bytes
-    stays: tuple[str, ...] | None = None  # names of what moves together
-    storage: Storage = "as-loaded"
-    compute_dtype: ComputeDtype | None = None  # for stored weights; None: the dtype as loaded
-    skip: tuple[str, ...] | None = None  # patterns of parameter names that stay as loaded; None: the default list
-    channels_last: Layout = False  # of convolutions' weights; None, or "auto": where that was measured to be faster
-    batch: Positive | None = None  # items that work at a time, at most; None: all that there are
-    guidance: Guidance | None = None  # a step's two predictions in one pass, or each in its own; None: as the pipeline
-    feed_forward: Size | None = None  # bytes for the inner maps of feed-forwards; None: of all tokens at once
-    traced: str | None = None  # the file of an exported network, which works in place of this one's code
-    compiled: bool = False  # that network as machine code
-    attention: Attention = "auto"  # by whom; "auto": torch, and where it would make all scores at once, in chunks
+    device: str | None = None  # on which it computes; None: the plan's device
+    placement: Placement = "resident"  # on the device always, while its phase runs, or layer by layer
+    offload_to: OffloadTarget = "cpu"  # where its weights are while they are not on the device
+    pinned: bool | None = None  # page-lock them in host memory; None: where the system allows it
+    weight_memory: Size | None = None  # bytes on the device for weights, ring buffer included; None: the planner's
+    granularity: Granularity | None = None  # what is loaded together: a block's layers, or each layer by itself
+    ring_buffer: Count | None = None  # bytes
+    resident_layers: tuple[str, ...] | None = None  # dotted paths of layers, or of blocks
+    storage: Storage = "as-loaded"  # dtype in which weights are kept
+    compute_dtype: ComputeDtype | None = None  # to which stored weights are cast; None: the dtype as loaded
+    skip_patterns: tuple[str, ...] | None = None  # parameter names that stay as loaded; None: the default list
+    channels_last: Layout = False  # convolution weights; None, or "auto": where that was measured to be faster
+    max_batch: Positive | None = None  # items of a batch computed at a time; None: all
+    cfg: Cfg | None = None  # a step's two guidance predictions in one call or in two; None: as the pipeline does
+    ffn_chunk: Size | None = None  # bytes for the inner activations of feed-forward layers; None: all tokens at once
+    exported: str | None = None  # file of an exported network that runs in place of this one's code
+    compiled: bool = False  # run that network compiled by AOTInductor
+    attention: Attention = "auto"  # backend; "auto": torch's choice, or chunked where that would keep all scores
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.storage == "as-loaded":
-            for field in ("skip", "compute_dtype"):
+            for field in ("skip_patterns", "compute_dtype"):
                 if getattr(self, field) is not None:
                     raise PlanError(f"{field} needs storage=float8_e4m3fn, float8_e5m2 or int8", field=field)
-        if self.guidance == "apart" and self.batch is not None:
-            raise PlanError(f"guidance=apart halves each batch, batch={self.batch} says how many: leave one out")
-        if self.traced is not None and (self.feed_forward or self.attention != "auto"):
-            raise PlanError(f"the parts of traced={self.traced} are fixed: leave feed_forward and attention out")
-        if self.compiled and (self.traced is None or self.storage != "as-loaded" or self.placement == "per-unit"):
+        if self.cfg == "sequential" and self.max_batch is not None:
+            raise PlanError(f"cfg=sequential halves each batch, max_batch={self.max_batch} limits it: leave one out")
+        if self.exported is not None and (self.ffn_chunk or self.attention != "auto"):
+            raise PlanError(f"the layers of exported={self.exported} are fixed: leave ffn_chunk and attention out")
+        if self.compiled and (self.exported is None or self.storage != "as-loaded" or self.placement == "stream"):
             raise PlanError(
-                "compiled needs traced=FILE and weights that are there together, as loaded: here are "
-                f"traced={self.traced}, storage={self.storage}, placement={self.placement}",
+                "compiled needs exported=FILE, weights as loaded and all of them on the device: here are "
+                f"exported={self.exported}, storage={self.storage}, placement={self.placement}",
                 field="compiled",
             )
-        if self.placement != "per-unit":
-            for field in ("weights", "grain", "ring", "stays"):
+        if self.placement != "stream":
+            for field in ("weight_memory", "granularity", "ring_buffer", "resident_layers"):
                 if getattr(self, field) is not None:
-                    raise PlanError(f"{field} only means something with placement=per-unit", field=field)
+                    raise PlanError(f"{field} only means something with placement=stream", field=field)
         return self
 
     @property
     def technique(self) -> str | None:
-        """The lossy technique by which it is stored."""
+        """The lossy technique by which its weights are stored."""
         return None if self.storage == "as-loaded" else "int8" if self.storage == "int8" else "fp8"
 
     def lossy(self, name: str) -> list[str]:
@@ -177,19 +180,20 @@ class ComponentPlan(Record):
 
     @property
     def described(self) -> str:
-        """All that differs from the usual, on one line."""
-        said = [f"on {self.device}"] if self.device else []
-        said += [self.placement] + (["from disk"] if self.home == "disk" else [])
-        if self.ring is not None and self.stays is not None:
-            said += [f"by {self.grain}", f"{len(self.stays)} stay", f"ring of {format_bytes(self.ring)}"]
-        said += ["page-locked"] if self.pinned else []
-        said += [] if self.storage == "as-loaded" else [f"stored as {self.storage}"]
-        said += ["channels-last"] if self.channels_last else []
-        said += [f"at most {self.batch} items at a time"] if self.batch else []
-        said += [f"guidance {self.guidance}"] if self.guidance else []
-        said += [f"feed-forward within {format_bytes(self.feed_forward)}"] if self.feed_forward else []
-        said += [f"{'compiled, ' * self.compiled}as exported in {self.traced}"] if self.traced else []
-        return ", ".join(said if self.attention == "auto" else [*said, f"attention by {self.attention}"])
+        """All that differs from the defaults, on one line."""
+        parts = [f"on {self.device}"] if self.device else []
+        parts += [self.placement] + (["from disk"] if self.offload_to == "disk" else [])
+        if self.ring_buffer is not None and self.resident_layers is not None:
+            resident, ring = len(self.resident_layers), format_bytes(self.ring_buffer)
+            parts += [f"by {self.granularity}", f"{resident} resident", f"ring buffer of {ring}"]
+        parts += ["pinned"] if self.pinned else []
+        parts += [] if self.storage == "as-loaded" else [f"stored as {self.storage}"]
+        parts += ["channels-last"] if self.channels_last else []
+        parts += [f"at most {self.max_batch} items at a time"] if self.max_batch else []
+        parts += [f"{self.cfg} guidance"] if self.cfg else []
+        parts += [f"feed-forward within {format_bytes(self.ffn_chunk)}"] if self.ffn_chunk else []
+        parts += [f"{'compiled, ' * self.compiled}as exported in {self.exported}"] if self.exported else []
+        return ", ".join(parts if self.attention == "auto" else [*parts, f"attention by {self.attention}"])
 
 
 def check_techniques(names: Iterable[str]) -> tuple[str, ...]:

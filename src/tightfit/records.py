@@ -14,36 +14,36 @@ from tightfit.decisions import (
     TECHNIQUES,
     Attention,
     ComponentPlan,
-    Grain,
-    Home,
-    Maps,
+    ComponentRun,
+    FeatureMaps,
+    Granularity,
+    OffloadTarget,
     PhaseForecast,
     Placement,
     Reason,
     Size,
-    Stint,
     Storage,
     VaePlan,
     check_techniques,
 )
 from tightfit.errors import PlanError
 from tightfit.footprint import (
+    BlockUse,
     Component,
+    ComponentCall,
     Count,
     Footprint,
-    Leg,
-    Pass,
+    KernelGroup,
+    LayerWork,
     Phase,
     Positive,
     Rate,
     Real,
     Request,
-    Turn,
-    Unit,
-    Use,
+    StripProfile,
+    StripStageProfile,
     Variant,
-    Way,
-    Workload,
+    WeightBlock,
 )
 from tightfit.record import Record
 from tightfit.trace import PhaseTrace, Sample, Trace
@@ -53,20 +53,23 @@ __all__ = [
     "TECHNIQUES",
     "Accelerator",
     "Attention",
+    "BlockUse",
     "Budget",
+    "CallMeasurement",
     "Component",
+    "ComponentCall",
     "ComponentPlan",
-    "Experience",
+    "ComponentRun",
+    "FeatureMaps",
     "Footprint",
-    "Grain",
-    "Home",
-    "Leg",
+    "Granularity",
+    "KernelGroup",
+    "LayerWork",
     "Machine",
-    "Maps",
-    "Pass",
+    "OffloadTarget",
     "Phase",
-    "PhaseExperience",
     "PhaseForecast",
+    "PhaseMeasurement",
     "PhaseTrace",
     "Placement",
     "Plan",
@@ -74,16 +77,13 @@ __all__ = [
     "Reason",
     "Request",
     "Sample",
-    "Stint",
     "Storage",
+    "StripProfile",
+    "StripStageProfile",
     "Trace",
-    "Turn",
-    "Unit",
-    "Use",
     "VaePlan",
     "Variant",
-    "Way",
-    "Workload",
+    "WeightBlock",
     "check_techniques",
 ]
 
@@ -134,9 +134,9 @@ class Accelerator(Record):
     kind: str  # "cuda", "cpu", "loopback", "pretend" …
     bytes: Positive
     free: Count | None = None  # of these bytes, how many tensors could take when it was asked
-    taken: Count | None = None  # of a card: bytes that tensors of this process took when it was asked
-    fixed_segments: str | None = None  # why those of its allocator cannot grow; None: they can
-    title: str | None = None  # what it is sold as
+    allocated: Count | None = None  # of a card: bytes that tensors of this process took when it was asked
+    expandable_refused: str | None = None  # why those of its allocator cannot grow; None: they can
+    product_name: str | None = None  # what it is sold as
     compute_capability: str | None = None  # of a CUDA card, e.g. "8.9"
     flash: bool = True  # whether torch has flash attention for it
     arithmetic_rates: dict[str, Rate] = Field(default_factory=dict)
@@ -156,9 +156,9 @@ class Accelerator(Record):
         return self.kind == "cpu"
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """What a sentence calls it."""
-        return "this CPU" if self.kind in ("cpu", "loopback") else f"the {self.title or self.name}"
+        return "this CPU" if self.kind in ("cpu", "loopback") else f"the {self.product_name or self.name}"
 
     def arithmetic_rate(self, kind: str, dtype: str) -> float | None:
         """Operations per second for `kind` in `dtype`; float32's where the dtype has none."""
@@ -174,7 +174,7 @@ class Machine(Record):
     accelerators: tuple[Accelerator, ...]
     ram: Positive  # bytes that this process may use, cgroup limits included
     ram_free: Count | None = None  # bytes that it could still take
-    ram_taken: Count | None = None  # bytes that it holds already
+    ram_used: Count | None = None  # bytes that it holds already
     ram_limit: Positive | None = None  # its control group's, where that is less than the computer has
     pinnable: Count | None = None  # bytes that could be page-locked for copies to a card
     cores: Positive  # that this process may use
@@ -193,8 +193,8 @@ class Plan(Record):
     components: dict[str, ComponentPlan] = Field(default_factory=dict)
     vae: VaePlan = VaePlan()
     offload_activations: bool = False  # activations that wait for a later unit wait in host memory
-    growing_segments: bool = False  # of the device's allocator: less of what it holds lies idle between tensors
-    order: tuple[Stint, ...] = ()  # who works after whom: who comes next may come early
+    expandable_segments: bool = False  # of the device's allocator: less of what it holds lies idle between tensors
+    schedule: tuple[ComponentRun, ...] = ()  # who works after whom: who comes next may come early
     reasons: tuple[Reason, ...] = ()
     forecast: tuple[PhaseForecast, ...] = ()  # of the first call
 
@@ -222,10 +222,12 @@ class Plan(Record):
         component = self.components.get(name)
         return self.device if component is None or component.device is None else component.device
 
-    def told_peak(self, name: str) -> int:
+    def predicted_peak(self, name: str) -> int:
         """The most bytes that an allocator takes of the device `name`, as foreseen; 0 where nothing was."""
         own = name == self.device
-        return max((phase.peak_bytes if own else phase.elsewhere.get(name, 0) for phase in self.forecast), default=0)
+        return max(
+            (phase.peak_bytes if own else phase.other_devices.get(name, 0) for phase in self.forecast), default=0
+        )
 
     def _one_tile(self) -> bool:
         sides = (self.request.height, self.request.width) if self.request else (None, None)
@@ -242,28 +244,30 @@ class Plan(Record):
         return "\n".join(lines)
 
 
-class PhaseExperience(Record):
+class PhaseMeasurement(Record):
     """What one call showed of a phase, beside what plain rates and shapes had foreseen for it under the same plan."""
 
     name: str
     runs: Positive  # how many forward passes
-    foreseen_seconds: Real
+    predicted_seconds: Real
     seconds: Real
-    foreseen_bytes: Count  # with the margin
+    predicted_bytes: Count  # with the margin
     peak_bytes: Count  # of tensors on the device
     activations: Count  # of these, what was there beyond weights
     peak_reserved: Count = 0  # what the device's allocator held; it keeps some that nobody needs
-    pace: Rate | None = None  # how many times as long its arithmetic takes as rates say; None: that cannot be told
-    more: Count = 0  # bytes more that its activations want
+    time_scale: Rate | None = (
+        None  # how many times as long its arithmetic takes as rates say; None: that cannot be told
+    )
+    extra_bytes: Count = 0  # bytes more that its activations want
 
 
-class Experience(Record):
+class CallMeasurement(Record):
     """What one call under a budget's plan was like: one that ended well, and in which nothing happened unplanned."""
 
     plan: str  # a digest of what it decided
-    first: bool = False  # of its pipeline in its process: some of its time was for what is done once
+    first_call: bool = False  # of its pipeline in its process: some of its time was for what is done once
     stored: dict[str, Storage] = Field(default_factory=dict)  # components whose weights were not as loaded
-    phases: tuple[PhaseExperience, ...]
+    phases: tuple[PhaseMeasurement, ...]
 
 
 class Prediction(Record):
@@ -272,13 +276,13 @@ class Prediction(Record):
     model: str
     card: str
     capacity: Positive  # bytes that the card has for tensors
-    elsewhere: dict[str, Positive] = Field(default_factory=dict)  # and others on which components compute, by name
+    other_devices: dict[str, Positive] = Field(default_factory=dict)  # and others on which components compute, by name
     fits: bool
     plan: Plan
     trace: Trace
     dtype: str | None = None  # of most weights
     rates: Literal["nominal", "measured", "learned", "guessed"] = "nominal"  # what its times are made from
-    instead: str | None = None  # what would fit, where it does not
+    would_fit: str | None = None  # what would fit, where it does not
 
     @property
     def peak_reserved(self) -> int:

@@ -28,12 +28,14 @@ class PhaseTrace(Record):
     peak_bytes: Count  # of tensors on the device
     peak_weights: Count = 0
     peak_reserved: Count = 0  # what the device's allocator held for them; 0 where there is none
-    elsewhere: dict[str, Count] = Field(default_factory=dict)  # peaks of tensors on the plan's other devices, by name
+    other_devices: dict[str, Count] = Field(
+        default_factory=dict
+    )  # peaks of tensors on the plan's other devices, by name
     bytes_in: Count = 0  # host to device
     bytes_out: Count = 0
     runs: Positive = 1  # how many forward passes
     on_demand: Count = 0  # weights that came only when they were needed
-    waited: Real = 0.0  # seconds that the host waited for weights
+    seconds_waiting: Real = 0.0  # seconds that the host waited for weights
 
 
 class Trace(Record):
@@ -44,7 +46,7 @@ class Trace(Record):
     seconds: Real
     phases: tuple[PhaseTrace, ...]
     samples: tuple[Sample, ...] = ()
-    beside: Count = 0  # bytes of the device that others than its weights had when it began
+    other_bytes: Count = 0  # bytes of the device that others than its weights had when it began
     rss_peak_bytes: Count = 0
     lossy: tuple[str, ...] = ()  # techniques that really changed numbers in this call
     notes: tuple[str, ...] = ()  # what happened that nobody planned
@@ -63,7 +65,7 @@ class Trace(Record):
                 "seconds": self.seconds + late,
                 "phases": (*before.phases, *phases),
                 "samples": (*before.samples, *samples),
-                "beside": before.beside,
+                "other_bytes": before.other_bytes,
                 "rss_peak_bytes": max(before.rss_peak_bytes, self.rss_peak_bytes),
                 "lossy": tuple(dict.fromkeys((*before.lossy, *self.lossy))),
                 "notes": tuple(dict.fromkeys((*before.notes, *self.notes))),

@@ -20,14 +20,14 @@ NAMES = [case.name for case in CASES]
 DENOISER: dict[str, dict[str, Any]] = {
     "chunked attention": {"attention": "chunked"},
     "one item at a time": {"batch": 1},
-    "guidance apart": {"guidance": "apart"},
-    "guidance together": {"guidance": "together"},
-    "feed-forward in chunks": {"feed_forward": 4096},
+    "guidance apart": {"cfg": "sequential"},
+    "guidance together": {"cfg": "batched"},
+    "feed-forward in chunks": {"ffn_chunk": 4096},
 }
 AUTOENCODER: dict[str, dict[str, Any]] = {
     "strips, maps on the device": {"strips": 250_000},
-    "strips, maps in host memory": {"strips": 250_000, "maps": "host"},
-    "strips, maps again": {"strips": 250_000, "maps": "again"},
+    "strips, maps in host memory": {"strips": 250_000, "feature_maps": "host"},
+    "strips, maps again": {"strips": 250_000, "feature_maps": "again"},
 }
 # the level of each, and the pipelines, that are not left to the slow tests
 LEVEL = {

@@ -10,16 +10,16 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
 from tightfit.apply import again
-from tightfit.apply.again import Draws, Finished
+from tightfit.apply.again import OutputReplayCache, RngState
 from tightfit.devices.depot import PAGE
-from tightfit.devices.lane import LateLane
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.lane import LateCopyStream
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.devices.seam import CpuDevice, LoopbackDevice
 from tightfit.errors import RunError
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
-from tightfit.records import Accelerator, Stint
+from tightfit.records import Accelerator, ComponentRun
 
 
 class Work:
@@ -36,19 +36,19 @@ class Work:
 class LateDevice(LoopbackDevice):
     """Copies are made when somebody waits for them."""
 
-    def lane(self) -> LateLane:
-        return LateLane()
+    def copy_stream(self) -> LateCopyStream:
+        return LateCopyStream()
 
 
 @pytest.fixture(params=[LoopbackDevice, CpuDevice, LateDevice])
-def finished(request: pytest.FixtureRequest) -> Iterator[Finished]:
-    made = Finished(request.param())
+def finished(request: pytest.FixtureRequest) -> Iterator[OutputReplayCache]:
+    made = OutputReplayCache(request.param())
     made.active = True
     yield made
     made.forget()
 
 
-def test_results_come_back_as_they_were_though_others_wrote_into_them(finished: Finished) -> None:
+def test_results_come_back_as_they_were_though_others_wrote_into_them(finished: OutputReplayCache) -> None:
     works = [
         Work((torch.arange(6.0).reshape(2, 3).T, None, "text")),
         Work(Transformer2DModelOutput(sample=torch.ones(2, 2))),
@@ -74,7 +74,7 @@ def test_results_come_back_as_they_were_though_others_wrote_into_them(finished: 
 
 
 def test_what_nobody_can_copy_and_what_is_too_much_is_done_again(
-    finished: Finished, monkeypatch: pytest.MonkeyPatch
+    finished: OutputReplayCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(again, "MOST_BYTES", 100)
     works = [Work(object()), Work(torch.zeros(20)), Work(torch.zeros(20)), Work(torch.zeros(5))]
@@ -88,10 +88,10 @@ def test_what_nobody_can_copy_and_what_is_too_much_is_done_again(
 
 
 def test_what_is_kept_takes_no_memory_of_the_device() -> None:
-    card = Card(0, Accelerator(name="a card", kind="cuda", bytes=2**30), Host(), values="real")
+    card = SimulatedCard(0, Accelerator(name="a card", kind="cuda", bytes=2**30), Host(), values="real")
     use_cards([card])
     try:
-        finished, device = Finished(PretendDevice()), torch.device("privateuseone")
+        finished, device = OutputReplayCache(SimulatedDevice()), torch.device("privateuseone")
         finished.active = True
         values = [torch.rand(5, 3).to(device), torch.rand(3, 5).to(device).T, torch.rand(6, 6).to(device)[:, 1:]]
         before, peak = card.allocator.allocated.now, card.allocator.allocated.peak
@@ -99,7 +99,7 @@ def test_what_is_kept_takes_no_memory_of_the_device() -> None:
             finished.once(Work(value))
         assert card.allocator.allocated.peak == peak
         finished.once(Work(values[2]))  # with gaps in its memory, which no copy leaves out
-        assert PretendDevice().allocated_bytes() == before
+        assert SimulatedDevice().allocated_bytes() == before
         finished.begin_again()
         for value in values:
             assert torch.equal(finished.once(Work(None)).cpu(), value.cpu())
@@ -113,7 +113,7 @@ def test_where_no_file_can_be_written_it_is_done_again(error: Exception, monkeyp
         raise error
 
     monkeypatch.setattr(again, "Spill", full)
-    finished, work = Finished(CpuDevice()), Work(torch.zeros(5))
+    finished, work = OutputReplayCache(CpuDevice()), Work(torch.zeros(5))
     finished.active = True
     for _ in range(2):
         assert finished.once(work) is work.value
@@ -122,7 +122,7 @@ def test_where_no_file_can_be_written_it_is_done_again(error: Exception, monkeyp
     assert finished.count == 0
 
 
-def test_outside_a_call_nothing_is_kept(finished: Finished) -> None:
+def test_outside_a_call_nothing_is_kept(finished: OutputReplayCache) -> None:
     finished.active = False
     work = Work(torch.zeros(1))
     for _ in range(2):
@@ -138,16 +138,16 @@ def test_generators_go_back(several: bool) -> None:
         lambda: torch.rand(3), lambda: torch.rand(3, generator=own[0]), lambda: torch.rand(3, generator=own[1]),
     ]  # fmt: skip
     given = own if several else own[0]
-    draws = Draws({"generator": given}, LoopbackDevice())
+    draws = RngState({"generator": given}, LoopbackDevice())
     before = [one() for one in draw]
     draws.rewind()
     same = [torch.equal(one(), value) for one, value in zip(draw, before, strict=True)]
     assert same == [True, True, several]
 
 
-def test_the_last_pass_of_the_plan_is_not_kept(finished: Finished) -> None:
+def test_the_last_pass_of_the_plan_is_not_kept(finished: OutputReplayCache) -> None:
     stints = [("vae", "decode", 1), ("unet", "forward", 2), ("vae", "decode", 2)]
-    finished.forget([Stint(component=name, method=method, runs=runs) for name, method, runs in stints])
+    finished.forget([ComponentRun(component=name, method=method, runs=runs) for name, method, runs in stints])
     passes = [((name, method), Work(torch.zeros(3))) for name, method, runs in stints for _ in range(runs)]
     for _ in range(2):
         for what, work in passes:
@@ -159,9 +159,9 @@ def test_the_last_pass_of_the_plan_is_not_kept(finished: Finished) -> None:
 
 def test_small_results_share_host_memory_which_the_next_call_uses_again(monkeypatch: pytest.MonkeyPatch) -> None:
     device, taken = LoopbackDevice(), list[int]()
-    room = device.host_room
+    room = device.allocate_host
     monkeypatch.setattr(device, "host_room", lambda size: taken.append(size) or room(size))
-    finished = Finished(device)
+    finished = OutputReplayCache(device)
     finished.active = True
     values = [torch.full((200,), float(number)) for number in range(4)] + [torch.zeros(0), torch.ones(PAGE // 4 + 1)]
     for _ in range(2):

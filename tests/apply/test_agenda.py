@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tightfit.apply.weights.agenda import Agenda
-from tightfit.plan.order import Order
+from tightfit.apply.weights.agenda import CallOrder
+from tightfit.plan.order import PrefetchOrder
 
 
-def played(agenda: Agenda, passes: str, steps: int | None = None) -> list[str | None]:
+def played(agenda: CallOrder, passes: str, steps: int | None = None) -> list[str | None]:
     """What is expected after each of `passes`."""
     agenda.begin(steps)
     seen = []
@@ -18,27 +18,27 @@ def played(agenda: Agenda, passes: str, steps: int | None = None) -> list[str | 
 
 
 def test_the_first_call_expects_nothing_and_the_next_the_same_again() -> None:
-    agenda = Agenda()
+    agenda = CallOrder()
     assert played(agenda, "eedddv") == [None] * 6
     assert played(agenda, "eedddv") == ["e", "d", "d", "d", "v", None]
 
 
 def test_what_comes_otherwise_ends_the_expectation_for_that_call() -> None:
-    agenda = Agenda()
+    agenda = CallOrder()
     played(agenda, "eddv")
     assert played(agenda, "edddv") == ["d", "d", "v", None, None]
     assert played(agenda, "edddv") == ["d", "d", "d", "v", None]
 
 
 def test_calls_for_other_numbers_of_steps_are_known_apart() -> None:
-    agenda = Agenda()
+    agenda = CallOrder()
     played(agenda, "eddv", steps=2)
     assert played(agenda, "ev", steps=1) == [None, None]
     assert played(agenda, "eddv", steps=2) == ["d", "d", "v", None]
 
 
 def test_a_call_that_does_not_end_teaches_nothing() -> None:
-    agenda = Agenda()
+    agenda = CallOrder()
     played(agenda, "edv")
     agenda.begin(None)
     agenda.works("d", "forward")
@@ -47,7 +47,7 @@ def test_a_call_that_does_not_end_teaches_nothing() -> None:
 
 
 def test_nothing_is_looked_at_beyond_the_last_pass() -> None:
-    order: Order[str] = Order("abc")
+    order: PrefetchOrder[str] = PrefetchOrder("abc")
     offered: list[str] = []
     for last in (False, True):
         order.begin(last=last)
@@ -62,7 +62,7 @@ def test_nothing_is_looked_at_beyond_the_last_pass() -> None:
 
 
 def test_what_is_used_again_in_the_last_pass_is_not_over() -> None:
-    order: Order[str] = Order([])
+    order: PrefetchOrder[str] = PrefetchOrder([])
     for last in (False, True):
         order.begin(last=last)
         seen = []

@@ -47,7 +47,7 @@ def follow(pipe: Any, place: str, **settings: Any) -> Fitted:
     """Denoisers come by units, the rest for its phase."""
     device, home = place.split("-")
     plan = {
-        name: {"placement": "per-unit" if find_role(name, part) == "denoiser" else "per-phase", "home": home}
+        name: {"placement": "stream" if find_role(name, part) == "denoiser" else "offload", "offload_to": home}
         for name, part in find_components(pipe).items()
     }
     return fit(pipe, plan={"components": plan}, device=device, **settings)
@@ -270,12 +270,12 @@ def assert_all_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> N
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("grain", ["leaf", "block"])
+@pytest.mark.parametrize("grain", ["layer", "block"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_network_may_do_anything(kind: type[Network], grain: str, mode: Callable[[], Any], place: str) -> None:
     network, other = make(kind), make(kind)
     device, home = place.split("-")
-    chosen = {"placement": "per-unit", "grain": grain, "home": home}
+    chosen = {"placement": "stream", "granularity": grain, "offload_to": home}
     fitted = fit(network, plan={"components": {"model": chosen}}, device=device)
     for how in (mode, torch.no_grad):
         with how():
@@ -295,7 +295,7 @@ def test_gradients_of_a_streamed_network_reach_its_input(kind: type[Network], pl
     for network in (make(kind).requires_grad_(False), make(kind).requires_grad_(False)):
         if gradients:
             device, home = place.split("-")
-            fit(network, plan={"components": {"model": {"placement": "per-phase", "home": home}}}, device=device)
+            fit(network, plan={"components": {"model": {"placement": "offload", "offload_to": home}}}, device=device)
         x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2)).requires_grad_()
         network(x).square().sum().backward()
         gradients.append(x.grad)
@@ -306,7 +306,7 @@ def test_gradients_of_a_streamed_network_reach_its_input(kind: type[Network], pl
 def test_a_copy_between_calls_is_right_or_refused(kind: type[Network], place: str) -> None:
     network, other = make(kind), make(kind)
     device, home = place.split("-")
-    fitted = fit(network, plan={"components": {"model": {"placement": "per-unit", "home": home}}}, device=device)
+    fitted = fit(network, plan={"components": {"model": {"placement": "stream", "offload_to": home}}}, device=device)
     with torch.no_grad():
         assert_all_equal(passes(network, 2), passes(other, 2))
         try:
@@ -418,7 +418,7 @@ def test_loras_come_and_go(last: str, place: str) -> None:
     assert relative_error(run(pipe, SD), with_lora()[last]) <= tolerance
 
 
-@pytest.mark.parametrize("placement", ["per-phase", "per-unit"])
+@pytest.mark.parametrize("placement", ["offload", "stream"])
 def test_a_lora_fused_in_a_callback(placement: str, place: str) -> None:
     def draw(pipe: Any) -> torch.Tensor:
         def fuse(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
@@ -431,7 +431,7 @@ def test_a_lora_fused_in_a_callback(placement: str, place: str) -> None:
 
     pipe, plain = SD.make(), SD.make()
     device, home = place.split("-")
-    fitted = fit(pipe, plan={"components": {"unet": {"placement": placement, "home": home}}}, device=device)
+    fitted = fit(pipe, plan={"components": {"unet": {"placement": placement, "offload_to": home}}}, device=device)
     for each in (pipe, plain):
         each.load_lora_weights(dict(lora()))
     assert relative_error(draw(pipe), draw(plain)) <= FUSED
@@ -769,8 +769,8 @@ def interrupt_everywhere(place: str, one_in: int) -> None:
     plain = Toy()
     wanted = plain()
     device, home = place.split("-")
-    kinds = {"text_encoder": "per-phase", "denoiser": "per-unit", "last": "per-phase"}
-    plan = {"components": {name: {"placement": kind, "home": home} for name, kind in kinds.items()}}
+    kinds = {"text_encoder": "offload", "denoiser": "stream", "last": "offload"}
+    plan = {"components": {name: {"placement": kind, "offload_to": home} for name, kind in kinds.items()}}
 
     def fitted_toy() -> tuple[Toy, Fitted]:
         pipe = Toy()

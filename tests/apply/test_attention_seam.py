@@ -30,12 +30,12 @@ from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
 from pretend.conftest import ACCELERATOR
 from tightfit import PlanError
-from tightfit.apply.activations.attention import AttentionSeam
+from tightfit.apply.activations.attention import AttentionDispatcher
 from tightfit.apply.activations.attention_scores import Scores
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.devices.seam import CpuDevice
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tiny_pipelines import CASES, TinyCase, run
 
@@ -51,8 +51,8 @@ def _nothing_is_left() -> Iterator[None]:
     assert [vars(owner)["get_attention_scores"] for owner in (Attention, AttentionModuleMixin)] == SCORES
 
 
-def seam(wanted: str = "chunked", told: list[str] | None = None, block: int | None = None) -> AttentionSeam:
-    return AttentionSeam(wanted, CpuDevice(), (told if told is not None else []).append, block=block)
+def seam(wanted: str = "chunked", told: list[str] | None = None, block: int | None = None) -> AttentionDispatcher:
+    return AttentionDispatcher(wanted, CpuDevice(), (told if told is not None else []).append, block=block)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -462,8 +462,8 @@ def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def pretend_card(capability: str) -> Iterator[Card]:
-    card = Card(0, ACCELERATOR.model_copy(update={"compute_capability": capability}), Host(), "real")
+def pretend_card(capability: str) -> Iterator[SimulatedCard]:
+    card = SimulatedCard(0, ACCELERATOR.model_copy(update={"compute_capability": capability}), Host(), "real")
     use_cards([card])
     try:
         yield card
@@ -487,7 +487,7 @@ def test_xformers(mask: str) -> None:
             name: part.to("privateuseone") if isinstance(part, torch.Tensor) else part
             for name, part in settings.items()
         }
-        xformers = AttentionSeam("xformers", PretendDevice())
+        xformers = AttentionDispatcher("xformers", SimulatedDevice())
         with torch.no_grad(), xformers.working():
             result = attend(*(part.to("privateuseone") for part in parts), **there).cpu()
     assert xformers.calls == {"xformers": 1}
@@ -502,8 +502,8 @@ def test_sage_only_by_name_and_only_what_it_takes() -> None:
     with pretend_card("8.0"), torch.no_grad():
         there = [part.to("privateuseone") for part in parts]
         sage, auto = (
-            AttentionSeam("sage", PretendDevice(), told.append),
-            AttentionSeam("auto", PretendDevice(), block=1),
+            AttentionDispatcher("sage", SimulatedDevice(), told.append),
+            AttentionDispatcher("auto", SimulatedDevice(), block=1),
         )
         with sage.working():
             assert torch.equal(attend(*there).cpu(), wanted)
@@ -523,7 +523,7 @@ def test_an_old_pretend_card_needs_no_scores() -> None:
     for wanted in ("torch", "auto"):
         with pretend_card("7.5") as card, torch.no_grad():
             there = [part.to("privateuseone") for part in parts]
-            one = AttentionSeam(wanted, PretendDevice(), block=2**16)
+            one = AttentionDispatcher(wanted, SimulatedDevice(), block=2**16)
             before = card.live.now
             card.live.reset_peak()
             with one.working():

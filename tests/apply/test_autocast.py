@@ -36,15 +36,15 @@ class Casts(TorchDispatchMode):
 
 
 @torch.no_grad()  # a graph for gradients would hold them too
-@pytest.mark.parametrize("home", ["host", "disk"])
-@pytest.mark.parametrize("placement", ["per-unit", "per-phase"])
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("placement", ["stream", "offload"])
 def test_cast_copies_of_weights_that_come_and_go_do_not_pile_up(placement: str, home: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     x = torch.randn(2, WIDTH)
-    part: dict[str, Any] = {"placement": placement, "home": home}
-    if placement == "per-unit":
-        part |= {"stays": [], "ring": 2 * (4 * WIDTH * WIDTH + 5 * 4096)}
+    part: dict[str, Any] = {"placement": placement, "offload_to": home}
+    if placement == "stream":
+        part |= {"resident_layers": [], "ring_buffer": 2 * (4 * WIDTH * WIDTH + 5 * 4096)}
     with torch.autocast("cpu", torch.bfloat16):
         wanted = model(x)
     fitted = fit(model, plan={"components": {"model": part}}, device="loopback", count_activations=False)
@@ -52,7 +52,7 @@ def test_cast_copies_of_weights_that_come_and_go_do_not_pile_up(placement: str, 
         for _ in range(3):
             assert torch.equal(model(x), wanted)
         assert len(casts.made) >= LAYERS
-        if placement == "per-unit":
+        if placement == "stream":
             assert casts.most <= 2  # of layers that are both in the ring
         fitted.undo()
         assert casts.alive == 0

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tightfit.apply.weights.away import AwayWeight
+from tightfit.apply.weights.away import OffloadedParameter
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ class Away:
         self.value = torch.randn(6, 4, generator=generator) if value is None else value
         self.fetches = 0
         like = torch.empty_strided(self.value.shape, self.value.stride(), dtype=self.value.dtype, device="meta")
-        self.weight = nn.Parameter(AwayWeight.standing_for(like, CPU, self._fetch), requires_grad)
+        self.weight = nn.Parameter(OffloadedParameter.standing_for(like, CPU, self._fetch), requires_grad)
 
     def _fetch(self) -> torch.Tensor:
         self.fetches += 1
@@ -82,7 +82,9 @@ def test_questions_about_its_form_need_no_fetch(dtype: torch.dtype, channels_las
 
 def test_it_is_on_the_device_that_it_will_come_to() -> None:
     device = torch.device("meta")
-    weight = AwayWeight.standing_for(torch.empty(2, 3, device="meta"), device, lambda: torch.empty(2, 3, device=device))
+    weight = OffloadedParameter.standing_for(
+        torch.empty(2, 3, device="meta"), device, lambda: torch.empty(2, 3, device=device)
+    )
     assert weight.device == device
     assert (weight + 1).device == device
 
@@ -91,7 +93,7 @@ def test_it_is_on_the_device_that_it_will_come_to() -> None:
 def test_a_parameter_stays_a_parameter(requires_grad: bool) -> None:
     away = Away(requires_grad=requires_grad)
     assert isinstance(away.weight, nn.Parameter)
-    assert isinstance(away.weight, AwayWeight)
+    assert isinstance(away.weight, OffloadedParameter)
     assert away.weight.is_leaf
     assert away.weight.requires_grad is requires_grad
     layer = away.layer()
@@ -103,7 +105,7 @@ def test_a_parameter_stays_a_parameter(requires_grad: bool) -> None:
 @pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda weight: weight.data], ids=["detach", "data"])
 def test_an_alias_is_away_too(away: Away, alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
     other = alias(away.weight)
-    assert isinstance(other, AwayWeight)
+    assert isinstance(other, OffloadedParameter)
     assert not isinstance(other, nn.Parameter)
     assert not other.requires_grad
     assert (other.shape, other.stride(), other.dtype) == (away.value.shape, away.value.stride(), away.value.dtype)
@@ -379,7 +381,7 @@ def test_writing_twice_adds_up_and_fetches_once(away: Away) -> None:
 
 def test_what_writing_returns_is_the_weight(away: Away) -> None:
     result = torch.ops.aten.add_.Tensor(away.weight.data, 1)
-    assert isinstance(result, AwayWeight)
+    assert isinstance(result, OffloadedParameter)
     assert result.absence is away.weight.absence
 
 

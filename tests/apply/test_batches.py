@@ -17,7 +17,7 @@ from inspection import assert_same, imprint, relative_error
 from more_pipelines import MORE_CASES
 from tightfit import RunError, fit
 from tightfit.apply.activations.batches import chunk_blocks, in_chunks
-from tightfit.apply.disguise import disguise
+from tightfit.apply.disguise import override_class_members
 from tightfit.devices.seam import LoopbackDevice
 from tightfit.measure.modules import find_units
 from tightfit.measure.recorder import Recorder
@@ -45,7 +45,7 @@ def chunked(network: nn.Module, size: int, told: Callable[[str], object] = lambd
         seen.append(len(first))
         return plain(self, *args, **kwargs)
 
-    disguise(network, __call__=in_chunks(watched, size, told))
+    override_class_members(network, __call__=in_chunks(watched, size, told))
     return seen
 
 
@@ -90,7 +90,7 @@ def test_the_same_numbers_as_whole(name: str) -> None:
     with ExitStack() as undo:
         for network in denoisers(pipe):
             for block in find_units(network).values():
-                undo.callback(disguise(block, forward=counting(type(block).forward, rows)))
+                undo.callback(override_class_members(block, forward=counting(type(block).forward, rows)))
             chunk_blocks(network, 1, undo, notes.append)
         assert relative_error(latents(case, pipe), whole) <= ROUNDING
     assert 1 in rows
@@ -127,7 +127,7 @@ def test_weights_come_once_for_all_chunks_of_a_block() -> None:
     case, moved = next(case for case in CASES if case.name == "StableDiffusion"), []
     for size in (None, 1):
         pipe: Any = case.make()
-        plan = {"level": 3, "offload_activations": False, "components": {"unet": {"grain": "block"}}}
+        plan = {"level": 3, "offload_activations": False, "components": {"unet": {"granularity": "block"}}}
         fitted = fit(pipe, plan=plan, device="loopback", count_activations=False)
         with ExitStack() as undo:
             if size:

@@ -35,13 +35,13 @@ def compiled(how: str) -> tuple[Any, torch.Tensor]:
     return pipe, wanted
 
 
-@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("home", ["cpu", "disk"])
 def test_compiled_blocks_stay_as_they_are(home: str) -> None:
     pipe, wanted = compiled("blocks")
     blocks = [module._compiled_call_impl for module in pipe.transformer.modules()]
-    plan = {"components": {"transformer": {"placement": "per-unit", "home": home}}}
+    plan = {"components": {"transformer": {"placement": "stream", "offload_to": home}}}
     fitted = fit(pipe, plan=plan, device="loopback", count_activations=False)
-    assert fitted.plan.components["transformer"].grain == "block"
+    assert fitted.plan.components["transformer"].granularity == "block"
     for _ in range(2):
         assert torch.equal(run(pipe, FLUX), wanted)
         assert [phase.on_demand for phase in fitted.report().trace.phases] == [0, 0, 0]
@@ -55,7 +55,11 @@ def test_compiled_blocks_stay_as_they_are(home: str) -> None:
 def test_layers_cannot_come_one_by_one_into_a_compiled_block() -> None:
     pipe, _ = compiled("blocks")
     with pytest.raises(PlanError, match=r"transformer has compiled blocks.*grain=block"):
-        fit(pipe, plan={"components": {"transformer": {"placement": "per-unit", "grain": "leaf"}}}, device="loopback")
+        fit(
+            pipe,
+            plan={"components": {"transformer": {"placement": "stream", "granularity": "layer"}}},
+            device="loopback",
+        )
 
 
 @pytest.mark.slow
@@ -88,7 +92,7 @@ def test_out_of_memory_in_a_compiled_block_is_rescued(monkeypatch: pytest.Monkey
         return work(*args, **kwargs)
 
     block._compiled_call_impl = failing
-    plan = {"components": {"transformer": {"placement": "per-unit", "weights": "1GB"}}}
+    plan = {"components": {"transformer": {"placement": "stream", "weight_memory": "1GB"}}}
     fitted = fit(pipe, plan=plan, device="loopback", count_activations=False)
     assert torch.equal(run(pipe, FLUX), wanted)
     assert left == [0]

@@ -11,23 +11,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_stored
+from tightfit.apply.weights.disk import DiskStore, FileTensor, SpillFile, read_stored
 from tightfit.apply.weights.staging import Stager
 from tightfit.devices.disk import DiskReader
-from tightfit.devices.lane import HostLane
+from tightfit.devices.lane import HostCopyStream
 from tightfit.devices.memory import OWN_MEMORY
 from tightfit.devices.seam import LoopbackDevice
 
 SHAPES = {"a": (3, 64), "b": (5,), "c": (64, 7), "d": (16, 16), "e": (2, 3), "f": (1024, 600), "g": (0, 4)}
 
 
-def stored_in(file: Path) -> dict[str, Stored]:
+def stored_in(file: Path) -> dict[str, FileTensor]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
     begin = {name: 8 + length + header[name]["data_offsets"][0] for name in SHAPES}
     read = load_file(file)
-    return {name: Stored(file, begin[name], x.dtype, x.shape, x.stride()) for name, x in read.items()}
+    return {name: FileTensor(file, begin[name], x.dtype, x.shape, x.stride()) for name, x in read.items()}
 
 
 @pytest.mark.parametrize("more", [0, 8, 16])
@@ -40,11 +40,11 @@ def test_weights_lie_as_in_a_mapped_file(more: int, dtype: torch.dtype, tmp_path
     assert stored["f"].size >= OWN_MEMORY > stored["a"].size
     with DiskReader() as reader:
         one_by_one = {name: read_stored(each, reader) for name, each in stored.items()}
-        together = dict(zip(stored, DiskHome(list(stored.values()), reader).values(), strict=True))
-    with DiskReader() as reader, contextlib.closing(Spill()) as spill:
+        together = dict(zip(stored, DiskStore(list(stored.values()), reader).values(), strict=True))
+    with DiskReader() as reader, contextlib.closing(SpillFile()) as spill:
         aside = {name: spill.write(value) for name, value in together.items()}
         spill.finish()
-        again = dict(zip(aside, DiskHome(list(aside.values()), reader).values(), strict=True))
+        again = dict(zip(aside, DiskStore(list(aside.values()), reader).values(), strict=True))
     for found in (one_by_one, together, again):
         for name, value in found.items():
             assert torch.equal(value, tensors[name]), name
@@ -66,9 +66,9 @@ def test_on_a_card_each_weight_begins_where_any_other_tensor_would(
         stager = Stager(LoopbackDevice()) if staged else None
         if stager is not None:
             end.callback(stager.close)
-        home = DiskHome([stored[name] for name in names], reader, stager, aligned=True)
+        home = DiskStore([stored[name] for name in names], reader, stager, aligned=True)
         region = torch.full((home.size,), 255, dtype=torch.uint8)
-        home.send(HostLane(), region, None).settle()
+        home.send(HostCopyStream(), region, None).wait_on_device()
         assert home.size <= sum(stored[name].size + 256 for name in names)
         again = home.values()
     for name, layout, value in zip(names, home.layouts, again, strict=True):

@@ -18,7 +18,7 @@ from tightfit.measure.modules import find_components, find_role
 from tiny_pipelines import CASES, TinyCase, run
 
 ROUNDING = 1e-5  # relative, float32
-TECHNIQUES = ("slicing", "one-tile", "per-phase", "per-unit", "waiting", "channels-last", "fp8")
+TECHNIQUES = ("slicing", "one-tile", "offload", "stream", "waiting", "channels-last", "fp8")
 ROUNDED = {"slicing", "channels-last"}
 NAMES = [case.name for case in CASES]
 GROUPS = [*((name,) for name in TECHNIQUES), *itertools.combinations(TECHNIQUES, 2)]
@@ -51,12 +51,12 @@ def plan_of(pipe: Any, names: tuple[str, ...]) -> dict[str, Any]:
                 vae["slicing"] = True
             case "one-tile":
                 vae["tile"] = 64
-            case "per-phase":
+            case "offload":
                 for component in components.values():
-                    component.setdefault("placement", "per-phase")
-            case "per-unit":
+                    component.setdefault("placement", "offload")
+            case "stream":
                 for name in denoisers:
-                    components[name]["placement"] = "per-unit"
+                    components[name]["placement"] = "stream"
             case "waiting":
                 plan["offload_activations"] = True
             case "channels-last":

@@ -11,7 +11,7 @@ from torch import nn
 
 from tightfit import fit
 from tightfit.apply.gates import at_work, watch
-from tightfit.devices.lane import Arrival, HostLane
+from tightfit.devices.lane import CopyHandle, HostCopyStream
 from tightfit.devices.seam import LoopbackDevice
 
 WIDTH, BLOCKS = 32, 6
@@ -35,28 +35,28 @@ class Network(nn.Module):
 X = torch.randn(1, 96, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-class FailingLane(HostLane):
+class FailingLane(HostCopyStream):
     def __init__(self, device: FailingDevice) -> None:
         self._device = device
 
-    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> CopyHandle:
         super().send(target, source, after)
         return FailingArrival(self._device)
 
 
-class FailingArrival(Arrival):
+class FailingArrival(CopyHandle):
     """Out of memory, once, for the `fails_in`-th that is waited for."""
 
     def __init__(self, device: FailingDevice) -> None:
         self._device = device
 
-    def settle(self) -> float:
+    def wait_on_device(self) -> float:
         self._device.fails_in -= 1
         if self._device.fails_in == 0:
             raise torch.OutOfMemoryError("no memory for this layer")
         return 0.0
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         pass
 
 
@@ -64,10 +64,10 @@ class FailingDevice(LoopbackDevice):
     fails_in = 0
     rooms = 0  # how often memory was taken
 
-    def lane(self) -> FailingLane:
+    def copy_stream(self) -> FailingLane:
         return FailingLane(self)
 
-    def room(self, size: int) -> torch.Tensor:
+    def allocate(self, size: int) -> torch.Tensor:
         self.rooms += 1
         return super().room(size)
 
@@ -81,8 +81,13 @@ def test_a_layer_that_fails_once_is_in_use_neither_too_long_nor_too_short(failin
     wanted = model(X)
     stays = ["blocks.5"] if compiled else ["blocks.5.0.net.0.proj", "blocks.5.0.net.2"]
     largest = sum(parameter.nbytes for parameter in model.blocks[0].parameters()) + 4 * 4096
-    part = {"placement": "per-unit", "stays": stays, "ring": 3 * largest, "grain": "block" if compiled else "leaf"}
-    plan = {"components": {"model": part | ({} if compiled else {"feed_forward": "1MB"})}}
+    part = {
+        "placement": "stream",
+        "resident_layers": stays,
+        "ring_buffer": 3 * largest,
+        "granularity": "block" if compiled else "layer",
+    }
+    plan = {"components": {"model": part | ({} if compiled else {"ffn_chunk": "1MB"})}}
     fitted = fit(model, plan=plan, device=device)
     fails_in = failing if not compiled else -(-failing // 2)
     if failing <= 2 * (BLOCKS - 1):  # what stays is only waited for as it comes, in the first pass

@@ -81,13 +81,13 @@ def test_level_3_needs_less_than_level_0_and_counts_what_moves() -> None:
     skips = denoise.bytes_out
     assert skips > 0
     chosen = fitted.plan.components["unet"]
-    leaves = {leaf.name: leaf.bytes for leaf in inspect_component("unet", pipe.unet).leaves}
-    assert chosen.stays is not None
-    assert chosen.ring is not None
-    once = sum(leaves[name] for name in chosen.stays) + weight_bytes(pipe.unet) - sum(leaves.values())
-    each = sum(size for name, size in leaves.items() if name not in chosen.stays)
+    leaves = {leaf.name: leaf.bytes for leaf in inspect_component("unet", pipe.unet).layers}
+    assert chosen.resident_layers is not None
+    assert chosen.ring_buffer is not None
+    once = sum(leaves[name] for name in chosen.resident_layers) + weight_bytes(pipe.unet) - sum(leaves.values())
+    each = sum(size for name, size in leaves.items() if name not in chosen.resident_layers)
     padding = 3 * 128 * 2 * len(leaves)
-    assert 0 <= denoise.bytes_in - (once + 2 * each + skips) <= chosen.ring + padding
+    assert 0 <= denoise.bytes_in - (once + 2 * each + skips) <= chosen.ring_buffer + padding
     assert denoise.on_demand == 0
     assert denoise.peak_weights < 0.4 * weight_bytes(pipe.unet)
 
@@ -258,7 +258,7 @@ def test_a_component_can_be_kept_on_the_device() -> None:
     pipe = SD.make()
     fitted = fit(pipe, plan={"level": 3, "components": {"vae": {"placement": "resident"}}}, device="loopback")
     assert fitted.plan.components["vae"].placement == "resident"
-    assert fitted.plan.components["unet"].placement == "per-unit"
+    assert fitted.plan.components["unet"].placement == "stream"
     run(pipe, SD)
     phases = {phase.name: phase for phase in fitted.report().trace.phases}
     assert phases["decode"].bytes_in == 0

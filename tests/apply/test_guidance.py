@@ -14,8 +14,8 @@ from inspection import imprint, relative_error
 from more_pipelines import MORE_CASES
 from tightfit import fit
 from tightfit.apply.activations.agreement import are_equal
-from tightfit.apply.activations.guidance import joined
-from tightfit.apply.disguise import disguise
+from tightfit.apply.activations.guidance import batch_cfg_calls
+from tightfit.apply.disguise import override_class_members
 from tiny_pipelines import CASES, TinyCase
 
 ROUNDING = 1e-5  # relative, float32
@@ -36,7 +36,7 @@ def watched(network: nn.Module, around: Callable[..., Any]) -> list[int]:
         seen.append(len(args[0] if args else kwargs["hidden_states"]))
         return plain(self, *args, **kwargs)
 
-    disguise(network, __call__=around(watching))
+    override_class_members(network, __call__=around(watching))
     return seen
 
 
@@ -50,7 +50,7 @@ def test_two_calls_of_a_step_are_one_from_the_second_step_on(name: str) -> None:
     case, notes = named(name), list[str]()
     pipe: Any = case.make()
     apart, before = latents(pipe, case), imprint(pipe)
-    seen = watched(pipe.transformer, lambda forward: joined(forward, notes.append))
+    seen = watched(pipe.transformer, lambda forward: batch_cfg_calls(forward, notes.append))
     for _ in range(2):  # each call has prompts of its own
         seen.clear()
         assert relative_error(latents(pipe, case), apart) <= ROUNDING
@@ -61,7 +61,7 @@ def test_two_calls_of_a_step_are_one_from_the_second_step_on(name: str) -> None:
 
 def test_weights_come_once_for_both() -> None:
     case, moved = named("Wan"), []
-    for around in (lambda forward: forward, joined):
+    for around in (lambda forward: forward, batch_cfg_calls):
         pipe: Any = case.make()
         fitted = fit(pipe, level=3, device="loopback", count_activations=False)
         watched(pipe.transformer, around)
@@ -75,7 +75,7 @@ def test_prompts_of_different_lengths_are_computed_apart() -> None:
     case, notes = named("QwenImage"), list[str]()
     pipe: Any = case.make()
     apart = latents(pipe, case)
-    seen = watched(pipe.transformer, lambda forward: joined(forward, notes.append))
+    seen = watched(pipe.transformer, lambda forward: batch_cfg_calls(forward, notes.append))
     assert torch.equal(latents(pipe, case), apart)
     assert seen == [1] * 2 * STEPS
     assert set(notes) == {"guidance: the two calls of a step take prompts of different sizes, and are made one by one"}
@@ -103,7 +103,7 @@ class Step:
         self.first, self.second = self.prompts[0].clone(), self.prompts[1].clone()
         self.network, self.plain = Denoiser(), Denoiser()
         self.notes: list[str] = []
-        self.seen = watched(self.network, lambda forward: joined(forward, self.notes.append))
+        self.seen = watched(self.network, lambda forward: batch_cfg_calls(forward, self.notes.append))
         for _ in range(2):
             self.begin()
             self.ask(self.first)
@@ -188,7 +188,7 @@ def test_a_network_that_is_changed_between_the_two_calls_is_never_joined() -> No
 
 def test_without_guidance_nothing_is_computed_twice() -> None:
     network = Denoiser()
-    seen, prompt = watched(network, joined), torch.randn(3, 40, 50)
+    seen, prompt = watched(network, batch_cfg_calls), torch.randn(3, 40, 50)
     for _ in range(4):
         network(hidden_states=torch.randn(3, 40, 50), prompt=prompt, timestep=torch.rand(3))
     assert seen == [3] * 4
@@ -232,7 +232,7 @@ def test_in_each_step_only_what_is_made_anew_is_compared(monkeypatch: pytest.Mon
     monkeypatch.setattr("tightfit.apply.activations.guidance.are_equal", counted)
     case = named("Flux")
     pipe: Any = case.make()
-    watched(pipe.transformer, joined)
+    watched(pipe.transformer, batch_cfg_calls)
     latents(pipe, case)
     assert compared[-STEPS + 2 :] == [(1,)] * (STEPS - 2)
 
@@ -241,6 +241,6 @@ def test_prompts_of_different_sizes_are_not_compared(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tightfit.apply.activations.guidance.are_equal", lambda *_: pytest.fail("compared"))
     case, notes = named("QwenImage"), list[str]()
     pipe: Any = case.make()
-    watched(pipe.transformer, lambda forward: joined(forward, notes.append))
+    watched(pipe.transformer, lambda forward: batch_cfg_calls(forward, notes.append))
     latents(pipe, case)
     assert {"prompts of different sizes" in note for note in notes} == {True}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tightfit import fit
-from tightfit.apply.weights.absences import Absences
-from tightfit.apply.weights.parcels import Parcel
+from tightfit.apply.weights.absences import LazyWeights
+from tightfit.apply.weights.parcels import WeightGroup
 from tightfit.devices.seam import LoopbackDevice
 
 LAYERS, PASSES = 9, 12
@@ -21,12 +21,17 @@ X = torch.randn(2, 512, generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("stays", [0, 4, LAYERS])
 def test_weights_are_made_of_their_bytes_once_for_each_place(stays: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[str]()
-    views = Parcel.views
-    monkeypatch.setattr(Parcel, "views", lambda self, region: made.append(self.name) or views(self, region))
+    views = WeightGroup.views
+    monkeypatch.setattr(WeightGroup, "views", lambda self, region: made.append(self.name) or views(self, region))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(LAYERS)))
     wanted, size = model(X), sum(p.nbytes for p in model[0].parameters()) + 4096
-    part = {"placement": "per-unit", "stays": [str(n) for n in range(stays)], "ring": 3 * size, "grain": "leaf"}
+    part = {
+        "placement": "stream",
+        "resident_layers": [str(n) for n in range(stays)],
+        "ring_buffer": 3 * size,
+        "granularity": "layer",
+    }
     fitted = fit(model, plan={"components": {"model": part}}, device=LoopbackDevice())
     for _ in range(PASSES):
         assert torch.equal(model(X), wanted)
@@ -44,16 +49,16 @@ def test_weights_are_made_of_their_bytes_once_for_each_place(stays: int, monkeyp
 
 def test_what_others_wrote_is_not_kept_on_the_device_for_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[weakref.ref[torch.Tensor]]()
-    with_written = Absences.with_written
+    with_written = LazyWeights.with_written
 
-    def remembered(self: Absences, parcel: Parcel, weights: Any) -> Any:
+    def remembered(self: LazyWeights, parcel: WeightGroup, weights: Any) -> Any:
         found = with_written(self, parcel, weights)
         made.extend(weakref.ref(weight) for weight, was in zip(found, weights, strict=True) if weight is not was)
         return found
 
-    monkeypatch.setattr(Absences, "with_written", remembered)
+    monkeypatch.setattr(LazyWeights, "with_written", remembered)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(LAYERS)))
-    part = {"placement": "per-unit", "stays": [], "ring": 4 * 2**20, "grain": "leaf"}
+    part = {"placement": "stream", "resident_layers": [], "ring_buffer": 4 * 2**20, "granularity": "layer"}
     fitted = fit(model, plan={"components": {"model": part}}, device=LoopbackDevice())
     model(X)
     with torch.no_grad():

@@ -16,10 +16,10 @@ from inspection import assert_same, imprint, relative_error
 from tightfit import PlanError, apply_plan, fit
 from tightfit.apply.weights.eight_bits import storable
 from tightfit.apply.weights.homes import plain_parts
-from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.shelf import FileBackedWeights
 from tightfit.apply.weights.storage import store_weights
 from tightfit.measure.modules import find_components, find_leaves, find_role, inspect_component, weight_bytes
-from tightfit.plan.streaming import AHEAD, settle_streaming
+from tightfit.plan.streaming import AHEAD, resolve_streaming
 from tightfit.records import ComponentPlan, Plan
 from tiny_pipelines import CASES, run
 
@@ -31,7 +31,7 @@ from tightfit.apply.weights.int8 import Int8Weight
 
 every_place = pytest.mark.parametrize(
     ("placement", "home", "device"),
-    [(p, h, d) for p in ("resident", "per-phase", "per-unit") for h in ("host", "disk") for d in ("cpu", "loopback")],
+    [(p, h, d) for p in ("resident", "offload", "stream") for h in ("host", "disk") for d in ("cpu", "loopback")],
 )
 
 
@@ -81,7 +81,7 @@ def test_pipelines_draw_what_torchao_draws(name: str, home: str, device: str) ->
     dequantised(getattr(wide, denoiser))
     wanted, untouched = run(plain, case), run(pipe, case)
     before = imprint(pipe)
-    chosen = {"placement": "per-unit", "storage": "int8", "home": home}
+    chosen = {"placement": "stream", "storage": "int8", "offload_to": home}
     fitted = fit(pipe, plan={"components": {denoiser: chosen}}, device=device)
     assert torch.equal(run(pipe, case), wanted)
     assert torch.equal(run(pipe, case), wanted)
@@ -186,7 +186,7 @@ def test_what_is_also_used_as_loaded_stays_as_loaded(storage: str) -> None:
     model = nn.Sequential()
     model.embedding, model.head, model.other = nn.Embedding(8, 4), nn.Linear(4, 8), nn.Linear(4, 4)
     model.head.weight = model.embedding.weight
-    fit(model, plan={"components": {"model": {"storage": storage, "skip": ["embedding"]}}}, device="cpu")
+    fit(model, plan={"components": {"model": {"storage": storage, "skip_patterns": ["embedding"]}}}, device="cpu")
     assert type(model.head.weight) is nn.Parameter
     assert model.head.weight is model.embedding.weight
     assert type(model.other.weight) is not nn.Parameter
@@ -199,26 +199,26 @@ def test_what_is_also_used_as_loaded_stays_as_loaded(storage: str) -> None:
 def test_a_quarter_crosses_the_link_and_the_planner_knows() -> None:
     model = Tower(width=512)
     loaded, component = weight_bytes(model), inspect_component("model", model)
-    planned = settle_streaming(component, ComponentPlan(placement="per-unit", storage="int8"))
-    fitted = fit(model, plan=stored(placement="per-unit"), device="loopback")
-    assert fitted.plan.components["model"].ring == planned.ring
+    planned = resolve_streaming(component, ComponentPlan(placement="stream", storage="int8"))
+    fitted = fit(model, plan=stored(placement="stream"), device="loopback")
+    assert fitted.plan.components["model"].ring_buffer == planned.ring_buffer
     assert weight_bytes(model) < 0.26 * loaded
     largest = max(sum(p.nbytes for part in parts for p in part.parameters()) for parts in find_leaves(model).values())
-    assert largest <= (planned.ring or 0) / AHEAD < largest + 2 * 4096
-    fitted = fit(model, plan=stored(placement="per-phase"), device="loopback")
+    assert largest <= (planned.ring_buffer or 0) / AHEAD < largest + 2 * 4096
+    fitted = fit(model, plan=stored(placement="offload"), device="loopback")
     model(torch.randn(5, 8))
     assert sum(phase.bytes_in for phase in fitted.report().trace.phases) < 0.27 * loaded
 
 
 def test_the_planner_knows_that_kernels_stay() -> None:
     component = inspect_component("model", nn.Sequential(nn.Conv2d(64, 64, 3), nn.Linear(256, 256), nn.Flatten()))
-    assert [leaf.matrices for leaf in component.leaves] == [{}, {"float32": 256 * 256 * 4}]
+    assert [leaf.matrices for leaf in component.layers] == [{}, {"float32": 256 * 256 * 4}]
     plans = [
-        ComponentPlan(placement="per-unit", storage=storage, stays=())
+        ComponentPlan(placement="stream", storage=storage, resident_layers=())
         for storage in ("as-loaded", "int8", "float8_e5m2")
     ]
     kernel, matrix = 64 * 64 * 9 * 4, 256 * 256 * 4
-    rings = [settle_streaming(component, plan).ring or 0 for plan in plans]
+    rings = [resolve_streaming(component, plan).ring_buffer or 0 for plan in plans]
     wanted = [kernel + matrix, kernel + matrix / 4, (kernel + matrix) / 4]
     assert all(want < ring < want + 4 * 4096 for ring, want in zip(rings, wanted, strict=True))
 
@@ -228,7 +228,7 @@ def test_what_is_stored_is_cut_up_as_before(storage: Any) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(16384, 16384), nn.Linear(600, 600))  # 1 GiB; 1.4 MB, less than a thousandth
     before = list(find_leaves(model))
-    restore = store_weights(model, ComponentPlan(storage=storage), Shelf(), originals_in_ram=True)
+    restore = store_weights(model, ComponentPlan(storage=storage), FileBackedWeights(), originals_in_ram=True)
     assert list(find_leaves(model)) == before == ["0", "1"]
     restore()
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
@@ -255,12 +255,12 @@ def test_what_was_written_meanwhile_stays(placement: str, home: str, device: str
     assert torch.equal(model.blocks[0].up.weight, others)
 
 
-@pytest.mark.parametrize("placement", ["resident", "per-unit"])
-@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+@pytest.mark.parametrize("home", ["cpu", "disk"])
 def test_a_lora_loaded_and_fused(placement: str, home: str) -> None:
     case = next(case for case in CASES if case.name == "StableDiffusion")
     plain, pipe = case.make(), case.make()
-    chosen = {"storage": "int8", "placement": placement, "home": home}
+    chosen = {"storage": "int8", "placement": placement, "offload_to": home}
     fitted = fit(pipe, plan={"components": {"unet": chosen}}, device="loopback")
     untouched = run(pipe, case)
     for step in ("loaded", "fused"):

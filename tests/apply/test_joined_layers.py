@@ -10,7 +10,7 @@ from tightfit import fit
 from tightfit.devices.seam import LoopbackDevice
 from tightfit.errors import PlanError
 from tightfit.measure.modules import inspect_component
-from tightfit.plan.streaming import group_leaves, parcel_sizes, settle_streaming
+from tightfit.plan.streaming import group_layers, resolve_streaming, weight_group_sizes
 from tightfit.records import ComponentPlan
 
 X = torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
@@ -49,21 +49,21 @@ class Network(nn.Module):
 def plan_of(model: nn.Module, *, stays: tuple[str, ...] = ("large",), ring: int = 3) -> tuple[ComponentPlan, int]:
     """Some layers stay, the others pass through a ring that holds so many of the largest; and the bytes of those."""
     component = inspect_component("model", model)
-    chosen = ComponentPlan(placement="per-unit", grain="leaf", stays=stays)
-    sizes = parcel_sizes(component, "leaf", chosen)
-    settled = settle_streaming(component, chosen)
-    passing = {name: size for name, size in sizes.items() if name not in (settled.stays or ())}
-    weights = {leaf.name: leaf.bytes for leaf in component.leaves}
-    groups = group_leaves(component, "leaf")
+    chosen = ComponentPlan(placement="stream", granularity="layer", resident_layers=stays)
+    sizes = weight_group_sizes(component, "layer", chosen)
+    settled = resolve_streaming(component, chosen)
+    passing = {name: size for name, size in sizes.items() if name not in (settled.resident_layers or ())}
+    weights = {leaf.name: leaf.bytes for leaf in component.layers}
+    groups = group_layers(component, "layer")
     size = sum(weights[leaf] for name in passing for leaf in groups[name])
-    return settled.model_copy(update={"ring": ring * max(passing.values())}), size
+    return settled.model_copy(update={"ring_buffer": ring * max(passing.values())}), size
 
 
 def test_what_moves_together_is_a_blocks() -> None:
-    groups = group_leaves(inspect_component("model", Network()), "leaf")
+    groups = group_layers(inspect_component("model", Network()), "layer")
     names = ("query", "key", "value", "out")
     assert list(groups.values()) == [*([f"blocks.{n}.{name}" for name in names] for n in range(BLOCKS)), ["large"]]
-    assert len(group_leaves(inspect_component("model", Network()), "block")) == BLOCKS + 1
+    assert len(group_layers(inspect_component("model", Network()), "block")) == BLOCKS + 1
 
 
 @pytest.mark.parametrize("ring", [1, 3])
@@ -83,23 +83,27 @@ def test_each_comes_once_in_a_pass(skips: str | None, ring: int) -> None:
         brought.append(sum(phase.bytes_in for phase in fitted.report().trace.phases))
     fitted.undo()
     large = sum(weight.nbytes for weight in model.large.parameters())
-    assert size + large < brought[0] <= size + large + (chosen.ring or 0), "in the first pass, and ahead for the next"
+    assert size + large < brought[0] <= size + large + (chosen.ring_buffer or 0), (
+        "in the first pass, and ahead for the next"
+    )
     assert set(brought[1:]) == {size}
 
 
 def test_one_that_is_named_stays_with_those_that_move_with_it() -> None:
     component = inspect_component("model", Network())
     for name in ("blocks.1.query", "blocks.1.value"):
-        chosen = ComponentPlan(placement="per-unit", grain="leaf", stays=(name,))
-        assert settle_streaming(component, chosen).stays == ("blocks.1.query",)
+        chosen = ComponentPlan(placement="stream", granularity="layer", resident_layers=(name,))
+        assert resolve_streaming(component, chosen).resident_layers == ("blocks.1.query",)
     with pytest.raises(PlanError, match=r"did you mean 'blocks\.1\.value'"):
-        settle_streaming(component, ComponentPlan(placement="per-unit", grain="leaf", stays=("blocks.1.valeu",)))
+        resolve_streaming(
+            component, ComponentPlan(placement="stream", granularity="layer", resident_layers=("blocks.1.valeu",))
+        )
 
 
 def test_what_shares_its_weights_comes_by_itself() -> None:
     model = Network()
     model.blocks[2].out.weight = model.blocks[0].key.weight
-    groups = group_leaves(inspect_component("model", model), "leaf")
+    groups = group_layers(inspect_component("model", model), "layer")
     assert groups["blocks.0.key"] == ["blocks.0.key"]
     assert groups["blocks.0.query"] == ["blocks.0.query"]
     assert groups["blocks.0.value"] == ["blocks.0.value", "blocks.0.out"]

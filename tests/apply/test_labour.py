@@ -13,18 +13,18 @@ import torch
 from apply.test_strips import prepared
 from pretend.conftest import ACCELERATOR
 from tightfit import fit
-from tightfit.apply.activations.strips.survey import Survey
-from tightfit.footprint import STRIPS, Pass, Use, Way, Workload
+from tightfit.apply.activations.strips.survey import StripOptionProfiler
+from tightfit.footprint import STRIPS, BlockUse, ComponentCall, KernelGroup, StripProfile
 from tightfit.measure.modules import inspect_component
-from tightfit.measure.tally import Tally
-from tightfit.plan.pace import Pace
-from tightfit.plan.parts import Part
-from tightfit.plan.streaming import parcel_sizes
-from tightfit.plan.strips import seconds_alone
+from tightfit.measure.tally import KernelCounter
+from tightfit.plan.pace import CostModel
+from tightfit.plan.parts import ComponentCost
+from tightfit.plan.streaming import weight_group_sizes
+from tightfit.plan.strips import strip_seconds_without_weights
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
-from tightfit.pretend.kernels import Work
+from tightfit.pretend.kernels import KernelCost
 from tightfit.records import ComponentPlan
 from tiny_autoencoders import CASES, TinyAutoencoder, decode
 
@@ -39,18 +39,18 @@ OTHERS = [case.name for case in CASES if case.name not in QUICK and not case.lar
 
 
 @pytest.fixture
-def card() -> Iterator[Card]:
-    card = Card(0, ACCELERATOR.model_copy(update=SLOW), Host(), "real")
+def card() -> Iterator[SimulatedCard]:
+    card = SimulatedCard(0, ACCELERATOR.model_copy(update=SLOW), Host(), "real")
     use_cards([card])
     yield card
     use_cards(())
 
 
-def ways_of(name: str) -> tuple[TinyAutoencoder, Any, torch.Tensor, list[Way]]:
+def ways_of(name: str) -> tuple[TinyAutoencoder, Any, torch.Tensor, list[StripProfile]]:
     case, model = prepared(name)
     rows = case.only_rows or max(ROWS // case.granule * case.granule, case.least_rows)
     latents = case.latents(rows, 1)
-    survey = Survey(model, "decode", (latents,), case.decode_kwargs(1))
+    survey = StripOptionProfiler(model, "decode", (latents,), case.decode_kwargs(1))
     ways = [survey.way(WHOLE // share, maps, 0, 0) for share, maps in STRIPS.values()]
     return case, model, latents, [way for way in ways if way is not None]
 
@@ -60,7 +60,7 @@ def on(value: Any) -> Any:
     return value.to("privateuseone:0") if isinstance(value, torch.Tensor) else value
 
 
-def summed(works: Iterable[Workload]) -> Counter[tuple[str, str, str]]:
+def summed(works: Iterable[KernelGroup]) -> Counter[tuple[str, str, str]]:
     sums: Counter[tuple[str, str, str]] = Counter()
     for work in works:
         for what in ("operations", "traffic", "kernels"):
@@ -76,21 +76,28 @@ class Played(NamedTuple):
     """A way on a card."""
 
     seconds: float
-    works: list[Work]  # of its kernels
+    works: list[KernelCost]  # of its kernels
     came: int  # bytes of maps
     went: int
 
 
 def played(
-    case: TinyAutoencoder, model: Any, latents: torch.Tensor, way: Way, card: Card, weights: ComponentPlan | None = None
+    case: TinyAutoencoder,
+    model: Any,
+    latents: torch.Tensor,
+    way: StripProfile,
+    card: SimulatedCard,
+    weights: ComponentPlan | None = None,
 ) -> Played:
     plan = {"level": 0} if weights is None else {"components": {"model": weights.to_mapping()}}
-    fitted = fit(model, plan={**plan, "vae": {"strips": way.strips, "maps": way.maps}}, device="pretend:0")
-    given, works, came = latents.to("privateuseone:0"), list[Work](), list[int]()
+    fitted = fit(
+        model, plan={**plan, "vae": {"strips": way.strip_bytes, "feature_maps": way.feature_maps}}, device="pretend:0"
+    )
+    given, works, came = latents.to("privateuseone:0"), list[KernelCost](), list[int]()
 
     def copy_in(size: int, *, pinned: bool, wait: bool) -> None:
         came.append(size if pinned else 0)  # what is not page-locked are constants
-        Card.copy_in(card, size, pinned=pinned, wait=wait)
+        SimulatedCard.copy_in(card, size, pinned=pinned, wait=wait)
 
     card.copy_in = copy_in  # type: ignore[method-assign]
     there = replace(case, decode_kwargs=lambda batch: {k: on(v) for k, v in case.decode_kwargs(batch).items()})
@@ -105,34 +112,34 @@ def played(
     return Played(seconds, works, sum(came), card.bytes_out)
 
 
-def assert_alike(name: str, card: Card) -> list[tuple[float, float]]:
+def assert_alike(name: str, card: SimulatedCard) -> list[tuple[float, float]]:
     """Of each way, the seconds that are said and those that it takes."""
     case, model, latents, ways = ways_of(name)
     times = []
     for way in ways:
         seconds, works, came, went = played(case, model, latents, way, card)
-        tally = Tally()
+        tally = KernelCounter()
         for work in works:
             tally.add(work)
-        assert summed(work for leg in way.legs for work in leg.work) == summed(tally.workloads())
-        assert (sum(leg.bytes_in for leg in way.legs), sum(leg.bytes_out for leg in way.legs)) == (came, went)
-        laps = Pace(inspect_component("vae", model), card.accelerator).laps(way, 1.0, None)
-        times.append((seconds_alone(laps, way.items), seconds))
+        assert summed(work for leg in way.stages for work in leg.work) == summed(tally.workloads())
+        assert (sum(leg.bytes_in for leg in way.stages), sum(leg.bytes_out for leg in way.stages)) == (came, went)
+        laps = CostModel(inspect_component("vae", model), card.accelerator).laps(way, 1.0, None)
+        times.append((strip_seconds_without_weights(laps, way.batch_items), seconds))
     return times
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_what_is_said_of_strips_is_what_is_done(name: str, card: Card) -> None:
+def test_what_is_said_of_strips_is_what_is_done(name: str, card: SimulatedCard) -> None:
     assert assert_alike(name, card)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_said_of_any_autoencoder_is_what_is_done(name: str, card: Card) -> None:
+def test_what_is_said_of_any_autoencoder_is_what_is_done(name: str, card: SimulatedCard) -> None:
     assert_alike(name, card)
 
 
-def test_the_time_of_strips_is_known_wherever_maps_wait(card: Card) -> None:
+def test_the_time_of_strips_is_known_wherever_maps_wait(card: SimulatedCard) -> None:
     times = assert_alike("AutoencoderKL", card)
     assert len(times) == 6  # three sizes, on the device and in host memory
     for said, took in times:
@@ -141,17 +148,17 @@ def test_the_time_of_strips_is_known_wherever_maps_wait(card: Card) -> None:
 
 def assert_streamed(name: str, ring: int, count: int) -> None:
     """What is said of `count` ways comes true over a link so slow that decodes wait for their weights."""
-    card = Card(0, ACCELERATOR.model_copy(update=SLOW_LINK), Host(), "real")
+    card = SimulatedCard(0, ACCELERATOR.model_copy(update=SLOW_LINK), Host(), "real")
     use_cards([card])
     case, model, latents, ways = ways_of(name)
     part = inspect_component("model", model)
-    largest = max(parcel_sizes(part, "leaf", ComponentPlan(placement="per-unit")).values())
-    plan = ComponentPlan(placement="per-unit", grain="leaf", ring=ring * largest, stays=())
+    largest = max(weight_group_sizes(part, "layer", ComponentPlan(placement="stream")).values())
+    plan = ComponentPlan(placement="stream", granularity="layer", ring_buffer=ring * largest, resident_layers=())
     for way in ways[:count]:
-        turns = tuple(turn for leg in way.legs for turn in (*leg.once, *leg.turns))
-        use = Use(unit="", waiting=0, peak=0, turns=turns)
-        done = Pass(component="model", method="decode", peak=0, uses=(use,))
-        streaming = Part(part, plan, card.accelerator, Pace(part, card.accelerator))
+        turns = tuple(turn for leg in way.stages for turn in (*leg.before_strips, *leg.layer_work))
+        use = BlockUse(block="", live_bytes_at_start=0, peak=0, layer_work=turns)
+        done = ComponentCall(component="model", method="decode", peak=0, block_uses=(use,))
+        streaming = ComponentCost(part, plan, card.accelerator, CostModel(part, card.accelerator))
         said = streaming.work(done, 1, streaming.come(0.0), way)
         took = played(case, model, latents, way, card, plan).seconds
         assert said == pytest.approx(took, rel=0.03)

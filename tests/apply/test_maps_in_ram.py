@@ -12,18 +12,18 @@ import torch
 from apply.test_strips import prepared, program_of
 from devices.late import LateCard
 from pretend.conftest import ACCELERATOR
-from tightfit.apply.activations.strips.course import Pass, find_course, peak_of_passes
-from tightfit.apply.activations.strips.maps import HostMap
+from tightfit.apply.activations.strips.course import PlannedStage, find_strip_plan, peak_of_stages
+from tightfit.apply.activations.strips.maps import HostMapBuffer
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Span
 from tightfit.apply.activations.strips.runner import Runner
 from tightfit.apply.activations.strips.weights import LiveWeights
-from tightfit.devices.depot import Depot
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.depot import ActivationHostPool
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.devices.seam import Device, LoopbackDevice
 from tightfit.measure.recorder import Recorder
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import PhaseTrace
 
@@ -38,14 +38,14 @@ class Decoding:
     """A tiny decoder's program in strips, its maps in the host memory of `device`."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.recorder, self.depot = device, Recorder(device), Depot(device)
+        self.device, self.recorder, self.depot = device, Recorder(device), ActivationHostPool(device)
         program = program_of(ROWS)
-        self.course = find_course(program, WORKING, "host")
+        self.course = find_strip_plan(program, WORKING, "host")
         case, model = prepared("AutoencoderKL without attention")
         self._weights = LiveWeights(model.to(device.torch_device), program)
         self._latents = case.latents(ROWS, 1).to(device.torch_device)
 
-    def passes(self, ahead: Ahead) -> list[Pass]:
+    def passes(self, ahead: Ahead) -> list[PlannedStage]:
         return [each._replace(ahead=ahead(stage)) for stage, each in enumerate(self.course.passes)]
 
     def __call__(self, ahead: Ahead) -> tuple[torch.Tensor, PhaseTrace]:
@@ -74,7 +74,7 @@ def test_copies_at_the_last_moment_change_nothing(ahead: Ahead) -> None:
 @pytest.mark.parametrize("ahead", [NEVER, ALWAYS, lambda stage: stage % 3 > 0], ids=["never", "always", "some"])
 def test_what_is_under_way_is_counted(ahead: Ahead) -> None:
     decoding, small = Decoding(LoopbackDevice()), 4096  # what has no rows: statistics of a few groups
-    counted = peak_of_passes(decoding.course.graph, decoding.course.in_host, decoding.passes(ahead)).device
+    counted = peak_of_stages(decoding.course.graph, decoding.course.in_host, decoding.passes(ahead)).device
     picture, phase = decoding(ahead)
     assert 0.95 * counted <= phase.peak_bytes <= counted + small
     assert torch.equal(picture, usual()[0])
@@ -101,17 +101,17 @@ def test_an_interruption_leaves_nothing_behind(after: int, monkeypatch: pytest.M
     assert decoding.depot.idle
 
 
-def maps(depot: Depot, axis: int) -> tuple[HostMap, torch.Tensor]:
+def maps(depot: ActivationHostPool, axis: int) -> tuple[HostMapBuffer, torch.Tensor]:
     shape = [2, 3, 5]
     shape.insert(axis, 12)
     node = Node(op="x", args=(), kwargs={}, shape=tuple(shape), dtype=torch.float16, axis=axis)
-    return HostMap(node, depot, Recorder(LoopbackDevice())), torch.randn(shape).half()
+    return HostMapBuffer(node, depot, Recorder(LoopbackDevice())), torch.randn(shape).half()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 def test_any_rows_can_be_taken(axis: int, ahead: bool) -> None:
-    kept, whole = maps(Depot(LateCard()), axis)
+    kept, whole = maps(ActivationHostPool(LateCard()), axis)
     rows = lambda lo, hi: whole.narrow(axis, lo, hi - lo)  # noqa: E731
     for lo, hi in ((0, 5), (5, 6), (6, 12)):
         kept.put(rows(lo, hi), Span(lo, hi))
@@ -133,15 +133,15 @@ LINK = 1e8  # bytes a second
 
 
 @pytest.fixture
-def slow_link() -> Iterator[PretendDevice]:
+def slow_link() -> Iterator[SimulatedDevice]:
     """A card whose link takes as long each way as its arithmetic, or longer."""
     rates: dict[str, Any] = {"link_rate": LINK, "launch_overhead": 0.0, "arithmetic_rates": {"float32": 1e10}}
-    use_cards([Card(0, ACCELERATOR.model_copy(update=rates), Host(), "shapes")])
-    yield PretendDevice()
+    use_cards([SimulatedCard(0, ACCELERATOR.model_copy(update=rates), Host(), "shapes")])
+    yield SimulatedDevice()
     use_cards(())
 
 
-def test_copies_take_their_time_beside_the_arithmetic(slow_link: PretendDevice) -> None:
+def test_copies_take_their_time_beside_the_arithmetic(slow_link: SimulatedDevice) -> None:
     decoding = Decoding(slow_link)
     (_, at_need), (_, ahead) = decoding(NEVER), decoding(ALWAYS)
     coming, going = ahead.bytes_in / LINK, ahead.bytes_out / LINK

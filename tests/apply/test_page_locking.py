@@ -12,11 +12,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tightfit import fit
-from tightfit.devices.lane import Lane, LateLane
+from tightfit.devices.lane import CopyStream, LateCopyStream
 from tightfit.devices.seam import LoopbackDevice
 from tightfit.measure.modules import leaf_weights
 
-PLAN = {"components": {"model": {"placement": "per-unit", "pinned": True}}}
+PLAN = {"components": {"model": {"placement": "stream", "pinned": True}}}
 
 
 class Registering(LoopbackDevice):
@@ -29,8 +29,8 @@ class Registering(LoopbackDevice):
         self.ranges: dict[int, tuple[int, StorageWeakRef]] = {}
         self.died: list[int] = []  # bytes of what was freed before it was unlocked
 
-    def lane(self) -> Lane:
-        return LateLane()
+    def copy_stream(self) -> CopyStream:
+        return LateCopyStream()
 
     def lock_pages(self, buffer: torch.Tensor) -> Callable[[], None] | None:
         begin, size = buffer.data_ptr(), buffer.nbytes

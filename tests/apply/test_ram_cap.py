@@ -31,7 +31,9 @@ def test_what_stays_goes_where_the_process_holds_more(beyond: int, monkeypatch: 
     pipe = case.make()
     untouched = run(pipe, case)
     most = weight_bytes(find_components(pipe)["unet"]) * 3 // 4
-    plan: dict[str, Any] = {"components": {"unet": {"placement": "per-unit", "home": "disk", "weights": most}}}
+    plan: dict[str, Any] = {
+        "components": {"unet": {"placement": "stream", "offload_to": "disk", "weight_memory": most}}
+    }
     fitted = fit(pipe, plan=plan, device="cpu")
     for _ in range(2):  # the first call does not know in which order layers come
         assert torch.equal(run(pipe, case), untouched)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tightfit.apply.weights.rescue import rescued
+from tightfit.apply.weights.rescue import retry_on_oom
 
 
 class Once:
@@ -32,7 +32,7 @@ def given() -> tuple[torch.Tensor, list[Any]]:
 
 
 def test_it_runs_again() -> None:
-    assert rescued(Once(), lambda: True)(*given()) == 2
+    assert retry_on_oom(Once(), lambda: True)(*given()) == 2
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_what_was_changed_is_not_done_again(change: Callable[..., object]) -> No
     """Autoencoders of video count on in a list, and keep the last frames in it."""
     once = Once(change)
     with pytest.raises(torch.OutOfMemoryError):
-        rescued(once, lambda: True)(*given())
+        retry_on_oom(once, lambda: True)(*given())
     assert once.calls == 1
 
 
@@ -65,4 +65,4 @@ def test_nothing_is_kept_alive() -> None:
         gc.collect()
         return old() is None
 
-    assert rescued(replace, lambda: False)(hidden, caches)
+    assert retry_on_oom(replace, lambda: False)(hidden, caches)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.apply.weights.rooms import Rooms
+from tightfit.apply.weights.rooms import DeviceWeightPool
 from tightfit.devices.seam import LoopbackDevice
 from tightfit.measure.recorder import Recorder
 
@@ -27,7 +27,7 @@ class Weights:
 def test_the_ring_grows_with_what_passes_through(ring: int, of_doubles: int) -> None:
     device = LoopbackDevice()
     parcels: Any = [Weights("a", 8 * KIB), Weights("largest", 32 * KIB), Weights("stays", 16 * KIB)]
-    rooms = Rooms(parcels, {"stays"}, ring, device, Recorder(device))
+    rooms = DeviceWeightPool(parcels, {"stays"}, ring, device, Recorder(device))
     found = []
     for factor in (1, 2, 0.5):
         for parcel in parcels:
@@ -43,7 +43,7 @@ def test_the_ring_grows_with_what_passes_through(ring: int, of_doubles: int) -> 
 def test_the_ring_takes_the_largest_where_only_that_has_grown() -> None:
     device = LoopbackDevice()
     parcels: Any = [Weights("a", 128 * KIB), Weights("grows", 8 * KIB)]
-    rooms = Rooms(parcels, set(), 128 * KIB, device, Recorder(device))
+    rooms = DeviceWeightPool(parcels, set(), 128 * KIB, device, Recorder(device))
     parcels[1].size = 256 * KIB - 1
     rooms.open()
     rooms.take()

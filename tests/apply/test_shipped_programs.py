@@ -18,7 +18,7 @@ from tightfit.catalog.known import model_names
 from tightfit.plan.guesses import ANY_CARD
 from tightfit.records import Request
 from tightfit.run.first_calls import FirstCalls
-from tightfit.run.stage import Stage, roomy_card
+from tightfit.run.stage import SimulationRun, roomy_card
 
 FOLDER = Path(str(files("tightfit"))) / SHIPPED
 MADE = json.loads((FOLDER / "made.json").read_text())
@@ -49,7 +49,7 @@ def test_nothing_is_exported_for_a_usual_call(
     monkeypatch.setenv("XDG_CACHE_HOME", str(new_cache() / "none"))
     monkeypatch.setattr(method, "capture", refuse)
     with roomy_card(ANY_CARD) as card, ExitStack() as undo:
-        stage = Stage(model, card, {"level": 0}, Request())
+        stage = SimulationRun(model, card, {"level": 0}, Request())
         calls = FirstCalls(stage.components, undo, expandable=True)
         stage.play(None)
         marks = {".".join(kind): survey and survey.mark for kind, survey in calls.take_apart().items()}

@@ -13,7 +13,7 @@ import torch
 from tightfit import ModelError
 from tightfit.apply.weights import staging
 from tightfit.apply.weights.staging import Stager
-from tightfit.devices.lane import Arrival, HostLane, LateLane
+from tightfit.devices.lane import CopyHandle, HostCopyStream, LateCopyStream
 from tightfit.devices.seam import LoopbackDevice
 
 KILO = 1024
@@ -53,65 +53,65 @@ def filled(value: int) -> Callable[[torch.Tensor], None]:
 def test_all_arrives_through_a_small_buffer_that_grows_where_it_must(stager: Stager) -> None:
     sizes = [3 * KILO, 16 * KILO, 40 * KILO, 5 * KILO, 80 * KILO, 1] * 5
     targets = [room(size) for size in sizes]
-    arrivals = [stager.send(LateLane(), t, None, filled(i)) for i, t in enumerate(targets)]
+    arrivals = [stager.send(LateCopyStream(), t, None, filled(i)) for i, t in enumerate(targets)]
     for number, (arrival, target) in enumerate(zip(arrivals, targets, strict=True)):
-        arrival.settle()
+        arrival.wait_on_device()
         assert target.eq(number).all()
 
 
 def test_a_part_is_not_filled_again_before_its_copy_is_complete(stager: Stager) -> None:
     complete: list[int] = []
 
-    class Slow(Arrival):
+    class Slow(CopyHandle):
         def __init__(self, number: int) -> None:
             self.number = number
 
         def land(self) -> None:
             complete.append(self.number)
 
-    class SlowLane(HostLane):
+    class SlowLane(HostCopyStream):
         sent = 0
 
-        def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Arrival:
+        def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> CopyHandle:
             self.sent += 1
             return Slow(self.sent - 1)
 
     lane, seen = SlowLane(), []
     for _ in range(8):
         arrival = stager.send(lane, room(8 * KILO), None, lambda _: seen.append(len(complete)))
-    arrival.settle()
+    arrival.wait_on_device()
     assert seen == [0, 0, 1, 2, 3, 4, 5, 6]  # there is room for two
     assert complete == list(range(6))
 
 
 def test_the_host_goes_on_and_waits_only_for_what_has_not_come(stager: Stager) -> None:
     gate, target = Gate(7), room(KILO)
-    arrival = stager.send(HostLane(), target, None, gate)
+    arrival = stager.send(HostCopyStream(), target, None, gate)
     assert gate.begun.wait(10)
     assert target.eq(255).all()
     threading.Timer(0.05, gate.may_go.set).start()
-    assert arrival.settle() > 0.03
+    assert arrival.wait_on_device() > 0.03
     assert target.eq(7).all()
-    assert arrival.settle() < 0.03
+    assert arrival.wait_on_device() < 0.03
 
 
 def test_what_is_abandoned_before_its_turn_is_never_written(stager: Stager) -> None:
     gate, target = Gate(), room(KILO)
-    first = stager.send(HostLane(), room(KILO), None, gate)
-    second = stager.send(HostLane(), target, None, filled(1))
-    second.abandon()
+    first = stager.send(HostCopyStream(), room(KILO), None, gate)
+    second = stager.send(HostCopyStream(), target, None, filled(1))
+    second.cancel()
     gate.may_go.set()
-    first.settle()
-    stager.send(HostLane(), room(KILO), None, filled(2)).settle()
+    first.wait_on_device()
+    stager.send(HostCopyStream(), room(KILO), None, filled(2)).wait_on_device()
     assert target.eq(255).all()
 
 
 def test_what_is_abandoned_in_its_turn_is_complete_then(stager: Stager) -> None:
     gate, target = Gate(3), room(KILO)
-    arrival = stager.send(LateLane(), target, None, gate)
+    arrival = stager.send(LateCopyStream(), target, None, gate)
     assert gate.begun.wait(10)
     threading.Timer(0.05, gate.may_go.set).start()
-    arrival.abandon()
+    arrival.cancel()
     assert gate.may_go.is_set()
     assert target.eq(3).all()
 
@@ -120,20 +120,20 @@ def test_an_error_is_told_to_who_waits_and_to_nobody_else(stager: Stager) -> Non
     def fail(_: torch.Tensor) -> None:
         raise ModelError("the file ends too soon")
 
-    bad = stager.send(HostLane(), room(12 * KILO), None, fail)
-    good = stager.send(HostLane(), target := room(12 * KILO), None, filled(5))
+    bad = stager.send(HostCopyStream(), room(12 * KILO), None, fail)
+    good = stager.send(HostCopyStream(), target := room(12 * KILO), None, filled(5))
     for _ in range(2):
         with pytest.raises(ModelError, match="too soon"):
-            bad.settle()
-    bad.abandon()
-    good.settle()
+            bad.wait_on_device()
+    bad.cancel()
+    good.wait_on_device()
     assert target.eq(5).all()
 
 
 def test_tensors_made_in_inference_mode_can_be_targets(stager: Stager) -> None:
     with torch.inference_mode():
         target = room(KILO)
-        stager.send(HostLane(), target, None, filled(9)).settle()
+        stager.send(HostCopyStream(), target, None, filled(9)).wait_on_device()
         assert target.eq(9).all()
 
 
@@ -147,7 +147,7 @@ def test_close_unlocks_what_was_locked_and_ends_the_thread() -> None:
 
     before = threading.active_count()
     stager = Stager(Locking())
-    stager.send(HostLane(), room(KILO), None, filled(1)).settle()
+    stager.send(HostCopyStream(), room(KILO), None, filled(1)).wait_on_device()
     assert locked == [staging.SIZE]
     stager.close()
     assert locked == []

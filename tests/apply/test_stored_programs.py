@@ -23,11 +23,16 @@ from tightfit import fit
 from tightfit.apply.activations.exporting import NotExported, without_weights
 from tightfit.apply.activations.strips import archive, method
 from tightfit.apply.activations.strips.archive import kept_program, mark_of_call
-from tightfit.apply.activations.strips.capture import NotTakenApart
-from tightfit.apply.activations.strips.course import Course, find_course
+from tightfit.apply.activations.strips.capture import UnsupportedGraph
+from tightfit.apply.activations.strips.course import StripPlan, find_strip_plan
 from tightfit.apply.activations.strips.program import Node, Program, Ref
-from tightfit.apply.activations.strips.written import read_course, read_program, written_course, written_program
-from tightfit.decisions import Maps
+from tightfit.apply.activations.strips.written import (
+    program_from_json,
+    program_to_json,
+    strip_plan_from_json,
+    strip_plan_to_json,
+)
+from tightfit.decisions import FeatureMaps
 
 X = torch.randn(1, 4, 6, 5, generator=torch.Generator().manual_seed(1))
 
@@ -111,8 +116,8 @@ def test_another_process_decodes_without_an_export(archived: tuple[Path, Program
     ("changes", "device"),
     [
         ({}, "cpu"),
-        ({"placement": "per-unit"}, "loopback"),
-        ({"placement": "per-phase"}, "loopback"),
+        ({"placement": "stream"}, "loopback"),
+        ({"placement": "offload"}, "loopback"),
         ({"channels_last": True}, "cpu"),
         ({"storage": "float8_e4m3fn"}, "cpu"),
     ],
@@ -131,7 +136,7 @@ def test_hooks_of_whoever_waits_for_a_layer_leave_no_mark(programs: Path) -> Non
     module = make()
     for part in module.modules():
         part.register_forward_hook(lambda *_: None, always_call=True, with_kwargs=True).remove()
-    fit(module, plan={"components": {"model": {"placement": "per-unit"}}}, device="loopback").undo()
+    fit(module, plan={"components": {"model": {"placement": "stream"}}}, device="loopback").undo()
     assert decode(module)[1] == []
 
 
@@ -279,7 +284,7 @@ def test_where_nothing_can_be_written_it_works_all_the_same(
 
 def test_the_reason_why_there_is_none_is_kept_too(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Program:
-        raise NotTakenApart("it looks at values")
+        raise UnsupportedGraph("it looks at values")
 
     module, x = make(), X[:, :, :4]
     with torch.no_grad():
@@ -295,7 +300,7 @@ def test_a_reason_that_may_pass_is_not_kept(programs: Path, monkeypatch: pytest.
     def fail(*_: object) -> Program:
         exhausted = NotExported("no memory")
         exhausted.__cause__ = MemoryError()
-        raise NotTakenApart("no memory") from exhausted
+        raise UnsupportedGraph("no memory") from exhausted
 
     monkeypatch.setattr(method, "capture", fail)
     assert decode(make(), X[:, :, :4])[1] == ["decode runs whole: no memory"]
@@ -307,11 +312,13 @@ def test_a_reason_that_may_pass_is_not_kept(programs: Path, monkeypatch: pytest.
 # courses
 
 
-def courses_of(module: nn.Module, strips: int = 10_000) -> list[Course]:
+def courses_of(module: nn.Module, strips: int = 10_000) -> list[StripPlan]:
     """Those that were found anew while `module` decoded."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(archive, "find_course", lambda *args, **how: found.append(find_course(*args, **how)) or found[-1])
+        patch.setattr(
+            archive, "find_strip_plan", lambda *args, **how: found.append(find_strip_plan(*args, **how)) or found[-1]
+        )
         decode(module, strips=strips)
     return found
 
@@ -340,11 +347,11 @@ def test_what_is_no_course_is_found_anew(
     assert torch.equal(decode(make())[0].sample, archived[2])
 
 
-@pytest.mark.parametrize("maps", ["device", "host", "again"])
-def test_a_course_in_words_is_the_same_course(maps: Maps) -> None:
+@pytest.mark.parametrize("maps", ["device", "host", "recompute"])
+def test_a_course_in_words_is_the_same_course(maps: FeatureMaps) -> None:
     program = program_of(8)
-    course = find_course(program, 20_000, maps)
-    read = read_course(json.loads(json.dumps(written_course(course))), program)
+    course = find_strip_plan(program, 20_000, maps)
+    read = strip_plan_from_json(json.loads(json.dumps(strip_plan_to_json(course))), program)
     assert (read.passes, read.in_host, read.peak) == (course.passes, course.in_host, course.peak)
     assert read.graph.level == course.graph.level
 
@@ -385,5 +392,5 @@ def test_a_program_in_words_is_the_same_program(archived: tuple[Path, Program, t
     known = archived[1]
     odd = Node("aten.max.dim", args, kwargs, (0, 3), torch.bfloat16, 1, varying=True, name="odd", output=1)
     program = replace(known, nodes=(*known.nodes, odd))
-    words = json.loads(json.dumps(written_program(program)))
-    assert read_program(words, program.constants) == program
+    words = json.loads(json.dumps(program_to_json(program)))
+    assert program_from_json(words, program.constants) == program

@@ -18,10 +18,10 @@ from tightfit import fit
 from tightfit.apply.weights import housing
 from tightfit.apply.weights.fp8 import Float8Weight, storable
 from tightfit.devices.disk import DiskReader
-from tightfit.devices.lane import LateLane
+from tightfit.devices.lane import LateCopyStream
 from tightfit.devices.seam import LoopbackDevice
 from tightfit.measure.modules import find_components, find_role, inspect_component
-from tightfit.plan.streaming import group_leaves
+from tightfit.plan.streaming import group_layers
 from tiny_pipelines import CASES, TinyCase, run
 
 QUICK = (
@@ -38,10 +38,10 @@ class LateDevice(LoopbackDevice):
 
     plain_copies_block = True
 
-    def lane(self) -> LateLane:
-        return LateLane()
+    def copy_stream(self) -> LateCopyStream:
+        return LateCopyStream()
 
-    def room(self, size: int) -> torch.Tensor:
+    def allocate(self, size: int) -> torch.Tensor:
         return torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN in every floating format
 
 
@@ -54,18 +54,23 @@ def prepared(name: str) -> tuple[TinyCase, Any, torch.Tensor]:
 
 def draw_component(draw: Any, name: str, part: nn.Module) -> dict[str, Any]:
     """A legal plan for a component, anything that there can be."""
-    chosen: dict[str, Any] = {"home": draw(st.sampled_from(["host", "disk"]))}
+    chosen: dict[str, Any] = {"offload_to": draw(st.sampled_from(["cpu", "disk"]))}
     if draw(st.booleans()):
-        return chosen | {"placement": "per-phase"}
+        return chosen | {"placement": "offload"}
     component = inspect_component(name, part)
-    grain = draw(st.sampled_from(["leaf", "block"]))
-    own = {leaf.name: leaf.bytes + 4 * 4096 for leaf in component.leaves}
-    groups = group_leaves(component, grain)
+    grain = draw(st.sampled_from(["layer", "block"]))
+    own = {leaf.name: leaf.bytes + 4 * 4096 for leaf in component.layers}
+    groups = group_layers(component, grain)
     sizes = {group: -(-sum(own[leaf] for leaf in leaves) // 4096) * 4096 for group, leaves in groups.items()}
     stays = draw(st.sets(st.sampled_from(sorted(sizes))))
     passing = [size for group, size in sizes.items() if group not in stays]
     ring = draw(st.integers(max(passing, default=0), max(sum(passing), 4096)))
-    return chosen | {"placement": "per-unit", "grain": grain, "stays": tuple(sorted(stays)), "ring": ring}
+    return chosen | {
+        "placement": "stream",
+        "granularity": grain,
+        "resident_layers": tuple(sorted(stays)),
+        "ring_buffer": ring,
+    }
 
 
 @pytest.mark.parametrize("name", a_few([case.name for case in (*CASES, *MORE_CASES)], *QUICK))
@@ -94,7 +99,7 @@ def widened_once(network: nn.Module, form: torch.dtype) -> None:
         owner._parameters[name] = nn.Parameter(Float8Weight.store(weight, form).widen(), weight.requires_grad)
 
 
-@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])
 def test_stored_in_eight_bits_is_as_casting_each_weight(name: str, home: str) -> None:
     case = next(case for case in CASES if case.name == name)
@@ -102,7 +107,7 @@ def test_stored_in_eight_bits_is_as_casting_each_weight(name: str, home: str) ->
     denoiser = next(n for n, part in find_components(pipe).items() if find_role(n, part) == "denoiser")
     widened_once(getattr(plain, denoiser), torch.float8_e4m3fn)
     wanted = run(plain, case)
-    chosen = {"placement": "per-unit", "storage": "float8_e4m3fn", "home": home}
+    chosen = {"placement": "stream", "storage": "float8_e4m3fn", "offload_to": home}
     for device in ("cpu", "loopback") if home == "disk" else ("loopback",):
         fitted = fit(pipe, plan={"components": {denoiser: chosen}}, device=device)
         assert torch.equal(run(pipe, case), wanted)
@@ -125,7 +130,9 @@ def test_a_processor_reads_past_the_page_cache(monkeypatch: pytest.MonkeyPatch) 
     readers: list[DiskReader] = []
     monkeypatch.setattr(housing, "DiskReader", lambda: readers.append(DiskReader()) or readers[-1])
     case, pipe, untouched = prepared("Flux")
-    fitted = fit(pipe, plan={"components": {"transformer": {"placement": "per-unit", "home": "disk"}}}, device="cpu")
+    fitted = fit(
+        pipe, plan={"components": {"transformer": {"placement": "stream", "offload_to": "disk"}}}, device="cpu"
+    )
     assert torch.equal(run(pipe, case), untouched)
     (reader,) = readers
     if not reader.notes:  # else the file system refuses direct reads
@@ -136,7 +143,7 @@ def test_a_processor_reads_past_the_page_cache(monkeypatch: pytest.MonkeyPatch) 
 def test_each_pass_follows_the_one_before_whatever_stream_it_is_on() -> None:
     told: list[str] = []
 
-    class Telling(LateLane):
+    class Telling(LateCopyStream):
         def follow_host(self) -> None:
             told.append("follow")
 
@@ -144,12 +151,12 @@ def test_each_pass_follows_the_one_before_whatever_stream_it_is_on() -> None:
             told.append("mark")
 
     class Card(LateDevice):
-        def lane(self) -> LateLane:
+        def lane(self) -> LateCopyStream:
             return Telling()
 
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     model.to(torch.float32)
-    plan = {"placement": "per-unit", "stays": ["0"], "ring": 2 * (2**20 + 4096)}
+    plan = {"placement": "stream", "resident_layers": ["0"], "ring_buffer": 2 * (2**20 + 4096)}
     fit(model, plan={"components": {"model": plan}}, device=Card())
     for _ in range(3):
         told.clear()

@@ -13,13 +13,13 @@ from apply.test_labour import ROWS, on
 from apply.test_strips import prepared
 from pretend.conftest import ACCELERATOR
 from tightfit import fit
-from tightfit.apply.activations.strips.capture import NotTakenApart
-from tightfit.apply.activations.strips.course import peak_of_passes
+from tightfit.apply.activations.strips.capture import UnsupportedGraph
+from tightfit.apply.activations.strips.course import peak_of_stages
 from tightfit.apply.activations.strips.method import program_of
-from tightfit.apply.activations.strips.ways import Way
-from tightfit.decisions import Maps
+from tightfit.apply.activations.strips.ways import StripConfig
+from tightfit.decisions import FeatureMaps
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tiny_autoencoders import CASES, decode
 
@@ -29,19 +29,19 @@ OTHERS = [case.name for case in CASES if case.name not in QUICK and not case.lar
 
 
 @pytest.fixture
-def card() -> Iterator[Card]:
-    card = Card(0, ACCELERATOR, Host())
+def card() -> Iterator[SimulatedCard]:
+    card = SimulatedCard(0, ACCELERATOR, Host())
     use_cards([card])
     yield card
     use_cards(())
 
 
-def planned_and_asked(name: str, maps: Maps, card: Card) -> tuple[int, int]:
+def planned_and_asked(name: str, maps: FeatureMaps, card: SimulatedCard) -> tuple[int, int]:
     """The planned peak of decoding in strips, and the most bytes that the allocator was asked for."""
     case, model = prepared(name)
     rows = case.only_rows or max(ROWS // case.granule * case.granule, case.least_rows)
     latents = case.latents(rows, 1)
-    fitted = fit(model, plan={"level": 0, "vae": {"strips": STRIPS, "maps": maps}}, device="pretend:0")
+    fitted = fit(model, plan={"level": 0, "vae": {"strips": STRIPS, "feature_maps": maps}}, device="pretend:0")
     there = replace(case, decode_kwargs=lambda batch: {k: on(v) for k, v in case.decode_kwargs(batch).items()})
     given = latents.to("privateuseone:0")
     decode(model, there, given, 1)  # constants come to the card
@@ -53,16 +53,16 @@ def planned_and_asked(name: str, maps: Maps, card: Card) -> tuple[int, int]:
     leaves, form = tree_flatten(((), case.decode_kwargs(1)))
     try:
         program, mark, _ = program_of(model, type(model), "decode", latents, leaves, form)
-    except NotTakenApart as reason:
+    except UnsupportedGraph as reason:
         pytest.skip(str(reason))
-    course, moves = Way(program, STRIPS, maps, mark).course, list[int]()
-    peak_of_passes(course.graph, course.in_host, course.passes, moves)
+    course, moves = StripConfig(program, STRIPS, maps, mark).course, list[int]()
+    peak_of_stages(course.graph, course.in_host, course.passes, moves)
     return max(accumulate(moves)), asked
 
 
 @pytest.mark.parametrize("maps", ["device", "host"])
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_no_more_is_asked_for_than_is_planned(name: str, maps: Maps, card: Card) -> None:
+def test_no_more_is_asked_for_than_is_planned(name: str, maps: FeatureMaps, card: SimulatedCard) -> None:
     planned, asked = planned_and_asked(name, maps, card)
     assert asked <= planned
 
@@ -71,10 +71,13 @@ def test_what_a_course_keeps_of_its_bytes_is_what_a_walk_finds() -> None:
     case, model = prepared("AutoencoderKL")
     latents = case.latents(ROWS // case.granule * case.granule, 1)
     program, _, _ = program_of(model, type(model), "decode", latents, *tree_flatten(((), case.decode_kwargs(1))))
-    plain, telling = Way(program, STRIPS, "device").course, Way(program, STRIPS, "device", moves=True).course
+    plain, telling = (
+        StripConfig(program, STRIPS, "device").course,
+        StripConfig(program, STRIPS, "device", moves=True).course,
+    )
     assert plain.moves is None
     assert telling.moves is not None
     walked: list[int] = []
-    assert peak_of_passes(plain.graph, plain.in_host, plain.passes, walked) == telling.peak
+    assert peak_of_stages(plain.graph, plain.in_host, plain.passes, walked) == telling.peak
     assert list(telling.moves) == walked
     assert telling.room() == plain.room()

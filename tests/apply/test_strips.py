@@ -16,12 +16,12 @@ from inspection import assert_same, imprint
 from tightfit import Plan, PlanError, fit
 from tightfit.apply.activations.exporting import without_weights
 from tightfit.apply.activations.strips import capture as capturing
-from tightfit.apply.activations.strips.capture import NotTakenApart, capture
-from tightfit.apply.activations.strips.course import find_course
+from tightfit.apply.activations.strips.capture import UnsupportedGraph, capture
+from tightfit.apply.activations.strips.course import find_strip_plan
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.statistics import Statistics, normalise
 from tightfit.apply.activations.strips.workarounds import avg_pool3d
-from tightfit.decisions import Maps
+from tightfit.decisions import FeatureMaps
 from tiny_autoencoders import CASES, TinyAutoencoder, decode, encode
 
 ROUNDING = 1e-5  # of the largest value, float32
@@ -58,7 +58,7 @@ def test_strips_give_the_same_numbers(name: str) -> None:
     methods = ways(case, model, 7, 3)
     whole, before = {method: work() for method, work in methods.items()}, imprint(model)
     for strips, maps, device in ((SMALLEST, "host", "loopback"), (ONE_STRIP, "device", "cpu")):
-        fitted = fit(model, plan={"vae": {"strips": strips, "maps": maps}}, device=device)
+        fitted = fit(model, plan={"vae": {"strips": strips, "feature_maps": maps}}, device=device)
         for method, work in methods.items():
             found = work()
             assert torch.equal(found, work())
@@ -89,9 +89,9 @@ def test_strips_of_double_precision_differ_by_its_rounding(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "device"),
     [
-        ({"placement": "per-phase"}, "loopback"),
-        ({"placement": "per-unit"}, "loopback"),
-        ({"placement": "per-unit", "home": "disk"}, "cpu"),
+        ({"placement": "offload"}, "loopback"),
+        ({"placement": "stream"}, "loopback"),
+        ({"placement": "stream", "offload_to": "disk"}, "cpu"),
         ({"channels_last": True}, "cpu"),
     ],
 )
@@ -105,10 +105,10 @@ def test_strips_work_wherever_weights_are(changes: dict[str, Any], device: str) 
     fitted.undo()
 
 
-@pytest.mark.parametrize("grain", ["leaf", "block"])
+@pytest.mark.parametrize("grain", ["layer", "block"])
 def test_the_first_call_knows_the_order_of_layers_in_strips(grain: str) -> None:
     case, model = prepared("AutoencoderKL without attention")
-    plan = {"placement": "per-unit", "grain": grain}
+    plan = {"placement": "stream", "granularity": grain}
     fitted = fit(model, plan={"components": {"model": plan}, "vae": {"strips": 30_000}}, device="loopback")
     traces = []
     for batch in (1, 1, 2):
@@ -204,10 +204,10 @@ def test_every_kind_of_operation_in_strips(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("device", "maps"), [("cpu", "device"), ("cpu", "again"), ("loopback", "host")])
-def test_the_course_knows_its_peak(device: str, maps: Maps) -> None:
+def test_the_course_knows_its_peak(device: str, maps: FeatureMaps) -> None:
     case, model = prepared("AutoencoderKL without attention")
-    course = find_course(program_of(16), 100_000, maps)
-    fitted = fit(model, plan={"vae": {"strips": 100_000, "maps": maps}}, device=device)
+    course = find_strip_plan(program_of(16), 100_000, maps)
+    fitted = fit(model, plan={"vae": {"strips": 100_000, "feature_maps": maps}}, device=device)
     decode(model, case, case.latents(16, 1), 1)
     (phase,) = fitted.report().trace.phases
     fitted.undo()
@@ -222,7 +222,7 @@ def test_a_border_all_around_is_one_copy(mode: str, strips: int) -> None:
     model = Blocks(lambda self, x: F.conv2d(F.pad(x, (1, 1, 3, 3), mode=mode), WIDE)).eval()
     x = torch.randn(1, 4, 48, 40)
     program = capture(without_weights(model), lambda double, x: [double.decode(x)], [x.to("meta")])
-    course = find_course(program, strips, "device")
+    course = find_strip_plan(program, strips, "device")
     fitted = fit(model, plan={"vae": {"strips": strips}}, device="cpu")
     with torch.no_grad():
         model.decode(x)
@@ -243,7 +243,7 @@ def test_a_peak_does_not_grow_with_height_but_by_what_is_kept() -> None:
     beside_output, in_host_memory = [], []
     for rows in (16, 32, 64):
         program = program_of(rows)
-        course = find_course(program, 1, "host")
+        course = find_strip_plan(program, 1, "host")
         beside_output.append(course.peak.device - program.nodes[program.outputs[0]].bytes)
         in_host_memory.append(course.peak.host)
     assert max(beside_output) <= 1.05 * min(beside_output)
@@ -281,7 +281,7 @@ def test_what_would_take_too_long_to_export_runs_whole(monkeypatch: pytest.Monke
 
 
 def test_more_memory_means_fewer_strips() -> None:
-    courses = [find_course(program_of(16), size, "device") for size in (1, 10**5, 10**6, 10**9)]
+    courses = [find_strip_plan(program_of(16), size, "device") for size in (1, 10**5, 10**6, 10**9)]
     counts = [course.most_strips for course in courses]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > 10
@@ -320,7 +320,7 @@ def test_what_cannot_be_taken_apart_runs_whole_and_says_so() -> None:
 
 def test_where_tiles_are_allowed_they_stand_in(tmp_path: Path) -> None:
     case, model = prepared("AutoencoderKL without attention")
-    broken = lambda *_: (_ for _ in ()).throw(NotTakenApart("today"))  # noqa: E731
+    broken = lambda *_: (_ for _ in ()).throw(UnsupportedGraph("today"))  # noqa: E731
     fitted = fit(model, plan={"vae": {"strips": 1, "tile": 16}}, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where the reason is kept
@@ -343,13 +343,13 @@ def test_gradients_are_left_to_the_network_itself() -> None:
 
 def test_maps_need_strips() -> None:
     with pytest.raises(PlanError, match=r"vae.maps=host needs vae.strips too"):
-        Plan.from_mapping({"vae": {"maps": "host"}})
+        Plan.from_mapping({"vae": {"feature_maps": "host"}})
 
 
 def test_a_method_that_does_something_else_at_another_height_is_not_taken_apart() -> None:
     model = Blocks(lambda self, x: x + 1 if x.shape[2] != 12 else x)
     double = without_weights(model, Blocks)
-    with pytest.raises(NotTakenApart, match="things at one height and"):
+    with pytest.raises(UnsupportedGraph, match="things at one height and"):
         capture(double, lambda double, x: [double.decode(x)], [torch.empty(1, 4, 12, 5, device="meta")])
 
 
@@ -371,7 +371,7 @@ def test_what_is_done_whole_goes_when_it_is_used_up() -> None:
     flipped = lambda self, x: x.flip(2).cumsum(2).flip(2) * 2  # noqa: E731
     double, given = without_weights(model := Blocks(flipped)), torch.empty(1, 4, 12, 5, device="meta")
     program = capture(double, lambda double, x: [double.decode(x)], [given])
-    course = find_course(program, SMALLEST, "device")
+    course = find_strip_plan(program, SMALLEST, "device")
     one = next(node.bytes for node in program.nodes if node.word == "cumsum")
     assert course.peak.device < 3.1 * one
     fitted = fit(model, plan={"vae": {"strips": SMALLEST}}, device="cpu")

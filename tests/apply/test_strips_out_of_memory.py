@@ -17,12 +17,12 @@ from tightfit import fit
 from tightfit.apply.activations.strips import method
 from tightfit.apply.activations.strips.noise import rewinder
 from tightfit.apply.activations.strips.program import Program
-from tightfit.apply.activations.strips.ways import Way
-from tightfit.decisions import Maps
+from tightfit.apply.activations.strips.ways import StripConfig
+from tightfit.decisions import FeatureMaps
 from tightfit.measure.meter import TensorMeter
 from tightfit.pretend.backend import use_cards
 from tightfit.pretend.blocks import Block
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.units import format_bytes
 
@@ -80,8 +80,8 @@ class Fitted:
     program: Program
     tries: list[Program]  # one for each time that strips are begun
 
-    def peak(self, working: int, maps: Maps = "device") -> int:
-        return Way(self.program, working, maps).course.peak.device
+    def peak(self, working: int, maps: FeatureMaps = "device") -> int:
+        return StripConfig(self.program, working, maps).course.peak.device
 
     def decode(self) -> None:
         """As it should be, in as many tries as it takes."""
@@ -165,7 +165,7 @@ def test_where_nothing_helps_the_error_is_torchs(fitted: Callable[..., Fitted]) 
     with Memory(1000), pytest.raises(torch.OutOfMemoryError, match="of 1000"):
         case.decode()
     assert 2 < len(case.tries) < 12
-    smallest = Way(case.program, 1, "host")
+    smallest = StripConfig(case.program, 1, "host")
     assert smallest.narrower(smallest, separate=True) is None
     case.decode()  # as it was planned
     assert len(case.tries) == 1
@@ -202,7 +202,7 @@ def test_noise_that_cannot_be_drawn_again_is_not(
 @pytest.fixture
 def limit_card() -> Iterator[Callable[[int], None]]:
     """On a pretend card with real values, allows so many bytes beside what is there."""
-    card = Card(0, ACCELERATOR, Host(), "real")
+    card = SimulatedCard(0, ACCELERATOR, Host(), "real")
     use_cards([card])
     malloc, limit = card.malloc, 2**40
 

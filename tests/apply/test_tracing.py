@@ -22,16 +22,16 @@ from more_pipelines import MORE_CASES
 from pretend.conftest import ACCELERATOR
 from tightfit import fit
 from tightfit.apply.activations.traced.compiled import CompiledProgram
-from tightfit.apply.activations.traced.file import Traced
+from tightfit.apply.activations.traced.file import ExportedFile
 from tightfit.apply.activations.traced.graph import Operation
 from tightfit.apply.activations.traced.program import traced_forward
 from tightfit.apply.activations.tracing import find_denoiser, trace_denoiser, trace_module
-from tightfit.apply.disguise import disguise
+from tightfit.apply.disguise import override_class_members
 from tightfit.apply.gates import watch
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.errors import AlreadyFitted, InputError, ModelError, PlanError, RequestError, RunError
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.run.models import find_model
 from tiny_pipelines import CASES, TinyCase, run
@@ -73,18 +73,18 @@ def inputs(side: int = 4, **others: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def traced() -> Traced:
+def traced() -> ExportedFile:
     """Of Net, for `inputs()`."""
     return trace_module(net(), **inputs())
 
 
 @pytest.fixture
-def file(traced: Traced, tmp_path: Path) -> Path:
+def file(traced: ExportedFile, tmp_path: Path) -> Path:
     traced.save(tmp_path / "net.traced")
     return tmp_path / "net.traced"
 
 
-def forward_of(module: nn.Module, traced: Traced) -> Callable[..., Any]:
+def forward_of(module: nn.Module, traced: ExportedFile) -> Callable[..., Any]:
     forward = traced_forward(module, traced)
     return lambda *args, **kwargs: forward(module, *args, **kwargs)
 
@@ -123,7 +123,7 @@ def test_exported_here_and_loaded_elsewhere_it_draws_the_demo_picture(tmp_path: 
     assert drawn.returncode == 0, drawn.stderr.decode()
     assert drawn.stdout == pipe(**call, generator=torch.Generator().manual_seed(5)).images.numpy().tobytes()
 
-    disguise(pipe.unet, forward=traced_forward(pipe.unet, traced))
+    override_class_members(pipe.unet, forward=traced_forward(pipe.unet, traced))
     taken = r"sample is float32 \(2, 4, 8, 8\), the exported denoiser takes float32 \(2, 4, 16, 16\): export it again"
     with pytest.raises(RequestError, match=taken):
         pipe(**call, height=64, width=64)
@@ -142,7 +142,7 @@ def test_pictures_are_those_of_the_code(case: TinyCase, tmp_path: Path) -> None:
     file = tmp_path / "case.traced"
     trace_denoiser(pipe, case.call()).save(file)
     module, wanted = find_denoiser(pipe), run(pipe, case)
-    disguise(module, forward=traced_forward(module, Traced.load(file)))
+    override_class_members(module, forward=traced_forward(module, ExportedFile.load(file)))
     assert torch.equal(run(pipe, case), wanted)
 
 
@@ -160,7 +160,7 @@ def test_what_falls_short_is_refused(name: str, error: type[Exception], message:
 
     def draw() -> None:
         module = find_denoiser(pipe)
-        disguise(module, forward=traced_forward(module, trace_denoiser(pipe, case.call())))
+        override_class_members(module, forward=traced_forward(module, trace_denoiser(pipe, case.call())))
         run(pipe, case)
 
     with pytest.raises(error, match=message):
@@ -180,14 +180,14 @@ def test_inputs_may_be_given_by_position_or_by_name(dtype: torch.dtype) -> None:
         assert torch.equal(run_it(**given | {"timestep": torch.tensor(9)})[0], module(**given | {"timestep": 9})[0])
 
 
-def test_whoever_asks_for_the_signature_gets_that_of_the_code(traced: Traced) -> None:
+def test_whoever_asks_for_the_signature_gets_that_of_the_code(traced: ExportedFile) -> None:
     module = net()
     wanted = inspect.signature(module.forward)
-    disguise(module, forward=traced_forward(module, traced))
+    override_class_members(module, forward=traced_forward(module, traced))
     assert inspect.signature(module.forward) == wanted
 
 
-def test_the_live_weights_are_used(traced: Traced) -> None:
+def test_the_live_weights_are_used(traced: ExportedFile) -> None:
     module = net()
     run_it = forward_of(module, traced)
     with torch.no_grad():
@@ -206,17 +206,17 @@ def test_a_weight_with_two_names_is_one() -> None:
         assert torch.equal(run_it(**inputs())[0], module(**inputs())[0])
 
 
-def test_gradients_are_those_of_the_code(traced: Traced) -> None:
+def test_gradients_are_those_of_the_code(traced: ExportedFile) -> None:
     ours, theirs = net(), net()
     forward_of(ours, traced)(**inputs())[0].square().sum().backward()
     theirs(**inputs())[0].square().sum().backward()
     assert torch.equal(ours.into.weight.grad, theirs.into.weight.grad)
 
 
-def test_exported_without_a_card_it_runs_on_one(traced: Traced) -> None:
+def test_exported_without_a_card_it_runs_on_one(traced: ExportedFile) -> None:
     module, given = net(), inputs()
     wanted = module(**given)[0]
-    use_cards([Card(0, ACCELERATOR, Host(), "real")])
+    use_cards([SimulatedCard(0, ACCELERATOR, Host(), "real")])
     try:
         there = tree_map_only(
             torch.Tensor, lambda tensor: tensor.to("privateuseone:0") if tensor.ndim else tensor, given
@@ -229,21 +229,25 @@ def test_exported_without_a_card_it_runs_on_one(traced: Traced) -> None:
 
 
 @pytest.fixture(scope="module")
-def pixart() -> tuple[Any, Traced]:
+def pixart() -> tuple[Any, ExportedFile]:
     """A tiny pipeline and its exported denoiser."""
     pipe = PIXART.make()
     return pipe, trace_denoiser(pipe, PIXART.call())
 
 
-@pytest.mark.parametrize("chosen", [{"home": "disk"}, {"grain": "block"}, {"storage": "float8_e4m3fn"}], ids=str)
-def test_weights_that_stream_come_as_they_do_for_the_code(pixart: tuple[Any, Traced], chosen: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "chosen", [{"offload_to": "disk"}, {"granularity": "block"}, {"storage": "float8_e4m3fn"}], ids=str
+)
+def test_weights_that_stream_come_as_they_do_for_the_code(
+    pixart: tuple[Any, ExportedFile], chosen: dict[str, str]
+) -> None:
     pipe, traced = pixart
     forward = traced_forward(pipe.transformer, traced)
-    plan = {"components": {"transformer": {"placement": "per-unit", **chosen}}}
+    plan = {"components": {"transformer": {"placement": "stream", **chosen}}}
     seen = []
     for ours in (False, True):
         fitted = fit(pipe, plan=plan, device="loopback", count_activations=False)
-        reveal = disguise(pipe.transformer, forward=forward) if ours else lambda: None
+        reveal = override_class_members(pipe.transformer, forward=forward) if ours else lambda: None
         pictures = [run(pipe, PIXART) for _ in range(2)]
         phase = next(phase for phase in fitted.report().trace.phases if phase.name == "denoise")
         seen.append((pictures, phase.on_demand, phase.bytes_in))
@@ -256,7 +260,7 @@ def test_weights_that_stream_come_as_they_do_for_the_code(pixart: tuple[Any, Tra
     assert moved[1] > 0
 
 
-def test_those_who_wait_for_a_module_are_told_once_for_each_time(traced: Traced) -> None:
+def test_those_who_wait_for_a_module_are_told_once_for_each_time(traced: ExportedFile) -> None:
     module, told, undo = net(), [], ExitStack()
 
     def tell(said: str) -> Callable[[], None]:
@@ -290,7 +294,7 @@ def test_those_who_wait_for_a_module_are_told_once_for_each_time(traced: Traced)
         ({"sample": torch.zeros(1, 3, 4, 4, device="meta")}, "added.mask is on cpu, .* first is on meta"),
     ],
 )
-def test_another_call_is_refused_by_name(traced: Traced, change: dict[str, Any], message: str) -> None:
+def test_another_call_is_refused_by_name(traced: ExportedFile, change: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         forward_of(net(), traced)(**inputs() | change)
 
@@ -311,7 +315,7 @@ def _with(attribute: str, value: object) -> Callable[[Net], None]:
     ],
 )
 def test_another_network_is_refused_by_what_differs(
-    traced: Traced, change: Callable[[Net], None], message: str
+    traced: ExportedFile, change: Callable[[Net], None], message: str
 ) -> None:
     module = net()
     change(module)
@@ -319,17 +323,17 @@ def test_another_network_is_refused_by_what_differs(
         traced_forward(module, traced)
 
 
-def test_where_it_comes_from_makes_no_difference(traced: Traced) -> None:
+def test_where_it_comes_from_makes_no_difference(traced: ExportedFile) -> None:
     module = net()
     module.config["_name_or_path"] = "elsewhere"
     traced_forward(module, traced)
 
 
 @pytest.mark.parametrize("library", ["torch", "diffusers", "tightfit"])
-def test_another_version_is_refused(traced: Traced, library: str) -> None:
+def test_another_version_is_refused(traced: ExportedFile, library: str) -> None:
     older = traced.manifest.model_copy(update={"versions": traced.manifest.versions | {library: "0.0.1"}})
     with pytest.raises(ModelError, match=rf"exported with {library} = 0\.0\.1, and here it is \d.*: export it again"):
-        traced_forward(net(), Traced(older, traced.graph, {}))
+        traced_forward(net(), ExportedFile(older, traced.graph, {}))
     assert "+" not in traced.manifest.versions["torch"]
 
 
@@ -343,7 +347,7 @@ def test_another_version_is_refused(traced: Traced, library: str) -> None:
         (lambda module: fit(module, level=0, device="cpu"), AlreadyFitted, "Net follows a plan"),
     ],
 )
-def test_what_is_in_the_way_is_said(traced: Traced, change: Any, error: type[Exception], message: str) -> None:
+def test_what_is_in_the_way_is_said(traced: ExportedFile, change: Any, error: type[Exception], message: str) -> None:
     module = net()
     change(module)
     for work in (lambda: trace_module(module, **inputs()), lambda: traced_forward(module, traced)):
@@ -351,7 +355,7 @@ def test_what_is_in_the_way_is_said(traced: Traced, change: Any, error: type[Exc
             work()
 
 
-def test_a_hook_that_came_later_is_not_passed_over(traced: Traced) -> None:
+def test_a_hook_that_came_later_is_not_passed_over(traced: ExportedFile) -> None:
     module = net()
     run_it = forward_of(module, traced)
     module.blocks[0].register_forward_hook(print)
@@ -390,7 +394,7 @@ def test_what_cannot_be_exported_is_said(how: str, message: str) -> None:
             trace_module(Odd().eval(), torch.ones(2), how)
 
 
-def test_a_denoiser_that_is_not_there_or_not_called_is_said(pixart: tuple[Any, Traced]) -> None:
+def test_a_denoiser_that_is_not_there_or_not_called_is_said(pixart: tuple[Any, ExportedFile]) -> None:
     pipe, _ = pixart
     with pytest.raises(PlanError, match="unknown component 'transfomer': did you mean 'transformer'"):
         trace_denoiser(pipe, {}, "transfomer")
@@ -401,8 +405,8 @@ def test_a_denoiser_that_is_not_there_or_not_called_is_said(pixart: tuple[Any, T
 # the file
 
 
-def test_what_is_read_is_what_was_written(traced: Traced, file: Path) -> None:
-    again = Traced.load(file)
+def test_what_is_read_is_what_was_written(traced: ExportedFile, file: Path) -> None:
+    again = ExportedFile.load(file)
     assert again.manifest == traced.manifest
     assert again.graph == traced.graph
     assert zipfile.ZipFile(file).namelist() == ["manifest.json", "graph.json", "constants.safetensors"]
@@ -419,7 +423,7 @@ class Tabled(nn.Module):
 def test_numbers_in_the_code_go_with_it(tmp_path: Path) -> None:
     module = Tabled().eval()
     trace_module(module, torch.ones(3)).save(tmp_path / "tabled.traced")
-    assert forward_of(module, Traced.load(tmp_path / "tabled.traced"))(torch.ones(3)).tolist() == [1, 2, 3]
+    assert forward_of(module, ExportedFile.load(tmp_path / "tabled.traced"))(torch.ones(3)).tolist() == [1, 2, 3]
 
 
 def _rewritten(file: Path, name: str, content: str) -> None:
@@ -447,7 +451,7 @@ def _rewritten(file: Path, name: str, content: str) -> None:
 def test_a_file_that_cannot_be_used_is_refused(file: Path, spoil: Callable[[Path], None], message: str) -> None:
     spoil(file)
     with pytest.raises(ModelError, match=message):
-        Traced.load(file)
+        ExportedFile.load(file)
 
 
 @pytest.mark.parametrize(
@@ -464,20 +468,22 @@ def test_a_file_that_cannot_be_used_is_refused(file: Path, spoil: Callable[[Path
         (Operation(op="aten.neg.default", args=[{"value": 0}], inside="into.x"), "an unknown module, into.x"),
     ],
 )
-def test_a_graph_says_nothing_but_operations(traced: Traced, operation: Operation, message: str) -> None:
+def test_a_graph_says_nothing_but_operations(traced: ExportedFile, operation: Operation, message: str) -> None:
     graph = traced.graph.model_copy(update={"operations": (*traced.graph.operations, operation)})
     with pytest.raises(ModelError, match=message):
-        traced_forward(net(), Traced(traced.manifest, graph, {}))
+        traced_forward(net(), ExportedFile(traced.manifest, graph, {}))
 
 
 @pytest.mark.parametrize("what", ["inputs", "weights", "constants"])
-def test_a_graph_uses_nothing_that_is_not_there(traced: Traced, what: str) -> None:
+def test_a_graph_uses_nothing_that_is_not_there(traced: ExportedFile, what: str) -> None:
     graph = traced.graph.model_copy(update={what: (*getattr(traced.graph, what), "another")})
     with pytest.raises(ModelError, match=f"uses an unknown {what[:-1]}, another"):
-        traced_forward(net(), Traced(traced.manifest, graph, {}))
+        traced_forward(net(), ExportedFile(traced.manifest, graph, {}))
 
 
-def test_a_file_is_written_whole_or_not_at_all(traced: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_whole_or_not_at_all(
+    traced: ExportedFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InputError, match=r"cannot write .*nowhere/net\.traced: No such file"):
         traced.save(tmp_path / "nowhere" / "net.traced")
     kept = tmp_path / "net.traced"
@@ -574,7 +580,7 @@ def test_compiled_by_a_compiler(tmp_path: Path) -> None:
 
 def test_compiled_code_takes_plain_weights_only(tmp_path: Path) -> None:
     module = net()
-    plan = {"components": {"model": {"storage": "float8_e4m3fn", "skip": []}}}
+    plan = {"components": {"model": {"storage": "float8_e4m3fn", "skip_patterns": []}}}
     traced = trace_module(module, **inputs())
     forward = traced_forward(module, traced, CompiledProgram(traced, tmp_path))
     fitted = fit(module, plan=plan, device="cpu", count_activations=False)
@@ -609,5 +615,5 @@ def test_compiled_it_draws_nearly_the_demo_picture(tmp_path: Path) -> None:
 
     wanted = draw()
     traced = trace_denoiser(pipe, {"prompt": "a large red circle"})
-    disguise(pipe.unet, forward=traced_forward(pipe.unet, traced, CompiledProgram(traced, tmp_path)))
+    override_class_members(pipe.unet, forward=traced_forward(pipe.unet, traced, CompiledProgram(traced, tmp_path)))
     assert relative_error(draw(), wanted) < 1e-4

@@ -10,7 +10,7 @@ import torch
 import tightfit
 from pretend.conftest import ACCELERATOR
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tiny_pipelines import CASES, run
 
@@ -25,9 +25,9 @@ def upcasting() -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*upcast_vae")
 @pytest.mark.parametrize("device", ["loopback", "pretend:0"])
-@pytest.mark.parametrize("placement", ["per-unit", "per-phase", "resident"])
+@pytest.mark.parametrize("placement", ["stream", "offload", "resident"])
 def test_every_call_decodes_in_float32_and_leaves_float16(placement: str, device: str) -> None:
-    use_cards([Card(0, ACCELERATOR, Host(), values="real")])
+    use_cards([SimulatedCard(0, ACCELERATOR, Host(), values="real")])
     pipe = upcasting()
     before = {name: value.clone() for name, value in pipe.vae.state_dict().items()}
     wanted = [run(pipe, CASE) for _ in range(2)]

@@ -15,12 +15,12 @@ from torch import nn
 from devices.late import LateCard
 from inspection import assert_same, imprint
 from tightfit import fit
-from tightfit.apply.activations.waiting import move_waiting
+from tightfit.apply.activations.waiting import offload_waiting_activations
 from tightfit.devices.seam import Device, LoopbackDevice
 from tightfit.measure.modules import find_units
 from tightfit.measure.recorder import Recorder
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, PhaseTrace
 from tiny_pipelines import _unet, heads
@@ -141,7 +141,7 @@ def made(name: str) -> tuple[nn.Module, Inputs]:
 def waiting(network: nn.Module, device: Device | None = None) -> Iterator[Recorder]:
     recorder = Recorder(device or LoopbackDevice())
     with ExitStack() as undo:
-        move_waiting(network, recorder.device, recorder, undo)
+        offload_waiting_activations(network, recorder.device, recorder, undo)
         yield recorder
 
 
@@ -317,18 +317,18 @@ LINK = 8e9  # bytes a second
 
 
 @pytest.fixture
-def slow_link() -> Iterator[Card]:
+def slow_link() -> Iterator[SimulatedCard]:
     """A card whose link is as slow as its arithmetic."""
     rates: dict[str, Any] = {"arithmetic_rates": {"float32": 1e12}, "memory_rate": 1e11, "link_rate": LINK}
     like = Accelerator(name="a card", kind="pretend", bytes=2**40, compute_capability="8.9", **rates)
-    card = Card(0, like, Host(), "shapes")
+    card = SimulatedCard(0, like, Host(), "shapes")
     use_cards([card])
     yield card
     use_cards(())
 
 
 @torch.no_grad()
-def test_from_the_second_pass_on_copies_pass_beside_the_arithmetic(slow_link: Card) -> None:
+def test_from_the_second_pass_on_copies_pass_beside_the_arithmetic(slow_link: SimulatedCard) -> None:
     network, inputs = made("unconditional")
     sample, seconds = inputs["sample"].repeat(1, 1, 4, 4).to("privateuseone:0"), {}
     for moved in (False, True):
@@ -350,7 +350,7 @@ def test_on_a_card_of_its_own_memory() -> None:
     network, inputs = made("unconditional")
     rates: dict[str, Any] = {"arithmetic_rates": {"float32": 50e12}, "memory_rate": 1e12, "link_rate": 25e9}
     like = Accelerator(name="a card", kind="pretend", bytes=2**40, compute_capability="8.9", **rates)
-    use_cards([Card(0, like, Host(), "real")])
+    use_cards([SimulatedCard(0, like, Host(), "real")])
     try:
         outputs, gone = [], []
         for moved in (False, True):

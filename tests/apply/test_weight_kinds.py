@@ -24,12 +24,12 @@ def network() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("placement", ["per-phase", "per-unit"])
-@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("placement", ["offload", "stream"])
+@pytest.mark.parametrize("home", ["cpu", "disk"])
 def test_what_cannot_be_moved_is_refused_by_name(placement: str, home: str) -> None:
     model = network()
     before = imprint(model)
-    plan = {"components": {"model": {"placement": placement, "home": home}}}
+    plan = {"components": {"model": {"placement": placement, "offload_to": home}}}
     with pytest.raises(PlanError, match=r"model: 1\.weight is a Quantised.*load model without"):
         fit(model, plan=plan, device="loopback")
     assert_same(before, imprint(model))

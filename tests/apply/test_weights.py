@@ -9,8 +9,8 @@ from torch import nn
 
 from inspection import assert_same, imprint, relative_error
 from tightfit import fit
-from tightfit.apply.weights.cargo import Cargo
-from tightfit.apply.weights.disk import Spill
+from tightfit.apply.weights.cargo import TensorLoader
+from tightfit.apply.weights.disk import SpillFile
 from tightfit.apply.weights.eight_bits import StoredWeight
 from tightfit.apply.weights.fp8 import Float8Weight, storable
 from tightfit.devices.seam import CpuDevice, LoopbackDevice
@@ -101,7 +101,7 @@ def test_norms_embeddings_and_vectors_stay_as_loaded() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "loopback"])
-@pytest.mark.parametrize("placement", ["resident", "per-phase", "per-unit"])
+@pytest.mark.parametrize("placement", ["resident", "offload", "stream"])
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
 def test_fp8_storage_and_the_way_back(form: str, placement: str, device: str) -> None:
     model = Tower(width=64).to(torch.bfloat16)
@@ -119,11 +119,11 @@ def test_fp8_storage_and_the_way_back(form: str, placement: str, device: str) ->
 
 def test_fp8_crosses_the_link_as_fp8() -> None:
     model = Tower(width=64)
-    fitted = fit(model, plan={"components": {"model": {"placement": "per-unit"}}}, device="loopback")
+    fitted = fit(model, plan={"components": {"model": {"placement": "stream"}}}, device="loopback")
     model(INPUT)
     plain = sum(phase.bytes_in for phase in fitted.report().trace.phases)
     fitted = fit(
-        model, plan={"components": {"model": {"placement": "per-unit", "storage": "float8_e4m3fn"}}}, device="loopback"
+        model, plan={"components": {"model": {"placement": "stream", "storage": "float8_e4m3fn"}}}, device="loopback"
     )
     model(INPUT)
     assert sum(phase.bytes_in for phase in fitted.report().trace.phases) < 0.35 * plain
@@ -155,7 +155,11 @@ def test_a_compute_dtype_of_its_own() -> None:
 
 def test_what_the_skip_patterns_name_stays_as_loaded() -> None:
     model = Tower()
-    plan = {"components": {"model": {"storage": "float8_e4m3fn", "skip": ["blocks", "out", "tied", "kernel", "embed"]}}}
+    plan = {
+        "components": {
+            "model": {"storage": "float8_e4m3fn", "skip_patterns": ["blocks", "out", "tied", "kernel", "embed"]}
+        }
+    }
     untouched = model(INPUT)
     fit(model, plan=plan, device="cpu")
     assert torch.equal(model(INPUT), untouched)
@@ -220,14 +224,14 @@ class Forgetting:
 
     def __init__(self, model: nn.Module) -> None:
         self.recorder = Recorder(LoopbackDevice())
-        self.cargo = Cargo(model, LoopbackDevice(), self.recorder)
+        self.cargo = TensorLoader(model, LoopbackDevice(), self.recorder)
 
 
 def test_bringing_twice_is_once_and_tied_weights_come_once() -> None:
     model = Tower()
     forgetting = Forgetting(model)
-    forgetting.cargo.bring()
-    forgetting.cargo.bring()
+    forgetting.cargo.load()
+    forgetting.cargo.load()
     assert forgetting.recorder.weights == weight_bytes(model)
     assert model.out.weight is model.tied.weight
     forgetting.cargo.evict()
@@ -239,12 +243,12 @@ def test_eviction_is_forgetting_but_writes_are_kept() -> None:
     master = model.out.weight
     values = master.clone()
     forgetting = Forgetting(model)
-    forgetting.cargo.bring()
+    forgetting.cargo.load()
     assert model.out.weight is not master
     forgetting.cargo.evict()
     assert model.out.weight is master
     assert torch.equal(master, values)
-    forgetting.cargo.bring()
+    forgetting.cargo.load()
     model.out.weight.add_(1.0)
     forgetting.cargo.evict()
     assert torch.equal(master, values + 1.0)
@@ -253,7 +257,7 @@ def test_eviction_is_forgetting_but_writes_are_kept() -> None:
 def test_a_parameter_replaced_while_it_was_here_stays_replaced() -> None:
     model = Tower()
     forgetting = Forgetting(model)
-    forgetting.cargo.bring()
+    forgetting.cargo.load()
     new = model.kernel.weight = nn.Parameter(torch.zeros_like(model.kernel.weight))
     forgetting.cargo.evict()
     assert model.kernel.weight is new
@@ -261,8 +265,8 @@ def test_a_parameter_replaced_while_it_was_here_stays_replaced() -> None:
 
 def test_originals_wait_on_disk_only_where_ram_is_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[torch.Tensor] = []
-    write = Spill.write
-    monkeypatch.setattr(Spill, "write", lambda self, tensor: written.append(tensor.clone()) or write(self, tensor))
+    write = SpillFile.write
+    monkeypatch.setattr(SpillFile, "write", lambda self, tensor: written.append(tensor.clone()) or write(self, tensor))
     storage = {"components": {"model": {"storage": "float8_e4m3fn"}}}
     fit(Tower(), plan=storage, device="loopback")
     assert not written
@@ -280,7 +284,7 @@ def test_originals_with_gaps_between_their_numbers_come_back() -> None:
     model = Tower()
     weight = model.embed_in.weight = nn.Parameter(torch.randn(32, 16)[:, ::2], requires_grad=False)
     values, strides = weight.detach().clone(), weight.stride()
-    fitted = fit(model, plan={"components": {"model": {"storage": "float8_e4m3fn", "skip": []}}}, device="cpu")
+    fitted = fit(model, plan={"components": {"model": {"storage": "float8_e4m3fn", "skip_patterns": []}}}, device="cpu")
     assert isinstance(model.embed_in.weight, StoredWeight)
     fitted.undo()
     assert model.embed_in.weight is weight

@@ -20,7 +20,7 @@ from torch import nn
 from tightfit.checkpoint.folder import ModelFolder, check_folder
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.checkpoint.shapes import build_folder
-from tightfit.checkpoint.tensors import NotStraight, Place, place_weights, read_places
+from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, place_weights, read_places
 from tightfit.errors import ModelError
 from tightfit.measure.building import build_network
 from tiny_pipelines import CASES, TinyCase
@@ -87,7 +87,7 @@ def with_header(content: object, tensors: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + tensors
 
 
-def find(folder: Path, network: nn.Module | None = None) -> dict[str, Place]:
+def find(folder: Path, network: nn.Module | None = None) -> dict[str, TensorLocation]:
     """The places of all weights of `network`, by the shards in `folder` and their index."""
     index = folder / INDEX
     places = read_places(sorted(folder.glob("*.safetensors")), index if index.exists() else None)
@@ -103,7 +103,7 @@ def complaint(folder: Path, network: nn.Module | None = None) -> str:
     return message
 
 
-def read(place: Place) -> torch.Tensor:
+def read(place: TensorLocation) -> torch.Tensor:
     with place.path.open("rb") as stream:
         stream.seek(place.offset)
         return torch.frombuffer(bytearray(stream.read(place.size)), dtype=place.dtype).reshape(place.shape)
@@ -229,7 +229,7 @@ def test_weights_that_are_merged_while_loading(tmp_path: Path) -> None:
     config = transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=2, vocab_size=4)
     mixtral = transformers.MixtralModel(config)
     mixtral.save_pretrained(tmp_path / "unet")  # as the experts were always saved, each by itself
-    with pytest.raises(NotStraight, match=r"'layers.0.mlp.experts.*', which transformers computes from") as caught:
+    with pytest.raises(NotLazyLoadable, match=r"'layers.0.mlp.experts.*', which transformers computes from") as caught:
         find(tmp_path / "unet", mixtral)
     assert caught.value.facts["tensor"].startswith("layers.0.")
 
@@ -239,7 +239,7 @@ def test_one_tensor_that_is_stored_twice(tmp_path: Path) -> None:
     t5 = small_t5()
     save_as(tmp_path / "unet", t5, lambda name: name.replace("encoder.embed_tokens", "shared"))
     save_file({"encoder.embed_tokens.weight": t5.shared.weight.detach()}, tmp_path / "unet/more.safetensors")
-    with pytest.raises(NotStraight, match=r"one tensor as shared.weight, encoder.embed_tokens.weight, which"):
+    with pytest.raises(NotLazyLoadable, match=r"one tensor as shared.weight, encoder.embed_tokens.weight, which"):
         find(tmp_path / "unet", t5)
 
 
@@ -259,17 +259,17 @@ def test_weights_that_the_class_makes_up(unet: Path) -> None:
     )
     clip._keys_to_ignore_on_load_missing = {"final_layer"}
     clip._keys_to_ignore_on_load_unexpected = {"x"}
-    with pytest.raises(NotStraight, match=r"unet lacks final_layer_norm.bias, which CLIPTextModel makes up"):
+    with pytest.raises(NotLazyLoadable, match=r"unet lacks final_layer_norm.bias, which CLIPTextModel makes up"):
         find(unet / "clip", clip)
 
 
 def test_quantized_weights(unet: Path) -> None:
     clip = small_clip()
     clip.config.quantization_config = {"quant_method": "bitsandbytes"}
-    with pytest.raises(NotStraight, match="the weights of unet are stored quantized"):
+    with pytest.raises(NotLazyLoadable, match="the weights of unet are stored quantized"):
         find(unet, clip)
     vae = AutoencoderKL.from_config({**small_vae().config, "quantization_config": {"quant_method": "torchao"}})
-    with pytest.raises(NotStraight, match="the weights of unet are stored quantized"):
+    with pytest.raises(NotLazyLoadable, match="the weights of unet are stored quantized"):
         find(unet, vae)
 
 

@@ -28,15 +28,15 @@ from tightfit.measure.modules import find_components
 from tightfit.run.shape import request_of
 from tiny_pipelines import CASES, run
 
-STREAMED = {"placement": "per-unit"}
+STREAMED = {"placement": "stream"}
 PLANS: dict[str, Any] = {
     "level 0": {"plan": {"level": 0}},
     "level 3": {"plan": {"level": 3}},
     "waiting activations": {"plan": {"level": 0, "offload_activations": True}},
-    "strips": {"plan": {"vae": {"strips": 30_000, "maps": "host"}}},
+    "strips": {"plan": {"vae": {"strips": 30_000, "feature_maps": "host"}}},
     "page-locked": STREAMED | {"pinned": True},
     "not page-locked": STREAMED | {"pinned": False},
-    "on disk": STREAMED | {"home": "disk"},
+    "on disk": STREAMED | {"offload_to": "disk"},
     "budget": {"budget": 2**29},
 }
 

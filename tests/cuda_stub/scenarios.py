@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
 from cuda_stub import driver
-from tightfit.apply.activations.waiting import move_waiting
+from tightfit.apply.activations.waiting import offload_waiting_activations
 from tightfit.apply.weights import staging
 from tightfit.devices.cuda import CudaDevice
 from tightfit.measure.modules import find_components
@@ -146,7 +146,7 @@ def _fitted(model: nn.Module, plan: Mapping[str, Any]) -> tightfit.Fitted:
 def streamed_layers() -> Made:
     """Layers through a small ring, pass after pass."""
     model = _Layers(5)
-    fitted = _fitted(model, {"placement": "per-unit", "ring": 3 * LAYER, "stays": ["blocks.1"]})
+    fitted = _fitted(model, {"placement": "stream", "ring_buffer": 3 * LAYER, "resident_layers": ["blocks.1"]})
     made = [model(_x()), model(_x()), model(_x(4, WIDTH))]
     fitted.undo()
     return made
@@ -158,7 +158,7 @@ def _staged(chosen: dict[str, Any], faults: dict[str, int]) -> Made:
     for layer in model.blocks:  # at an address at which it is sent by itself, when it has come from the disk
         bias = torch.empty(WIDTH + 4)[4:].copy_(layer.bias)
         layer.bias = nn.Parameter(bias, requires_grad=False)
-    plan = {"placement": "per-unit", "ring": 3 * LAYER, "stays": ["blocks.1"], **chosen}
+    plan = {"placement": "stream", "ring_buffer": 3 * LAYER, "resident_layers": ["blocks.1"], **chosen}
     with driver.faults(**faults) if faults else nullcontext(), patch.object(staging, "SIZE", 2 * LAYER):
         fitted = _fitted(model, plan)
         made = [model(_x()), model(_x())]
@@ -180,7 +180,7 @@ def page_locks_refused() -> Made:
 
 
 def on_disk() -> Made:
-    return _staged({"home": "disk"}, {})
+    return _staged({"offload_to": "disk"}, {})
 
 
 def two_streams() -> Made:
@@ -189,7 +189,7 @@ def two_streams() -> Made:
     All in one call: a call ends with a wait, to tell how long it took.
     """
     model = _Layers(3, [0, 1, 2, 0])
-    plan = {"placement": "per-unit", "ring": 3 * LAYER, "stays": []}
+    plan = {"placement": "stream", "ring_buffer": 3 * LAYER, "resident_layers": []}
     pipe = _Pipeline(model)
     fitted = tightfit.fit(pipe, plan={"components": {"network": plan}}, device="cuda")
     made = pipe(_x())
@@ -200,7 +200,9 @@ def two_streams() -> Made:
 def looked_at() -> Made:
     """Weights in files that code looks at while no layer is about to run, and while some are on their way."""
     model = _Layers(6)
-    fitted = _fitted(model, {"placement": "per-unit", "home": "disk", "ring": 3 * LAYER, "stays": []})
+    fitted = _fitted(
+        model, {"placement": "stream", "offload_to": "disk", "ring_buffer": 3 * LAYER, "resident_layers": []}
+    )
     made = [model(_x())]
     for number in (5, 4, 3, 0, 1):
         use_free_memory()
@@ -239,7 +241,13 @@ def more_than_the_ring() -> Made:
     """More layers are in use at once than the ring was made for: the others have memory of their own."""
     model = _FeedForwards()
     largest = max(parameter.nbytes for parameter in model.parameters()) + 2 * 4096
-    plan = {"placement": "per-unit", "grain": "leaf", "ring": largest, "stays": [], "feed_forward": "1MB"}
+    plan = {
+        "placement": "stream",
+        "granularity": "layer",
+        "ring_buffer": largest,
+        "resident_layers": [],
+        "ffn_chunk": "1MB",
+    }
     fitted = _fitted(model, plan)
     made = [model(_x()), model(_x())]
     fitted.undo()
@@ -251,7 +259,7 @@ def memory_runs_out() -> Made:
     model = _Layers(8)
     stays = [f"blocks.{number}" for number in range(8)]
     with patch.object(parts, "CHUNK", 2 * LAYER):
-        fitted = _fitted(model, {"placement": "per-unit", "ring": LAYER, "stays": stays})
+        fitted = _fitted(model, {"placement": "stream", "ring_buffer": LAYER, "resident_layers": stays})
         made = []
         for _ in range(2):
             fails = [torch.OutOfMemoryError("out of memory")]
@@ -294,7 +302,7 @@ class _UShape(nn.Module):
 def _waiting(rows: int, interrupted: bool = False, **faults: int) -> Made:
     model, device = _UShape().to("cuda"), CudaDevice()
     with driver.faults(**faults) if faults else nullcontext(), ExitStack() as undo:
-        move_waiting(model, device, Recorder(device), undo)
+        offload_waiting_activations(model, device, Recorder(device), undo)
         made = [model(_x(rows, WIDTH)), model(_x(rows, WIDTH))]
         for number in (8, 6, 7) if interrupted else ():  # what comes back is on its way
             with _interrupted("addmm", number, KeyboardInterrupt):  # after which torch calls no hooks
@@ -327,7 +335,7 @@ def waiting_interrupted_refused() -> Made:
 def _decoding(rows: int, strips: int, interruptions: tuple[int, ...] = (), columns: int = 5) -> Made:
     case = next(case for case in AUTOENCODERS if case.name == "AutoencoderKL without attention")
     model: Any = case.make().eval()
-    fitted = tightfit.fit(model, plan={"vae": {"strips": strips, "maps": "host"}}, device="cuda")
+    fitted = tightfit.fit(model, plan={"vae": {"strips": strips, "feature_maps": "host"}}, device="cuda")
     latents = case.latents(rows, 1, columns).to("cuda")
     made = [model.decode(latents).sample for _ in range(1)]
     for number in interruptions:
@@ -376,7 +384,7 @@ NETWORKS: dict[str, Callable[[], Made]] = {
 
 # ---- pipelines
 
-ON_DISK = {"home": "disk", "placement": "per-unit"}
+ON_DISK = {"offload_to": "disk", "placement": "stream"}
 
 
 def _case(name: str) -> Any:

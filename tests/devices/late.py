@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.lane import CopyHandle, CopyStream
 from tightfit.devices.seam import LoopbackDevice
 
 __all__ = ["LateCard", "LateLane"]
@@ -15,28 +15,28 @@ __all__ = ["LateCard", "LateLane"]
 class LateCard(LoopbackDevice):
     """Copies read what is there when they are waited for, and memory must not have been freed by then."""
 
-    def lane(self) -> Lane:
+    def copy_stream(self) -> CopyStream:
         return LateLane()
 
 
-class LateLane(Lane):
-    def send(self, target: torch.Tensor, source: torch.Tensor, after: object = None) -> Arrival:
+class LateLane(CopyStream):
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: object = None) -> CopyHandle:
         target.fill_(0xFF)  # NaN in every floating format
         return _Late(target, source)
 
 
-class _Late(Arrival):
+class _Late(CopyHandle):
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._ends = [
             (weakref.ref(end.untyped_storage()), end.storage_offset(), end.numel()) for end in (target, source)
         ]
         self._done = False
 
-    def settle(self) -> float:
-        self.land()
+    def wait_on_device(self) -> float:
+        self.synchronize()
         return 0.0
 
-    def land(self) -> None:
+    def synchronize(self) -> None:
         if not self._done:
             target, source = (_bytes(*end) for end in self._ends)
             target.copy_(source)

@@ -11,25 +11,25 @@ import torch
 from devices.late import LateCard
 from pretend.conftest import ACCELERATOR
 from tightfit.devices import depot as depots
-from tightfit.devices.depot import Depot, bytes_of, is_dense
-from tightfit.devices.pages import Pages
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.depot import ActivationHostPool, bytes_of, is_dense
+from tightfit.devices.pages import PinnedPool
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.devices.seam import Device, LoopbackDevice
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card, Values
+from tightfit.pretend.card import SimulatedCard, Values
 from tightfit.pretend.clock import Host
 
 LINK = 25e9  # bytes a second
 
 
 @pytest.fixture
-def pretend() -> Iterator[Callable[..., PretendDevice]]:
+def pretend() -> Iterator[Callable[..., SimulatedDevice]]:
     """Makes a pretend card whose link is as fast one way as the other, until the test is over."""
 
-    def make(values: Values = "real") -> PretendDevice:
+    def make(values: Values = "real") -> SimulatedDevice:
         like = ACCELERATOR.model_copy(update={"link_rate": LINK, "launch_overhead": 0.0})
-        use_cards([Card(0, like, Host(), values)])
-        return PretendDevice()
+        use_cards([SimulatedCard(0, like, Host(), values)])
+        return SimulatedDevice()
 
     yield make
     use_cards(())
@@ -43,7 +43,7 @@ def numbers(count: int, device: Device, start: int = 0) -> torch.Tensor:
 def test_what_went_comes_back(where: str, pretend: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(depots, "PAGE", 64)  # so that most pieces lie on several
     device = {"loopback": LoopbackDevice, "late": LateCard, "pretend": pretend}[where]()
-    depot = Depot(device)
+    depot = ActivationHostPool(device)
     for size in (1, 64, 1000):
         tape = depot.tape(size)
         for start in range(0, size, 90):
@@ -56,7 +56,7 @@ def test_what_went_comes_back(where: str, pretend: Callable[..., Device], monkey
 
 
 def test_rows_are_read_while_later_ones_are_written() -> None:
-    depot = Depot(LateCard())
+    depot = ActivationHostPool(LateCard())
     tape, found = depot.tape(40), torch.zeros(10, dtype=torch.uint8)
     tape.write(numbers(10, LateCard()))
     arrival = tape.read(0, found)
@@ -67,7 +67,7 @@ def test_rows_are_read_while_later_ones_are_written() -> None:
 
 
 def test_what_is_being_copied_is_kept_as_long_and_no_longer() -> None:
-    depot = Depot(LateCard())
+    depot = ActivationHostPool(LateCard())
     tape = depot.tape(200)
     ghosts = []
     for start in (0, 100):
@@ -96,7 +96,7 @@ def test_forgotten_pages_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None
             made.append(size)
             return super().host_room(size)
 
-    depot = Depot(Counting())
+    depot = ActivationHostPool(Counting())
     for _ in range(3):
         tape = depot.tape(1050)
         for start in range(0, 1050, 100):
@@ -112,11 +112,11 @@ class Locking(LoopbackDevice):
     """Page-locks at most `most` pieces, and notes what happens to them."""
 
     def __init__(self, most: int, room: int = 2**40) -> None:
-        self.most, self.room = most, room
+        self.most, self.allocate = most, room
         self.locked, self.asked = 0, 0
 
     def pinnable(self) -> int:
-        return self.room
+        return self.allocate
 
     def lock_pages(self, buffer: torch.Tensor) -> Callable[[], None] | None:
         self.asked += 1
@@ -132,7 +132,7 @@ class Locking(LoopbackDevice):
 
 def test_pages_are_locked_once_until_that_is_refused_and_unlocked_at_the_end() -> None:
     device = Locking(most=2)
-    pages = Pages(device)
+    pages = PinnedPool(device)
     held = [pages.take(4096) for _ in range(4)]
     assert (device.locked, device.asked) == (2, 3)  # who was refused does not ask again
     addresses = {page.data_ptr() for page in held}
@@ -146,15 +146,15 @@ def test_pages_are_locked_once_until_that_is_refused_and_unlocked_at_the_end() -
 
 
 def test_no_more_is_locked_than_can_be() -> None:
-    device = Locking(most=9, room=5000)
-    pages = Pages(device)
+    device = Locking(most=9, allocate=5000)
+    pages = PinnedPool(device)
     both = [pages.take(4096), pages.take(8192)]
     assert (device.locked, device.asked, len(both)) == (1, 1, 2)
 
 
 def test_whoever_forgets_to_close_leaves_nothing_locked() -> None:
     device = Locking(most=9)
-    depot = Depot(device)
+    depot = ActivationHostPool(device)
     depot.tape(100).write(numbers(100, device))
     assert device.locked == 1
     del depot
@@ -162,7 +162,7 @@ def test_whoever_forgets_to_close_leaves_nothing_locked() -> None:
 
 
 def test_pages_serve_calls_in_any_mode() -> None:
-    pages = Pages(LoopbackDevice())
+    pages = PinnedPool(LoopbackDevice())
     with torch.inference_mode():
         page = pages.take(16)
         page.copy_(torch.ones(16, dtype=torch.uint8))
@@ -172,11 +172,11 @@ def test_pages_serve_calls_in_any_mode() -> None:
 
 @pytest.mark.parametrize("values", ["real", "shapes"])
 def test_copies_take_their_time_beside_the_arithmetic(
-    values: Values, pretend: Callable[[Values], PretendDevice], monkeypatch: pytest.MonkeyPatch
+    values: Values, pretend: Callable[[Values], SimulatedDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(depots, "PAGE", 5_000_000)
     device = pretend(values)
-    depot, size = Depot(device), 25_000_000  # a millisecond over the link
+    depot, size = ActivationHostPool(device), 25_000_000  # a millisecond over the link
     out, back = depot.tape(size), depot.tape(size)
     sources = [torch.zeros(size, dtype=torch.uint8, device="privateuseone") for _ in range(2)]
     back.write(sources[0])

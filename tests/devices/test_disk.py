@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.apply.weights.disk import Spill, read_stored
+from tightfit.apply.weights.disk import SpillFile, read_stored
 from tightfit.devices import disk
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
 from tightfit.devices.memory import arena
@@ -607,6 +607,6 @@ def test_systems_without_reads_at_a_place(file: Path, tmp_path: Path, monkeypatc
         assert get(reader, file, 5, LENGTH - 9) == noise(LENGTH)[5:-4]
         assert reader.direct_bytes == 0
         value = torch.arange(10_000)
-        spill = Spill()
+        spill = SpillFile()
         spill.write(torch.ones(3))
         assert torch.equal(read_stored(spill.write(value), reader), value)

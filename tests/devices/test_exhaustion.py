@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tightfit.apply.weights.rescue import rescued
+from tightfit.apply.weights.rescue import retry_on_oom
 from tightfit.devices.exhaustion import is_out_of_memory
 from tightfit.devices.memory import RamExceeded
 
@@ -51,7 +51,7 @@ def test_a_block_that_ran_out_of_it_runs_again(said: str) -> None:
             raise RuntimeError(failures.pop())
         return x + 1
 
-    assert rescued(block, lambda: sheds.pop(0))(torch.ones(1)).item() == 2
+    assert retry_on_oom(block, lambda: sheds.pop(0))(torch.ones(1)).item() == 2
     assert not sheds  # the first time, what the allocator kept was tried
 
 
@@ -63,7 +63,7 @@ def test_what_never_helps_is_raised_as_it_was() -> None:
         raise RuntimeError(SAYINGS[0])
 
     with pytest.raises(RuntimeError, match="CUDA error: out of memory"):
-        rescued(block, lambda: False)(torch.ones(1))
+        retry_on_oom(block, lambda: False)(torch.ones(1))
     assert len(calls) == 2
 
 
@@ -75,5 +75,5 @@ def test_other_errors_are_not_tried_again() -> None:
         raise RuntimeError(OTHERS[0])
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        rescued(block, lambda: True)(torch.ones(1))
+        retry_on_oom(block, lambda: True)(torch.ones(1))
     assert len(calls) == 1

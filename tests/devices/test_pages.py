@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tightfit.apply.weights.staging import Stager
-from tightfit.devices.pages import ASK_EVERY, Pages
+from tightfit.devices.pages import ASK_EVERY, PinnedPool
 from tightfit.devices.seam import LoopbackDevice
 
 MIB = 2**20
@@ -37,7 +37,7 @@ class Counting(LoopbackDevice):
 
 def test_it_is_asked_once_for_many_pages() -> None:
     device = Counting(2**40)
-    pages = Pages(device)
+    pages = PinnedPool(device)
     kept = [pages.take(8 * MIB) for _ in range(64)]
     assert device.locked == len(kept) * 8 * MIB
     assert device.asked == device.locked // ASK_EVERY
@@ -45,7 +45,7 @@ def test_it_is_asked_once_for_many_pages() -> None:
 
 def test_no_more_is_locked_than_there_is() -> None:
     device = Counting(100 * MIB)
-    pages = Pages(device)
+    pages = PinnedPool(device)
     kept = [pages.take(8 * MIB) for _ in range(40)]
     assert device.locked == 96 * MIB
     assert len(kept) == 40
@@ -59,7 +59,7 @@ def test_staging_makes_locked_memory_where_none_that_is_there_can_be_locked() ->
     for refuses in (True, False):
         device = Counting(2**40, refuses=refuses)
         stager, target = Stager(device), torch.zeros(MIB, dtype=torch.uint8)
-        stager.send(device.lane(), target, None, fill).settle()
+        stager.send(device.copy_stream(), target, None, fill).wait_on_device()
         assert (target == 3).all()
         assert (device.made > 0) == refuses
         stager.close()

@@ -42,7 +42,7 @@ def test_fp8_on_the_card() -> None:
     fit(pipe, level=0, device="cuda")
     plain = run(pipe, case).cpu()
     fitted = fit(
-        pipe, plan={"components": {"transformer": {"storage": "float8_e4m3fn", "placement": "per-unit"}}}, device="cuda"
+        pipe, plan={"components": {"transformer": {"storage": "float8_e4m3fn", "placement": "stream"}}}, device="cuda"
     )
     assert 0 < relative_error(run(pipe, case).cpu(), plain) < 0.3
     fitted.undo()
@@ -79,7 +79,7 @@ def test_the_machine_has_the_cards() -> None:
     assert 0 < machine.pinnable <= machine.ram
     assert len(machine.accelerators) == cuda_count()
     for card in machine.accelerators:
-        assert (card.kind, card.title) == ("cuda", torch.cuda.get_device_name(card.name))
+        assert (card.kind, card.product_name) == ("cuda", torch.cuda.get_device_name(card.name))
         assert card.compute_capability == "{}.{}".format(*torch.cuda.get_device_capability(card.name))
         assert 0 < card.free <= card.bytes
     assert machine.accelerators[0].free <= machine.accelerators[0].bytes - taken.nbytes

@@ -9,7 +9,7 @@ from inspection import assert_same, imprint
 from tightfit import fit
 from tightfit.devices.choice import choose_device
 from tightfit.devices.cuda_support import cuda_count
-from tightfit.devices.depot import Depot, bytes_of
+from tightfit.devices.depot import ActivationHostPool, bytes_of
 from tiny_autoencoders import CASES as AUTOENCODERS
 from tiny_autoencoders import decode
 from tiny_pipelines import CASES, run
@@ -22,7 +22,7 @@ MIB = 2**20
 def test_memory_is_not_used_again_before_copies_are_done() -> None:
     """Large copies out, each from memory that is freed and overwritten at once, and back, while the card computes."""
     device = choose_device("cuda")
-    depot = Depot(device)
+    depot = ActivationHostPool(device)
     busy = torch.randn(4096, 4096, device="cuda")
     for _ in range(3):
         tapes = []
@@ -51,7 +51,7 @@ def test_memory_is_not_used_again_before_copies_are_done() -> None:
 @pytest.mark.realtime
 def test_copies_pass_beside_the_arithmetic() -> None:
     device = choose_device("cuda")
-    depot, size = Depot(device), 256 * MIB
+    depot, size = ActivationHostPool(device), 256 * MIB
     source = torch.zeros(size, dtype=torch.uint8, device="cuda")
     left, right = (torch.randn(4096, 4096, device="cuda", dtype=torch.float16) for _ in range(2))
     tape = depot.tape(size)
@@ -82,7 +82,7 @@ def test_maps_in_host_memory_give_the_bits_of_maps_on_the_card(strips: int) -> N
     model = case.make().eval()
     before, latents, made = imprint(model), case.latents(16, 1).to("cuda"), []
     for maps in ("device", "host"):
-        fitted = fit(model, plan={"vae": {"strips": strips, "maps": maps}}, device="cuda")
+        fitted = fit(model, plan={"vae": {"strips": strips, "feature_maps": maps}}, device="cuda")
         made.append([decode(model, case, latents, 1).cpu() for _ in range(3)])
         moved = fitted.report().trace.phases[0].bytes_out
         assert (moved > 0) == (maps == "host")

@@ -52,7 +52,7 @@ def least_budget(pipe: Any, request: tightfit.Request | None) -> int:
 def check_call(fitted: Fitted, found: torch.Tensor, wanted: torch.Tensor) -> None:
     """What a call gave under a budget, beside that of level 0."""
     parts = fitted.plan.components.values()
-    if fitted.plan.vae.cuts or any(part.batch or part.guidance or part.feed_forward for part in parts):
+    if fitted.plan.vae.splits or any(part.max_batch or part.cfg or part.ffn_chunk for part in parts):
         assert relative_error(found, wanted) <= 1e-5  # sums in another order
     else:
         assert torch.equal(found, wanted)

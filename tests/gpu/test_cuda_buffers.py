@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from pretend.conftest import make_cards  # noqa: F401  a fixture
 from pretend.layouts import CUDA_ONLY, OTHERS, POINTWISE, Layout, pairs
 from tightfit.devices.cuda_support import cuda_count
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.pretend import operations
-from tightfit.pretend.card import Card
-from tightfit.pretend.storage import settle
+from tightfit.pretend.card import SimulatedCard
+from tightfit.pretend.storage import free_dead_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
 # whose buffers are not simulated: cuFFT's and cub's, batch norm's own, what only training needs
@@ -36,14 +36,14 @@ def asked_of_cuda(work: Callable[[], object]) -> list[int]:
     return [event["size"] for event in events if event["action"] == "alloc"]
 
 
-def asked_of(card: Card, work: Callable[[], object]) -> list[int]:
-    settle()
+def asked_of(card: SimulatedCard, work: Callable[[], object]) -> list[int]:
+    free_dead_tensors()
     before = len(card.allocator.history)
     work()
     return [step.size for step in card.allocator.history[before:] if step.what == "malloc"]
 
 
-def differences(pair: tuple[Layout, Layout], card: Card) -> Iterator[str]:
+def differences(pair: tuple[Layout, Layout], card: SimulatedCard) -> Iterator[str]:
     with torch.no_grad():
         for name, operation in ALL.items():
             real = [layout.on("cuda") for layout in pair]
@@ -51,7 +51,7 @@ def differences(pair: tuple[Layout, Layout], card: Card) -> Iterator[str]:
                 wanted = asked_of_cuda(lambda: operation(*real))  # noqa: B023
             except (IndexError, NotImplementedError, RuntimeError, ValueError):  # not for these shapes
                 continue
-            mine = [layout.on(PretendDevice(0).torch_device) for layout in pair]
+            mine = [layout.on(SimulatedDevice(0).torch_device) for layout in pair]
             found = asked_of(card, lambda: operation(*mine))  # noqa: B023
             if found != wanted:
                 given = [(tuple(part.shape), part.stride()) for part in mine]
@@ -63,7 +63,7 @@ def differences(pair: tuple[Layout, Layout], card: Card) -> Iterator[str]:
 def test_kernels_allocate_what_cudas_do(make_cards, monkeypatch, pair) -> None:  # noqa: F811
     monkeypatch.setattr(operations, "SMALL", 0)
     (card,) = make_cards(values="shapes")
-    for device in ("cuda", PretendDevice(0).torch_device):  # workspaces that stay, cuBLAS's and cuBLASLt's
+    for device in ("cuda", SimulatedDevice(0).torch_device):  # workspaces that stay, cuBLAS's and cuBLASLt's
         square = torch.zeros(2, 2, device=device)
         torch.addmm(square[0], square, square)
     assert list(differences(pair, card)) == []
@@ -90,7 +90,7 @@ def test_copies_allocate_what_cudas_do(make_cards, layout, dtypes, waits) -> Non
         there.copy_(place(torch.zeros(6, 40, 50, dtype=before)), non_blocking=not waits)
         place(torch.zeros(6, 40, 50, dtype=before, device=device)).to("cpu", after, non_blocking=not waits)
 
-    assert asked_of(card, lambda: work(PretendDevice(0).torch_device)) == asked_of_cuda(lambda: work("cuda"))
+    assert asked_of(card, lambda: work(SimulatedDevice(0).torch_device)) == asked_of_cuda(lambda: work("cuda"))
 
 
 def full(*shape: int) -> Callable[..., torch.Tensor]:
@@ -125,6 +125,6 @@ def test_products_allocate_what_cudas_do(make_cards, bias, dtype) -> None:  # no
         torch.addmm(make(**how), left, right, beta=beta)
         torch.mm(left, right)
 
-    for device in ("cuda", PretendDevice(0).torch_device):
+    for device in ("cuda", SimulatedDevice(0).torch_device):
         work(device)  # a workspace that stays
-    assert asked_of(card, lambda: work(PretendDevice(0).torch_device)) == asked_of_cuda(lambda: work("cuda"))
+    assert asked_of(card, lambda: work(SimulatedDevice(0).torch_device)) == asked_of_cuda(lambda: work("cuda"))

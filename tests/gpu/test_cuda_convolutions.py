@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from pretend.conftest import make_cards  # noqa: F401  a fixture
 from pretend.layouts import convolved, kernel, pairs
 from tightfit.devices.cuda_support import cuda_count
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.pretend import operations
-from tightfit.pretend.storage import settle
+from tightfit.pretend.storage import free_dead_tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,13 +46,13 @@ def test_bytes_of_a_convolution(make_cards, monkeypatch, pair, length, last) -> 
     monkeypatch.setattr(operations, "SMALL", 0)
     (card,) = make_cards(values="shapes")
     found = []
-    for device in ("cuda", PretendDevice(0).torch_device):
+    for device in ("cuda", SimulatedDevice(0).torch_device):
         maps = pair[0].on(device)
         weight = kernel(maps, 4, length)
         weight = weight.to(memory_format=torch.channels_last) if last else weight
 
         def simulated() -> int:
-            settle()
+            free_dead_tensors()
             return card.allocator.allocated.now
 
         counters = (

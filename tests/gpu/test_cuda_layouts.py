@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from pretend.conftest import make_cards  # noqa: F401  a fixture
 from pretend.layouts import CONVOLUTIONS, CUDA_ONLY, OTHERS, POINTWISE, differences, pairs
 from tightfit.devices.cuda_support import cuda_count
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.pretend import operations
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
@@ -20,4 +20,4 @@ ALL = POINTWISE | OTHERS | CONVOLUTIONS | CUDA_ONLY
 def test_strides_are_those_of_cudas_kernels(make_cards, monkeypatch, pair) -> None:  # noqa: F811
     monkeypatch.setattr(operations, "SMALL", 0)
     make_cards(values="shapes")
-    assert list(differences(pair, ALL, "cuda", PretendDevice(0).torch_device)) == []
+    assert list(differences(pair, ALL, "cuda", SimulatedDevice(0).torch_device)) == []

@@ -26,10 +26,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="need
 
 MIB = 2**20
 SIZE = 512 * MIB
-ON_DISK = {"home": "disk", "placement": "per-unit"}
-PINNED = {"home": "host", "pinned": True, "placement": "per-unit"}
-PLAIN = {"home": "host", "pinned": False, "placement": "per-unit"}
-PHASES = {"placement": "per-phase"}
+ON_DISK = {"offload_to": "disk", "placement": "stream"}
+PINNED = {"offload_to": "cpu", "pinned": True, "placement": "stream"}
+PLAIN = {"offload_to": "cpu", "pinned": False, "placement": "stream"}
+PHASES = {"placement": "offload"}
 WAYS = ("level 0", "level 3", "the least budget", "disk")
 MORE_WAYS = ("level 1", "level 2", "a large budget", "pinned", "plain", "phases", "waiting activations")
 

@@ -63,7 +63,7 @@ def maps_nothing() -> None:
         fitted = tightfit.fit(pipe, **chosen)
         same = [torch.equal(run(pipe, case).cpu(), wanted) for _ in range(2)]
         reasons = [reason.because for reason in fitted.plan.reasons]
-        growing = fitted.plan.growing_segments
+        growing = fitted.plan.expandable_segments
         fitted.undo()
         assert_same(before, imprint(pipe))
         del fitted
@@ -91,7 +91,7 @@ def maps_no_more() -> None:
     with at_work() as (case, pipe, _, chosen):
         before = imprint(pipe)
         fitted = tightfit.fit(pipe, **chosen)
-        growing = fitted.plan.growing_segments
+        growing = fitted.plan.expandable_segments
         filling, said = fill_cache(), ""
         with driver.faults(fail_map=1, fail_map_times=10**6):
             try:
@@ -238,7 +238,7 @@ def test_memory_of_another_library_is_not_counted_on() -> None:
     assert runtime.cudaMalloc(ctypes.byref(theirs), ctypes.c_size_t(size)) == 0
     try:
         fitted = tightfit.fit(pipe, device="cuda", request=request_of(pipe, (), case.call()))
-        assert fitted.plan.told_peak("cuda:0") <= SIZE
+        assert fitted.plan.predicted_peak("cuda:0") <= SIZE
         assert torch.equal(run(pipe, case).cpu(), wanted)
         fitted.undo()
     finally:

@@ -62,11 +62,11 @@ def test_segments_grow_until_the_last_caller_is_done(card: CudaDevice) -> None:
 
 def test_an_ignored_setting_is_found_out(card: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_FIXED", {})
-    assert card.fixed_segments() is None
+    assert card.expandable_refused() is None
     assert not grows()  # it was only tried
     monkeypatch.setattr(cuda, "_FIXED", {})
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda said: None)  # as on Windows
-    assert card.fixed_segments() == "torch ignores the setting expandable_segments here"
+    assert card.expandable_refused() == "torch ignores the setting expandable_segments here"
     card.grow_segments()()
 
 
@@ -76,7 +76,7 @@ def test_a_refusal_of_the_driver_is_found_out(card: CudaDevice, monkeypatch: pyt
 
     monkeypatch.setattr(cuda, "_FIXED", {})
     monkeypatch.setattr(torch, "empty", refuse)
-    assert card.fixed_segments() == "the driver refuses expandable segments: CUDA driver error: unknown error"
+    assert card.expandable_refused() == "the driver refuses expandable segments: CUDA driver error: unknown error"
     monkeypatch.undo()
     assert not grows()
 
@@ -85,9 +85,9 @@ def test_a_plan_for_fixed_segments_is_made_and_said(card: CudaDevice, monkeypatc
     monkeypatch.setattr(cuda, "_FIXED", {0: "a test says so"})
     case = next(case for case in CASES if case.name == "StableDiffusion")
     fitted = tightfit.fit(pipe := case.make(), budget=512 * MIB, device="cuda:0", request={})
-    assert not fitted.plan.growing_segments
+    assert not fitted.plan.expandable_segments
     assert any(reason.because == "a test says so" for reason in fitted.plan.reasons)
-    plan = fitted.plan.model_copy(update={"growing_segments": True, "budget": None})
+    plan = fitted.plan.model_copy(update={"expandable_segments": True, "budget": None})
     fitted = tightfit.fit(pipe, plan=plan, device="cuda:0")
     run(pipe, case)
     assert any("a test says so" in note for note in fitted.report().trace.notes)
@@ -143,7 +143,7 @@ def test_a_budget_beside_other_tensors(card: CudaDevice) -> None:
     case = next(case for case in CASES if case.name == "StableDiffusion")
     there = torch.empty(400 * MIB, dtype=torch.uint8, device="cuda:0")
     fitted = tightfit.fit(pipe := case.make(), budget=512 * MIB, device="cuda:0", example=case.call())
-    assert fitted.plan.told_peak("cuda:0") <= 112 * MIB
+    assert fitted.plan.predicted_peak("cuda:0") <= 112 * MIB
     run(pipe, case)
     assert not [note for note in fitted.report().trace.notes if "out of memory" in note]
     assert there.is_cuda

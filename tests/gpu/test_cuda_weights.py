@@ -22,13 +22,13 @@ from tiny_pipelines import CASES, run
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
 
 HOMES: dict[str, dict[str, Any]] = {
-    "pinned": {"home": "host", "pinned": True},
-    "plain": {"home": "host", "pinned": False},
-    "disk": {"home": "disk"},
+    "pinned": {"offload_to": "cpu", "pinned": True},
+    "plain": {"offload_to": "cpu", "pinned": False},
+    "disk": {"offload_to": "disk"},
 }
 
 
-@pytest.mark.parametrize("placement", ["per-phase", "per-unit"])
+@pytest.mark.parametrize("placement", ["offload", "stream"])
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])
 def test_every_home_gives_the_bits_of_a_resident_model(
@@ -73,14 +73,14 @@ def test_compiled_blocks_on_the_card() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*upcast_vae")
-@pytest.mark.parametrize("placement", ["per-phase", "per-unit"])
+@pytest.mark.parametrize("placement", ["offload", "stream"])
 def test_masters_that_are_cast_in_each_call_stay_page_locked(placement: str) -> None:
     case = next(case for case in CASES if case.name == "StableDiffusionXL")
     pipe = case.make().to(torch.float16)
     pipe.vae.register_to_config(force_upcast=True)
     fit(pipe, level=0, device="cuda")
     wanted = [run(pipe, case).cpu() for _ in range(2)]
-    chosen = {"home": "host", "pinned": True, "placement": placement}
+    chosen = {"offload_to": "cpu", "pinned": True, "placement": placement}
     fitted = fit(pipe, plan={"components": {"vae": chosen, "unet": chosen}}, device="cuda")
     parcels, pinned = fitted._places.of("vae")._streamers["vae"]._parcels, []
     look = pipe.vae.decoder.register_forward_hook(
@@ -127,7 +127,7 @@ def test_storing_in_eight_bits_needs_the_stored_form_and_one_weight(storage: str
     loaded, one = weight_bytes(model), model.blocks[0].weight.nbytes
     at_first = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    plan = {"components": {"model": {"placement": "resident", "storage": storage, "skip": []}}}
+    plan = {"components": {"model": {"placement": "resident", "storage": storage, "skip_patterns": []}}}
     fitted = fit(model, plan=plan, device="cuda")
     stored = weight_bytes(model)
     assert stored < 0.52 * loaded
@@ -143,7 +143,7 @@ def test_storing_in_eight_bits_needs_the_stored_form_and_one_weight(storage: str
 
 def test_what_is_written_into_stored_weights_is_kept() -> None:
     model = layers(2, 64)
-    plan = {"components": {"model": {"placement": "resident", "storage": "float8_e4m3fn", "skip": []}}}
+    plan = {"components": {"model": {"placement": "resident", "storage": "float8_e4m3fn", "skip_patterns": []}}}
     fitted = fit(model, plan=plan, device="cuda")
     model.blocks[1].weight.data.fill_(0.5)
     fitted.undo()
@@ -152,7 +152,7 @@ def test_what_is_written_into_stored_weights_is_kept() -> None:
 
 
 @pytest.mark.parametrize("begins", ["cpu", "cuda"])
-@pytest.mark.parametrize("placement", ["resident", "per-phase", "per-unit"])
+@pytest.mark.parametrize("placement", ["resident", "offload", "stream"])
 def test_weights_that_were_quantised_before_are_moved_with_all_that_they_consist_of(
     placement: str, begins: str
 ) -> None:
@@ -175,7 +175,7 @@ def test_weights_that_were_quantised_before_are_moved_with_all_that_they_consist
 
 
 def test_what_another_stream_is_given_next_begins_after_the_last_mark() -> None:
-    lane = CudaDevice().lane()
+    lane = CudaDevice().copy_stream()
     number = torch.zeros(1, device="cuda")
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -202,7 +202,7 @@ def test_a_stream_waits_for_what_stays_once(monkeypatch: pytest.MonkeyPatch) -> 
         wait(self, event)
 
     with torch.no_grad():
-        fitted = fit(model, plan={"components": {"model": {"placement": "per-phase"}}}, device="cuda")
+        fitted = fit(model, plan={"components": {"model": {"placement": "offload"}}}, device="cuda")
         monkeypatch.setattr(torch.cuda.Stream, "wait_event", counted)
         x = x.to("cuda")
         wanted = model(x)

@@ -83,9 +83,9 @@ def test_buffers_do_not_make_a_leaf() -> None:
 def test_a_component_counts_what_its_leaves_own() -> None:
     model = Parts(a=linear(bias=True), b=Own(64, 64), small=nn.LayerNorm(1))
     component = inspect_component("model", model)
-    assert {leaf.name: leaf.bytes for leaf in component.leaves} == {"a": 32 * 33 * 4, "b": 64 * 64 * 4}
-    assert component.bytes == sum(leaf.bytes for leaf in component.leaves) + 8
-    assert component.leaves[0].dtypes == {"float32": 32 * 33 * 4}
+    assert {leaf.name: leaf.bytes for leaf in component.layers} == {"a": 32 * 33 * 4, "b": 64 * 64 * 4}
+    assert component.bytes == sum(leaf.bytes for leaf in component.layers) + 8
+    assert component.layers[0].dtypes == {"float32": 32 * 33 * 4}
 
 
 # what is needed all along
@@ -147,7 +147,7 @@ def test_layers_that_share_a_weight_are_one_leaf() -> None:
     found = find_leaves(model)
     assert found == {"table": (model.table, model.head), "between": (model.between,)}
     component = inspect_component("model", model)
-    assert component.leaves[0].bytes == 64 * 32 * 4  # once
+    assert component.layers[0].bytes == 64 * 32 * 4  # once
 
 
 def test_what_is_shared_moves_with_all_that_its_owners_have() -> None:
@@ -219,8 +219,8 @@ def test_leaves_have_their_weights_for_themselves_and_nobody_inside(model: nn.Mo
         assert each[0] is paths[name]
         assert not any(part in parts for member in each for part in [*member.modules()][1:])
     component = inspect_component("model", model)
-    assert [leaf.name for leaf in component.leaves] == list(found)
-    assert sum(leaf.bytes for leaf in component.leaves) <= component.bytes
+    assert [leaf.name for leaf in component.layers] == list(found)
+    assert sum(leaf.bytes for leaf in component.layers) <= component.bytes
 
 
 # modules whose weights others use

@@ -29,7 +29,7 @@ from tightfit.measure import rates
 from tightfit.measure.kept import known_accelerator
 from tightfit.measure.rates import Work, device_rates, disk_rate, measure_rates, rate_of
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, Machine
 from tightfit.report.machine import describe_machine
@@ -112,7 +112,7 @@ def test_a_pretend_cards_rates_are_those_it_was_given(monkeypatch: pytest.Monkey
     monkeypatch.setattr(rates, "MOST_RUNS", 3)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)  # time enough for the largest work
     like = ACCELERATOR.model_copy(update={"arithmetic_rates": {"float32": 50e12, "attention.bfloat16": 90e12}})
-    use_cards([Card(0, like, Host(), "shapes")])
+    use_cards([SimulatedCard(0, like, Host(), "shapes")])
     found, notes = device_rates(choose_device("pretend:0"), 0.5, lambda name: None)
     card = Accelerator(name="measured", kind="pretend", bytes=1, **found)
     for kind, dtype in itertools.product(KINDS, DTYPES):
@@ -303,7 +303,7 @@ def test_a_layout_that_is_left_open_is_settled_by_what_was_kept(count: list[Mach
 
 def test_what_is_known_of_a_pretend_card_is_what_it_was_given() -> None:
     like = ACCELERATOR.model_copy(update=GAINS)
-    use_cards([Card(0, like, Host(), "shapes")])
+    use_cards([SimulatedCard(0, like, Host(), "shapes")])
     assert known_accelerator(choose_device("pretend:0")) == like
 
 
@@ -418,7 +418,7 @@ def test_this_computer_as_it_is(groups: Path) -> None:
     assert machine.cores == len(os.sched_getaffinity(0))
     assert (machine.ram, machine.ram_limit, machine.pinnable) == (TOTAL, None, 0)
     (cpu,) = machine.accelerators
-    assert (cpu.name, cpu.kind, cpu.bytes, cpu.title) == ("cpu", "cpu", TOTAL, machine.cpu)
+    assert (cpu.name, cpu.kind, cpu.bytes, cpu.product_name) == ("cpu", "cpu", TOTAL, machine.cpu)
     assert 0 < machine.ram_free < TOTAL
     assert cpu.arithmetic_rates == {}
 
@@ -454,7 +454,7 @@ def test_gains_in_words() -> None:
 # what is said
 
 CARD = Accelerator(
-    name="cuda:1", kind="cuda", bytes=24 * GIB, free=23 * GIB, title="NVIDIA GeForce RTX 4090",
+    name="cuda:1", kind="cuda", bytes=24 * GIB, free=23 * GIB, product_name="NVIDIA GeForce RTX 4090",
     compute_capability="8.9", arithmetic_rates={"matmul.bfloat16": 1.5e14, "convolution.float16": 9.87e8},
     memory_rate=900 * GIB, link_rate=25 * GIB, launch_overhead=4.21e-6, streamed_overhead=1.62e-5,
     resident_overhead=4e-6,

@@ -7,9 +7,9 @@ import pytest
 from plan.test_planner import CARD, GIB, MIB, component, legs_of, passes_of, phase
 from tightfit.chart import Cell, ChartedModel, Largest, Preset
 from tightfit.errors import BudgetTooSmall
-from tightfit.plan.brief import few_words, there_while_working
+from tightfit.plan.brief import summarize, there_while_working
 from tightfit.plan.cells import cell_of, charted_card, fits_card, host_bytes, level_rows, plan_on, preset_plan
-from tightfit.records import Accelerator, ComponentPlan, Footprint, Plan, Request, VaePlan, Way
+from tightfit.records import Accelerator, ComponentPlan, Footprint, Plan, Request, StripProfile, VaePlan
 
 CONTEXT = 512 * MIB
 REQUEST = Request(height=1024, width=1024, steps=8)
@@ -22,7 +22,13 @@ def footprint_of(scale: float = 1) -> Footprint:
     vae = component("vae", "autoencoder", [100 * MIB], MIB)
     room = int(scale * GIB)
     decoded = passes_of(vae, [10**10], 1, room)
-    way = Way(strips=64 * MIB, maps="device", room=100 * MIB, host=0, legs=legs_of(decoded, 16, 2000))
+    way = StripProfile(
+        strip_bytes=64 * MIB,
+        feature_maps="device",
+        allocator_bytes=100 * MIB,
+        host_bytes=0,
+        stages=legs_of(decoded, 16, 2000),
+    )
     return Footprint(
         pipeline="Tried",
         components=(text, unet, vae),
@@ -82,7 +88,7 @@ def test_a_cell_tells_of_the_plan_that_is_made_for_the_card() -> None:
         assert told.seconds == sum(part.seconds for part in plan.forecast)
         assert told.peak_bytes == max(part.peak_bytes for part in plan.forecast)
         assert told.peak_bytes <= size
-        assert told.words == few_words(plan, FOOTPRINT)
+        assert told.words == summarize(plan, FOOTPRINT)
         assert told.slowdown is not None
         assert told.slowdown >= 1
     assert cell(5 * GIB).slowdown == 1
@@ -91,7 +97,7 @@ def test_a_cell_tells_of_the_plan_that_is_made_for_the_card() -> None:
 
 def test_a_limit_of_ram_is_kept_to() -> None:
     plan = plan_on(FOOTPRINT, card_with(GIB), 100 * MIB)
-    assert any(part.home == "disk" for part in plan.components.values())
+    assert any(part.offload_to == "disk" for part in plan.components.values())
     assert (cell(GIB, ram=100 * MIB).seconds or 0) > (cell(GIB).seconds or 0)  # the disk is slower than the link
 
 
@@ -117,21 +123,21 @@ def planned(vae: VaePlan | None = None, **components: ComponentPlan) -> Plan:
     return Plan(components=given, vae=vae or VaePlan())
 
 
-STREAMS = ComponentPlan(placement="per-unit", grain="leaf", ring=200 * MIB + 4096, stays=())
+STREAMS = ComponentPlan(placement="stream", granularity="layer", ring_buffer=200 * MIB + 4096, resident_layers=())
 
 
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
         (planned(), "all on the card"),
-        (planned(text_encoder=ComponentPlan(placement="per-phase")), "encoders in turn"),
+        (planned(text_encoder=ComponentPlan(placement="offload")), "encoders in turn"),
         (planned(unet=STREAMS), "streams denoiser 10 %"),
         (
-            planned(VaePlan(strips=2**26, maps="host"), unet=STREAMS, text_encoder=STREAMS),
+            planned(VaePlan(strips=2**26, feature_maps="host"), unet=STREAMS, text_encoder=STREAMS),
             "streams encoders 25 %, denoiser 10 %; strips, maps in RAM",
         ),
         (
-            planned(unet=STREAMS.model_copy(update={"home": "disk", "ring": 201 * MIB})),
+            planned(unet=STREAMS.model_copy(update={"offload_to": "disk", "ring_buffer": 201 * MIB})),
             "streams denoiser 10 % from the disk",
         ),
         (planned(VaePlan(tile=512)), "tiles of 512 px"),
@@ -139,11 +145,11 @@ STREAMS = ComponentPlan(placement="per-unit", grain="leaf", ring=200 * MIB + 409
     ],
 )
 def test_a_plan_in_a_few_words(plan: Plan, words: str) -> None:
-    assert few_words(plan, FOOTPRINT) == words
+    assert summarize(plan, FOOTPRINT) == words
 
 
 def test_what_is_there_while_it_works() -> None:
-    plan = planned(VaePlan(tile=512), unet=STREAMS, text_encoder=ComponentPlan(placement="per-phase"))
+    plan = planned(VaePlan(tile=512), unet=STREAMS, text_encoder=ComponentPlan(placement="offload"))
     assert there_while_working(plan, FOOTPRINT, "denoiser") == "201 MiB of 1.95 GiB, streamed"
     assert there_while_working(plan, FOOTPRINT, "encoder") == "801 MiB, while at work"
     assert there_while_working(plan, FOOTPRINT, "autoencoder") == "101 MiB, all along; tiles of 512 px"

@@ -12,12 +12,23 @@ from hypothesis import strategies as st
 
 from plan.test_planner import CARD, GIB, HERE, MIB, component, legs_of, passes_of, phase, planned, seconds, variants
 from tightfit.errors import BudgetTooSmall
-from tightfit.plan.forecast import foresee
+from tightfit.plan.forecast import add_forecast
 from tightfit.plan.options import GRAINS
 from tightfit.plan.parts import SEGMENT
 from tightfit.plan.planner import make_plan
-from tightfit.plan.streaming import parcel_sizes
-from tightfit.records import Budget, Component, ComponentPlan, Footprint, Grain, Plan, Request, VaePlan, Variant, Way
+from tightfit.plan.streaming import weight_group_sizes
+from tightfit.records import (
+    Budget,
+    Component,
+    ComponentPlan,
+    Footprint,
+    Granularity,
+    Plan,
+    Request,
+    StripProfile,
+    VaePlan,
+    Variant,
+)
 
 WITHIN = 1.03  # times as long as the best
 
@@ -34,9 +45,9 @@ def small_footprints(draw: st.DrawFn) -> Footprint:
         runs = draw(st.integers(1, 6)) if role == "denoiser" else 1
         done = passes_of(part, work, runs, room)
         ways = tuple(
-            Way(
-                strips=room // share, maps="device", room=room // 2 + room // share, host=0,
-                legs=legs_of(done, share, 300 * share),
+            StripProfile(
+                strip_bytes=room // share, feature_maps="device", allocator_bytes=room // 2 + room // share, host_bytes=0,
+                stages=legs_of(done, share, 300 * share),
             )
             for share in (4, 16)
             if role == "autoencoder" and draw(st.booleans())
@@ -52,38 +63,45 @@ def small_footprints(draw: st.DrawFn) -> Footprint:
 def every_plan_of(part: Component) -> Iterator[ComponentPlan]:
     """Resident, there for its phase, and streamed with any layers or blocks staying and a ring for one or more."""
     yield ComponentPlan(placement="resident")
-    yield ComponentPlan(placement="per-phase")
+    yield ComponentPlan(placement="offload")
     for grain in GRAINS:
-        sizes = parcel_sizes(part, grain, ComponentPlan(placement="per-unit"))
-        if grain == "leaf" or len(sizes) < len(part.leaves):
+        sizes = weight_group_sizes(part, grain, ComponentPlan(placement="stream"))
+        if grain == "layer" or len(sizes) < len(part.layers):
             yield from every_stream_of(sizes, grain)
 
 
-def every_stream_of(sizes: Mapping[str, int], grain: Grain) -> Iterator[ComponentPlan]:
+def every_stream_of(sizes: Mapping[str, int], grain: Granularity) -> Iterator[ComponentPlan]:
     for count in range(len(sizes) + 1):
         for stays in itertools.combinations(sizes, count):
             passing = sorted((size for name, size in sizes.items() if name not in stays), reverse=True)
             for ring in {sum(passing[:ahead]) for ahead in range(1, len(passing) + 1)} or {0}:
-                yield ComponentPlan(placement="per-unit", grain=grain, stays=stays, ring=ring)
+                yield ComponentPlan(placement="stream", granularity=grain, resident_layers=stays, ring_buffer=ring)
 
 
 def best_of_all(footprint: Footprint, size: int) -> float | None:
     """Seconds of the fastest of all plans within `size`, whatever variant they are of."""
-    found = [best_of(footprint, size), *(best_of(footprint.varied(v), size, v) for v in footprint.variants)]
+    found = [best_of(footprint, size), *(best_of(footprint.with_variant(v), size, v) for v in footprint.variants)]
     return min((seconds for seconds in found if seconds is not None), default=None)
 
 
 def best_of(footprint: Footprint, size: int, variant: Variant | None = None) -> float | None:
     """The same of one. What is done in parts goes by blocks if it streams, and only then."""
     best = None
-    ways = [VaePlan(), *(VaePlan(strips=way.strips, maps=way.maps) for phase in footprint.phases for way in phase.ways)]
+    ways = [
+        VaePlan(),
+        *(
+            VaePlan(strips=way.strip_bytes, feature_maps=way.feature_maps)
+            for phase in footprint.phases
+            for way in phase.strip_options
+        ),
+    ]
     parts = footprint.components
     for chosen in itertools.product(*(list(every_plan_of(part)) for part in parts)):
-        if variant and variant.in_parts and variant.by_blocks != (chosen[0].placement == "per-unit"):
+        if variant and variant.splits_batch and variant.by_blocks != (chosen[0].placement == "stream"):
             continue
         components = {part.name: plan for part, plan in zip(parts, chosen, strict=True)}
         for vae in ways:
-            told = foresee(footprint, Plan(components=components, vae=vae), CARD, HERE.disk_rate).forecast
+            told = add_forecast(footprint, Plan(components=components, vae=vae), CARD, HERE.disk_rate).forecast
             if max(phase.peak_bytes for phase in told) <= size:
                 spent = sum(phase.seconds for phase in told)
                 best = spent if best is None else min(best, spent)
@@ -112,12 +130,12 @@ def test_what_works_by_blocks_may_stay_for_its_phase() -> None:
     """There is room for its weights, but not for its activations if it works otherwise."""
     unet, vae = component("unet", "denoiser", [8 * MIB], 10**6), component("vae", "autoencoder", [8 * MIB], 0)
     usual, halved = (passes_of(unet, [10**6 // share], 2, 15_313_980 // share) for share in (1, 2))
-    uses = tuple(use.model_copy(update={"turns": use.turns * 2}) for use in halved.uses)
-    apart = halved.model_copy(update={"uses": uses})
+    uses = tuple(use.model_copy(update={"layer_work": use.layer_work * 2}) for use in halved.block_uses)
+    apart = halved.model_copy(update={"block_uses": uses})
     footprint = Footprint(
         pipeline="Tried", components=(unet, vae), request=Request(height=64),
         phases=(phase("denoise", usual, usual.peak), phase("decode", passes_of(vae, [10**6], 1, MIB), MIB)),
-        variants=(Variant(guidance="apart", by_blocks=True, phases=(phase("denoise", apart, apart.peak),)),),
+        variants=(Variant(cfg="sequential", by_blocks=True, phases=(phase("denoise", apart, apart.peak),)),),
     )  # fmt: skip
     compare(footprint, 64 * MIB)
 

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.plan.flow import Flow, Overheads
-from tightfit.plan.stretches import Stretch, alone
+from tightfit.plan.flow import HostOverheads, TransferSimulator
+from tightfit.plan.stretches import ComputeSegment, seconds_without_weights
 
 RATE = 1e9
 
 
-def flow(sizes: dict[str, int], stays: set[str], ring: int, launch: float = 0.0) -> Flow:
-    return Flow(list(sizes), sizes, stays, ring, RATE, launch)
+def flow(sizes: dict[str, int], stays: set[str], ring: int, launch: float = 0.0) -> TransferSimulator:
+    return TransferSimulator(list(sizes), sizes, stays, ring, RATE, launch)
 
 
-def stretches(seconds: dict[str, float], launching: float = 0.0) -> list[Stretch]:
-    return [Stretch(name, took, launching) for name, took in seconds.items()]
+def stretches(seconds: dict[str, float], launching: float = 0.0) -> list[ComputeSegment]:
+    return [ComputeSegment(name, took, launching) for name, took in seconds.items()]
 
 
 SIZES = st.lists(st.integers(1, 10**7), min_size=1, max_size=8)
@@ -71,11 +71,13 @@ def test_a_ring_of_two_hides_the_link_behind_the_arithmetic() -> None:
 
 def test_a_host_that_waits_has_launched_nothing_ahead() -> None:
     """Weights come for 20 ms; what is launched meanwhile takes no time later, unless the host waits for the device."""
-    first, second = Stretch("a", 0.001, 0.0), Stretch("", 0.0, 0.005)
+    first, second = ComputeSegment("a", 0.001, 0.0), ComputeSegment("", 0.0, 0.005)
     for waits, later in ((False, 0.0), (True, 0.005)):
         run = flow({"a": 2 * 10**7}, {"a"}, 0)
         assert run.work([first._replace(waits=waits), second]) == pytest.approx(0.021 + later)
-        assert alone([first._replace(waits=waits), second]) == pytest.approx(0.005 if not waits else 0.006)
+        assert seconds_without_weights([first._replace(waits=waits), second]) == pytest.approx(
+            0.005 if not waits else 0.006
+        )
 
 
 def test_the_host_may_be_what_takes_longest() -> None:
@@ -87,32 +89,36 @@ def test_the_host_is_busy_with_each_use_of_a_layer() -> None:
     sizes, uses = {"a": 4096, "b": 4096}, stretches({"a": 0.0, "b": 0.0, "": 0.0})
     # in the second pass, where nothing stays, the host sends what that begins with, and for the third
     for stays, second, others in (({"a"}, 0.003, 0.003), ({"a", "b"}, 0.002, 0.002), (set[str](), 0.005, 0.004)):
-        run = Flow(list(sizes), sizes, stays, 2 * 4096, RATE, overheads=Overheads(streamed=0.002, resident=0.001))
+        run = TransferSimulator(
+            list(sizes), sizes, stays, 2 * 4096, RATE, overheads=HostOverheads(streamed=0.002, resident=0.001)
+        )
         assert [run.work(uses) for _ in range(4)] == pytest.approx([others, second, others, others], abs=1e-5)
-    assert alone(uses, 0.001) == pytest.approx(0.002)
+    assert seconds_without_weights(uses, 0.001) == pytest.approx(0.002)
 
 
 def test_layers_that_move_together_come_once_and_are_used_one_by_one() -> None:
-    work = [Stretch("a", 0.0, 0.0, gate=gate) for gate in ("a", "b", "c")]
-    work = [work[0], Stretch("", 0.0, 0.0), *work[1:], Stretch("d", 0.0, 0.0, gate="d")]
-    sizes, overheads = {"a": 3 * 4096, "d": 4096}, Overheads(streamed=0.01, resident=0.001)
-    run = Flow(["a", "a", "a", "d"], sizes, set(), 3 * 4096, RATE, overheads=overheads)
+    work = [ComputeSegment("a", 0.0, 0.0, gate=gate) for gate in ("a", "b", "c")]
+    work = [work[0], ComputeSegment("", 0.0, 0.0), *work[1:], ComputeSegment("d", 0.0, 0.0, gate="d")]
+    sizes, overheads = {"a": 3 * 4096, "d": 4096}, HostOverheads(streamed=0.01, resident=0.001)
+    run = TransferSimulator(["a", "a", "a", "d"], sizes, set(), 3 * 4096, RATE, overheads=overheads)
     assert [run.work(work) for _ in range(3)][-1] == pytest.approx(2 * 0.009 + 4 * 0.001, abs=1e-4)
-    assert alone(work, 0.001) == pytest.approx(0.004)
+    assert seconds_without_weights(work, 0.001) == pytest.approx(0.004)
 
 
 def test_a_layer_that_is_not_used_after_all_is_in_nobodys_way() -> None:
     sizes = {"a": 2 * 4096, "b": 4096, "c": 2 * 4096, "d": 2 * 4096}
     work = stretches(dict.fromkeys("abcd", 0.001))
-    guessed, known = (Flow(guess, sizes, set(), 3 * 4096, 10**9) for guess in (list("aabcd"), list("abcd")))
+    guessed, known = (
+        TransferSimulator(guess, sizes, set(), 3 * 4096, 10**9) for guess in (list("aabcd"), list("abcd"))
+    )
     assert guessed.work(work) < 1.2 * known.work(work)
     assert guessed.work(work) == pytest.approx(known.work(work))
 
 
 def test_another_order_than_was_guessed_is_slower_once() -> None:
     sizes = dict.fromkeys("abcd", 4096 * 1000)
-    guessed = Flow(list("dcba"), sizes, set(), 2 * 4096 * 1000, RATE)
-    known = Flow(list("abcd"), sizes, set(), 2 * 4096 * 1000, RATE)
+    guessed = TransferSimulator(list("dcba"), sizes, set(), 2 * 4096 * 1000, RATE)
+    known = TransferSimulator(list("abcd"), sizes, set(), 2 * 4096 * 1000, RATE)
     work = stretches(dict.fromkeys("abcd", 0.005))
     first, later = [guessed.work(work) for _ in range(3)], [known.work(work) for _ in range(3)]
     assert first[0] > later[0]

@@ -25,18 +25,18 @@ from plan.test_planner import (
     seconds,
 )
 from tightfit.errors import BudgetTooSmall
-from tightfit.plan.forecast import foresee, play
-from tightfit.plan.learned import SEVERAL, experience_of, learned, most_beside, stored_in
+from tightfit.plan.forecast import add_forecast, simulate
+from tightfit.plan.learned import SEVERAL, calibrate, measurement_of, most_beside, stored_in
 from tightfit.plan.options import variant_of
 from tightfit.plan.planner import make_plan
 from tightfit.records import (
     Accelerator,
     Budget,
+    CallMeasurement,
     ComponentPlan,
-    Experience,
     Footprint,
     Machine,
-    PhaseExperience,
+    PhaseMeasurement,
     PhaseTrace,
     Plan,
     Request,
@@ -47,12 +47,12 @@ from tightfit.records import (
 
 def call_of(footprint: Footprint, plan: Plan, device: Accelerator, call: int = 2, more: int = 0, **facts: Any) -> Trace:
     """A call as it would be on `device`, if it is as forecasts say, with `more` bytes than that."""
-    footprint = footprint.varied(variant_of(footprint, plan))
-    told = play(footprint, plan, device, HERE.disk_rate)
+    footprint = footprint.with_variant(variant_of(footprint, plan))
+    told = simulate(footprint, plan, device, HERE.disk_rate)
     phases = tuple(
         PhaseTrace(
             name=one.name, start=0.0, seconds=one.seconds, peak_bytes=one.weights + one.room + more,
-            peak_weights=one.weights, runs=sum(done.runs for done in phase.passes),
+            peak_weights=one.weights, runs=sum(done.runs for done in phase.calls),
         )
         for one, phase in zip(told, footprint.phases, strict=True)
     )  # fmt: skip
@@ -72,7 +72,9 @@ def slower(times: float, link: float = 1.0) -> Accelerator:
     )  # fmt: skip
 
 
-def again(footprint: Footprint, size: int, experiences: Sequence[Experience], machine: Machine = HERE) -> Plan | None:
+def again(
+    footprint: Footprint, size: int, experiences: Sequence[CallMeasurement], machine: Machine = HERE
+) -> Plan | None:
     try:
         return make_plan(footprint, machine, Budget(device=size), experiences=experiences)
     except BudgetTooSmall:
@@ -80,19 +82,21 @@ def again(footprint: Footprint, size: int, experiences: Sequence[Experience], ma
 
 
 lived = st.builds(
-    PhaseExperience,
+    PhaseMeasurement,
     name=st.sampled_from(["encode", "denoise", "decode", "dream"]),
     runs=st.integers(1, 8),
-    foreseen_seconds=st.just(1.0),
+    predicted_seconds=st.just(1.0),
     seconds=st.just(1.0),
-    foreseen_bytes=st.just(1),
+    predicted_bytes=st.just(1),
     peak_bytes=st.just(1),
     activations=st.just(1),
-    pace=st.none() | st.floats(1 / 50, 50),
-    more=st.just(0) | st.integers(0, GIB),
+    time_scale=st.none() | st.floats(1 / 50, 50),
+    extra_bytes=st.just(0) | st.integers(0, GIB),
 )
 experiences = st.lists(
-    st.builds(Experience, plan=st.just("a"), first=st.booleans(), phases=st.lists(lived, max_size=4).map(tuple)),
+    st.builds(
+        CallMeasurement, plan=st.just("a"), first_call=st.booleans(), phases=st.lists(lived, max_size=4).map(tuple)
+    ),
     max_size=4,
 )
 
@@ -101,7 +105,7 @@ experiences = st.lists(
 @settings(deadline=None, max_examples=12)
 @given(footprint=footprints(), one=budgets, other=budgets, taught=experiences)
 def test_plans_by_experience_keep_to_what_holds_of_plans(
-    machine: Machine, footprint: Footprint, one: int, other: int, taught: list[Experience]
+    machine: Machine, footprint: Footprint, one: int, other: int, taught: list[CallMeasurement]
 ) -> None:
     """Never over budget; more is never slower nor refused; the same from the same; nothing that only fits by hope."""
     taken = TAKEN if machine is CPU_ALONE else 0
@@ -128,18 +132,18 @@ def test_a_call_that_took_longer_is_foreseen_the_next_time(
     plan = planned(footprint, size)
     if plan is None:
         return
-    truth = play(footprint, plan, slower(times), HERE.disk_rate)
-    taught = experience_of(footprint, plan, CARD, call_of(footprint, plan, slower(times), 2 - first), HERE.disk_rate)
-    found = play(learned(footprint, [taught], {}).footprint, plan, CARD, HERE.disk_rate)
+    truth = simulate(footprint, plan, slower(times), HERE.disk_rate)
+    taught = measurement_of(footprint, plan, CARD, call_of(footprint, plan, slower(times), 2 - first), HERE.disk_rate)
+    found = simulate(calibrate(footprint, [taught], {}).footprint, plan, CARD, HERE.disk_rate)
     for number, one in enumerate(taught.phases):
-        stays = all(plan.components[done.component].placement == "resident" for done in footprint.phases[number].passes)
+        stays = all(plan.components[done.component].placement == "resident" for done in footprint.phases[number].calls)
         whole = plan.vae.strips is None or one.name != "decode"  # of strips, what is copied is no arithmetic
-        if one.pace is not None:
+        if one.time_scale is not None:
             assert found[number].seconds == pytest.approx(truth[number].seconds, rel=0.025)
         elif one.seconds and stays and whole:
             assert first or times < 1
             assert one.runs < SEVERAL
-        assert one.more == 0
+        assert one.extra_bytes == 0
 
 
 @settings(deadline=None, max_examples=12)
@@ -160,8 +164,8 @@ def test_what_ran_within_a_budget_is_never_refused_for_it(
         seen.model_copy(update={"peak_bytes": max(min(seen.peak_bytes + grown, most), seen.peak_bytes)})
         for seen, grown in zip(trace.phases, more, strict=True)
     ]
-    taught = experience_of(footprint, plan, CARD, trace.model_copy(update={"phases": tuple(phases)}))
-    told = foresee(learned(footprint, [taught], {}).footprint, plan, CARD).forecast
+    taught = measurement_of(footprint, plan, CARD, trace.model_copy(update={"phases": tuple(phases)}))
+    told = add_forecast(calibrate(footprint, [taught], {}).footprint, plan, CARD).forecast
     for foreseen, seen in zip(told, phases, strict=True):
         assert foreseen.peak_bytes <= size
         assert call == 2 or seen.peak_bytes <= foreseen.peak_bytes
@@ -180,8 +184,8 @@ SMALL = Footprint(
 WHOLE = make_plan(SMALL, HERE, Budget(device=4 * GIB))
 
 
-def paces(experience: Experience) -> list[float | None]:
-    return [one.pace for one in experience.phases]
+def paces(experience: CallMeasurement) -> list[float | None]:
+    return [one.time_scale for one in experience.phases]
 
 
 def said(plan: Plan | None) -> list[str]:
@@ -191,11 +195,11 @@ def said(plan: Plan | None) -> list[str]:
 
 def test_a_plan_says_what_was_measured() -> None:
     trace = call_of(SMALL, WHOLE, slower(1.18), more=200 * MIB)
-    plan = again(SMALL, 4 * GIB, [experience_of(SMALL, WHOLE, CARD, trace)] * 3)
+    plan = again(SMALL, 4 * GIB, [measurement_of(SMALL, WHOLE, CARD, trace)] * 3)
     assert "times of denoise are 1.18 × what rates say: measured in 3 runs on this machine" in said(plan)
     (bytes_more,) = (line for line in said(plan) if line.startswith("decode takes "))
     assert bytes_more.endswith("MiB more than shapes say: measured in 3 runs on this machine")
-    as_foreseen = again(SMALL, 4 * GIB, [experience_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, CARD))])
+    as_foreseen = again(SMALL, 4 * GIB, [measurement_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, CARD))])
     assert "times and bytes are what rates and shapes say: measured in 1 run on this machine" in said(as_foreseen)
     assert as_foreseen is not None
     assert as_foreseen.model_copy(update={"reasons": WHOLE.reasons}) == WHOLE
@@ -205,32 +209,34 @@ def test_a_plan_says_what_was_measured() -> None:
 def test_what_waits_for_weights_tells_nothing_about_arithmetic() -> None:
     """At an eighth of the link a step takes several times as long, and arithmetic is as fast as ever."""
     plan = make_plan(SMALL, HERE, Budget(device=500 * MIB))
-    assert plan.components["unet"].placement == "per-unit"
-    late = experience_of(SMALL, plan, CARD, call_of(SMALL, plan, slower(1.0, link=1 / 8)))
-    assert late.phases[0].seconds > 2 * late.phases[0].foreseen_seconds
+    assert plan.components["unet"].placement == "stream"
+    late = measurement_of(SMALL, plan, CARD, call_of(SMALL, plan, slower(1.0, link=1 / 8)))
+    assert late.phases[0].seconds > 2 * late.phases[0].predicted_seconds
     assert paces(late)[0] is None
 
 
 def test_what_is_done_once_is_no_rate() -> None:
-    once = experience_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(2.0), call=1))
-    assert once.first
+    once = measurement_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(2.0), call=1))
+    assert once.first_call
     assert paces(once) == [pytest.approx(2.0, rel=0.01), None]  # one decode: was that loading kernels?
-    later = experience_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(1.5)))
+    later = measurement_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(1.5)))
     assert paces(later) == [pytest.approx(1.5, rel=0.01)] * 2
-    behind = experience_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(1.5)), spread=True)
+    behind = measurement_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(1.5)), spread=True)
     assert paces(behind)[1] is None
-    found = learned(SMALL, [once, once, later], {}).footprint
-    assert found.phases[0].pace == pytest.approx(1.5, rel=0.01)  # where there are later calls, first ones count nothing
+    found = calibrate(SMALL, [once, once, later], {}).footprint
+    assert found.phases[0].time_scale == pytest.approx(
+        1.5, rel=0.01
+    )  # where there are later calls, first ones count nothing
 
 
 def test_faster_is_not_believed_where_something_may_have_been_done_ahead() -> None:
     """Weights that came, in later calls; kernels of one pass that were launched before."""
-    moving = ComponentPlan(placement="per-phase")
+    moving = ComponentPlan(placement="offload")
     plan = WHOLE.model_copy(update={"components": WHOLE.components | {"unet": moving}})
     for call, told in ((1, True), (2, False)):
-        taught = experience_of(SMALL, plan, CARD, call_of(SMALL, plan, slower(0.7), call))
+        taught = measurement_of(SMALL, plan, CARD, call_of(SMALL, plan, slower(0.7), call))
         assert [pace is not None for pace in paces(taught)] == [told, False]
-    taught = experience_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(0.7)))
+    taught = measurement_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(0.7)))
     assert paces(taught) == [pytest.approx(0.7, rel=0.01), None]
 
 
@@ -238,30 +244,30 @@ def test_another_number_of_passes_is_another_call() -> None:
     trace = call_of(SMALL, WHOLE, slower(2.0))
     denoise, decode = trace.phases
     more_steps = trace.model_copy(update={"phases": (denoise.model_copy(update={"runs": 30}), decode)})
-    assert paces(experience_of(SMALL, WHOLE, CARD, more_steps))[0] is None
+    assert paces(measurement_of(SMALL, WHOLE, CARD, more_steps))[0] is None
 
 
 def test_a_phase_that_nobody_foresaw_is_passed_over() -> None:
     trace = call_of(SMALL, WHOLE, slower(2.0))
     checker = trace.phases[1].model_copy(update={"name": "safety_checker"})
-    taught = experience_of(SMALL, WHOLE, CARD, trace.model_copy(update={"phases": (checker, *trace.phases)}))
+    taught = measurement_of(SMALL, WHOLE, CARD, trace.model_copy(update={"phases": (checker, *trace.phases)}))
     assert [one.name for one in taught.phases] == ["denoise", "decode"]
 
 
 def test_of_several_calls_the_median_tells_times_and_the_highest_peak_bytes() -> None:
     calls = [call_of(SMALL, WHOLE, slower(times), more=int(times * 80 * MIB)) for times in (1.2, 9.0, 1.3, 1.1)]
-    taught = [experience_of(SMALL, WHOLE, CARD, call) for call in calls]
-    found = learned(SMALL, taught, {}).footprint.phases[0]
-    assert found.pace == pytest.approx(1.2, rel=0.01)
-    assert found.room - 40 * MIB == max(one.phases[0].more for one in taught) > 0
+    taught = [measurement_of(SMALL, WHOLE, CARD, call) for call in calls]
+    found = calibrate(SMALL, taught, {}).footprint.phases[0]
+    assert found.time_scale == pytest.approx(1.2, rel=0.01)
+    assert found.allocator_bytes - 40 * MIB == max(one.phases[0].extra_bytes for one in taught) > 0
 
 
 def test_what_others_have_on_the_device_is_not_taken_for_activations() -> None:
     beside = most_beside(CARD) + 1
     trace = call_of(SMALL, WHOLE, CARD, more=GIB, beside=beside)
-    assert [one.more for one in experience_of(SMALL, WHOLE, CARD, trace).phases] == [0, 0]
-    less = trace.model_copy(update={"beside": beside - 1})
-    assert all(one.more for one in experience_of(SMALL, WHOLE, CARD, less).phases)
+    assert [one.extra_bytes for one in measurement_of(SMALL, WHOLE, CARD, trace).phases] == [0, 0]
+    less = trace.model_copy(update={"other_bytes": beside - 1})
+    assert all(one.extra_bytes for one in measurement_of(SMALL, WHOLE, CARD, less).phases)
 
 
 def test_eight_bits_teach_for_eight_bits() -> None:
@@ -269,16 +275,16 @@ def test_eight_bits_teach_for_eight_bits() -> None:
     stored = ComponentPlan(storage="float8_e4m3fn")
     plan = WHOLE.model_copy(update={"components": WHOLE.components | {"unet": stored}})
     assert stored_in(plan) == {"unet": "float8_e4m3fn"}
-    taught = experience_of(SMALL, plan, CARD, call_of(SMALL, plan, slower(4.0)))
-    assert learned(SMALL, [taught], {}) == (SMALL, ())
-    assert learned(SMALL, [taught], stored_in(plan)).reasons
+    taught = measurement_of(SMALL, plan, CARD, call_of(SMALL, plan, slower(4.0)))
+    assert calibrate(SMALL, [taught], {}) == (SMALL, ())
+    assert calibrate(SMALL, [taught], stored_in(plan)).reasons
 
 
 def test_a_plan_is_known_by_what_it_decides() -> None:
     trace = call_of(SMALL, WHOLE, CARD)
     other = WHOLE.model_copy(update={"reasons": (), "forecast": ()})
     smaller = make_plan(SMALL, HERE, Budget(device=500 * MIB))
-    names = [experience_of(SMALL, plan, CARD, trace).plan for plan in (WHOLE, other, smaller)]
+    names = [measurement_of(SMALL, plan, CARD, trace).plan for plan in (WHOLE, other, smaller)]
     assert names[0] == names[1] != names[2]
 
 
@@ -289,15 +295,15 @@ def test_what_a_variant_took_is_learned_of_all_ways_of_working() -> None:
     apart = passes_of(part, [5 * 10**10] * 4, 16, GIB // 4)
     footprint = Footprint(
         pipeline="Tried", components=(part,), request=Request(height=64), phases=(phase("denoise", usual, GIB),),
-        variants=(Variant(guidance="apart", phases=(phase("denoise", apart, GIB // 4),)),),
+        variants=(Variant(cfg="sequential", phases=(phase("denoise", apart, GIB // 4),)),),
     )  # fmt: skip
     plan = make_plan(footprint, HERE, Budget(device=GIB // 2))
-    assert plan.components["unet"].guidance == "apart"
-    lesson = experience_of(footprint, plan, CARD, call_of(footprint, plan, slower(2.0)), HERE.disk_rate)
-    assert lesson.phases[0].pace == pytest.approx(2.0, rel=0.01)
-    corrected = learned(footprint, [lesson], {}).footprint
-    assert {done.pace for done in (*corrected.phases[0].passes, *corrected.variants[0].phases[0].passes)} == {
-        lesson.phases[0].pace
+    assert plan.components["unet"].cfg == "sequential"
+    lesson = measurement_of(footprint, plan, CARD, call_of(footprint, plan, slower(2.0)), HERE.disk_rate)
+    assert lesson.phases[0].time_scale == pytest.approx(2.0, rel=0.01)
+    corrected = calibrate(footprint, [lesson], {}).footprint
+    assert {done.time_scale for done in (*corrected.phases[0].calls, *corrected.variants[0].phases[0].calls)} == {
+        lesson.phases[0].time_scale
     }
     second = make_plan(footprint, HERE, Budget(device=GIB // 2), experiences=[lesson])
     assert second.forecast[0].seconds == pytest.approx(2 * plan.forecast[0].seconds, rel=0.02)

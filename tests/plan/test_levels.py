@@ -10,30 +10,40 @@ from hypothesis import strategies as st
 
 from tightfit.errors import PlanError, RequestError
 from tightfit.plan.levels import LEVEL_TILE, plan_for
-from tightfit.records import Accelerator, Component, ComponentPlan, Footprint, Plan, Reason, Request, Unit, VaePlan
+from tightfit.records import (
+    Accelerator,
+    Component,
+    ComponentPlan,
+    Footprint,
+    Plan,
+    Reason,
+    Request,
+    VaePlan,
+    WeightBlock,
+)
 
 GIB = 2**30
 ENCODER = Component(
     name="text_encoder", class_name="T5EncoderModel", role="encoder", bytes=9 * GIB,
-    units=(Unit(name="encoder.block.0", bytes=4 * GIB), Unit(name="encoder.block.1", bytes=5 * GIB)),
-    leaves=(
-        Unit(name="encoder.block.0.wi", bytes=2 * GIB), Unit(name="encoder.block.0.wo", bytes=2 * GIB),
-        Unit(name="encoder.block.1.wi", bytes=3 * GIB), Unit(name="encoder.block.1.wo", bytes=2 * GIB),
+    blocks=(WeightBlock(name="encoder.block.0", bytes=4 * GIB), WeightBlock(name="encoder.block.1", bytes=5 * GIB)),
+    layers=(
+        WeightBlock(name="encoder.block.0.wi", bytes=2 * GIB), WeightBlock(name="encoder.block.0.wo", bytes=2 * GIB),
+        WeightBlock(name="encoder.block.1.wi", bytes=3 * GIB), WeightBlock(name="encoder.block.1.wo", bytes=2 * GIB),
     ),
 )  # fmt: skip
 BLOCKS = [f"blocks.{index}" for index in range(10)]
 UP, DOWN = 3 * GIB // 2, GIB // 2
 DENOISER = Component(
     name="transformer", class_name="FluxTransformer2DModel", role="denoiser", bytes=22 * GIB,
-    units=(*(Unit(name=block, bytes=2 * GIB) for block in BLOCKS), Unit(name="", bytes=2 * GIB)),
-    leaves=(  # and 1 GiB of what is small
-        Unit(name="embedder", bytes=GIB),
-        *(Unit(name=f"{block}.{leaf}", bytes=size) for block in BLOCKS for leaf, size in (("up", UP), ("down", DOWN))),
+    blocks=(*(WeightBlock(name=block, bytes=2 * GIB) for block in BLOCKS), WeightBlock(name="", bytes=2 * GIB)),
+    layers=(  # and 1 GiB of what is small
+        WeightBlock(name="embedder", bytes=GIB),
+        *(WeightBlock(name=f"{block}.{leaf}", bytes=size) for block in BLOCKS for leaf, size in (("up", UP), ("down", DOWN))),
     ),
 )  # fmt: skip
 AUTOENCODER = Component(name="vae", class_name="AutoencoderKL", role="autoencoder", bytes=GIB // 4)
 FLUX = Footprint(pipeline="FluxPipeline", components=(ENCODER, DENOISER, AUTOENCODER))
-UNET = DENOISER.model_copy(update={"name": "unet", "skips": True})
+UNET = DENOISER.model_copy(update={"name": "unet", "has_skip_connections": True})
 SD = Footprint(pipeline="StableDiffusionPipeline", components=(ENCODER, UNET, AUTOENCODER))
 
 
@@ -68,19 +78,19 @@ def test_level_1_tiles_and_slices_the_autoencoder() -> None:
 
 def test_level_2_brings_encoders_for_their_phase() -> None:
     decided = plan({"level": 2})
-    assert placements(decided) == {"text_encoder": "per-phase", "transformer": "resident", "vae": "resident"}
+    assert placements(decided) == {"text_encoder": "offload", "transformer": "resident", "vae": "resident"}
     assert decided.vae == plan({"level": 1}).vae
     assert not decided.offload_activations
-    assert decisions(decided)[2:] == ["text_encoder per-phase"]
+    assert decisions(decided)[2:] == ["text_encoder offload"]
     assert decided.reasons[2].because == "its 9 GiB are only needed while it works"
 
 
 def test_level_3_streams_the_denoiser_and_moves_what_waits() -> None:
     decided = plan({"level": 3}, SD)
-    assert placements(decided) == {"text_encoder": "per-phase", "unet": "per-unit", "vae": "per-phase"}
+    assert placements(decided) == {"text_encoder": "offload", "unet": "stream", "vae": "offload"}
     assert decided.vae == plan({"level": 1}).vae
     assert decided.offload_activations
-    placed = ["text_encoder, vae per-phase", "unet per-unit"]
+    placed = ["text_encoder, vae offload", "unet stream"]
     assert decisions(decided)[2:] == [*placed, "skips of unet moved to host memory"]
     assert decided.reasons[2].because == "their 9 GiB and 256 MiB are only needed while each works"
     assert decided.reasons[3].because == "one layer at a time needs 1.5 GiB of its 22 GiB"
@@ -113,19 +123,21 @@ def test_level_3_says_when_no_activation_waits() -> None:
 
 
 def test_level_3_settles_what_streams_and_how() -> None:
-    settled = ComponentPlan(placement="per-unit", pinned=False, grain="leaf", ring=6 * GIB + 4 * 4096, stays=())
+    settled = ComponentPlan(
+        placement="stream", pinned=False, granularity="layer", ring_buffer=6 * GIB + 4 * 4096, resident_layers=()
+    )
     assert plan({"level": 3}).components["transformer"] == settled  # four of the largest, and nothing stays
     for_phases = [plan({"level": 3}).components[name] for name in ("text_encoder", "vae")]
-    assert for_phases == [ComponentPlan(placement="per-phase", pinned=False)] * 2
+    assert for_phases == [ComponentPlan(placement="offload", pinned=False)] * 2
 
 
 def test_a_denoiser_without_layers_comes_for_its_phase() -> None:
-    small = Footprint(pipeline="P", components=(DENOISER.model_copy(update={"leaves": ()}),))
-    assert placements(plan({"level": 3}, small)) == {"transformer": "per-phase"}
+    small = Footprint(pipeline="P", components=(DENOISER.model_copy(update={"layers": ()}),))
+    assert placements(plan({"level": 3}, small)) == {"transformer": "offload"}
 
 
 def test_a_denoiser_without_repeated_blocks_streams_by_its_layers() -> None:
-    odd = Footprint(pipeline="P", components=(DENOISER.model_copy(update={"units": ()}),))
+    odd = Footprint(pipeline="P", components=(DENOISER.model_copy(update={"blocks": ()}),))
     assert plan({"level": 3}, odd).components == {"transformer": plan({"level": 3}).components["transformer"]}
 
 
@@ -167,14 +179,14 @@ def test_where_nothing_can_move_the_reason_says_what_stayed() -> None:
 
 
 def test_where_nothing_can_move_the_rest_of_the_choices_stays() -> None:
-    stored = {"placement": "per-unit", "storage": "float8_e4m3fn", "channels_last": True}
+    stored = {"placement": "stream", "storage": "float8_e4m3fn", "channels_last": True}
     decided = plan({"components": {"transformer": stored}}, separate=False)
     assert decided.components["transformer"] == ComponentPlan(storage="float8_e4m3fn", channels_last=True)
 
 
-@pytest.mark.parametrize("placement", ["per-phase", "per-unit"])
+@pytest.mark.parametrize("placement", ["offload", "stream"])
 def test_where_nothing_can_move_weights_can_still_wait_on_the_disk(placement: str) -> None:
-    on_disk = {"transformer": {"placement": placement, "home": "disk"}}
+    on_disk = {"transformer": {"placement": placement, "offload_to": "disk"}}
     decided = plan({"level": 3, "components": on_disk}, separate=False)
     assert placements(decided) == {"text_encoder": "resident", "transformer": placement, "vae": "resident"}
     assert decided.components["transformer"] == plan({"level": 3, "components": on_disk}).components["transformer"]
@@ -186,9 +198,9 @@ def test_where_nothing_can_move_weights_can_still_wait_on_the_disk(placement: st
 
 def test_a_choice_changes_its_field_and_no_other() -> None:
     level = plan({"level": 2})
-    decided = plan({"level": 2, "vae": {"tile": 256}, "components": {"transformer": {"placement": "per-unit"}}})
+    decided = plan({"level": 2, "vae": {"tile": 256}, "components": {"transformer": {"placement": "stream"}}})
     assert decided.vae == VaePlan(slicing=True, tile=256)
-    assert placements(decided) == placements(level) | {"transformer": "per-unit"}
+    assert placements(decided) == placements(level) | {"transformer": "stream"}
     assert decided.level == 2
 
 
@@ -207,8 +219,8 @@ def test_a_choice_beside_the_placement_leaves_the_placement() -> None:
 
 
 def test_a_choice_has_its_reason_too() -> None:
-    decided = plan({"components": {"vae": {"placement": "per-phase"}}, "vae": {"tile": 128}})
-    assert decisions(decided) == ["tiles of 128 px", "vae per-phase"]
+    decided = plan({"components": {"vae": {"placement": "offload"}}, "vae": {"tile": 128}})
+    assert decisions(decided) == ["tiles of 128 px", "vae offload"]
 
 
 def test_choices_are_not_changed() -> None:
@@ -226,18 +238,18 @@ def test_reasons_are_given_anew_and_never_taken(level: int) -> None:
 
 def test_room_for_weights_is_filled_with_what_stays() -> None:
     def with_room(weights: Any) -> ComponentPlan:
-        return plan({"level": 3, "components": {"transformer": {"weights": weights}}}).components["transformer"]
+        return plan({"level": 3, "components": {"transformer": {"weight_memory": weights}}}).components["transformer"]
 
     some = with_room("16GiB")
-    stay = {leaf.name: leaf.bytes for leaf in DENOISER.leaves if leaf.name in (some.stays or ())}
-    assert (some.weights, some.grain, some.ring) == (16 * GIB, "leaf", 4 * (UP + 4096))
+    stay = {leaf.name: leaf.bytes for leaf in DENOISER.layers if leaf.name in (some.resident_layers or ())}
+    assert (some.weight_memory, some.granularity, some.ring_buffer) == (16 * GIB, "layer", 4 * (UP + 4096))
     assert 8 * GIB <= sum(stay.values()) <= 9 * GIB  # of the 16: 6 are the ring's, and 1 is small and always there
     assert with_room(23 * GIB) == ComponentPlan(
-        placement="per-unit", pinned=False, weights=23 * GIB, grain="leaf", ring=0,
-        stays=tuple(leaf.name for leaf in DENOISER.leaves),
+        placement="stream", pinned=False, weight_memory=23 * GIB, granularity="layer", ring_buffer=0,
+        resident_layers=tuple(leaf.name for leaf in DENOISER.layers),
     )  # fmt: skip
     least = with_room(5 * GIB // 2 + 4096)  # the largest one by one, with a flat buffer's padding
-    assert (least.ring, least.stays) == (UP + 4096, ())
+    assert (least.ring_buffer, least.resident_layers) == (UP + 4096, ())
 
 
 # page-locked masters
@@ -266,7 +278,7 @@ def test_masters_are_page_locked_as_far_as_can_be_the_most_travelled_first(gib: 
 
 def test_only_what_moves_from_host_memory_is_page_locked() -> None:
     assert locked({"level": 2}, 99) == {"text_encoder": True, "transformer": None, "vae": None}
-    on_disk = {"level": 3, "components": {"transformer": {"home": "disk"}}}
+    on_disk = {"level": 3, "components": {"transformer": {"offload_to": "disk"}}}
     assert locked(on_disk, 9.25) == {"text_encoder": True, "transformer": None, "vae": True}
 
 
@@ -287,23 +299,26 @@ def test_a_plan_stays_as_it_is_when_less_can_be_page_locked() -> None:
 ANYWHERE = {
     "channels_last": st.booleans(),
     "storage": st.sampled_from(["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]),
-    "home": st.sampled_from(["host", "disk"]),
+    "offload_to": st.sampled_from(["cpu", "disk"]),
     "pinned": st.none() | st.booleans(),
 }
-KEPT = {"channels_last", "storage", "home"}  # also where nothing can move
-WHOLE = st.fixed_dictionaries({}, optional={"placement": st.sampled_from(["resident", "per-phase"]), **ANYWHERE})
+KEPT = {"channels_last", "storage", "offload_to"}  # also where nothing can move
+WHOLE = st.fixed_dictionaries({}, optional={"placement": st.sampled_from(["resident", "offload"]), **ANYWHERE})
 
 
 def streaming(component: Component) -> st.SearchStrategy[dict[str, Any]]:
     """Per unit, with any of what can be chosen about it."""
-    leaves, largest = [leaf.name for leaf in component.leaves], max(leaf.bytes for leaf in component.leaves)
+    leaves, largest = [leaf.name for leaf in component.layers], max(leaf.bytes for leaf in component.layers)
     stays = st.sets(st.sampled_from(leaves)).map(lambda names: [name for name in leaves if name in names])
-    room = {"weights": st.none() | st.integers(6 * GIB, 2 * component.bytes)}
+    room = {"weight_memory": st.none() | st.integers(6 * GIB, 2 * component.bytes)}
     return st.one_of(
-        st.fixed_dictionaries({"placement": st.just("per-unit")} | always, optional={**ANYWHERE, **room, **more})
+        st.fixed_dictionaries({"placement": st.just("stream")} | always, optional={**ANYWHERE, **room, **more})
         for always, more in (
-            ({}, {"grain": st.sampled_from([None, "block", "leaf"])}),
-            ({"stays": stays}, {"grain": st.just("leaf"), "ring": st.integers(2 * largest, 2 * component.bytes)}),
+            ({}, {"granularity": st.sampled_from([None, "block", "layer"])}),
+            (
+                {"resident_layers": stays},
+                {"granularity": st.just("layer"), "ring_buffer": st.integers(2 * largest, 2 * component.bytes)},
+            ),
         )
     )
 
@@ -352,9 +367,9 @@ def test_a_plan_names_every_component_and_holds_every_choice(choices: dict[str, 
     assert list(decided.components) == ["text_encoder", "unet", "vae"]
     for name, fields in choices.get("components", {}).items():
         for field, value in fields.items():
-            if value is not None and (separate or fields.get("home") == "disk" or field in KEPT):
+            if value is not None and (separate or fields.get("offload_to") == "disk" or field in KEPT):
                 found = getattr(decided.components[name], field)
-                assert found == (tuple(value) if field == "stays" else value)
+                assert found == (tuple(value) if field == "resident_layers" else value)
     for field, value in choices.get("vae", {}).items():
         assert getattr(decided.vae, field) == value
 
@@ -364,17 +379,22 @@ def test_a_plan_names_every_component_and_holds_every_choice(choices: dict[str, 
 def test_all_is_decided_about_what_streams(choices: dict[str, Any]) -> None:
     decided = plan(choices, SD, pinnable=25 * GIB)
     for component in SD.components:
-        chosen, leaves = decided.components[component.name], {leaf.name: leaf.bytes for leaf in component.leaves}
-        assert (chosen.pinned is None) <= (chosen.placement == "resident" or chosen.home == "disk")
-        if chosen.placement == "per-unit":
-            assert chosen.grain is not None
-            assert chosen.ring is not None
-            assert chosen.stays is not None
-            if chosen.grain == "leaf":
-                passing = [size for name, size in leaves.items() if name not in chosen.stays]
-                assert chosen.ring >= max(passing, default=0)
+        chosen, leaves = decided.components[component.name], {leaf.name: leaf.bytes for leaf in component.layers}
+        assert (chosen.pinned is None) <= (chosen.placement == "resident" or chosen.offload_to == "disk")
+        if chosen.placement == "stream":
+            assert chosen.granularity is not None
+            assert chosen.ring_buffer is not None
+            assert chosen.resident_layers is not None
+            if chosen.granularity == "layer":
+                passing = [size for name, size in leaves.items() if name not in chosen.resident_layers]
+                assert chosen.ring_buffer >= max(passing, default=0)
         else:
-            assert (chosen.weights, chosen.grain, chosen.ring, chosen.stays) == (None, None, None, None)
+            assert (chosen.weight_memory, chosen.granularity, chosen.ring_buffer, chosen.resident_layers) == (
+                None,
+                None,
+                None,
+                None,
+            )
 
 
 @settings(deadline=None)
@@ -396,7 +416,7 @@ def test_whatever_moves_has_its_reason(choices: dict[str, Any], separate: bool) 
     [
         ({"components": {"ve": {}}}, "unknown component of FluxPipeline 've': did you mean 'vae'?"),
         ({"components": {"q": {}}}, "unknown component of FluxPipeline 'q': there are text_encoder, transformer, vae"),
-        ({"components": {"vae": {"placement": "per-unit"}}}, "vae has no layers to stream: per-phase would"),
+        ({"components": {"vae": {"placement": "stream"}}}, "vae has no layers to stream: offload would"),
         ({"level": 4}, "level must be less than or equal to 3, not 4"),
         ({"level": -1}, "level must be greater than or equal to 0, not -1"),
         ({"level": "low"}, "level must be a valid integer, not 'low'"),
@@ -404,7 +424,7 @@ def test_whatever_moves_has_its_reason(choices: dict[str, Any], separate: bool) 
         ({"vae": {"tiel": 256}}, "unknown field of VaePlan 'tiel': did you mean 'tile'?"),
         ({"vae": {"overlap": 0.1}}, "vae.overlap=0.1 needs a tile size too, e.g. vae.tile=512"),
         ({"components": {"vae": {"placment": "resident"}}}, "unknown field of ComponentPlan 'placment'"),
-        ({"components": {"vae": {"placement": "gone"}}}, "must be 'resident', 'per-phase' or 'per-unit', not 'gone'"),
+        ({"components": {"vae": {"placement": "gone"}}}, "must be 'resident', 'offload' or 'stream', not 'gone'"),
         ({"components": {"vae": "resident"}}, "components.vae must be a valid dictionary or instance of ComponentPlan"),
         ({"components": None}, "components must be a valid dictionary, not None"),
         ({"vae": 512}, "vae must be a valid dictionary or instance of VaePlan, not 512"),
@@ -416,21 +436,33 @@ def test_what_cannot_be_is_refused(choices: dict[str, Any], message: str, separa
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"weights": "2GiB"}, "transformer: 2 GiB are too little for its weights: 1 GiB of small ones always stay,"),
-        ({"stays": ["blocks.3.upp"]}, "unknown layer of transformer 'blocks.3.upp': did you mean 'blocks.3.up'?"),
-        ({"grain": "block", "stays": ["block.3"]}, "unknown layer of transformer 'block.3': did you mean 'blocks.3'?"),
-        ({"stays": [], "ring": GIB}, "transformer: a ring of 1 GiB cannot take its largest layer that passes through"),
+        (
+            {"weight_memory": "2GiB"},
+            "transformer: 2 GiB are too little for its weights: 1 GiB of small ones always stay,",
+        ),
+        (
+            {"resident_layers": ["blocks.3.upp"]},
+            "unknown layer of transformer 'blocks.3.upp': did you mean 'blocks.3.up'?",
+        ),
+        (
+            {"granularity": "block", "resident_layers": ["block.3"]},
+            "unknown layer of transformer 'block.3': did you mean 'blocks.3'?",
+        ),
+        (
+            {"resident_layers": [], "ring_buffer": GIB},
+            "transformer: a ring of 1 GiB cannot take its largest layer that passes through",
+        ),
     ],
 )
 def test_what_cannot_stream_like_that_is_refused(fields: dict[str, Any], message: str, home: str) -> None:
     with pytest.raises(PlanError) as error:
-        plan({"components": {"transformer": {"placement": "per-unit", "home": home, **fields}}})
+        plan({"components": {"transformer": {"placement": "stream", "offload_to": home, **fields}}})
     assert message in str(error.value)
-    assert error.value.facts["name"] in ("transformer", *fields.get("stays", ()))
+    assert error.value.facts["name"] in ("transformer", *fields.get("resident_layers", ()))
 
 
 def test_an_overlap_needs_no_tile_of_its_own_where_the_level_has_one() -> None:

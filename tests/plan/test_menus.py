@@ -10,24 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan.test_planner import CARD, CPU, GIB, MIB, budgets, component, footprints, passes_of, phase
-from tightfit.plan.menus import Menu, Option
-from tightfit.plan.options import Task, Where
-from tightfit.plan.search import Search
+from tightfit.plan.menus import Option, OptionSet
+from tightfit.plan.options import ComponentWorkload, Where
+from tightfit.plan.search import DeviceSearch
 from tightfit.records import Accelerator, Footprint
 
 
-def fastest(menu: Menu, size: int) -> Option | None:
+def fastest(menu: OptionSet, size: int) -> Option | None:
     fitting = [option for option in menu if option.comes <= size]
     return min(fitting, key=lambda option: (option.seconds, option.comes), default=None)
 
 
-def tasks(footprint: Footprint, device: Accelerator, where: Where) -> Iterator[tuple[Menu, Menu]]:
+def tasks(footprint: Footprint, device: Accelerator, where: Where) -> Iterator[tuple[OptionSet, OptionSet]]:
     """Each component's menu twice, for all ways in which denoisers can work."""
     for variant in (None, *footprint.variants):
-        called = footprint.varied(variant)
+        called = footprint.with_variant(variant)
         for part in called.components:
             if variant is None or part.role == "denoiser":
-                one, other = (Task(part, called, device).menu(where, 2e9, variant=variant) for _ in range(2))
+                one, other = (
+                    ComponentWorkload(part, called, device).menu(where, 2e9, variant=variant) for _ in range(2)
+                )
                 yield one, other
 
 
@@ -48,7 +50,7 @@ def check(footprint: Footprint, device: Accelerator, where: Where, sizes: list[i
 
 
 about = (
-    footprints(), st.sampled_from((CARD, CPU)), st.sampled_from(("resident", "host", "disk")),
+    footprints(), st.sampled_from((CARD, CPU)), st.sampled_from(("resident", "cpu", "disk")),
     st.lists(budgets, min_size=1, max_size=8),
 )  # fmt: skip
 
@@ -71,7 +73,7 @@ def test_few_are_worked_out_often(footprint: Footprint, device: Accelerator, whe
 @given(footprints(), budgets, st.none() | budgets)
 def test_what_no_chance_beats_is_found(footprint: Footprint, size: int, ram: int | None) -> None:
     """Looking at the most promising ones, offer by offer, ends with the best of all that can be done."""
-    search, other = (Search(footprint, CARD, 2e9, {}) for _ in range(2))
+    search, other = (DeviceSearch(footprint, CARD, 2e9, {}) for _ in range(2))
     every = [branch.find(chance, size) for branch in other.branches for chance in branch.chances(size, ram)]
     found = search.best(size, ram)
     best = min((each[:3] for each in every if each is not None), default=None)
@@ -83,7 +85,7 @@ def test_it_is_lazy() -> None:
     part = component("unet", "denoiser", [100 * MIB] * 12, MIB)
     done = passes_of(part, [10**12] * 12, 8, MIB)
     footprint = Footprint(pipeline="Tried", components=(part,), phases=(phase("denoise", done, MIB),))
-    menu = Task(part, footprint, CARD).menu("host")
+    menu = ComponentWorkload(part, footprint, CARD).menu("cpu")
     assert menu.within(4 * GIB) is not None
     worked_out = [offer for offer in menu.offers if "option" in vars(offer)]
     assert 0 < len(worked_out) < len(menu.offers) / 2

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tightfit.plan.order import Order
+from tightfit.plan.order import PrefetchOrder
 
 KEYS = st.sampled_from("abcdef")
 UNIQUE = st.lists(KEYS, unique=True)
 
 
-def look(order: Order[str], accepts: int = 99) -> str:
+def look(order: PrefetchOrder[str], accepts: int = 99) -> str:
     """What is offered until `accepts` were taken and the next was refused, or there is no more."""
     offered: list[str] = []
     order.look_ahead(lambda key: offered.append(key) or len(offered) <= accepts)  # type: ignore[func-returns-value]
     return "".join(offered)
 
 
-def work(order: Order[str], keys: str, *, to_the_end: bool = True) -> list[bool]:
+def work(order: PrefetchOrder[str], keys: str, *, to_the_end: bool = True) -> list[bool]:
     """A pass that uses `keys`: whether each was expected."""
     order.begin()
     expected = [order.used(key) for key in keys]
@@ -30,9 +30,9 @@ def work(order: Order[str], keys: str, *, to_the_end: bool = True) -> list[bool]
     return expected
 
 
-def learned(keys: str) -> Order[str]:
+def learned(keys: str) -> PrefetchOrder[str]:
     """An order that knows `keys`, at the beginning of a pass."""
-    order: Order[str] = Order([])
+    order: PrefetchOrder[str] = PrefetchOrder([])
     work(order, keys)
     order.begin()
     return order
@@ -42,7 +42,7 @@ class Carrier:
     """Brings what is offered, and takes away what is done and not awaited, as if room were endless."""
 
     def __init__(self, guess: list[str]) -> None:
-        self.order = Order(guess)
+        self.order = PrefetchOrder(guess)
         self.present: set[str] = set()
 
     def look(self) -> None:
@@ -68,7 +68,7 @@ class Carrier:
 
 
 def test_the_guess_is_what_is_looked_at_first() -> None:
-    order = Order("abcd")
+    order = PrefetchOrder("abcd")
     assert not order.known
     order.begin()
     assert look(order) == "abcd"
@@ -76,13 +76,13 @@ def test_the_guess_is_what_is_looked_at_first() -> None:
 
 
 def test_a_right_guess_is_expected_from_the_first_use_on() -> None:
-    order = Order("abcd")
+    order = PrefetchOrder("abcd")
     assert work(order, "abcd") == [True] * 4
     assert order.known
 
 
 def test_what_was_used_in_the_first_pass_is_not_brought_again_in_it() -> None:
-    order = Order("abcd")
+    order = PrefetchOrder("abcd")
     order.begin()
     look(order)
     order.used("c")
@@ -92,7 +92,7 @@ def test_what_was_used_in_the_first_pass_is_not_brought_again_in_it() -> None:
 
 
 def test_without_a_guess_everything_is_learned() -> None:
-    order: Order[str] = Order([])
+    order: PrefetchOrder[str] = PrefetchOrder([])
     order.begin()
     assert look(order) == ""
     assert work(order, "ab") == [False, False]
@@ -103,7 +103,7 @@ def test_without_a_guess_everything_is_learned() -> None:
 
 
 def test_after_one_pass_the_order_is_known() -> None:
-    order = Order("dcba")
+    order = PrefetchOrder("dcba")
     assert work(order, "abcd") == [False] * 4
     assert order.known
     assert list(order) == [*"abcd"]
@@ -112,7 +112,7 @@ def test_after_one_pass_the_order_is_known() -> None:
 
 
 def test_a_guess_that_was_right_is_looked_through_again_for_the_second_pass() -> None:
-    order = Order("abcd")
+    order = PrefetchOrder("abcd")
     order.begin()
     look(order)
     for key in "abcd":
@@ -144,7 +144,7 @@ def test_the_end_of_a_pass_is_followed_by_the_beginning_of_the_next() -> None:
 
 
 def test_a_pass_that_used_nothing_teaches_nothing() -> None:
-    order = Order("ab")
+    order = PrefetchOrder("ab")
     assert work(order, "") == []
     assert not order.known
     order = learned("ab")
@@ -335,7 +335,7 @@ def test_a_spoiled_pass_is_not_learned_and_is_looked_through_again() -> None:
 
 
 def test_a_spoiled_first_pass_leaves_a_guess() -> None:
-    order = Order("abc")
+    order = PrefetchOrder("abc")
     order.begin()
     order.used("b")
     order.spoil()
@@ -345,7 +345,7 @@ def test_a_spoiled_first_pass_leaves_a_guess() -> None:
 
 
 def test_what_is_used_between_passes_does_not_change_what_was_learned() -> None:
-    order = Order("abc")
+    order = PrefetchOrder("abc")
     work(order, "bca")
     order.used("b")  # a layer that somebody calls by itself
     assert list(order) == [*"bca"]
@@ -357,7 +357,7 @@ def test_what_is_used_between_passes_does_not_change_what_was_learned() -> None:
 
 
 def test_what_is_said_in_the_middle_of_a_guess_is_expected_from_there() -> None:
-    order = Order("abcd")
+    order = PrefetchOrder("abcd")
     order.begin()
     assert look(order, 2) == "abc"
     assert order.expect("dbdb")
@@ -396,7 +396,7 @@ MOVES = ["begin", "end", "look", "look_again", "spoil", "rewind", *"abcdefz"]
 @given(guess=UNIQUE, moves=st.lists(st.sampled_from(MOVES), max_size=60), accepts=st.integers(0, 3))
 @example(guess=[], moves=["a", "end", "a", "a"], accepts=0)
 def test_nothing_confuses_it(guess: list[str], moves: list[str], accepts: int) -> None:
-    order = Order(guess)
+    order = PrefetchOrder(guess)
     for move in moves:
         if move == "look":
             assert len(look(order, accepts)) <= min(accepts + 1, len(list(order)))
@@ -414,7 +414,7 @@ def test_nothing_confuses_it(guess: list[str], moves: list[str], accepts: int) -
 
 @pytest.mark.parametrize("guess", ["", "a", "ab", "ba", "xyz"])
 def test_looking_ahead_always_ends(guess: str) -> None:
-    order = Order(guess)
+    order = PrefetchOrder(guess)
     for key in "abab":
         assert len(look(order)) <= len(guess)
         order.used(key)

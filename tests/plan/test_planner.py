@@ -15,21 +15,21 @@ from tightfit.plan.parts import SEGMENT
 from tightfit.plan.planner import make_plan
 from tightfit.records import (
     Accelerator,
+    BlockUse,
     Budget,
     Component,
+    ComponentCall,
     Footprint,
-    Leg,
+    KernelGroup,
+    LayerWork,
     Machine,
-    Pass,
     Phase,
     Plan,
     Request,
-    Turn,
-    Unit,
-    Use,
+    StripProfile,
+    StripStageProfile,
     Variant,
-    Way,
-    Workload,
+    WeightBlock,
 )
 from tightfit.units import format_bytes
 
@@ -46,58 +46,71 @@ CPU = Accelerator(
 )  # fmt: skip
 HERE = Machine(accelerators=(CARD,), ram=64 * GIB, cores=8, pinnable=64 * GIB, disk_rate=2e9)
 
-CPU_ALONE = Machine(accelerators=(CPU,), ram=64 * GIB, ram_taken=TAKEN, cores=8, disk_rate=2e9)
+CPU_ALONE = Machine(accelerators=(CPU,), ram=64 * GIB, ram_used=TAKEN, cores=8, disk_rate=2e9)
 
 
-def workload(operations: int) -> Workload:
-    return Workload(kind="matmul", dtype="float16", operations=operations, traffic=operations // 100, kernels=3)
+def workload(operations: int) -> KernelGroup:
+    return KernelGroup(kind="matmul", dtype="float16", operations=operations, traffic=operations // 100, kernels=3)
 
 
 def component(name: str, role: Any, sizes: list[int], small: int, per_block: int = 1) -> Component:
     """Layers of so many bytes, so many of them in each block."""
     leaves = tuple(
-        Unit(name=f"blocks.{i // per_block}.linear{i % per_block or ''}", bytes=size, dtypes={"float16": size})
+        WeightBlock(name=f"blocks.{i // per_block}.linear{i % per_block or ''}", bytes=size, dtypes={"float16": size})
         for i, size in enumerate(sizes)
     )
     blocks = [sum(sizes[i : i + per_block]) for i in range(0, len(sizes), per_block)]
-    units = tuple(Unit(name=f"blocks.{i}", bytes=size, dtypes={"float16": size}) for i, size in enumerate(blocks))
+    units = tuple(
+        WeightBlock(name=f"blocks.{i}", bytes=size, dtypes={"float16": size}) for i, size in enumerate(blocks)
+    )
     whole = sum(sizes) + small
-    left = (Unit(name="", bytes=small, dtypes={"float16": small}),)
+    left = (WeightBlock(name="", bytes=small, dtypes={"float16": small}),)
     return Component(
-        name=name, class_name="Network", role=role, bytes=whole, dtypes={"float16": whole}, units=(*units, *left),
-        leaves=leaves, small=3,
+        name=name, class_name="Network", role=role, bytes=whole, dtypes={"float16": whole}, blocks=(*units, *left),
+        layers=leaves, small_tensor_bytes=3,
     )  # fmt: skip
 
 
-def passes_of(of: Component, work: list[int], runs: int, peak: int, method: str = "forward") -> Pass:
-    turns = [Turn(leaf=leaf.name, work=(workload(o),)) for leaf, o in zip(of.leaves, work, strict=True)]
-    blocks = itertools.groupby(turns, lambda turn: turn.leaf.rpartition(".")[0])
-    uses = tuple(Use(unit=block, waiting=0, peak=peak, turns=tuple(own)) for block, own in blocks)
-    return Pass(component=of.name, method=method, runs=runs, peak=peak, uses=uses)
+def passes_of(of: Component, work: list[int], runs: int, peak: int, method: str = "forward") -> ComponentCall:
+    turns = [LayerWork(layer=leaf.name, work=(workload(o),)) for leaf, o in zip(of.layers, work, strict=True)]
+    blocks = itertools.groupby(turns, lambda turn: turn.layer.rpartition(".")[0])
+    uses = tuple(
+        BlockUse(block=block, live_bytes_at_start=0, peak=peak, layer_work=tuple(own)) for block, own in blocks
+    )
+    return ComponentCall(component=of.name, method=method, runs=runs, peak=peak, block_uses=uses)
 
 
-def phase(name: str, done: Pass, room: int, ways: tuple[Way, ...] = ()) -> Phase:
-    return Phase(name=name, peak=done.peak, room=room, passes=(done,), order=(0,) * done.runs, ways=ways)
+def phase(name: str, done: ComponentCall, room: int, ways: tuple[StripProfile, ...] = ()) -> Phase:
+    return Phase(
+        name=name, peak=done.peak, allocator_bytes=room, calls=(done,), call_order=(0,) * done.runs, strip_options=ways
+    )
 
 
-def legs_of(done: Pass, strips: int, kernels: int, moved: int = 0) -> tuple[Leg, ...]:
+def legs_of(done: ComponentCall, strips: int, kernels: int, moved: int = 0) -> tuple[StripStageProfile, ...]:
     """The work of a pass in so many strips, with so many kernels; `moved` bytes of maps wait in host memory."""
-    turns = [turn for use in done.uses for turn in use.turns]
+    turns = [turn for use in done.block_uses for turn in use.layer_work]
     many = {"kernels": max(kernels // len(turns), 1)}
     turns = [turn.model_copy(update={"work": (turn.work[0].model_copy(update=many),)}) for turn in turns]
     once, half = tuple(turns[:1]), len(turns) // 2 + 1
     ahead, runs = strips > 4, tuple(strips - number % strips for number, _ in enumerate(turns[half:]))
     return (
-        Leg(
+        StripStageProfile(
             strips=strips,
-            ahead=ahead,
-            once=once,
-            turns=tuple(turns[1:half]),
-            runs=(strips,) * len(turns[1:half]),
+            prefetches=ahead,
+            before_strips=once,
+            layer_work=tuple(turns[1:half]),
+            strip_counts=(strips,) * len(turns[1:half]),
             copies=strips,
             bytes_out=moved,
         ),
-        Leg(strips=strips, ahead=ahead, turns=tuple(turns[half:]), runs=runs, copies=strips, bytes_in=moved),
+        StripStageProfile(
+            strips=strips,
+            prefetches=ahead,
+            layer_work=tuple(turns[half:]),
+            strip_counts=runs,
+            copies=strips,
+            bytes_in=moved,
+        ),
     )
 
 
@@ -110,13 +123,13 @@ def variants(draw: st.DrawFn, part: Component, work: list[int], runs: int, room:
         halves = draw(st.booleans())
         done = passes_of(part, [o // 2 for o in work] if halves else work, runs, less)
         if halves and by_blocks:  # each block twice
-            uses = tuple(use.model_copy(update={"turns": use.turns * 2}) for use in done.uses)
-            done = done.model_copy(update={"uses": uses})
+            uses = tuple(use.model_copy(update={"layer_work": use.layer_work * 2}) for use in done.block_uses)
+            done = done.model_copy(update={"block_uses": uses})
         elif halves:
             done = done.model_copy(update={"runs": 2 * runs})
         found.append(
             Variant(
-                guidance="apart" if halves else None, feed_forward=None if halves and not number else 2**20 + number,
+                cfg="sequential" if halves else None, ffn_chunk=None if halves and not number else 2**20 + number,
                 by_blocks=halves and by_blocks, phases=(phase("denoise", done, less),),
             )
         )  # fmt: skip
@@ -133,14 +146,14 @@ def footprints(draw: st.DrawFn) -> Footprint:
     roles = (("text_encoder", "encoder", "encode"), ("unet", "denoiser", "denoise"), ("vae", "autoencoder", "decode"))
     for name, role, stretch in roles:
         part = component(name, role, draw(sizes), draw(st.integers(0, 4 * MIB)), draw(st.integers(1, 3)))
-        work = [draw(st.integers(10**6, 10**12)) for _ in part.leaves]
+        work = [draw(st.integers(10**6, 10**12)) for _ in part.layers]
         room = draw(rooms)
         done = passes_of(part, work, draw(st.integers(1, 8)) if role == "denoiser" else 1, room)
         others = draw(variants(part, work, done.runs, room)) if role == "denoiser" else others
         ways = tuple(
-            Way(
-                strips=room // share, maps=maps, room=room // share + room // 8 * (maps == "device"), host=room // 2,
-                legs=legs_of(done, share, 100 * share, room * (maps == "host")),
+            StripProfile(
+                strip_bytes=room // share, feature_maps=maps, allocator_bytes=room // share + room // 8 * (maps == "device"), host_bytes=room // 2,
+                stages=legs_of(done, share, 100 * share, room * (maps == "host")),
             )
             for share in (4, 16)
             for maps in ("device", "host")
@@ -200,7 +213,7 @@ def test_ram_is_kept_to_and_more_of_it_is_never_slower(footprint: Footprint, siz
     sizes = {part.name: part.bytes for part in footprint.components}
     for plan, ram in ((less, min(one, other)), (more, max(one, other))):
         if plan is not None:
-            moving = [n for n, c in plan.components.items() if c.placement != "resident" and c.home == "host"]
+            moving = [n for n, c in plan.components.items() if c.placement != "resident" and c.offload_to == "cpu"]
             assert sum(sizes[name] for name in moving) <= max(ram, 1)
     if less is not None:
         assert more is not None
@@ -214,8 +227,8 @@ def test_on_a_cpu_what_the_process_holds_is_part_of_the_budget(footprint: Footpr
     for plan, size in ((less, min(one, other)), (more, max(one, other))):
         if plan is not None:
             assert max(phase.peak_bytes for phase in plan.forecast) + TAKEN <= size
-            assert all(part.placement == "resident" or part.home == "disk" for part in plan.components.values())
-            assert plan.vae.maps == "device"
+            assert all(part.placement == "resident" or part.offload_to == "disk" for part in plan.components.values())
+            assert plan.vae.feature_maps == "device"
     if less is not None:
         assert more is not None
         assert seconds(more) <= seconds(less) * (1 + 1e-9)
@@ -231,16 +244,16 @@ def test_on_a_cpu_ram_and_device_are_the_same() -> None:
     size = TAKEN + 800 * MIB
     plans = [make_plan(footprint, CPU_ALONE, budget) for budget in (Budget(device=size), Budget(ram=size))]
     assert plans[0].components == plans[1].components
-    assert plans[0].components["unet"].placement == "per-unit"
-    assert {plans[0].components[name].home for name in ("unet", "image_encoder")} == {"disk"}
-    assert plans[0].growing_segments
-    assert not make_plan(footprint, CPU_ALONE, Budget(ram=8 * GIB)).growing_segments
+    assert plans[0].components["unet"].placement == "stream"
+    assert {plans[0].components[name].offload_to for name in ("unet", "image_encoder")} == {"disk"}
+    assert plans[0].expandable_segments
+    assert not make_plan(footprint, CPU_ALONE, Budget(ram=8 * GIB)).expandable_segments
     said = " ".join(f"{reason.decision}: {reason.because}" for reason in plans[0].reasons)
     assert "800 MiB are left for the pipeline: this process holds 500 MiB already" in said
     with pytest.raises(BudgetTooSmall, match=r"within 600 MiB, while this process holds 500 MiB .* MiB would do"):
         make_plan(footprint, CPU_ALONE, Budget(ram=600 * MIB))
     free = make_plan(footprint, CPU_ALONE)
-    assert {part.placement for part in free.components.values()} == {"resident", "per-phase"}
+    assert {part.placement for part in free.components.values()} == {"resident", "offload"}
     assert "57.5 GiB" in free.reasons[1].decision
 
 
@@ -292,11 +305,11 @@ def test_more_ram_is_said_to_do_where_it_does(footprint: Footprint) -> None:
 def test_who_takes_turns_is_there_together() -> None:
     unet, control = (component(name, "denoiser", [200 * MIB] * 3, 0) for name in ("unet", "controlnet"))
     both = [passes_of(part, [10**9] * 3, 8, 10 * MIB) for part in (control, unet)]
-    together = Phase(name="denoise", peak=10 * MIB, room=10 * MIB, passes=tuple(both), order=(0, 1) * 8)
+    together = Phase(name="denoise", peak=10 * MIB, allocator_bytes=10 * MIB, calls=tuple(both), call_order=(0, 1) * 8)
     footprint = Footprint(pipeline="Tried", components=(unet, control), phases=(together,))
     plan = make_plan(footprint, HERE, Budget(device=GIB))
     assert max(phase.peak_bytes for phase in plan.forecast) <= GIB
-    weights = [part.weights or 600 * MIB for part in plan.components.values()]
+    weights = [part.weight_memory or 600 * MIB for part in plan.components.values()]
     assert sum(weights) < GIB < 1200 * MIB
 
 
@@ -363,7 +376,7 @@ def test_without_a_budget_some_of_a_card_stays_free(free: int, left: int) -> Non
 
 def test_what_others_take_is_no_part_of_a_budget() -> None:
     alone = make_plan(small_call(), HERE, Budget(device=200 * MIB))
-    card = CARD.model_copy(update={"taken": 100 * MIB})
+    card = CARD.model_copy(update={"allocated": 100 * MIB})
     here = HERE.model_copy(update={"accelerators": (card,)})
     assert make_plan(small_call(), here, Budget(device=300 * MIB)).forecast == alone.forecast
     with pytest.raises(BudgetTooSmall, match=r"within 150 MiB, of which other tensors of this process take 100 MiB,"):
@@ -371,8 +384,8 @@ def test_what_others_take_is_no_part_of_a_budget() -> None:
 
 
 def test_segments_that_cannot_grow_are_no_decision_but_a_reason() -> None:
-    card = CARD.model_copy(update={"fixed_segments": "the driver refuses them"})
+    card = CARD.model_copy(update={"expandable_refused": "the driver refuses them"})
     plan = make_plan(small_call(), HERE.model_copy(update={"accelerators": (card,)}), Budget(device=GIB))
-    assert make_plan(small_call(), HERE, Budget(device=GIB)).growing_segments
-    assert not plan.growing_segments
+    assert make_plan(small_call(), HERE, Budget(device=GIB)).expandable_segments
+    assert not plan.expandable_segments
     assert "the driver refuses them" in [reason.because for reason in plan.reasons]

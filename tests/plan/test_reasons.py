@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tightfit.plan.levels import plan_for
-from tightfit.records import Accelerator, Component, Footprint, Unit
+from tightfit.records import Accelerator, Component, Footprint, WeightBlock
 
 MIB = 2**20
 ENCODER = Component(
@@ -19,16 +19,16 @@ ENCODER = Component(
     head_widths=(64,),
 )
 UNET = Component(
-    name="unet", class_name="U", role="denoiser", bytes=200 * MIB, dtypes={"bfloat16": 200 * MIB}, skips=True,
-    leaves=(Unit(name="a", bytes=50 * MIB), Unit(name="b", bytes=150 * MIB)), convolves=True, head_widths=(40, 80),
+    name="unet", class_name="U", role="denoiser", bytes=200 * MIB, dtypes={"bfloat16": 200 * MIB}, has_skip_connections=True,
+    layers=(WeightBlock(name="a", bytes=50 * MIB), WeightBlock(name="b", bytes=150 * MIB)), convolves=True, head_widths=(40, 80),
 )  # fmt: skip
 VAE = Component(
     name="vae", class_name="V", role="autoencoder", bytes=10 * MIB, dtypes={"bfloat16": 10 * MIB}, convolves=True,
     head_widths=(512,),
 )  # fmt: skip
 PIPELINE = Footprint(pipeline="P", components=(ENCODER, UNET, VAE))
-CARD = Accelerator(name="cuda:0", kind="cuda", bytes=2**34, title="RTX 4090", compute_capability="8.9")
-CPU = Accelerator(name="cpu", kind="cpu", bytes=2**34, title="Xeon")
+CARD = Accelerator(name="cuda:0", kind="cuda", bytes=2**34, product_name="RTX 4090", compute_capability="8.9")
+CPU = Accelerator(name="cpu", kind="cpu", bytes=2**34, product_name="Xeon")
 
 
 def said(choices: dict[str, Any], accelerator: Accelerator | None = None, *, separate: bool = True) -> dict[str, str]:
@@ -54,21 +54,21 @@ ITEMS = "unet: at most 2 items at a time"
         ({"vae": {"strips": MIB}}, "strips within 1 MiB", "the peak of a large picture; in strips the numbers stay"),
         ({"vae": {"strips": MIB, "tile": 256}}, "tiles of 256 px where strips cannot be", "less than a whole picture"),
         ({"vae": {"strips": MIB}}, "maps between strips stay on the device", "nothing is copied"),
-        ({"vae": {"strips": MIB, "maps": "host"}}, "maps between strips wait in host memory", "crosses the link twice"),
-        ({"vae": {"strips": MIB, "maps": "again"}}, "maps between strips wait as far as they fit", "computed again"),
+        ({"vae": {"strips": MIB, "feature_maps": "host"}}, "maps between strips wait in host memory", "crosses the link twice"),
+        ({"vae": {"strips": MIB, "feature_maps": "recompute"}}, "maps between strips wait as far as they fit", "computed again"),
         (of("unet", storage="int8"), "unet stored in int8", "most weights take one byte instead of 2"),
-        (of("unet", batch=2), ITEMS, "a larger batch makes no more activations at once"),
-        (of("unet", batch=1), "unet: at most 1 item at a time", "a larger batch makes no more activations at once"),
-        (of("unet", batch=2, placement="per-unit"), ITEMS, "at once; block by block, so that weights come once"),
-        (of("unet", guidance="apart"), "unet: a step's two predictions apart", "half the activations of both"),
-        (of("unet", guidance="together"), "unet: a step's two predictions together", "once for both"),
-        (of("unet", feed_forward=MIB), "unet: feed-forwards within 1 MiB", "several times as wide"),
-        (of("unet", traced="{}.trace"), "unet as exported in {}.trace", "that graph works in place of the"),
-        (of("unet", traced="u", compiled=True), "unet as exported in u, compiled", "machine code of it works in place"),
-        (of("vae", placement="per-phase"), "vae per-phase", "its 10 MiB are only needed while it works"),
-        (of("unet", placement="per-unit"), "unet per-unit", "one layer at a time needs 150 MiB of its 200 MiB"),
+        (of("unet", max_batch=2), ITEMS, "a larger batch makes no more activations at once"),
+        (of("unet", max_batch=1), "unet: at most 1 item at a time", "a larger batch makes no more activations at once"),
+        (of("unet", max_batch=2, placement="stream"), ITEMS, "at once; block by block, so that weights come once"),
+        (of("unet", cfg="sequential"), "unet: a step's two predictions apart", "half the activations of both"),
+        (of("unet", cfg="batched"), "unet: a step's two predictions together", "once for both"),
+        (of("unet", ffn_chunk=MIB), "unet: feed-forwards within 1 MiB", "several times as wide"),
+        (of("unet", exported="{}.trace"), "unet as exported in {}.trace", "that graph works in place of the"),
+        (of("unet", exported="u", compiled=True), "unet as exported in u, compiled", "machine code of it works in place"),
+        (of("vae", placement="offload"), "vae offload", "its 10 MiB are only needed while it works"),
+        (of("unet", placement="stream"), "unet stream", "one layer at a time needs 150 MiB of its 200 MiB"),
         ({"offload_activations": True}, "skips of unet moved to host memory", "for the second half of a step"),
-        ({"offload_activations": True} | of("unet", traced="u"), "no activations are moved", "no component keeps any"),
+        ({"offload_activations": True} | of("unet", exported="u"), "no activations are moved", "no component keeps any"),
     ],
 )  # fmt: skip
 def test_a_decision_has_its_reason(choices: dict[str, Any], decision: str, because: str) -> None:
@@ -76,12 +76,12 @@ def test_a_decision_has_its_reason(choices: dict[str, Any], decision: str, becau
 
 
 def test_components_share_a_reason() -> None:
-    each = {name: {"storage": "int8", "placement": "per-phase"} for name in ("text_encoder", "vae")}
-    assert list(said({"components": each})) == ["text_encoder, vae stored in int8", "text_encoder, vae per-phase"]
+    each = {name: {"storage": "int8", "placement": "offload"} for name in ("text_encoder", "vae")}
+    assert list(said({"components": each})) == ["text_encoder, vae stored in int8", "text_encoder, vae offload"]
 
 
 def test_where_nothing_can_move_maps_stay() -> None:
-    told = said({"vae": {"strips": MIB, "maps": "host"}}, separate=False)
+    told = said({"vae": {"strips": MIB, "feature_maps": "host"}}, separate=False)
     assert list(told) == [
         "strips within 1 MiB",
         "maps between strips stay on the device",
@@ -146,7 +146,7 @@ def test_who_computes_attention_on_a_cpu() -> None:
 
 
 def test_attention_in_chunks_where_a_card_has_no_kernel() -> None:
-    old = CARD.model_copy(update={"title": "Tesla T4", "compute_capability": "7.5"})
+    old = CARD.model_copy(update={"product_name": "Tesla T4", "compute_capability": "7.5"})
     assert attention({}, old) == {
         "attention of unet, vae in chunks":
             "no fused kernel of torch's takes bfloat16 on the Tesla T4; 64 MiB of scores at a time",
@@ -156,7 +156,7 @@ def test_attention_in_chunks_where_a_card_has_no_kernel() -> None:
 def test_nothing_is_said_of_attention_that_nobody_knows_or_that_has_been_chosen() -> None:
     assert attention({}, None) == {}
     assert attention({}, CARD.model_copy(update={"kind": "tpu"})) == {}
-    assert "unet" not in " ".join(attention(of("unet", traced="u"), CARD))
+    assert "unet" not in " ".join(attention(of("unet", exported="u"), CARD))
     compiled = PIPELINE.model_copy(update={"components": (UNET.model_copy(update={"compiled": True}),)})
     assert plan_for(compiled, "cuda:0", separate=True, choices={}, accelerator=CARD).reasons == ()
 

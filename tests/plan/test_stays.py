@@ -18,27 +18,27 @@ from tightfit.plan.streaming import (
     BLOCKS_FROM,
     PADDING,
     SECTORS,
-    group_leaves,
-    settle_streaming,
-    spread_evenly,
+    choose_resident_layers,
+    group_layers,
+    resolve_streaming,
 )
-from tightfit.records import Component, ComponentPlan, Grain, Home, Unit
+from tightfit.records import Component, ComponentPlan, Granularity, OffloadTarget, WeightBlock
 
 PAGE = ALIGNMENT
 BARE = PAGE - PADDING  # bytes of a leaf that takes one page in the ring
-GRAINS: tuple[Grain, ...] = ("leaf", "block")
-HOMES: tuple[Home, ...] = ("host", "disk")
+GRAINS: tuple[Granularity, ...] = ("layer", "block")
+HOMES: tuple[OffloadTarget, ...] = ("cpu", "disk")
 
 
 def component(leaves: Mapping[str, int], blocks: Collection[str] = (), loose: int = 0) -> Component:
-    units = (Unit(name=name, bytes=0) for name in (*blocks, ""))
+    units = (WeightBlock(name=name, bytes=0) for name in (*blocks, ""))
     return Component(
         name="transformer",
         class_name="T",
         role="denoiser",
         bytes=sum(leaves.values()) + loose,
-        units=tuple(units) if blocks else (),
-        leaves=tuple(Unit(name=name, bytes=size) for name, size in leaves.items()),
+        blocks=tuple(units) if blocks else (),
+        layers=tuple(WeightBlock(name=name, bytes=size) for name, size in leaves.items()),
     )
 
 
@@ -48,21 +48,21 @@ def layers(*pages: int, loose: int = 0) -> Component:
 
 
 def settle(what: Component, seconds: Mapping[str, float] | None = None, **choices: Any) -> ComponentPlan:
-    return settle_streaming(what, ComponentPlan(placement="per-unit", **choices), seconds)
+    return resolve_streaming(what, ComponentPlan(placement="stream", **choices), seconds)
 
 
 def in_ring(what: Component, plan: ComponentPlan) -> dict[str, int]:
     """Bytes that all that moves together takes on the device, by what is said of them."""
-    assert plan.grain is not None
-    more = SECTORS * PAGE if plan.home == "disk" else PADDING
-    own = {leaf.name: leaf.bytes + more for leaf in what.leaves}
-    groups = group_leaves(what, plan.grain)
+    assert plan.granularity is not None
+    more = SECTORS * PAGE if plan.offload_to == "disk" else PADDING
+    own = {leaf.name: leaf.bytes + more for leaf in what.layers}
+    groups = group_layers(what, plan.granularity)
     return {name: -(-sum(own[leaf] for leaf in inside) // PAGE) * PAGE for name, inside in groups.items()}
 
 
 def stay_bytes(what: Component, plan: ComponentPlan) -> int:
     sizes = in_ring(what, plan)
-    return sum(sizes[name] for name in plan.stays or ())
+    return sum(sizes[name] for name in plan.resident_layers or ())
 
 
 @st.composite
@@ -80,13 +80,13 @@ def components(draw: st.DrawFn) -> Component:
 def cases(draw: st.DrawFn) -> tuple[Component, dict[str, Any], dict[str, float] | None]:
     """A component, what is chosen for it apart from `weights`, and how long its leaves are at work."""
     what = draw(components())
-    chosen = {"home": draw(st.sampled_from(HOMES)), "grain": draw(st.sampled_from((None, *GRAINS)))}
+    chosen = {"offload_to": draw(st.sampled_from(HOMES)), "granularity": draw(st.sampled_from((None, *GRAINS)))}
     times = st.floats(0, 10) | st.just(0.0)
-    return what, chosen, {leaf.name: draw(times) for leaf in what.leaves} if draw(st.booleans()) else None
+    return what, chosen, {leaf.name: draw(times) for leaf in what.layers} if draw(st.booleans()) else None
 
 
 def some_weights(what: Component) -> st.SearchStrategy[int]:
-    return st.integers(1, what.bytes + 6 * PAGE * (len(what.leaves) + 1))
+    return st.integers(1, what.bytes + 6 * PAGE * (len(what.layers) + 1))
 
 
 # what moves together
@@ -99,31 +99,31 @@ BLOCKS = component(
 
 
 def test_leaves_move_one_by_one() -> None:
-    assert group_leaves(BLOCKS, "leaf") == {leaf.name: [leaf.name] for leaf in BLOCKS.leaves}
-    assert list(group_leaves(BLOCKS, "leaf")) == [leaf.name for leaf in BLOCKS.leaves]
+    assert group_layers(BLOCKS, "layer") == {leaf.name: [leaf.name] for leaf in BLOCKS.layers}
+    assert list(group_layers(BLOCKS, "layer")) == [leaf.name for leaf in BLOCKS.layers]
 
 
 def test_the_leaves_of_a_block_move_together() -> None:
-    assert group_leaves(BLOCKS, "block") == {
+    assert group_layers(BLOCKS, "block") == {
         "embed": ["embed"],
         "blocks.1": ["blocks.1.up", "blocks.1.down"],
         "blocks.10": ["blocks.10.up"],  # whose name begins with that of another
         "blocks.2": ["blocks.2"],  # itself a leaf
         "out": ["out"],
     }
-    assert list(group_leaves(BLOCKS, "block")) == ["embed", "blocks.1", "blocks.10", "blocks.2", "out"]
+    assert list(group_layers(BLOCKS, "block")) == ["embed", "blocks.1", "blocks.10", "blocks.2", "out"]
 
 
 def test_without_blocks_there_is_one_grain() -> None:
     what = component({"a": 1, "b.c": 2})
-    assert group_leaves(what, "block") == group_leaves(what, "leaf") == {"a": ["a"], "b.c": ["b.c"]}
+    assert group_layers(what, "block") == group_layers(what, "layer") == {"a": ["a"], "b.c": ["b.c"]}
 
 
 @settings(deadline=None)
-@given(what=components(), grain=st.sampled_from(GRAINS))
-def test_every_leaf_moves_once(what: Component, grain: Grain) -> None:
-    groups = group_leaves(what, grain)
-    assert sorted(leaf for inside in groups.values() for leaf in inside) == sorted(leaf.name for leaf in what.leaves)
+@given(what=components(), granularity=st.sampled_from(GRAINS))
+def test_every_leaf_moves_once(what: Component, grain: Granularity) -> None:
+    groups = group_layers(what, grain)
+    assert sorted(leaf for inside in groups.values() for leaf in inside) == sorted(leaf.name for leaf in what.layers)
 
 
 # how much stays
@@ -134,16 +134,16 @@ def test_every_leaf_moves_once(what: Component, grain: Grain) -> None:
 def test_all_together_is_never_more_than_there_may_be(case: tuple[Component, dict[str, Any], Any], data: Any) -> None:
     what, chosen, seconds = case
     weights = data.draw(some_weights(what))
-    loose = what.bytes - sum(leaf.bytes for leaf in what.leaves)
+    loose = what.bytes - sum(leaf.bytes for leaf in what.layers)
     try:
-        plan = settle(what, seconds, weights=weights, **chosen)
+        plan = settle(what, seconds, weight_memory=weights, **chosen)
     except PlanError as error:
         least = error.facts["needed_bytes"]
         assert isinstance(least, int)
         assert least > weights
         return
-    assert plan.ring is not None
-    assert stay_bytes(what, plan) + plan.ring + loose <= weights
+    assert plan.ring_buffer is not None
+    assert stay_bytes(what, plan) + plan.ring_buffer + loose <= weights
 
 
 @settings(deadline=None, max_examples=300)
@@ -154,14 +154,14 @@ def test_a_ring_that_is_asked_for_is_refused_or_kept_to(
 ) -> None:
     what, chosen, seconds = case
     weights, ring = 1 + int(share * what.bytes) + pages * PAGE, pages * PAGE
-    loose = what.bytes - sum(leaf.bytes for leaf in what.leaves)
+    loose = what.bytes - sum(leaf.bytes for leaf in what.layers)
     try:
-        plan = settle(what, seconds, weights=weights, ring=ring, **chosen)
+        plan = settle(what, seconds, weight_memory=weights, ring_buffer=ring, **chosen)
     except PlanError:
         return
-    assert plan.ring is not None
-    assert plan.ring <= ring
-    assert stay_bytes(what, plan) + plan.ring + loose <= weights
+    assert plan.ring_buffer is not None
+    assert plan.ring_buffer <= ring
+    assert stay_bytes(what, plan) + plan.ring_buffer + loose <= weights
 
 
 @settings(deadline=None, max_examples=300)
@@ -170,15 +170,19 @@ def test_the_ring_takes_the_largest_that_passes_through(case: tuple[Component, d
     what, chosen, seconds = case
     weights = data.draw(st.none() | some_weights(what))
     try:
-        plan = settle(what, seconds, weights=weights, **chosen)
+        plan = settle(what, seconds, weight_memory=weights, **chosen)
     except PlanError:
         assert weights is not None  # without a wish there is always a way
         return
     sizes = in_ring(what, plan)
-    assert plan.stays is not None
-    assert plan.ring is not None
-    assert list(plan.stays) == [name for name in sizes if name in plan.stays]  # in the order of the model, each once
-    assert plan.ring >= max((size for name, size in sizes.items() if name not in plan.stays), default=0)
+    assert plan.resident_layers is not None
+    assert plan.ring_buffer is not None
+    assert list(plan.resident_layers) == [
+        name for name in sizes if name in plan.resident_layers
+    ]  # in the order of the model, each once
+    assert plan.ring_buffer >= max(
+        (size for name, size in sizes.items() if name not in plan.resident_layers), default=0
+    )
 
 
 @settings(deadline=None)
@@ -187,27 +191,27 @@ def test_what_is_settled_is_settled(case: tuple[Component, dict[str, Any], Any],
     what, chosen, seconds = case
     weights = data.draw(st.none() | some_weights(what))
     try:
-        plan = settle(what, seconds, weights=weights, **chosen)
+        plan = settle(what, seconds, weight_memory=weights, **chosen)
     except PlanError:
         return
-    assert settle_streaming(what, plan, seconds) == plan
+    assert resolve_streaming(what, plan, seconds) == plan
 
 
 @settings(deadline=None)
 @given(case=cases())
 def test_everything_stays_where_it_fits(case: tuple[Component, dict[str, Any], Any]) -> None:
     what, chosen, seconds = case
-    chosen["grain"] = chosen["grain"] or "leaf"
-    loose = what.bytes - sum(leaf.bytes for leaf in what.leaves)
-    sizes = in_ring(what, ComponentPlan(placement="per-unit", **chosen))
+    chosen["granularity"] = chosen["granularity"] or "layer"
+    loose = what.bytes - sum(leaf.bytes for leaf in what.layers)
+    sizes = in_ring(what, ComponentPlan(placement="stream", **chosen))
     whole = sum(sizes.values()) + loose
     if not sizes:
         return
-    plan = settle(what, seconds, weights=whole, **chosen)
-    assert (plan.stays, plan.ring) == (tuple(sizes), 0)
+    plan = settle(what, seconds, weight_memory=whole, **chosen)
+    assert (plan.resident_layers, plan.ring_buffer) == (tuple(sizes), 0)
     if len(sizes) > 1:
-        plan = settle(what, seconds, weights=whole - 1, **chosen)
-        assert plan.stays != tuple(sizes)
+        plan = settle(what, seconds, weight_memory=whole - 1, **chosen)
+        assert plan.resident_layers != tuple(sizes)
 
 
 @settings(deadline=None, max_examples=200)
@@ -217,63 +221,78 @@ def test_with_more_weights_no_less_stays_but_for_one_parcel(
 ) -> None:
     """Which ones come late depends on the link that is imagined, so what stays may fill its room a little less well."""
     what, chosen, seconds = case
-    chosen["grain"] = chosen["grain"] or "leaf"
+    chosen["granularity"] = chosen["granularity"] or "layer"
     few, many = sorted((data.draw(some_weights(what)), data.draw(some_weights(what))))
     try:
-        before = settle(what, seconds, weights=few, **chosen)
+        before = settle(what, seconds, weight_memory=few, **chosen)
     except PlanError:
         return
-    after = settle(what, seconds, weights=many, **chosen)  # what was enough is enough
+    after = settle(what, seconds, weight_memory=many, **chosen)  # what was enough is enough
     sizes = in_ring(what, after)
-    passing = [size for name, size in sizes.items() if name not in (after.stays or ())]
+    passing = [size for name, size in sizes.items() if name not in (after.resident_layers or ())]
     assert stay_bytes(what, after) > stay_bytes(what, before) - max(passing, default=1)
 
 
 @settings(deadline=None)
-@given(pages=st.integers(1, 20), count=st.integers(1, 40), weights=st.tuples(st.integers(1, 800), st.integers(1, 800)))
+@given(
+    pages=st.integers(1, 20),
+    count=st.integers(1, 40),
+    weight_memory=st.tuples(st.integers(1, 800), st.integers(1, 800)),
+)
 def test_of_equal_layers_with_more_weights_no_less_stays(pages: int, count: int, weights: tuple[int, int]) -> None:
     what = layers(*[pages] * count)
     few, many = sorted(weights)
     if few < min(pages, pages * count):
         return
-    assert len(settle(what, weights=few * PAGE).stays or ()) <= len(settle(what, weights=many * PAGE).stays or ())
+    assert len(settle(what, weight_memory=few * PAGE).resident_layers or ()) <= len(
+        settle(what, weight_memory=many * PAGE).resident_layers or ()
+    )
 
 
 def test_without_a_wish_few_of_the_largest_are_on_their_way() -> None:
     plan = settle(layers(*[3] * 20))
-    assert (plan.grain, plan.stays, plan.ring) == ("leaf", (), AHEAD * 3 * PAGE)
+    assert (plan.granularity, plan.resident_layers, plan.ring_buffer) == ("layer", (), AHEAD * 3 * PAGE)
     plan = settle(layers(*[3] * AHEAD))
-    assert (plan.stays, plan.ring) == (tuple(f"l{i}" for i in range(AHEAD)), 0)
+    assert (plan.resident_layers, plan.ring_buffer) == (tuple(f"l{i}" for i in range(AHEAD)), 0)
 
 
 def test_what_is_larger_than_many_others_stays() -> None:
     plan = settle(layers(2, 100, 2, 2, 2, 2, 2))
-    assert (plan.stays, plan.ring) == (("l1",), AHEAD * 2 * PAGE)
-    plan = settle(layers(2, 100, 2, 2, 2, 2, 2), weights=110 * PAGE)
-    assert plan.ring == AHEAD * 2 * PAGE
-    assert "l1" in (plan.stays or ())
-    assert len(plan.stays or ()) == 2
+    assert (plan.resident_layers, plan.ring_buffer) == (("l1",), AHEAD * 2 * PAGE)
+    plan = settle(layers(2, 100, 2, 2, 2, 2, 2), weight_memory=110 * PAGE)
+    assert plan.ring_buffer == AHEAD * 2 * PAGE
+    assert "l1" in (plan.resident_layers or ())
+    assert len(plan.resident_layers or ()) == 2
 
 
 def test_what_is_larger_than_all_others_stays_in_little_room_too() -> None:
     """Or 112 pages come in each step, one after the other, instead of 12."""
-    plan = settle(layers(2, 100, 2, 2, 2, 2, 2), weights=104 * PAGE)
-    assert (plan.stays, plan.ring) == (("l1",), 4 * PAGE)
+    plan = settle(layers(2, 100, 2, 2, 2, 2, 2), weight_memory=104 * PAGE)
+    assert (plan.resident_layers, plan.ring_buffer) == (("l1",), 4 * PAGE)
 
 
 def test_between_one_and_all_that_it_wants_the_ring_gets_what_there_is() -> None:
     what = layers(*[2] * 20)
-    assert [settle(what, weights=n * PAGE).ring for n in (2, 3, 7, 8, 9, 10)] == [n * PAGE for n in (2, 3, 7, 8, 8, 8)]
-    assert [len(settle(what, weights=n * PAGE).stays or ()) for n in (7, 8, 9, 10, 12, 39)] == [0, 0, 0, 1, 2, 15]
+    assert [settle(what, weight_memory=n * PAGE).ring_buffer for n in (2, 3, 7, 8, 9, 10)] == [
+        n * PAGE for n in (2, 3, 7, 8, 8, 8)
+    ]
+    assert [len(settle(what, weight_memory=n * PAGE).resident_layers or ()) for n in (7, 8, 9, 10, 12, 39)] == [
+        0,
+        0,
+        0,
+        1,
+        2,
+        15,
+    ]
 
 
 def test_what_is_small_and_always_there_counts() -> None:
     loose = 5 * PAGE + 77
-    plan = settle(layers(*[2] * 20, loose=loose), weights=10 * PAGE + loose)
-    assert (plan.ring, len(plan.stays or ())) == (8 * PAGE, 1)
+    plan = settle(layers(*[2] * 20, loose=loose), weight_memory=10 * PAGE + loose)
+    assert (plan.ring_buffer, len(plan.resident_layers or ())) == (8 * PAGE, 1)
     with pytest.raises(PlanError):
-        settle(layers(*[2] * 20, loose=loose), weights=2 * PAGE + loose - 1)
-    assert settle(layers(*[2] * 20, loose=loose), weights=2 * PAGE + loose).ring == 2 * PAGE
+        settle(layers(*[2] * 20, loose=loose), weight_memory=2 * PAGE + loose - 1)
+    assert settle(layers(*[2] * 20, loose=loose), weight_memory=2 * PAGE + loose).ring_buffer == 2 * PAGE
 
 
 # too little, or wrong
@@ -283,7 +302,7 @@ def test_too_little_says_what_would_be_enough() -> None:
     loose = 3 * 2**20
     what = layers(*[256] * 20, loose=loose)
     with pytest.raises(PlanError) as caught:
-        settle(what, weights=2 * 2**20)
+        settle(what, weight_memory=2 * 2**20)
     said = str(caught.value)
     assert "transformer" in said
     assert "2 MiB" in said  # what there is
@@ -298,54 +317,56 @@ def test_what_is_said_to_be_enough_is_enough_and_a_byte_less_is_not(
     case: tuple[Component, dict[str, Any], Any],
 ) -> None:
     what, chosen, seconds = case
-    if not what.leaves:
+    if not what.layers:
         return
     try:
-        settle(what, seconds, weights=1, **chosen)
+        settle(what, seconds, weight_memory=1, **chosen)
     except PlanError as error:
         least = error.facts["needed_bytes"]
     assert isinstance(least, int)
-    plan = settle(what, seconds, weights=least, **chosen)
-    assert plan.ring is not None
+    plan = settle(what, seconds, weight_memory=least, **chosen)
+    assert plan.ring_buffer is not None
     with pytest.raises(PlanError) as caught:
-        settle(what, seconds, weights=least - 1, **chosen)
+        settle(what, seconds, weight_memory=least - 1, **chosen)
     assert caught.value.facts["needed_bytes"] == least
 
 
 def test_names_that_stay_must_exist() -> None:
     what = component({"blocks.0.up": PAGE, "blocks.0.down": PAGE}, ["blocks.0"])
     with pytest.raises(PlanError, match=r"unknown layer of transformer 'blocks.0.upp': did you mean 'blocks.0.up'\?"):
-        settle(what, stays=("blocks.0.upp",))
+        settle(what, resident_layers=("blocks.0.upp",))
     with pytest.raises(PlanError, match=r"unknown layer of transformer 'blocks.0.up': did you mean 'blocks.0'\?"):
-        settle(what, grain="block", stays=("blocks.0.up",))
+        settle(what, granularity="block", resident_layers=("blocks.0.up",))
 
 
 def test_what_is_named_stays_and_the_ring_is_for_the_rest() -> None:
     what = layers(*[2] * 19, 5)
-    plan = settle(what, stays=("l0", "l3"))
-    assert (plan.stays, plan.ring) == (("l0", "l3"), AHEAD * 5 * PAGE)
-    plan = settle(what, stays=("l0", "l19"))
-    assert plan.ring == AHEAD * 2 * PAGE
-    assert settle(what, stays=()).stays == ()
-    assert settle(what, stays=tuple(f"l{i}" for i in range(1, 20))).ring == 2 * PAGE  # of one, no more than that
-    assert settle(what, stays=tuple(f"l{i}" for i in range(20))).ring == 0
+    plan = settle(what, resident_layers=("l0", "l3"))
+    assert (plan.resident_layers, plan.ring_buffer) == (("l0", "l3"), AHEAD * 5 * PAGE)
+    plan = settle(what, resident_layers=("l0", "l19"))
+    assert plan.ring_buffer == AHEAD * 2 * PAGE
+    assert settle(what, resident_layers=()).resident_layers == ()
+    assert (
+        settle(what, resident_layers=tuple(f"l{i}" for i in range(1, 20))).ring_buffer == 2 * PAGE
+    )  # of one, no more than that
+    assert settle(what, resident_layers=tuple(f"l{i}" for i in range(20))).ring_buffer == 0
 
 
 def test_a_ring_too_small_for_what_passes_is_refused_with_the_numbers() -> None:
     with pytest.raises(PlanError, match=r"transformer: a ring of 16 KiB cannot take .* of 20 KiB"):
-        settle(layers(2, 5, 2), stays=("l0",), ring=4 * PAGE)
-    assert settle(layers(2, 5, 2), stays=("l0",), ring=5 * PAGE).ring == 5 * PAGE
-    assert settle(layers(2, 5, 2), stays=("l1",), ring=4 * PAGE).ring == 4 * PAGE
+        settle(layers(2, 5, 2), resident_layers=("l0",), ring_buffer=4 * PAGE)
+    assert settle(layers(2, 5, 2), resident_layers=("l0",), ring_buffer=5 * PAGE).ring_buffer == 5 * PAGE
+    assert settle(layers(2, 5, 2), resident_layers=("l1",), ring_buffer=4 * PAGE).ring_buffer == 4 * PAGE
 
 
 def test_a_ring_larger_than_the_room_takes_the_room() -> None:
-    plan = settle(layers(*[4] * 10), weights=12 * PAGE, ring=20 * PAGE)
-    assert (plan.stays, plan.ring) == ((), 12 * PAGE)
+    plan = settle(layers(*[4] * 10), weight_memory=12 * PAGE, ring_buffer=20 * PAGE)
+    assert (plan.resident_layers, plan.ring_buffer) == ((), 12 * PAGE)
 
 
 def test_a_ring_too_small_for_any_layer_is_refused() -> None:
     with pytest.raises(PlanError, match="cannot take"):
-        settle(layers(*[4] * 10), weights=12 * PAGE, ring=3 * PAGE)
+        settle(layers(*[4] * 10), weight_memory=12 * PAGE, ring_buffer=3 * PAGE)
 
 
 # grains
@@ -355,51 +376,51 @@ def test_blocks_move_whole_where_there_is_room_for_many() -> None:
     names = [f"blocks.{b}" for b in range(60)]
     what = component({f"{name}.{leaf}": BARE + PAGE for name in names for leaf in ("up", "down")}, names)
     enough = BLOCKS_FROM * 4 * PAGE
-    assert settle(what, weights=enough).grain == "block"
-    assert settle(what, weights=enough - 1).grain == "leaf"
-    assert settle(what).grain == "leaf"
-    assert settle(what, weights=enough, grain="leaf").grain == "leaf"
-    assert settle(what, weights=8 * PAGE, grain="block").grain == "block"
-    block = settle(what, weights=enough)
-    assert set(block.stays or ()) <= set(names)
-    assert block.ring == AHEAD * 4 * PAGE
+    assert settle(what, weight_memory=enough).granularity == "block"
+    assert settle(what, weight_memory=enough - 1).granularity == "layer"
+    assert settle(what).granularity == "layer"
+    assert settle(what, weight_memory=enough, granularity="layer").granularity == "layer"
+    assert settle(what, weight_memory=8 * PAGE, granularity="block").granularity == "block"
+    block = settle(what, weight_memory=enough)
+    assert set(block.resident_layers or ()) <= set(names)
+    assert block.ring_buffer == AHEAD * 4 * PAGE
 
 
 def test_blocks_are_not_taken_for_room_that_what_is_small_takes() -> None:
     """1,000 pages are small and always there: of what is left, a layer can pass through, and a block cannot."""
     what = component({f"blocks.0.{i}": BARE for i in range(8)}, ["blocks.0"], loose=1000 * PAGE)
-    assert settle(what, grain="leaf", weights=1004 * PAGE).grain == "leaf"
-    assert settle(what, weights=1004 * PAGE).grain == "leaf"
+    assert settle(what, granularity="layer", weight_memory=1004 * PAGE).granularity == "layer"
+    assert settle(what, weight_memory=1004 * PAGE).granularity == "layer"
 
 
 # homes
 
 
 def test_from_disks_come_whole_sectors() -> None:
-    host = settle(layers(*[10] * 20), home="host")
-    disk = settle(layers(*[10] * 20), home="disk")
-    assert host.ring == AHEAD * 10 * PAGE
-    assert disk.ring == AHEAD * (10 + SECTORS) * PAGE
+    host = settle(layers(*[10] * 20), offload_to="cpu")
+    disk = settle(layers(*[10] * 20), offload_to="disk")
+    assert host.ring_buffer == AHEAD * 10 * PAGE
+    assert disk.ring_buffer == AHEAD * (10 + SECTORS) * PAGE
 
 
 def test_of_a_block_on_disk_each_leaf_has_its_sectors() -> None:
     what = component(
         {f"blocks.{b}.{i}": 2 * PAGE for b in range(20) for i in range(3)}, [f"blocks.{b}" for b in range(20)]
     )
-    assert settle(what, home="disk", grain="block").ring == AHEAD * 3 * (2 + SECTORS) * PAGE
+    assert settle(what, offload_to="disk", granularity="block").ring_buffer == AHEAD * 3 * (2 + SECTORS) * PAGE
 
 
 @settings(deadline=None)
-@given(what=components(), grain=st.sampled_from(GRAINS))
-def test_a_disk_needs_no_less_than_host_memory(what: Component, grain: Grain) -> None:
-    if not what.leaves:
+@given(what=components(), granularity=st.sampled_from(GRAINS))
+def test_a_disk_needs_no_less_than_host_memory(what: Component, grain: Granularity) -> None:
+    if not what.layers:
         return
     least = {}
     for home in HOMES:
         with pytest.raises(PlanError) as caught:
-            settle(what, home=home, grain=grain, weights=1)
+            settle(what, offload_to=home, granularity=grain, weight_memory=1)
         least[home] = caught.value.facts["needed_bytes"]
-    assert least["disk"] > least["host"]  # type: ignore[operator]
+    assert least["disk"] > least["cpu"]  # type: ignore[operator]
 
 
 # what stays is spread
@@ -418,7 +439,7 @@ def test_no_more_stays_than_there_is_room_for(
     sizes = {str(i): count * PAGE for i, count in enumerate(pages)}
     seconds = None if times is None else dict(zip(sizes, times, strict=False))
     ring = (max(pages, default=0) + more) * PAGE
-    stays = spread_evenly(sizes, capacity * PAGE, ring, seconds)
+    stays = choose_resident_layers(sizes, capacity * PAGE, ring, seconds)
     assert stays <= set(sizes)
     assert sum(sizes[name] for name in stays) <= capacity * PAGE
     assert (stays == set(sizes)) == (sum(pages) <= capacity)
@@ -430,7 +451,7 @@ def test_what_takes_long_gives_time_for_what_follows() -> None:
     """Layers of equal size: those stay that follow upon quick ones, not those for which there was time to come."""
     sizes = {str(i): PAGE for i in range(40)}
     seconds = {str(i): 9.0 if i < 20 else 1.0 for i in range(40)}
-    stays = spread_evenly(sizes, 10 * PAGE, 4 * PAGE, seconds)
+    stays = choose_resident_layers(sizes, 10 * PAGE, 4 * PAGE, seconds)
     assert sum(int(name) >= 20 for name in stays) >= 9
 
 
@@ -500,13 +521,13 @@ def test_a_step_takes_hardly_longer_than_it_must(
         return
     rate = speed * (total - capacity) / work  # 1: the link takes as long as the device
     shortest = max(work, (total - capacity) / rate)
-    stays = spread_evenly(sizes, capacity, ring, seconds)
+    stays = choose_resident_layers(sizes, capacity, ring, seconds)
     assert seconds_per_step(sizes, seconds, stays, ring, rate) <= 1.05 * shortest
 
 
 def test_the_first_layers_would_be_the_wrong_ones_to_keep() -> None:
     sizes, seconds = {str(i): PAGE for i in range(40)}, {str(i): 1.0 for i in range(40)}
-    stays = spread_evenly(sizes, 20 * PAGE, 4 * PAGE, seconds)
+    stays = choose_resident_layers(sizes, 20 * PAGE, 4 * PAGE, seconds)
     assert seconds_per_step(sizes, seconds, stays, 4 * PAGE, PAGE / 2) == 40
     assert seconds_per_step(sizes, seconds, {str(i) for i in range(20)}, 4 * PAGE, PAGE / 2) > 50
 
@@ -515,7 +536,7 @@ def test_the_first_layers_would_be_the_wrong_ones_to_keep() -> None:
 @pytest.mark.parametrize("ring", [2, 3, 4])
 def test_of_equal_layers_those_that_stay_are_as_good_as_evenly_apart(stay: int, ring: int) -> None:
     sizes, seconds = {str(i): PAGE for i in range(40)}, {str(i): 1.0 for i in range(40)}
-    stays = spread_evenly(sizes, stay * PAGE, ring * PAGE)
+    stays = choose_resident_layers(sizes, stay * PAGE, ring * PAGE)
     assert len(stays) == stay
     rate = (40 - stay) * PAGE / 40
     even = seconds_per_step(sizes, seconds, {str(i * 40 // stay) for i in range(stay)}, ring * PAGE, rate)
@@ -530,7 +551,7 @@ def test_in_the_smallest_ring_they_are_spread_too(stay: int) -> None:
     sizes, seconds = {str(i): PAGE for i in range(40)}, {str(i): 1.0 for i in range(40)}
     rate = (40 - stay) * PAGE / 40
     best = seconds_per_step(sizes, seconds, {str(i * 40 // stay) for i in range(stay)}, PAGE, rate)
-    stays = spread_evenly(sizes, stay * PAGE, PAGE, seconds)
+    stays = choose_resident_layers(sizes, stay * PAGE, PAGE, seconds)
     assert seconds_per_step(sizes, seconds, stays, PAGE, rate) <= 1.05 * best
 
 
@@ -541,13 +562,13 @@ def test_whatever_is_settled_works(case: tuple[Component, dict[str, Any], Any], 
     what, chosen, seconds = case
     weights = data.draw(st.none() | some_weights(what))
     try:
-        plan = settle(what, seconds, weights=weights, **chosen)
+        plan = settle(what, seconds, weight_memory=weights, **chosen)
     except PlanError:
         return
     sizes = in_ring(what, plan)
     if not sizes:
         return
     work = {name: float(size) for name, size in sizes.items()}
-    took = seconds_per_step(sizes, work, plan.stays or (), plan.ring or 0, speed)
-    passing = sum(size for name, size in sizes.items() if name not in (plan.stays or ()))
+    took = seconds_per_step(sizes, work, plan.resident_layers or (), plan.ring_buffer or 0, speed)
+    passing = sum(size for name, size in sizes.items() if name not in (plan.resident_layers or ()))
     assert took <= (sum(work.values()) + passing / speed) * 1.0001

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.plan import strips
-from tightfit.plan.flow import Flow
-from tightfit.plan.stretches import Lap, Stretch
+from tightfit.plan.flow import TransferSimulator
+from tightfit.plan.stretches import ComputeSegment, StripStageTiming
 from tightfit.plan.strips import work_in_strips
 
 MB = 10**6
@@ -19,23 +19,25 @@ seconds = st.floats(0, 0.01)
 
 
 @st.composite
-def laps(draw: st.DrawFn) -> list[Lap]:
+def laps(draw: st.DrawFn) -> list[StripStageTiming]:
     found = []
     for _ in range(draw(st.integers(1, 3))):
         count = draw(st.integers(1, 60))
         names = draw(st.lists(st.sampled_from(["", *NAMES]), max_size=4))
         turns = [
-            (draw(st.sampled_from([count, max(count // 3, 1)])), Stretch(name, draw(seconds), draw(seconds) / 5))
+            (draw(st.sampled_from([count, max(count // 3, 1)])), ComputeSegment(name, draw(seconds), draw(seconds) / 5))
             for name in names
         ]
-        once = [Stretch(name, draw(seconds), 0.0) for name in draw(st.lists(st.sampled_from(NAMES), max_size=1))]
-        found.append(Lap(count, draw(st.booleans()), once, turns, draw(seconds) / 5, draw(seconds), draw(seconds)))
+        once = [ComputeSegment(name, draw(seconds), 0.0) for name in draw(st.lists(st.sampled_from(NAMES), max_size=1))]
+        found.append(
+            StripStageTiming(count, draw(st.booleans()), once, turns, draw(seconds) / 5, draw(seconds), draw(seconds))
+        )
     return found
 
 
-def flow(staying: int, ring: int, sizes: list[int]) -> Flow:
+def flow(staying: int, ring: int, sizes: list[int]) -> TransferSimulator:
     parcels = dict(zip(NAMES, sizes, strict=True))
-    return Flow(NAMES, parcels, set(NAMES[:staying]), max(ring, *sizes) + 8192, RATE, 1e-5)
+    return TransferSimulator(NAMES, parcels, set(NAMES[:staying]), max(ring, *sizes) + 8192, RATE, 1e-5)
 
 
 @settings(deadline=None, max_examples=300)
@@ -44,7 +46,7 @@ def flow(staying: int, ring: int, sizes: list[int]) -> Flow:
     st.integers(1, 2),
 )  # fmt: skip
 def test_strips_that_are_like_those_before_them_need_not_be_played(
-    ways: list[Lap], staying: int, ring: int, sizes: list[int], items: int
+    ways: list[StripStageTiming], staying: int, ring: int, sizes: list[int], items: int
 ) -> None:
     quick = work_in_strips(ways, items, flow(staying, ring, sizes))
     with pytest.MonkeyPatch.context() as patch:

@@ -13,10 +13,10 @@ from plan.test_exhaustive import WITHIN, every_plan_of, small_footprints
 from plan.test_planner import CARD, CPU, GIB, HERE, MIB, component, footprints, passes_of, phase, seconds
 from plan.test_turns import pipeline as turns
 from tightfit.errors import BudgetTooSmall, PlanError
-from tightfit.plan.forecast import foresee, foresee_together
+from tightfit.plan.forecast import add_forecast, add_joint_forecast
 from tightfit.plan.planner import make_plan
 from tightfit.plan.shares import share_of
-from tightfit.plan.team import Member, Team
+from tightfit.plan.team import DeviceBudget, MultiDeviceSearch
 from tightfit.records import Accelerator, Budget, Footprint, Machine, Plan, Request, VaePlan
 
 OTHER = CARD.model_copy(update={"name": "cuda:1"})
@@ -48,7 +48,7 @@ def check(footprint: Footprint, sizes: tuple[int, int], more: tuple[int, int], r
         assert alone_best is None
         return
     for told in plan.forecast:
-        by_name = {plan.device: told.peak_bytes, **told.elsewhere}
+        by_name = {plan.device: told.peak_bytes, **told.other_devices}
         assert all(by_name.get(card.name, 0) <= size for card, size in zip(BOTH.accelerators, sizes, strict=True))
     assert larger is not None
     assert seconds(larger) <= seconds(plan) * (1 + 1e-9)
@@ -80,7 +80,7 @@ def test_each_budget_holds_and_more_is_never_slower_often(
 
 def check_that_nothing_is_better(footprint: Footprint, sizes: tuple[int, int], ram: int | None) -> None:
     """Of all arrangements, with all that each device could do."""
-    team = Team(footprint, list(map(Member, BOTH.accelerators, sizes)), HERE.disk_rate, {})
+    team = MultiDeviceSearch(footprint, list(map(DeviceBudget, BOTH.accelerators, sizes)), HERE.disk_rate, {})
     every = []
     for posts in team.postings():
         fronts = [team.search(post).front(sizes[post.member], ram, sparing=ram is not None) for post in posts]
@@ -112,7 +112,14 @@ def test_looking_no_further_than_may_be_better_finds_the_best_often(
 def best_of_all(footprint: Footprint, sizes: tuple[int, int]) -> float | None:
     """Seconds of the fastest of all that two devices can do with small pipelines."""
     best = None
-    ways = [VaePlan(), *(VaePlan(strips=way.strips, maps=way.maps) for p in footprint.phases for way in p.ways)]
+    ways = [
+        VaePlan(),
+        *(
+            VaePlan(strips=way.strip_bytes, feature_maps=way.feature_maps)
+            for p in footprint.phases
+            for way in p.strip_options
+        ),
+    ]
     parts = footprint.components
     for apart in (False, True):
         for chosen in itertools.product(*(list(every_plan_of(part)) for part in parts)):
@@ -121,9 +128,9 @@ def best_of_all(footprint: Footprint, sizes: tuple[int, int]) -> float | None:
                 plans["vae"] = plans["vae"].model_copy(update={"device": OTHER.name})
             for vae in ways:
                 plan = Plan(device=CARD.name, components=plans, vae=vae)
-                told = foresee_together(footprint, plan, DEVICES, HERE.disk_rate).forecast
+                told = add_joint_forecast(footprint, plan, DEVICES, HERE.disk_rate).forecast
                 main = max(phase.peak_bytes for phase in told)
-                other = max(phase.elsewhere.get(OTHER.name, 0) for phase in told)
+                other = max(phase.other_devices.get(OTHER.name, 0) for phase in told)
                 if (main <= sizes[0] and other <= sizes[1]) or (main <= sizes[1] and other <= sizes[0]):
                     spent = sum(phase.seconds for phase in told)
                     best = spent if best is None else min(best, spent)
@@ -143,7 +150,7 @@ def test_the_best_of_all_is_hardly_better(footprint: Footprint, sizes: tuple[int
 def pipeline() -> Footprint:
     """A denoiser of 1 GiB and an autoencoder with much room, which do not fit together into 2 GiB."""
     unet, vae = component("unet", "denoiser", [256 * MIB] * 4, 0), component("vae", "autoencoder", [64 * MIB], 0)
-    decode = phase("decode", passes_of(vae, [10**10], 1, GIB), GIB).model_copy(update={"outside": 20 * MIB})
+    decode = phase("decode", passes_of(vae, [10**10], 1, GIB), GIB).model_copy(update={"peak_between_calls": 20 * MIB})
     denoise = phase("denoise", passes_of(unet, [10**10] * 4, 8, 128 * MIB), 128 * MIB)
     return Footprint(pipeline="Tried", components=(unet, vae), request=Request(height=64), phases=(denoise, decode))
 
@@ -224,15 +231,15 @@ def test_what_is_no_card_is_refused(machine: Machine, device: str | None, said: 
 def test_shares_are_of_the_whole() -> None:
     footprint = pipeline()
     host, other = share_of(footprint, {"unet"}, hosts=True), share_of(footprint, {"vae"}, hosts=False)
-    assert [phase.room for phase in host.phases] == [128 * MIB, 20 * MIB]
-    assert [phase.room for phase in other.phases] == [0, GIB]
+    assert [phase.allocator_bytes for phase in host.phases] == [128 * MIB, 20 * MIB]
+    assert [phase.allocator_bytes for phase in other.phases] == [0, GIB]
     assert share_of(footprint, {"unet", "vae"}, hosts=True).phases == footprint.phases
 
 
 def test_one_device_is_told_as_it_is_alone() -> None:
     plan = planned(pipeline(), 8 * GIB, machine=machine_with(CARD))
     assert plan is not None
-    assert foresee_together(pipeline(), plan, DEVICES) == foresee(pipeline(), plan, CARD)
+    assert add_joint_forecast(pipeline(), plan, DEVICES) == add_forecast(pipeline(), plan, CARD)
 
 
 def test_encoders_that_take_turns_are_counted_each_time_that_they_come() -> None:
@@ -242,7 +249,9 @@ def test_encoders_that_take_turns_are_counted_each_time_that_they_come() -> None
     assert len(taken) > 20
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(taken))
     for ram in (None, 300 * MIB, 900 * MIB):
-        team = Team(turns(), [Member(card, 500 * MIB) for card in BOTH.accelerators], HERE.disk_rate, {})
+        team = MultiDeviceSearch(
+            turns(), [DeviceBudget(card, 500 * MIB) for card in BOTH.accelerators], HERE.disk_rate, {}
+        )
         found, plan = team.best(ram), planned(turns(), 500 * MIB, 500 * MIB, ram=ram)
         assert found is not None
         assert plan is not None

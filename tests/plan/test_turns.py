@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned, seconds
-from tightfit.plan.forecast import foresee
-from tightfit.plan.guests import Guests
+from tightfit.plan.forecast import add_forecast
+from tightfit.plan.guests import CoResidencyTracker
 from tightfit.plan.planner import make_plan
-from tightfit.plan.search import Search
-from tightfit.plan.turns import coming_early, order_of
-from tightfit.records import Budget, ComponentPlan, Footprint, Phase, Plan, Request, Stint
+from tightfit.plan.search import DeviceSearch
+from tightfit.plan.turns import coming_early, schedule_of
+from tightfit.records import Budget, ComponentPlan, ComponentRun, Footprint, Phase, Plan, Request
 
 
 def pipeline(encoding: int = 10**9) -> Footprint:
@@ -23,42 +23,42 @@ def pipeline(encoding: int = 10**9) -> Footprint:
     one, two = (component(name, "encoder", [64 * MIB] * 2, 0) for name in ("text_encoder", "text_encoder_2"))
     unet, vae = component("unet", "denoiser", [256 * MIB] * 4, 0), component("vae", "autoencoder", [64 * MIB], 0)
     encoders = tuple(passes_of(part, [encoding] * 2, 2, MIB) for part in (one, two))
-    encode = Phase(name="encode", peak=MIB, room=MIB, passes=encoders, order=(0, 1, 0, 1))
+    encode = Phase(name="encode", peak=MIB, allocator_bytes=MIB, calls=encoders, call_order=(0, 1, 0, 1))
     denoise = phase("denoise", passes_of(unet, [10**12] * 4, 8, MIB), MIB)
     decoding = tuple(passes_of(vae, [10**9], 1, MIB, method) for method in ("quant_conv", "decode"))
-    decode = Phase(name="decode", peak=MIB, room=MIB, passes=decoding, order=(0, 1))
+    decode = Phase(name="decode", peak=MIB, allocator_bytes=MIB, calls=decoding, call_order=(0, 1))
     return Footprint(
         pipeline="Tried", components=(one, two, unet, vae), request=Request(height=64), phases=(encode, denoise, decode)
     )
 
 
 ORDER = (
-    Stint(component="text_encoder"),
-    Stint(component="text_encoder_2"),
-    Stint(component="text_encoder"),
-    Stint(component="text_encoder_2"),
-    Stint(component="unet", runs=8),
-    Stint(component="vae"),
-    Stint(component="vae", method="decode"),
+    ComponentRun(component="text_encoder"),
+    ComponentRun(component="text_encoder_2"),
+    ComponentRun(component="text_encoder"),
+    ComponentRun(component="text_encoder_2"),
+    ComponentRun(component="unet", runs=8),
+    ComponentRun(component="vae"),
+    ComponentRun(component="vae", method="decode"),
 )
 
 
 def test_the_order_is_that_of_the_call() -> None:
-    assert order_of(pipeline()) == ORDER
+    assert schedule_of(pipeline()) == ORDER
 
 
 def test_parts_that_no_pass_uses_have_no_work() -> None:
     whole = pipeline()
     unet = next(c for c in whole.components if c.name == "unet")
-    tower = [leaf.model_copy(update={"name": f"tower.{leaf.name}"}) for leaf in unet.leaves]
-    more = unet.model_copy(update={"leaves": (*unet.leaves, *tower, tower[0].model_copy(update={"name": "head"}))})
+    tower = [leaf.model_copy(update={"name": f"tower.{leaf.name}"}) for leaf in unet.layers]
+    more = unet.model_copy(update={"layers": (*unet.layers, *tower, tower[0].model_copy(update={"name": "head"}))})
     grown = whole.model_copy(update={"components": tuple(more if c is unet else c for c in whole.components)})
-    (stint,) = (stint for stint in order_of(grown) if stint.component == "unet")
-    assert stint.unused == ("tower", "head")
+    (stint,) = (stint for stint in schedule_of(grown) if stint.component == "unet")
+    assert stint.unused_blocks == ("tower", "head")
 
 
 def test_who_does_not_stay_comes_early_after_who_does_not_stay_either() -> None:
-    parts = {name: ComponentPlan(placement="per-phase") for name in ("text_encoder", "text_encoder_2", "unet", "vae")}
+    parts = {name: ComponentPlan(placement="offload") for name in ("text_encoder", "text_encoder_2", "unet", "vae")}
     (said,) = coming_early(ORDER, parts)
     assert said.decision.endswith("text_encoder_2 after text_encoder, text_encoder after text_encoder_2, "
                                   "unet after text_encoder_2, vae after unet")  # fmt: skip
@@ -68,8 +68,8 @@ def test_who_does_not_stay_comes_early_after_who_does_not_stay_either() -> None:
 
 
 def test_nobody_comes_early_on_another_device() -> None:
-    parts = {name: ComponentPlan(placement="per-phase", device="cuda:1") for name in ("text_encoder", "text_encoder_2")}
-    parts |= {name: ComponentPlan(placement="per-phase") for name in ("unet", "vae")}
+    parts = {name: ComponentPlan(placement="offload", device="cuda:1") for name in ("text_encoder", "text_encoder_2")}
+    parts |= {name: ComponentPlan(placement="offload") for name in ("unet", "vae")}
     (said,) = coming_early(ORDER, parts)
     assert "unet after" not in said.decision
     assert "vae after unet" in said.decision
@@ -79,23 +79,23 @@ def test_a_plan_has_the_order_and_says_what_it_is_for() -> None:
     plan, roomy = (planned(pipeline(10**12), size) for size in (400 * MIB, 8 * GIB))
     assert plan is not None
     assert roomy is not None
-    assert [without_limit(each.order) for each in (plan, roomy)] == [ORDER, ORDER]
+    assert [without_limit(each.schedule) for each in (plan, roomy)] == [ORDER, ORDER]
     assert any("starts to come in the last pass" in reason.decision for reason in plan.reasons)
     assert not any("starts to come in the last pass" in reason.decision for reason in roomy.reasons)
     two = HERE.model_copy(update={"accelerators": (CARD, CARD.model_copy(update={"name": "cuda:1"}))})
     jointly = make_plan(pipeline(), two, Budget(devices={"cuda:0": GIB, "cuda:1": GIB}))
-    assert without_limit(jointly.order) == ORDER
+    assert without_limit(jointly.schedule) == ORDER
 
 
-def without_limit(order: tuple[Stint, ...]) -> tuple[Stint, ...]:
-    return tuple(stint.model_copy(update={"early": None}) for stint in order)
+def without_limit(order: tuple[ComponentRun, ...]) -> tuple[ComponentRun, ...]:
+    return tuple(stint.model_copy(update={"prefetch": None}) for stint in order)
 
 
 def test_as_much_comes_early_as_the_link_can_bring_while_who_is_before_computes() -> None:
     """Behind an encoder, which waits for the link, nothing; behind 0.4 s of a denoiser that is all there, much."""
-    parts = {name: ComponentPlan(placement="per-phase") for name in ("text_encoder", "text_encoder_2", "unet", "vae")}
-    foreseen = foresee(pipeline(), Plan(components=parts, order=ORDER), CARD)
-    early = {(stint.component, stint.method): stint.early for stint in foreseen.order}
+    parts = {name: ComponentPlan(placement="offload") for name in ("text_encoder", "text_encoder_2", "unet", "vae")}
+    foreseen = add_forecast(pipeline(), Plan(components=parts, schedule=ORDER), CARD)
+    early = {(stint.component, stint.method): stint.prefetch for stint in foreseen.schedule}
     assert early.pop(("vae", "forward")) == pytest.approx(CARD.link_rate * 0.4, rel=1e-2)
     assert set(early.values()) == {0, None}
     (said,) = foreseen.reasons
@@ -107,7 +107,7 @@ def test_who_takes_turns_comes_each_time_and_more_memory_is_never_slower() -> No
     assert len(plans) > 40
     taken = [seconds(plan) for plan in plans]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(taken))
-    search = Search(pipeline(), CARD, None, {})
+    search = DeviceSearch(pipeline(), CARD, None, {})
     for plan, size in zip(plans[-len(plans) :], range(2400 - 40 * len(plans), 2400, 40), strict=True):
         found = search.best(size * MIB, None)
         assert found is not None
@@ -115,7 +115,7 @@ def test_who_takes_turns_comes_each_time_and_more_memory_is_never_slower() -> No
 
 
 def test_guests_come_each_time_that_another_worked_until_they_stay_together() -> None:
-    guests = Guests()
+    guests = CoResidencyTracker()
     came = [guests.works(name) for name in "aabababbabaac"]
     assert came == [True, False, True, True, True, True, True, False, False, False, False, False, True]
     assert guests.aboard == {"c"}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card, Values
+from tightfit.pretend.card import SimulatedCard, Values
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator
 
@@ -21,7 +21,7 @@ ACCELERATOR = Accelerator(
     link_rate=25e9,
     launch_overhead=5e-6,
 )
-MakeCards = Callable[..., list[Card]]
+MakeCards = Callable[..., list[SimulatedCard]]
 
 
 @pytest.fixture
@@ -35,11 +35,11 @@ def make_cards() -> Iterator[MakeCards]:
         capacity: int = 2**40,
         capability: str = "8.9",
         kind: str = "pretend",
-    ) -> list[Card]:
+    ) -> list[SimulatedCard]:
         host = Host()
         given = {"bytes": capacity, "compute_capability": capability, "kind": kind}
         like = ACCELERATOR.model_copy(update=given)
-        cards = [Card(index, like, host, values) for index in range(count)]
+        cards = [SimulatedCard(index, like, host, values) for index in range(count)]
         use_cards(cards)
         return cards
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.pretend.allocator import CachingAllocator, CardFull, Step
+from tightfit.pretend.allocator import AllocatorEvent, CachingAllocator, CardFull
 from tightfit.pretend.blocks import Block, rounded, segment_size
-from tightfit.pretend.history import least_capacity, replay, steps_of
+from tightfit.pretend.history import allocator_events_of, least_capacity, replay
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -290,7 +290,7 @@ def test_segments_of_both_kinds() -> None:
     assert allocator.reserved.now == (50 + 40 + 30) * MIB
 
 
-def _least_by_trying(history: list[Step], *, expandable: bool, within: float) -> int:
+def _least_by_trying(history: list[AllocatorEvent], *, expandable: bool, within: float) -> int:
     """What `least_capacity` says, found by replaying all of it for each card that it looks at."""
     roomy = replay(history, 2**60, expandable=expandable)
     largest = max((segment_size(rounded(step.size)) for step in history if step.what == "malloc"), default=0)
@@ -323,7 +323,7 @@ def test_what_a_trial_tells_of_other_cards_is_what_they_would_do(
         moves.append(size)
         while there and order.random() < 0.45:
             moves.append(-there.pop(order.randrange(len(there))))
-    history = list(steps_of(moves))
+    history = list(allocator_events_of(moves))
     expected = _least_by_trying(history, expandable=expandable, within=within)
     assert least_capacity(history, expandable=expandable, within=within) == expected
 
@@ -346,7 +346,7 @@ def test_few_cards_are_tried_for_the_least_that_does(expandable: bool, monkeypat
         else:
             there.append(order.randrange(1, 64 * MIB))
             moves.append(there[-1])
-    history = list(steps_of(moves))
+    history = list(allocator_events_of(moves))
     expected, all_of_them = _least_by_trying(history, expandable=expandable, within=0), len(tried)
     assert least_capacity(history, expandable=expandable) == expected
     assert len(tried) - all_of_them < all_of_them

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretend.conftest import MakeCards
 from tightfit.catalog.attention import LEAST_DIMENSIONS
-from tightfit.pretend.card import Card
-from tightfit.pretend.storage import settle
+from tightfit.pretend.card import SimulatedCard
+from tightfit.pretend.storage import free_dead_tensors
 
 HALF, FULL = torch.bfloat16, torch.float32
 CUDNN, EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
@@ -133,9 +133,9 @@ def test_which_kernel_takes_what(
         assert result.shape == (2, 4, 5, width)
 
 
-def held(card: Card, *args: Any, **settings: Any) -> int:
+def held(card: SimulatedCard, *args: Any, **settings: Any) -> int:
     """The most bytes that attention takes beyond its inputs."""
-    settle()
+    free_dead_tensors()
     before = card.allocator.requested.now
     card.allocator.requested.reset_peak()
     F.scaled_dot_product_attention(*args, **settings)

@@ -7,8 +7,8 @@ import torch
 
 import tightfit
 from pretend.conftest import MakeCards
-from tightfit.apply.crossing import Crossing
-from tightfit.devices.pretend import PretendDevice
+from tightfit.apply.crossing import CrossDeviceCall
+from tightfit.devices.pretend import SimulatedDevice
 from tiny_pipelines import CASES
 
 
@@ -36,6 +36,6 @@ def test_arguments_come_wherever_they_are(level: int, make_cards: MakeCards) -> 
 def test_single_numbers_stay(make_cards: MakeCards) -> None:
     """Kernels take them from the host: a copy to the card would be for nothing."""
     make_cards()
-    device = PretendDevice(0)
-    step, rows = Crossing(device, device).around(lambda *args: args)(torch.tensor(3), torch.ones(2))
+    device = SimulatedDevice(0)
+    step, rows = CrossDeviceCall(device, device).around(lambda *args: args)(torch.tensor(3), torch.ones(2))
     assert (step.device.type, rows.device.type) == ("cpu", "privateuseone")

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from pretend.conftest import ACCELERATOR, MakeCards
 from tightfit import RunError
 from tightfit.pretend.backend import cards_in_use, use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
-from tightfit.pretend.storage import settle, store_of
+from tightfit.pretend.storage import free_dead_tensors, store_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64,
           torch.float8_e4m3fn, torch.float8_e5m2]  # fmt: skip
@@ -60,7 +60,7 @@ def test_views_share_and_writes_are_seen(make_cards: MakeCards) -> None:
     assert torch.equal(whole[0].cpu(), torch.tensor([9.0, 0.0, 5.0, 0.0]))
     assert torch.equal(whole[1].cpu(), torch.tensor([1.0, 1.0, 5.0, 1.0]))
     assert torch.equal(whole[3].cpu(), torch.tensor([7.0, 8.0, 5.0, 0.0]))
-    settle()
+    free_dead_tensors()
     assert card.allocator.allocated.now == before
 
 
@@ -69,10 +69,10 @@ def test_memory_goes_with_the_last_view(make_cards: MakeCards) -> None:
     whole = torch.zeros(2**20, device="privateuseone")
     half = whole[: 2**19]
     del whole
-    settle()
+    free_dead_tensors()
     assert card.allocator.allocated.now == 4 * 2**20
     del half
-    settle()
+    free_dead_tensors()
     assert card.allocator.allocated.now == 0
 
 
@@ -167,7 +167,7 @@ def test_convolutions_on_tensor_cores_hold_copies(
 ) -> None:
     make_cards(values="shapes")
     like = ACCELERATOR.model_copy(update={"compute_capability": capability})
-    card = Card(0, like, Host())
+    card = SimulatedCard(0, like, Host())
     use_cards([card])
     picture = torch.empty(1, 64, 128, 128, dtype=dtype, device="privateuseone")
     kernel = torch.empty(64, 64 // groups, 3, 3, dtype=dtype, device="privateuseone")
@@ -177,7 +177,7 @@ def test_convolutions_on_tensor_cores_hold_copies(
     held = 2 * picture.nbytes + kernel.nbytes if copies else 0
     assert card.allocator.allocated.peak - before == picture.nbytes + held
     last, weight = (part.contiguous(memory_format=torch.channels_last) for part in (picture, kernel))
-    settle()
+    free_dead_tensors()
     before = card.allocator.allocated.now
     card.allocator.allocated.reset_peak()
     F.conv2d(last, weight, padding=1, groups=groups)

@@ -12,13 +12,13 @@ from torch import nn
 from more_pipelines import MORE_CASES
 from pretend.conftest import MakeCards
 from tightfit import fit
-from tightfit.apply.weights.homes import HostHome
-from tightfit.apply.weights.parcels import parcels_of
+from tightfit.apply.weights.homes import HostStore
+from tightfit.apply.weights.parcels import weight_groups_of
 from tightfit.apply.weights.streamer import Streamer
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.measure.modules import find_components, inspect_component
 from tightfit.measure.recorder import Recorder
-from tightfit.pretend.storage import settle
+from tightfit.pretend.storage import free_dead_tensors
 from tightfit.records import Trace
 from tiny_pipelines import CASES, TinyCase, run
 
@@ -34,7 +34,7 @@ def traces_of(pipe: Any, case: TinyCase, plan: dict[str, Any], device: str, want
 
 
 @pytest.mark.parametrize("name", ["StableDiffusion", "Flux", "StableDiffusionControlNet"])
-@pytest.mark.parametrize("placement", ["per-phase", "per-unit"])
+@pytest.mark.parametrize("placement", ["offload", "stream"])
 def test_the_next_comes_early_and_the_peaks_stay(
     name: str, placement: str, make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,11 +57,11 @@ def test_no_more_comes_early_than_the_plan_says(make_cards: MakeCards, monkeypat
     case = next(case for case in CASES if case.name == "StableDiffusion")
     pipe = case.make()
     make_cards()
-    parts = {part: {"placement": "per-phase"} for part in find_components(pipe)}
+    parts = {part: {"placement": "offload"} for part in find_components(pipe)}
     late: dict[int | None, int] = {}
     for limit in (None, 50_000, 0):
-        order = [{"component": "vae", "method": "decode", "early": limit}]
-        fitted = fit(pipe, plan={"components": parts, "order": order}, device="pretend:0")
+        order = [{"component": "vae", "method": "decode", "prefetch": limit}]
+        fitted = fit(pipe, plan={"components": parts, "schedule": order}, device="pretend:0")
         run(pipe, case)
         unknowing = fitted.report().trace.phases[-1].bytes_in  # nobody knows who is next
         run(pipe, case)
@@ -74,18 +74,18 @@ def test_no_more_comes_early_than_the_plan_says(make_cards: MakeCards, monkeypat
 def test_what_is_given_up_is_free_when_that_is_told(make_cards: MakeCards) -> None:
     """Who is told takes as much at once: both would be there otherwise."""
     (card,) = make_cards()
-    device = PretendDevice(0)
+    device = SimulatedDevice(0)
     network = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    parcels = parcels_of(
-        network, inspect_component("n", network), "leaf",
-        lambda masters: HostHome(list(masters), device), lambda master: master,
+    parcels = weight_groups_of(
+        network, inspect_component("n", network), "layer",
+        lambda masters: HostStore(list(masters), device), lambda master: master,
     )  # fmt: skip
     recorder = Recorder(device, count_activations=False)
     streamer = Streamer(parcels, [parcel.name for parcel in parcels], 0, device, recorder)
     told: list[tuple[int, int]] = []
 
     def bytes_there() -> int:
-        settle()
+        free_dead_tensors()
         return card.allocator.allocated.now
 
     with ExitStack() as undo, recorder.call(), torch.no_grad():

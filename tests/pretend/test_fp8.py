@@ -69,7 +69,7 @@ def test_modules(form: torch.dtype, make_cards: MakeCards) -> None:
 def stored(case: TinyCase, form: str | None, device: Any) -> tuple[torch.Tensor, Any]:
     pipe: Any = case.make()
     network = "unet" if hasattr(pipe, "unet") else "transformer"
-    choices = {"placement": "per-unit"} | ({"storage": form} if form else {})
+    choices = {"placement": "stream"} | ({"storage": form} if form else {})
     fitted = fit(pipe, plan={"components": {network: choices}}, device=device)
     return run(pipe, case), fitted.report().trace
 
@@ -108,7 +108,7 @@ class Wide(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("placement", ["per-phase", "per-unit"])
+@pytest.mark.parametrize("placement", ["offload", "stream"])
 @every_storage
 def test_stored_weights_travel_as_they_are_stored(form: str, placement: str, make_cards: MakeCards) -> None:
     x = torch.randn(2, 256)
@@ -129,7 +129,7 @@ def test_stored_weights_travel_as_they_are_stored(form: str, placement: str, mak
 
 
 @pytest.mark.parametrize("kind", ["pretend", "cpu"])
-@pytest.mark.parametrize("placement", ["resident", "per-phase", "per-unit"])
+@pytest.mark.parametrize("placement", ["resident", "offload", "stream"])
 @every_storage
 def test_stored_shapes_take_the_bytes_of_stored_weights(
     form: str, placement: str, kind: str, make_cards: MakeCards

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from pretend.conftest import MakeCards
-from tightfit.apply.again import Finished
-from tightfit.devices.pretend import PretendDevice
-from tightfit.pretend.card import Card, Values
+from tightfit.apply.again import OutputReplayCache
+from tightfit.devices.pretend import SimulatedDevice
+from tightfit.pretend.card import SimulatedCard, Values
 
 SIZES = [3, 2**12, 2**21]  # numbers in a result
 
 
-def waits_of(card: Card) -> list[int]:
+def waits_of(card: SimulatedCard) -> list[int]:
     """Grows when the host waits for all that it gave to the card."""
     waits: list[int] = []
     card.awaiters.append(lambda: waits.append(card.host.now))
@@ -23,8 +23,8 @@ def waits_of(card: Card) -> list[int]:
 @pytest.mark.parametrize("values", ["real", "shapes"])
 def test_the_host_does_not_wait_for_what_is_kept(values: Values, make_cards: MakeCards) -> None:
     (card,) = make_cards(values=values)
-    device, waits = PretendDevice(0), waits_of(card)
-    finished, factors = Finished(device), torch.ones(2048, 2048, device=device.torch_device)
+    device, waits = SimulatedDevice(0), waits_of(card)
+    finished, factors = OutputReplayCache(device), torch.ones(2048, 2048, device=device.torch_device)
     finished.active = True
     for size in SIZES:
         finished.once(lambda size=size: (factors @ factors).flatten()[:size])
@@ -40,8 +40,8 @@ def test_the_host_does_not_wait_for_what_is_kept(values: Values, make_cards: Mak
 @pytest.mark.parametrize("values", ["real", "shapes"])
 def test_a_lane_waits_where_memory_was_not_locked(values: Values, make_cards: MakeCards) -> None:
     (card,) = make_cards(values=values)
-    device, waits = PretendDevice(0), waits_of(card)
-    lane, there, room = device.lane(), device.room(2**20), device.host_room(2**20)
+    device, waits = SimulatedDevice(0), waits_of(card)
+    lane, there, room = device.copy_stream(), device.allocate(2**20), device.allocate_host(2**20)
     lane.send(room, there)
     assert len(waits) == 1
     assert device.lock_pages(room) is not None

@@ -15,7 +15,7 @@ from a_few import a_few
 from pretend.conftest import MakeCards
 from tightfit import fit
 from tightfit.pretend.history import least_capacity
-from tightfit.pretend.storage import settle
+from tightfit.pretend.storage import free_dead_tensors
 from tiny_pipelines import CASES, TinyCase, run
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -105,7 +105,7 @@ def test_undo_leaves_nothing_on_the_card(case: TinyCase, make_cards: MakeCards) 
     fitted.undo()
     del pipe, fitted
     gc.collect()
-    settle()
+    free_dead_tensors()
     assert card.allocator.allocated.now == card.workspace_bytes
 
 

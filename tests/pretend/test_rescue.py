@@ -14,14 +14,14 @@ from pretend.conftest import MakeCards
 from tightfit import fit
 from tightfit.measure.modules import find_components, find_role, weight_bytes
 from tightfit.pretend.blocks import Block
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tiny_pipelines import CASES, TinyCase, run
 
 
 class Failing:
     """Refuses memory at chosen requests of those that are made while a layer is at work."""
 
-    def __init__(self, card: Card, monkeypatch: pytest.MonkeyPatch, networks: Iterable[nn.Module]) -> None:
+    def __init__(self, card: SimulatedCard, monkeypatch: pytest.MonkeyPatch, networks: Iterable[nn.Module]) -> None:
         self.requests = self.at_work = 0
         self.refused: set[int] = set()
         malloc = card.malloc
@@ -71,8 +71,8 @@ def test_injected_errors_do_not_change_the_picture(
     (card,) = make_cards()
     denoiser = next(n for n, part in find_components(pipe).items() if find_role(n, part) == "denoiser")
     half = weight_bytes(getattr(pipe, denoiser)) * 3 // 4
-    parts: dict[str, Any] = {n: {"placement": "per-phase"} for n in find_components(pipe)}
-    plan = {"components": parts | {denoiser: {"placement": "per-unit", "weights": half}}}
+    parts: dict[str, Any] = {n: {"placement": "offload"} for n in find_components(pipe)}
+    plan = {"components": parts | {denoiser: {"placement": "stream", "weight_memory": half}}}
     failing = Failing(card, monkeypatch, find_components(pipe).values())
     fitted = fit(pipe, plan=plan, device="pretend:0")
     requests, chosen, told = requests_of(pipe, case, failing), random.Random(0), 0
@@ -93,7 +93,7 @@ def test_several_errors_in_one_call(make_cards: MakeCards, monkeypatch: pytest.M
     untouched = run(pipe, case)
     (card,) = make_cards()
     failing = Failing(card, monkeypatch, find_components(pipe).values())
-    parts = {n: {"placement": "per-phase"} for n in find_components(pipe)}
+    parts = {n: {"placement": "offload"} for n in find_components(pipe)}
     fitted = fit(pipe, plan={"components": parts}, device="pretend:0")
     failing.refuse(5, requests_of(pipe, case, failing), random.Random(1))
     assert torch.equal(run(pipe, case).cpu(), untouched)
@@ -133,7 +133,7 @@ def test_what_has_written_into_its_input_is_not_run_again(
     (card,) = make_cards()
     network = Greedy()
     failing = Failing(card, monkeypatch, [network])
-    fit(network, plan={"components": {"model": {"placement": "per-phase"}}}, device="pretend:0")
+    fit(network, plan={"components": {"model": {"placement": "offload"}}}, device="pretend:0")
     with torch.no_grad():
         network(torch.ones(2, 64, device="privateuseone:0"))
         failing.refuse(1, 1, random.Random(0))

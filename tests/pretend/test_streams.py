@@ -10,7 +10,7 @@ import torch
 
 from pretend.conftest import MakeCards
 from tightfit import RunError
-from tightfit.pretend.pinning import hollow, is_hollow
+from tightfit.pretend.pinning import is_valueless, mark_valueless
 
 SIZE = 25 * 10**6  # bytes that take a millisecond over the link
 LAUNCH, CROSSING = 5_000, 10**6  # nanoseconds
@@ -69,14 +69,14 @@ def test_memory_is_told_as_cuda_tells_it(make_cards: MakeCards) -> None:
 
 def test_weights_that_hold_nothing_go_there_and_back(make_cards: MakeCards) -> None:
     (card,) = make_cards(values="shapes")
-    weight = hollow(torch.empty(SIZE // 4))
+    weight = mark_valueless(torch.empty(SIZE // 4))
     there = weight.to("privateuseone")
     back = there.half().to("cpu")
     assert (card.bytes_in, card.bytes_out) == (SIZE, SIZE // 2)
-    assert is_hollow(back)
-    assert is_hollow(back.pin_memory())
+    assert is_valueless(back)
+    assert is_valueless(back.pin_memory())
     assert back.pin_memory().is_pinned()
-    assert not is_hollow(torch.empty(SIZE // 4))
+    assert not is_valueless(torch.empty(SIZE // 4))
     with pytest.raises(RunError, match="needs the numbers"):
         (there * 2).to("cpu")
     there.copy_(torch.zeros(SIZE // 4))
@@ -88,7 +88,7 @@ def test_what_holds_nothing_costs_nothing(make_cards: MakeCards) -> None:
     make_cards(values="shapes")
     process, size = psutil.Process(os.getpid()), 2**30
     before = process.memory_info().rss
-    weight = hollow(torch.empty(size, dtype=torch.uint8)).pin_memory()
+    weight = mark_valueless(torch.empty(size, dtype=torch.uint8)).pin_memory()
     there = weight.to("privateuseone", non_blocking=True)
     back = there.to("cpu")
     assert process.memory_info().rss - before < size / 8

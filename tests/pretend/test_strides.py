@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, example, given, settings
 
 from pretend.conftest import MakeCards
 from pretend.layouts import CONVOLUTIONS, OTHERS, POINTWISE, Layout, differences, pairs
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.pretend import operations
 
 
@@ -25,7 +25,7 @@ def test_strides_are_those_of_kernels(
 ) -> None:
     monkeypatch.setattr(operations, "SMALL", 0)
     make_cards(values="shapes")
-    card = PretendDevice(0).torch_device
+    card = SimulatedDevice(0).torch_device
     for _ in range(2):  # the second time they are remembered
         assert list(differences(pair, POINTWISE | OTHERS, "cpu", card)) == []
 
@@ -35,7 +35,7 @@ def test_strides_are_those_of_kernels(
 def test_convolutions(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch, pair: tuple[Layout, Layout]) -> None:
     monkeypatch.setattr(operations, "SMALL", 0)
     make_cards(values="shapes")
-    assert list(differences(pair, CONVOLUTIONS, "cpu", PretendDevice(0).torch_device)) == []
+    assert list(differences(pair, CONVOLUTIONS, "cpu", SimulatedDevice(0).torch_device)) == []
 
 
 def test_a_batch_of_one_divided_by_a_number(make_cards: MakeCards) -> None:
@@ -46,7 +46,7 @@ def test_a_batch_of_one_divided_by_a_number(make_cards: MakeCards) -> None:
         tokens = torch.empty(1, 256, 512, device=device).transpose(-1, -2).reshape(1, 512, 16, 16)
         return ((tokens + torch.empty(1, 512, 16, 16, device=device)) / 1.0).stride()
 
-    assert divided(PretendDevice(0).torch_device) == divided("cpu") == (512, 1, 8192, 512)
+    assert divided(SimulatedDevice(0).torch_device) == divided("cpu") == (512, 1, 8192, 512)
 
 
 @pytest.mark.parametrize("frames", [1, 3])
@@ -57,7 +57,7 @@ def test_a_convolution_of_a_clip_with_channels_last_lies_with_numbers_as_without
     strides = list[tuple[int, ...]]()
     for values in ("real", "shapes"):
         make_cards(values=values)
-        card = PretendDevice(0).torch_device
+        card = SimulatedDevice(0).torch_device
         clip = torch.ones(1, 4, frames, 6, 6).to(memory_format=torch.channels_last_3d).to(card)
         maps = torch.nn.functional.conv3d(clip, torch.ones(8, 4, 1, 3, 3, device=card), padding=(0, 1, 1))
         strides.append(maps.stride())

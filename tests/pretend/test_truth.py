@@ -11,7 +11,7 @@ from pretend.conftest import ACCELERATOR
 from tightfit import fit
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import Trace
 from tightfit.run.models import find_model
@@ -21,7 +21,7 @@ from tiny_pipelines import CASES, run
 def traces(make: Any, call: Any) -> tuple[Trace, Trace]:
     """Of one call on the CPU, counted, and of one on a card that plays a CPU, without numbers."""
     found = []
-    use_cards([Card(0, ACCELERATOR.model_copy(update={"kind": "cpu"}), Host())])
+    use_cards([SimulatedCard(0, ACCELERATOR.model_copy(update={"kind": "cpu"}), Host())])
     for device in ("loopback", "pretend:0"):
         pipe = make()
         fitted = fit(pipe, level=0, device=device)

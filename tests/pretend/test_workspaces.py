@@ -10,7 +10,7 @@ from tightfit.catalog import cuda
 from tightfit.catalog.cuda import LT_WORKSPACE, workspace_bytes
 from tightfit.plan import forecast
 from tightfit.pretend import card as cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.records import Accelerator
 
 SIZE = workspace_bytes("8.9")
@@ -22,7 +22,7 @@ def as_in_torch(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "LT_SHARES_IT", version == "2.12")
 
 
-def asked_by_products(card: Card) -> list[int]:
+def asked_by_products(card: SimulatedCard) -> list[int]:
     left, right = (torch.zeros(8, 8, device="privateuseone") for _ in range(2))
     before = len(card.allocator.history)
     for _ in range(2):

@@ -21,7 +21,7 @@ from tightfit import BudgetTooSmall
 from tightfit.apply.fitting import Fitted
 from tightfit.measure.modules import find_components, weight_tensors
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tiny_pipelines import PIXELS, TinyCase
 
@@ -75,8 +75,8 @@ def _weights(pipe: Any) -> int:
 
 
 @contextlib.contextmanager
-def card_of(size: int) -> Iterator[Card]:
-    card = Card(0, ACCELERATOR.model_copy(update={"bytes": size}), Host(), values="real")
+def card_of(size: int) -> Iterator[SimulatedCard]:
+    card = SimulatedCard(0, ACCELERATOR.model_copy(update={"bytes": size}), Host(), values="real")
     use_cards([card])
     try:
         yield card

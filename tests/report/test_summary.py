@@ -97,7 +97,7 @@ def test_mapping_survives_json() -> None:
     assert set(mapping) == {"lossless", "measured", "phases", "lossy", "notes", "plan"}
     assert mapping["measured"] == {"peak_bytes": 400 * MIB, "seconds": 5.25, "rss_peak_bytes": 800 * MIB}
     assert mapping["phases"][1] == {
-        "name": "denoise", "measured_peak_bytes": 300 * MIB, "seconds": 5, "elsewhere": {}, "bytes_in": 0,
+        "name": "denoise", "measured_peak_bytes": 300 * MIB, "seconds": 5, "other_devices": {}, "bytes_in": 0,
         "bytes_out": 0, "runs": 20,
     }  # fmt: skip
     assert (mapping["lossless"], mapping["lossy"], mapping["notes"]) == (False, ["fp8"], ["a note"])

@@ -41,7 +41,7 @@ def trace_of(*, encode: float = 0.02, denoise: float = 5.0, decode: float = 0.2,
 
 
 def report_of(trace: Trace | None = None, budget: str | None = None) -> Report:
-    parts = {"transformer": ComponentPlan(placement="per-unit"), "vae": ComponentPlan()}
+    parts = {"transformer": ComponentPlan(placement="stream"), "vae": ComponentPlan()}
     limit = Budget.from_mapping({"device": budget}) if budget else None
     return Report(Plan(device="cuda:0", level=3, components=parts, budget=limit), trace or trace_of())
 
@@ -103,7 +103,7 @@ def test_few_samples(tmp_path: Path, count: int, phases: tuple[PhaseTrace, ...])
 def test_says_what_was_run_and_how() -> None:
     said = texts_of(_compose(report_of(budget="4GiB"), "a title"))
     assert {"a title", "encode", "denoise", "decode", "5 s · 2.4 GiB", "peak 2.82 GiB", "budget\n4 GiB"} <= set(said)
-    assert "level 3 · cuda:0 · lossless · per-unit: transformer" in said
+    assert "level 3 · cuda:0 · lossless · stream: transformer" in said
 
 
 def test_over_budget_is_said_and_a_far_budget_is_not_drawn() -> None:

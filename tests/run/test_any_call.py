@@ -22,7 +22,7 @@ from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
 from pretend.conftest import MakeCards
 from tightfit import BudgetTooSmall, PlanError, RequestError
-from tightfit.run.arguments import Given, described, stand_in
+from tightfit.run.arguments import Given, described, dummy_value
 from tightfit.run.footprints import Measurer
 from tightfit.run.request import Prompt, call_arguments
 from tightfit.run.shape import request_of, shape_of
@@ -226,7 +226,7 @@ def test_arguments_are_described_by_kind_and_size(name: str, value: Any, words: 
     ["L image 96x64", "9 x RGB image 96x64", "float16 1x4x8x8", "float32 array 8x8", "text of up to 512 characters"],
 )
 def test_what_stands_in_is_described_alike(words: str) -> None:
-    assert described("prompt", stand_in(words)) == words
+    assert described("prompt", dummy_value(words)) == words
 
 
 def test_nothing_of_a_call_is_kept_but_kinds_and_sizes() -> None:

@@ -10,10 +10,10 @@ import torch
 import tightfit
 from pretend.conftest import ACCELERATOR
 from run.test_shrinking import REQUEST, SIZE, draw, large_unet
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.errors import BudgetTooSmall
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.usefixtures("shared_footprints")
 MIB = 2**20
 
 
-def cards_of(*sizes: int) -> list[Card]:
+def cards_of(*sizes: int) -> list[SimulatedCard]:
     likes = [ACCELERATOR.model_copy(update={"bytes": size}) for size in sizes]
-    cards = [Card(index, like, Host(), values="real") for index, like in enumerate(likes)]
+    cards = [SimulatedCard(index, like, Host(), values="real") for index, like in enumerate(likes)]
     use_cards(cards)
     return cards
 
 
 def tensor_of(size: int, index: int = 0) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=PretendDevice(index).torch_device)
+    return torch.empty(size, dtype=torch.uint8, device=SimulatedDevice(index).torch_device)
 
 
 def peak_of(fitted: Any, device: str = "pretend:0") -> int:
@@ -45,7 +45,7 @@ def test_a_plan_keeps_within_what_others_leave_of_a_budget() -> None:
     assert (draw(pipe) - wanted).abs().max() <= 1e-5
     assert not [note for note in fitted.report().trace.notes if "out of memory" in note]
     assert card.allocator.reserved.peak <= SIZE
-    assert beside.device == PretendDevice(0).torch_device
+    assert beside.device == SimulatedDevice(0).torch_device
 
 
 def test_the_pipelines_own_weights_are_none_of_the_others() -> None:

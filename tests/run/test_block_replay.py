@@ -15,8 +15,8 @@ from pretend.conftest import MakeCards
 from recipes import cases
 from tightfit import fit
 from tightfit.measure.block_replay import BlockReplay
-from tightfit.measure.ledger import Ledger
-from tightfit.measure.shadow import shadow_of
+from tightfit.measure.ledger import CallProfiler
+from tightfit.measure.shadow import meta_copy
 from tightfit.pretend.operations import NAME
 from tightfit.records import Footprint, Phase, Request
 from tightfit.run.footprints import Measurer
@@ -99,12 +99,12 @@ def counts(block: Block, tokens: torch.Tensor) -> torch.Tensor:
 
 def measured(network: nn.Module, make_cards: MakeCards, *, replay: bool) -> tuple[tuple[Phase, ...], int, float]:
     (card,) = make_cards(values="shapes")
-    network = shadow_of(network)  # whose numbers nobody knows
+    network = meta_copy(network)  # whose numbers nobody knows
     fit(network, level=0, device="pretend:0")
     tokens = torch.empty(64, 1024, WIDTH, device=NAME)  # too large for numbers
     ran.clear()
     with ExitStack() as undo, torch.no_grad():
-        ledger = Ledger(card)
+        ledger = CallProfiler(card)
         ledger.follow({"model": network}, undo)
         if replay:
             BlockReplay({"model": network}, card, undo).listen(ledger)
@@ -167,4 +167,4 @@ def test_footprints_are_what_they_are_without(name: str, monkeypatch: pytest.Mon
 
 
 def _variants(known: Footprint) -> tuple[str, ...]:
-    return tuple(part for part in known.left_out if part == "variants")
+    return tuple(part for part in known.not_measured if part == "variants")

@@ -20,12 +20,12 @@ from more_pipelines import MORE_CASES
 from pretend.conftest import ACCELERATOR
 from tightfit import Budget, BudgetTooSmall, InputError, PlanError
 from tightfit.catalog.known import known_card, known_model
-from tightfit.footprint import Way
+from tightfit.footprint import StripProfile
 from tightfit.measure.building import build_known
 from tightfit.measure.modules import inspect_pipeline
-from tightfit.plan.turns import order_of
+from tightfit.plan.turns import schedule_of
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, Trace
 from tightfit.run.footprints import measure_footprint
@@ -42,7 +42,7 @@ TINY = [case for case in CASES if case.name in ("StableDiffusionXL", "Flux")]
 
 
 def card_of(size: int, like: Accelerator, values: Any = "shapes") -> None:
-    use_cards([Card(0, like.model_copy(update={"bytes": size}), Host(), values=values)])
+    use_cards([SimulatedCard(0, like.model_copy(update={"bytes": size}), Host(), values=values)])
 
 
 def called(fitted: Any, pipe: Any) -> Trace:
@@ -74,12 +74,12 @@ def test_the_first_call_knows_who_comes_next() -> None:
     pipe = build_known(known_model("sd-1.5"))
     pipe.set_progress_bar_config(disable=True)
     plan = tightfit.fit(pipe, budget="1000MiB", request=REQUEST, device="pretend:0").plan
-    assert [stint.component for stint in plan.order] == ["text_encoder", "unet", "vae"]
+    assert [stint.component for stint in plan.schedule] == ["text_encoder", "unet", "vae"]
     told = {phase.name: phase.peak_bytes for phase in plan.forecast}
     seconds = []
-    for order in (plan.order, ()):
+    for order in (plan.schedule, ()):
         card_of(1000 * MIB, known_card("rtx3060"))
-        trace = called(tightfit.fit(pipe, plan=plan.model_copy(update={"order": order})), pipe)
+        trace = called(tightfit.fit(pipe, plan=plan.model_copy(update={"schedule": order})), pipe)
         assert all(phase.peak_bytes <= max(told.values()) for phase in trace.phases)
         seconds.append(trace.seconds)
     assert seconds[0] < seconds[1]
@@ -88,20 +88,20 @@ def test_the_first_call_knows_who_comes_next() -> None:
 def test_what_has_no_work_does_not_come() -> None:
     """The picture tower of Qwen-Image's text model, in a first call from a prompt."""
     case = next(case for case in MORE_CASES if case.name == "QwenImage")
-    order = order_of(measure_footprint(case.make(), {"height": 64, "width": 64, "steps": 2}))
+    order = schedule_of(measure_footprint(case.make(), {"height": 64, "width": 64, "steps": 2}))
     (encoding,) = (stint for stint in order if stint.component == "text_encoder")
-    assert encoding.unused == ("model.visual",)
-    parts = {name: {"placement": "per-unit", "weights": "1MiB"} for name in ("text_encoder", "transformer", "vae")}
+    assert encoding.unused_blocks == ("model.visual",)
+    parts = {name: {"placement": "stream", "weight_memory": "1MiB"} for name in ("text_encoder", "transformer", "vae")}
     brought, pictures = [], []
-    for known in (order, [stint.model_copy(update={"unused": ()}) for stint in order]):
+    for known in (order, [stint.model_copy(update={"unused_blocks": ()}) for stint in order]):
         card_of(96 * MIB, ACCELERATOR, "real")
         pipe = case.make()
-        plan = {"components": parts, "order": [stint.to_mapping() for stint in known]}
+        plan = {"components": parts, "schedule": [stint.to_mapping() for stint in known]}
         fitted = tightfit.fit(pipe, plan=plan, device="pretend:0")
         pictures.append(run(pipe, case).cpu())
         brought.append(sum(phase.bytes_in for phase in fitted.report().trace.phases))
     text_encoder = next(c for c in inspect_pipeline(case.make()).components if c.name == "text_encoder")
-    unused = sum(leaf.bytes for leaf in text_encoder.leaves if leaf.name.startswith("model.visual."))
+    unused = sum(leaf.bytes for leaf in text_encoder.layers if leaf.name.startswith("model.visual."))
     assert brought[1] - brought[0] >= unused > 0
     assert torch.equal(*pictures)
 
@@ -113,7 +113,7 @@ def test_numbers_are_those_of_the_untouched_pipeline(case: TinyCase) -> None:
     pipe = case.make()
     asked = {ours: case.call()[theirs] for theirs, ours in NAMES.items() if theirs in case.call()}
     fitted = tightfit.fit(pipe, budget="96MiB", request=asked, device="pretend:0")
-    assert fitted.plan.growing_segments
+    assert fitted.plan.expandable_segments
     found = run(pipe, case).cpu()
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     fitted.undo()
@@ -127,7 +127,7 @@ def test_a_second_budget_replaces_the_first_and_a_small_one_is_refused() -> None
     assert {part.placement for part in first.plan.components.values()} == {"resident"}
     second = tightfit.fit(pipe, budget=Budget(device="500MiB"), request=REQUEST, device="pretend:0")
     assert not first.fitted
-    assert second.plan.components["unet"].placement == "per-unit"
+    assert second.plan.components["unet"].placement == "stream"
     with pytest.raises(
         BudgetTooSmall, match=r"StableDiffusionPipeline cannot do 256×256 within 100 MiB on .* MiB would"
     ):
@@ -165,16 +165,18 @@ def test_a_budget_is_a_size_and_for_a_pipeline() -> None:
         tightfit.fit(torch.nn.Linear(2, 2), budget="1GB")
 
 
-def launches_of(way: Way) -> int:
-    return way.items * sum(leg.copies + sum(work.kernels for work in leg.work) for leg in way.legs)
+def launches_of(way: StripProfile) -> int:
+    return way.batch_items * sum(leg.copies + sum(work.kernels for work in leg.work) for leg in way.stages)
 
 
 def test_ways_are_in_the_footprint() -> None:
     (decode,) = (phase for phase in measure_footprint("sd-1.5", REQUEST).phases if phase.name == "decode")
-    assert {way.maps for way in decode.ways} == {"device", "host"}
-    assert all(way.room < decode.room for way in decode.ways)
-    on_device = [way for way in decode.ways if way.maps == "device"]
-    assert [way.room for way in on_device] == sorted((way.room for way in on_device), reverse=True)
+    assert {way.feature_maps for way in decode.strip_options} == {"device", "host"}
+    assert all(way.allocator_bytes < decode.allocator_bytes for way in decode.strip_options)
+    on_device = [way for way in decode.strip_options if way.feature_maps == "device"]
+    assert [way.allocator_bytes for way in on_device] == sorted(
+        (way.allocator_bytes for way in on_device), reverse=True
+    )
     launches = [launches_of(way) for way in on_device]
     assert launches == sorted(launches)
 
@@ -314,7 +316,7 @@ def test_on_a_cpu_calls_are_planned_for_too() -> None:
     pipe = case.make()
     untouched = run(pipe, case)
     fitted = tightfit.fit(pipe, ram="20GB", device="cpu", request={"height": 32, "width": 32, "steps": 2})
-    assert {part.placement for part in fitted.plan.components.values()} <= {"resident", "per-phase"}
+    assert {part.placement for part in fitted.plan.components.values()} <= {"resident", "offload"}
     assert torch.equal(run(pipe, case), untouched)
     with pytest.raises(BudgetTooSmall, match=r"within 95.4 MiB, while this process holds .* before anything is loaded"):
         tightfit.fit(pipe, ram="100MB", device="cpu", request={})

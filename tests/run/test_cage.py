@@ -99,7 +99,7 @@ def test_four_gigabytes_of_weights_in_one_and_a_half(large_model: Path, cage: Pa
         ["run", str(large_model), PROMPT, *request, "--level", "0", "--out", str(tmp_path / "a.png")]
     )
     assert code == 0, said
-    chosen = {"placement": "per-unit", "home": "disk"}
+    chosen = {"placement": "stream", "offload_to": "disk"}
     parts = dict.fromkeys(("text_encoder", "text_encoder_2", "transformer", "vae"), chosen)
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"components": parts}))
     place = ["--plan", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "b.png"), "--json"]
@@ -116,15 +116,15 @@ def test_four_gigabytes_of_weights_in_one_and_a_half(large_model: Path, cage: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("home", ["disk", "host"])
+@pytest.mark.parametrize("home", ["disk", "cpu"])
 def test_what_is_larger_than_memory_is_loaded_into_eight_bits(
     home: str, large_model: Path, cage: Path, tmp_path: Path
 ) -> None:
     """Four gigabytes in float32 are one in eight bits: no more than one weight is there as the files hold it."""
-    chosen = {"placement": "per-unit", "home": "disk", "storage": "float8_e4m3fn", "skip": []}
+    chosen = {"placement": "stream", "offload_to": "disk", "storage": "float8_e4m3fn", "skip_patterns": []}
     parts: dict[str, Any] = {
-        "text_encoder_2": chosen | {"home": home}, "transformer": chosen,
-        "vae": {"placement": "per-unit", "home": "disk"},
+        "text_encoder_2": chosen | {"offload_to": home}, "transformer": chosen,
+        "vae": {"placement": "stream", "offload_to": "disk"},
     }  # fmt: skip
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"components": parts}))
     request = ["--height", "256", "--width", "256", "--steps", "2", "--seed", "3"]

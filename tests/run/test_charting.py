@@ -20,8 +20,8 @@ from tightfit.run import charting, forecasts, presets
 from tightfit.run.charting import CARDS, Sources, chart_of, level_table
 from tightfit.run.footprints import measure_footprint
 from tightfit.run.predictions import find_subject
-from tightfit.run.presets import rehearsed_preset
-from tightfit.run.rehearsal import rehearse
+from tightfit.run.presets import simulated_preset
+from tightfit.run.rehearsal import simulate_call
 
 GIB = 2**30
 
@@ -130,7 +130,7 @@ def test_a_preset_needs_what_plan_says(level: int) -> None:
     context = 512 * 2**20
     for spare, fits in ((0, True), (-2 * 2**20, False)):
         sized = card.model_copy(update={"bytes": preset.needed_bytes + context + spare})
-        told = rehearse("sd-1.5", sized, {"level": level}, small)
+        told = simulate_call("sd-1.5", sized, {"level": level}, small)
         assert told.fits is fits
     assert preset.seconds == pytest.approx(told.trace.seconds)
 
@@ -141,9 +141,9 @@ def test_presets_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     calls: list[Any] = []
     monkeypatch.setattr(presets, "_rehearsed", lambda *args: calls.append(args) or made)
     card = Accelerator(name="any card", kind="pretend", bytes=1)
-    assert [rehearsed_preset("sdxl", 1, footprint_of(), card) for _ in range(2)] == [made, made]
+    assert [simulated_preset("sdxl", 1, footprint_of(), card) for _ in range(2)] == [made, made]
     assert len(calls) == 1
-    rehearsed_preset("sdxl", 1, footprint_of(), known_card("rtx4090"))
+    simulated_preset("sdxl", 1, footprint_of(), known_card("rtx4090"))
     assert len(calls) == 2
 
 
@@ -180,7 +180,7 @@ def test_a_folder_goes_before_a_name_that_is_only_alike(tmp_path: Path, monkeypa
 @pytest.fixture
 def _made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: Asked) -> Iterator[None]:
     monkeypatch.setattr(charting, "_measured", asked.footprint)
-    monkeypatch.setattr(charting, "rehearsed_preset", asked.preset)
+    monkeypatch.setattr(charting, "simulated_preset", asked.preset)
     monkeypatch.chdir(tmp_path)
     return
 

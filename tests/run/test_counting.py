@@ -31,7 +31,7 @@ def told(*words: str) -> dict[str, Any]:
 def test_less_ram_is_slower_on_a_card_and_keeps_within_both() -> None:
     plenty = told("--card", "rtx3060", "--budget", "1GB")
     short = told("--card", "rtx3060", "--budget", "1GB", "--ram", "800MB")
-    homes = {part["home"] for part in short["plan"]["components"].values() if part["placement"] != "resident"}
+    homes = {part["offload_to"] for part in short["plan"]["components"].values() if part["placement"] != "resident"}
     assert "disk" in homes
     assert short["fits"]
     assert short["predicted"]["peak_reserved_bytes"] <= 10**9
@@ -43,22 +43,22 @@ def test_on_this_computers_processor() -> None:
     """Budgets below the weights' bytes stream from the disk; what this process holds is taken already."""
     short = told("--ram", "1.7GB")
     assert short["fits"]
-    assert any(part["home"] == "disk" for part in short["plan"]["components"].values())
+    assert any(part["offload_to"] == "disk" for part in short["plan"]["components"].values())
     assert short["predicted"]["peak_reserved_bytes"] <= short["capacity_bytes"] < 1.7e9
 
 
 @pytest.mark.slow
 def test_fields_that_somebody_chose() -> None:
-    changes = ("components.unet.home=disk", "components.unet.placement=per-unit")
+    changes = ("components.unet.home=disk", "components.unet.placement=stream")
     chosen = told("--card", "rtx3060", *(word for change in changes for word in ("--set", change)))
-    assert chosen["plan"]["components"]["unet"]["home"] == "disk"
+    assert chosen["plan"]["components"]["unet"]["offload_to"] == "disk"
     assert chosen["phases"][1]["predicted_peak_weights"] < 10**9  # of 1.7 GB
     assert chosen["phases"][1]["runs"] > 1
 
 
 def test_what_stays_is_not_read_again() -> None:
-    assert reads_disk({"components": {"unet": {"home": "disk", "placement": "per-phase"}}})
-    assert not reads_disk({"components": {"unet": {"home": "disk"}}})
+    assert reads_disk({"components": {"unet": {"offload_to": "disk", "placement": "offload"}}})
+    assert not reads_disk({"components": {"unet": {"offload_to": "disk"}}})
     assert not reads_disk({"level": 3})
 
 

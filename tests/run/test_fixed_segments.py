@@ -9,10 +9,10 @@ import pytest
 import tightfit
 from pretend.conftest import ACCELERATOR
 from tightfit import BudgetTooSmall
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.devices.seam import Device
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import Request
 from tightfit.run.footprints import Measurer
@@ -25,10 +25,10 @@ CASE = next(case for case in CASES if case.name == "StableDiffusionXL")
 
 
 @pytest.fixture
-def fixed(monkeypatch: pytest.MonkeyPatch) -> Card:
-    monkeypatch.setattr(PretendDevice, "grow_segments", Device.grow_segments)
-    monkeypatch.setattr(PretendDevice, "fixed_segments", lambda self: "a test says so")
-    card = Card(0, ACCELERATOR.model_copy(update={"bytes": 2000 * MIB}), Host(), values="real")
+def fixed(monkeypatch: pytest.MonkeyPatch) -> SimulatedCard:
+    monkeypatch.setattr(SimulatedDevice, "grow_segments", Device.grow_segments)
+    monkeypatch.setattr(SimulatedDevice, "fixed_segments", lambda self: "a test says so")
+    card = SimulatedCard(0, ACCELERATOR.model_copy(update={"bytes": 2000 * MIB}), Host(), values="real")
     use_cards([card])
     return card
 
@@ -42,12 +42,14 @@ def test_what_is_measured_for_them_is_their_own() -> None:
     pipe, asked = CASE.make(), Request(height=512, width=512, steps=2)
     growing, fixed = (Measurer(pipe, expandable=expandable).measure(asked) for expandable in (True, False))
     assert [phase.peak for phase in growing.phases] == [phase.peak for phase in fixed.phases]
-    assert all(phase.room >= phase.peak for phase in fixed.phases)
-    assert [phase.room for phase in growing.phases] != [phase.room for phase in fixed.phases]
-    assert [way.room for way in growing.phases[-1].ways] != [way.room for way in fixed.phases[-1].ways]
+    assert all(phase.allocator_bytes >= phase.peak for phase in fixed.phases)
+    assert [phase.allocator_bytes for phase in growing.phases] != [phase.allocator_bytes for phase in fixed.phases]
+    assert [way.allocator_bytes for way in growing.phases[-1].strip_options] != [
+        way.allocator_bytes for way in fixed.phases[-1].strip_options
+    ]
 
 
-def test_the_least_that_is_said_is_enough(fixed: Card) -> None:
+def test_the_least_that_is_said_is_enough(fixed: SimulatedCard) -> None:
     wanted = run(CASE.make(), CASE)
     pipe, call = CASE.make(), CASE.call()
     asked = Request(height=call["height"], width=call["width"], steps=call["num_inference_steps"], batch=2)
@@ -62,8 +64,8 @@ def test_the_least_that_is_said_is_enough(fixed: Card) -> None:
     assert not [note for note in fitted.report().trace.notes if "out of memory" in note]
 
 
-def test_a_plan_that_wants_them_to_grow_says_that_they_do_not(fixed: Card) -> None:
+def test_a_plan_that_wants_them_to_grow_says_that_they_do_not(fixed: SimulatedCard) -> None:
     pipe = CASE.make()
-    fitted = tightfit.fit(pipe, plan={"growing_segments": True}, device="pretend:0")
+    fitted = tightfit.fit(pipe, plan={"expandable_segments": True}, device="pretend:0")
     run(pipe, CASE)
     assert any("cannot: a test says so" in note for note in fitted.report().trace.notes)

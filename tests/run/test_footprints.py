@@ -22,11 +22,11 @@ from tightfit.catalog.known import known_card, model_names
 from tightfit.errors import InputError, PlanError, RequestError
 from tightfit.footprint import Footprint, Phase
 from tightfit.measure.modules import find_components, find_units
-from tightfit.measure.shadow import mark_of
+from tightfit.measure.shadow import fingerprint
 from tightfit.run import footprints
 from tightfit.run.footprints import Measurer
-from tightfit.run.rehearsal import rehearse
-from tightfit.run.remembering import Remembering
+from tightfit.run.rehearsal import simulate_call
+from tightfit.run.remembering import PassReplayer
 from tiny_pipelines import CASES, TinyCase, run
 
 every_case = pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def measured(pipe: Any, case: TinyCase) -> Footprint:
 def uses(footprint: Footprint) -> list[str]:
     """Every unit's turn, in order."""
     return [
-        f"{done.component}.{use.unit}"
+        f"{done.component}.{use.block}"
         for phase in footprint.phases
-        for done in (phase.passes[index] for index in phase.order)
-        for use in done.uses
-        if use.unit
+        for done in (phase.calls[index] for index in phase.call_order)
+        for use in done.block_uses
+        if use.block
     ]
 
 
@@ -82,13 +82,13 @@ def test_units_are_in_their_true_order(case: TinyCase) -> None:
     assert uses(footprint) == turns
     used = {turn.partition(".")[0] for turn in turns}
     for component in footprint.components:
-        units = {f"{component.name}.{unit.name}" for unit in component.units if unit.name}
+        units = {f"{component.name}.{unit.name}" for unit in component.blocks if unit.name}
         for phase in footprint.phases:
-            if component.name in {done.component for done in phase.passes}:
-                turned = {f"{d.component}.{u.unit}" for d in phase.passes for u in d.uses}
-                assert set(phase.skipped) & units == units - turned
-        assert component.bytes == sum(unit.bytes for unit in component.units) or component.name not in used
-        assert all(sum(unit.dtypes.values()) == unit.bytes for unit in component.units)
+            if component.name in {done.component for done in phase.calls}:
+                turned = {f"{d.component}.{u.block}" for d in phase.calls for u in d.block_uses}
+                assert set(phase.unused_blocks) & units == units - turned
+        assert component.bytes == sum(unit.bytes for unit in component.blocks) or component.name not in used
+        assert all(sum(unit.dtypes.values()) == unit.bytes for unit in component.blocks)
 
 
 @every_case
@@ -118,11 +118,11 @@ def operations(phases: tuple[Phase, ...]) -> int:
     inside = sum(
         work.operations * done.runs
         for phase in phases
-        for done in phase.passes
-        for use in done.uses
+        for done in phase.calls
+        for use in done.block_uses
         for work in use.work
     )
-    return inside + sum(work.operations for phase in phases for work in phase.between)
+    return inside + sum(work.operations for phase in phases for work in phase.other_work)
 
 
 @pytest.mark.slow
@@ -131,21 +131,23 @@ def test_steps_that_are_not_worked_through_are_like_those_that_are(
 ) -> None:
     request = {"steps": 5, "height": 256, "width": 256}
     short = measure_footprint("sd-1.5", request)
-    monkeypatch.setattr(Remembering, "__call__", lambda self, *args, **kwargs: self._forward(*args, **kwargs))
+    monkeypatch.setattr(PassReplayer, "__call__", lambda self, *args, **kwargs: self._forward(*args, **kwargs))
     monkeypatch.setenv("XDG_CACHE_HOME", str(new_cache()))
     whole = measure_footprint("sd-1.5", request)
     for quick, full in zip(short.phases, whole.phases, strict=True):
-        assert quick.room == pytest.approx(full.room, abs=2**20)  # what passes hold only for a moment is replayed once
-        assert quick.model_copy(update={"room": full.room}) == full
+        assert quick.allocator_bytes == pytest.approx(
+            full.allocator_bytes, abs=2**20
+        )  # what passes hold only for a moment is replayed once
+        assert quick.model_copy(update={"allocator_bytes": full.allocator_bytes}) == full
     assert short.components == whole.components
-    assert [done.runs for phase in short.phases for done in phase.passes] == [2, 6, 1]  # PNDM looks at one step twice
+    assert [done.runs for phase in short.phases for done in phase.calls] == [2, 6, 1]  # PNDM looks at one step twice
 
 
 @pytest.mark.parametrize("model", a_few(["sd-1.5", "wan-2.1-1.3b"], "sd-1.5"))
 def test_peaks_are_those_of_a_rehearsal(model: str) -> None:
     asked = Request(steps=2, height=128, width=128)
     footprint = Measurer(model).measure(asked, None, lambda _: ())  # strips of a clip of 81 frames take minutes
-    trace = rehearse(model, known_card("rtx3060"), {"level": 0}, asked).trace
+    trace = simulate_call(model, known_card("rtx3060"), {"level": 0}, asked).trace
     workspace = 8_519_680
     assert [phase.name for phase in footprint.phases] == [phase.name for phase in trace.phases]
     for phase, told in zip(footprint.phases, trace.phases, strict=True):
@@ -159,9 +161,9 @@ def test_peaks_are_those_of_a_rehearsal(model: str) -> None:
 def test_every_known_model_runs_from_encode_to_decode(name: str) -> None:
     footprint = measure_footprint(name, {"steps": 3})
     assert [phase.name for phase in footprint.phases] == ["encode", "denoise", "decode"]
-    worked = {done.component for phase in footprint.phases for done in phase.passes}
+    worked = {done.component for phase in footprint.phases for done in phase.calls}
     assert worked <= {component.name for component in footprint.components}
-    assert all(phase.peak >= max(done.peak for done in phase.passes) > 0 for phase in footprint.phases)
+    assert all(phase.peak >= max(done.peak for done in phase.calls) > 0 for phase in footprint.phases)
 
 
 def test_a_folder_is_as_its_live_pipeline(tiny_model: Path) -> None:
@@ -176,8 +178,8 @@ def test_one_call_of_a_network() -> None:
     vae = named("StableDiffusion").make().vae
     footprint = measure_footprint(vae.decode, inputs=[(1, 4, 16, 16)])
     (phase,) = footprint.phases
-    assert (phase.name, phase.order) == ("decode", (0,))
-    assert all(name.startswith("model.encoder.") for name in phase.skipped)
+    assert (phase.name, phase.call_order) == ("decode", (0,))
+    assert all(name.startswith("model.encoder.") for name in phase.unused_blocks)
     doubled = measure_footprint(vae.decode, inputs={"z": torch.empty(2, 4, 16, 16, device="meta")})
     assert operations(doubled.phases) == 2 * operations(footprint.phases)
     assert footprint.activation_peak < doubled.activation_peak < 2 * footprint.activation_peak  # weights' copies stay
@@ -200,9 +202,9 @@ class Choosy(nn.Module):
 
 def test_a_module_of_ones_own_with_skipped_and_repeated_blocks() -> None:
     (phase,) = measure_footprint(Choosy(), inputs={"x": (4, 8), "times": 2}).phases
-    assert [use.unit for use in phase.passes[0].uses] == ["blocks.0", "blocks.2"] * 2
-    assert phase.skipped == ("model.blocks.1",)
-    (work,) = phase.passes[0].uses[0].work
+    assert [use.block for use in phase.calls[0].block_uses] == ["blocks.0", "blocks.2"] * 2
+    assert phase.unused_blocks == ("model.blocks.1",)
+    (work,) = phase.calls[0].block_uses[0].work
     assert (work.kind, work.dtype, work.kernels) == ("matmul", "float32", 1)
     assert work.operations == 2 * 4 * 8 * 8
     assert work.traffic == 4 * (4 * 8 + 8 * 8 + 8 + 4 * 8)
@@ -222,7 +224,7 @@ class Asking(nn.Module):
 
 def test_where_the_host_waits_for_the_device_is_known() -> None:
     (phase,) = measure_footprint(Asking(), inputs={"x": (4, 8)}).phases
-    turns = [(turn.leaf, turn.waits) for use in phase.passes[0].uses for turn in use.turns]
+    turns = [(turn.layer, turn.host_waits) for use in phase.calls[0].block_uses for turn in use.layer_work]
     assert [leaf for leaf, waits in turns if waits] == [""]
     assert turns.index(("first", False)) < turns.index(("", True)) < turns.index(("second", False))
 
@@ -241,8 +243,8 @@ def test_units_that_only_some_passes_use_are_conditional() -> None:
     pipe = SkippingLayers(**made.components)
     footprint = measured(pipe, named("StableDiffusion3"))
     (denoise,) = (phase for phase in footprint.phases if phase.name == "denoise")
-    assert denoise.conditional == ("transformer.transformer_blocks.0",)
-    assert denoise.order == (0, 1) * (len(denoise.order) // 2)
+    assert denoise.conditional_blocks == ("transformer.transformer_blocks.0",)
+    assert denoise.call_order == (0, 1) * (len(denoise.call_order) // 2)
 
 
 def test_the_answer_is_kept_under_all_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,14 +270,14 @@ def test_the_answer_is_kept_under_all_it_depends_on(monkeypatch: pytest.MonkeyPa
 
 def test_what_may_change_unseen_has_no_mark() -> None:
     make = named("StableDiffusion").make
-    assert mark_of(make()) == mark_of(make()) != ""
+    assert fingerprint(make()) == fingerprint(make()) != ""
     hooked = make()
     hooked.unet.register_forward_hook(lambda *_: None)
     own = make()
     own.unet.mid_block.resnets[0].nonlinearity = Choosy()
     half = make().to(torch.float16)
-    assert mark_of(hooked) == mark_of(own) == ""
-    assert mark_of(half) not in ("", mark_of(make()))
+    assert fingerprint(hooked) == fingerprint(own) == ""
+    assert fingerprint(half) not in ("", fingerprint(make()))
 
 
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "StableDiffusion3", "Wan", "LTX"])
@@ -283,12 +285,12 @@ def test_what_calls_leave_behind_is_no_other_pipeline(name: str) -> None:
     """Schedulers' steps, transformers' own hooks, what the last call asked for."""
     case = named(name)
     pipe = case.make()
-    before = mark_of(pipe)
+    before = fingerprint(pipe)
     run(pipe, case)
-    assert mark_of(pipe) == before != ""
+    assert fingerprint(pipe) == before != ""
     scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, num_train_timesteps=77)
     pipe.scheduler = scheduler
-    assert mark_of(pipe) not in ("", before)
+    assert fingerprint(pipe) not in ("", before)
 
 
 def refusals() -> Iterator[tuple[Any, Mapping[str, Any], type[Exception], str]]:
@@ -340,6 +342,6 @@ def test_pictures_to_start_from_are_stood_in_for(name: str, frames: int | None) 
     )
     phases = [phase.name for phase in small.phases]
     assert phases.index("denoise") > phases.index("encode")
-    autoencoded = [done for phase in small.phases for done in phase.passes if done.method == "encode"]
+    autoencoded = [done for phase in small.phases for done in phase.calls if done.method == "encode"]
     assert {done.component for done in autoencoded} == {"vae"}
     assert small.phases[-1].peak < large.phases[-1].peak

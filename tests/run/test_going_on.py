@@ -13,20 +13,20 @@ from a_few import a_few
 from tightfit import fit, load
 from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.weights import shelf
-from tightfit.apply.weights.parcels import Parcel
+from tightfit.apply.weights.parcels import WeightGroup
 from tightfit.measure import building
 from tightfit.measure.modules import find_components
 from tightfit.records import Plan
 from tiny_pipelines import CASES, run
 
 CASE = next(case for case in CASES if case.name == "StableDiffusion")
-DISK: dict[str, Any] = {"placement": "per-unit", "home": "disk"}
+DISK: dict[str, Any] = {"placement": "stream", "offload_to": "disk"}
 PLANS: dict[str, dict[str, Any]] = {
     "whole": {},
     "by layers": DISK,
-    "by blocks": DISK | {"grain": "block"},
-    "for its phase": DISK | {"placement": "per-phase"},
-    "from host memory": {"placement": "per-unit", "home": "host"},
+    "by blocks": DISK | {"granularity": "block"},
+    "for its phase": DISK | {"placement": "offload"},
+    "from host memory": {"placement": "stream", "offload_to": "cpu"},
     "fp8": DISK | {"storage": "float8_e4m3fn"},
     "int8 that stays": {"storage": "int8"},
     "channels-last": DISK | {"channels_last": True},
@@ -56,13 +56,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(value.nbytes)
         return value
 
-    def filled(parcel: Parcel) -> None:
+    def filled(parcel: WeightGroup) -> None:
         fill(parcel)
         sizes.append(parcel.size)
 
-    fill = Parcel.fill
+    fill = WeightGroup.fill
     monkeypatch.setattr(shelf, "read_like", watched)
-    monkeypatch.setattr(Parcel, "fill", filled)
+    monkeypatch.setattr(WeightGroup, "fill", filled)
     return sizes
 
 

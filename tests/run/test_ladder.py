@@ -9,7 +9,7 @@ import pytest
 
 from tightfit.catalog.known import known_model, model_names
 from tightfit.records import Request
-from tightfit.run.ladder import climb, rungs_above, rungs_below
+from tightfit.run.ladder import find_max_request, rungs_above, rungs_below
 
 PICTURE = Request(height=1024, width=1024, steps=28)
 CLIP = Request(height=480, width=720, frames=49)
@@ -35,7 +35,7 @@ class Cards:
 
 def test_each_card_gets_the_largest_that_it_holds() -> None:
     cards = Cards({"small": 800, "middle": 2000, "large": 2048})
-    found = climb(PICTURE, cards.most, cards)
+    found = find_max_request(PICTURE, cards.most, cards)
     assert {card: (one.request.height, one.request.width, one.limit) for card, one in found.items()} == {
         "small": (768, 768, "card"), "middle": (1536, 1536, "card"), "large": (2048, 2048, "card"),
     }  # fmt: skip
@@ -44,7 +44,7 @@ def test_each_card_gets_the_largest_that_it_holds() -> None:
 
 def test_only_what_can_matter_is_tried() -> None:
     cards = Cards({"small": 800, "middle": 2000, "large": 2048})
-    climb(PICTURE, cards.most, cards)
+    find_max_request(PICTURE, cards.most, cards)
     both = ["large", "middle"]
     assert cards.asked == [
         (1024, ["large", "middle", "small"]), (1536, both), (2048, both), (3072, ["large"]), (768, ["small"]),
@@ -52,14 +52,14 @@ def test_only_what_can_matter_is_tried() -> None:
 
 
 def test_the_top_of_the_ladder_is_no_limit_of_the_card() -> None:
-    found = climb(CLIP, ["one"], Cards({"one": 10**6}))
+    found = find_max_request(CLIP, ["one"], Cards({"one": 10**6}))
     assert (found["one"].request.frames, found["one"].limit) == (193, "ladder")
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, IndexError])
 def test_a_model_that_takes_no_more_is_quoted(error: type[Exception]) -> None:
     cards = Cards({"one": 10**6, "two": 97}, refuses=145, error=error)
-    found = climb(CLIP, cards.most, cards)
+    found = find_max_request(CLIP, cards.most, cards)
     assert (found["one"].request.frames, found["one"].limit) == (97, "model")
     assert found["one"].refusal == "145 is too much"
     assert cards.asked[-1] == (145, ["one", "two"])
@@ -67,12 +67,12 @@ def test_a_model_that_takes_no_more_is_quoted(error: type[Exception]) -> None:
 
 def test_other_failures_are_not_taken_for_a_limit() -> None:
     with pytest.raises(MemoryError):
-        climb(CLIP, ["one"], Cards({"one": 10**6}, refuses=97, error=MemoryError))
+        find_max_request(CLIP, ["one"], Cards({"one": 10**6}, refuses=97, error=MemoryError))
 
 
 def test_who_holds_nothing_is_left_out() -> None:
-    assert climb(CLIP, ["one"], Cards({"one": 24})) == {}
-    assert climb(CLIP, ["one"], Cards({"one": 25}))["one"].request.frames == 25
+    assert find_max_request(CLIP, ["one"], Cards({"one": 24})) == {}
+    assert find_max_request(CLIP, ["one"], Cards({"one": 25}))["one"].request.frames == 25
 
 
 @pytest.mark.parametrize("model", model_names())
@@ -105,4 +105,4 @@ def test_a_smaller_size_that_a_model_does_not_take_is_passed_over() -> None:
                 raise ValueError("768 is no height")
             return super().__call__(asked, cards)
 
-    assert climb(PICTURE, ["small"], Picky({"small": 800}))["small"].request.height == 512
+    assert find_max_request(PICTURE, ["small"], Picky({"small": 800}))["small"].request.height == 512

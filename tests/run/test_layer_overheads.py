@@ -12,10 +12,10 @@ from diffusers import UNet2DConditionModel
 import tightfit
 from pretend.conftest import ACCELERATOR, MakeCards
 from tightfit.apply.weights.overheads import layer_overheads
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.devices.seam import LoopbackDevice
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tiny_pipelines import CASES
 
@@ -48,9 +48,9 @@ def test_forecasts_and_played_times_agree(pipe: Any, budget: int, longer: float)
     told, played = [], []
     for overhead in (0.0, 2e-4):
         rates = {"streamed_overhead": overhead, "resident_overhead": overhead / 2, "bytes": budget}
-        use_cards([Card(0, ACCELERATOR.model_copy(update=rates), Host(), values="shapes")])
+        use_cards([SimulatedCard(0, ACCELERATOR.model_copy(update=rates), Host(), values="shapes")])
         fitted = tightfit.fit(pipe, budget=budget, request=ASKED | {"steps": STEPS}, device="pretend:0")
-        assert fitted.plan.components["unet"].placement == "per-unit"
+        assert fitted.plan.components["unet"].placement == "stream"
         with torch.no_grad():
             pipe("a fox", **ASKED, num_inference_steps=STEPS, output_type="pt")
         told.append({phase.name: phase.seconds for phase in fitted.plan.forecast}["denoise"])
@@ -63,7 +63,7 @@ def test_forecasts_and_played_times_agree(pipe: Any, budget: int, longer: float)
 def test_a_simulated_card_gives_its_own(make_cards: MakeCards) -> None:
     (card,) = make_cards()
     card.accelerator = card.accelerator.model_copy(update={"streamed_overhead": 3e-5, "resident_overhead": 7e-6})
-    found = layer_overheads(PretendDevice(0), card.accelerator.launch_overhead)
+    found = layer_overheads(SimulatedDevice(0), card.accelerator.launch_overhead)
     assert found.streamed == pytest.approx(3e-5, rel=0.02)
     assert found.resident == pytest.approx(7e-6, rel=0.02)
 

@@ -23,19 +23,19 @@ from tightfit.devices.seam import Device
 from tightfit.measure.building import build_known
 from tightfit.measure.recorder import Recorder
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
-from tightfit.records import Accelerator, Budget, ComponentPlan, Experience, Machine, PhaseExperience, Trace
+from tightfit.records import Accelerator, Budget, CallMeasurement, ComponentPlan, Machine, PhaseMeasurement, Trace
 from tightfit.run import experiences, footprints, forecasts, replanning
-from tightfit.run.experiences import MOST, Past, forget
+from tightfit.run.experiences import MOST, CalibrationStore, forget
 from tightfit.run.forecasts import forecast
 from tightfit.run.generate import profiled
 from tightfit.run.job import Job
 from tightfit.run.machines import machine_now
-from tightfit.run.pupil import Pupil
+from tightfit.run.pupil import CalibrationRecorder
 from tightfit.run.request import Prompt
 from tightfit.run.wishes import Limits
-from tightfit.run.within import Made, plan_within
+from tightfit.run.within import PlannedFolder, plan_within
 from tiny_pipelines import CASES
 
 MIB = 2**20
@@ -61,7 +61,7 @@ def pipe() -> Any:
     parts = made.components | {"unet": UNet2DConditionModel.from_config(config).eval()}
     made = type(made)(**parts, requires_safety_checker=False)
     made.set_progress_bar_config(disable=True)
-    use_cards([Card(0, ACCELERATOR.model_copy(update={"bytes": BUDGET}), Host(), values="shapes")])
+    use_cards([SimulatedCard(0, ACCELERATOR.model_copy(update={"bytes": BUDGET}), Host(), values="shapes")])
     return made
 
 
@@ -135,7 +135,7 @@ def test_waiting_for_weights_is_no_slow_arithmetic(pipe: Any, monkeypatch: pytes
     monkeypatch.setattr(replanning, "machine_now", believed_faster(2.0))
     for _ in range(2):
         fitted = fit(pipe, 120 * MIB)
-        assert fitted.plan.components["unet"].placement == "per-unit"
+        assert fitted.plan.components["unet"].placement == "stream"
         call(pipe)
         assert compare(fitted)["denoise"] == pytest.approx(1.0, rel=0.03)
         call(pipe)
@@ -154,7 +154,9 @@ def test_right_rates_stay(pipe: Any) -> None:
 @pytest.mark.slow
 def test_a_network_that_comes_and_computes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stable Diffusion 1.5 at 512², whose U-Net comes for its phase: only what computes takes twice as long."""
-    use_cards([Card(0, known_card("rtx3060").model_copy(update={"bytes": 1000 * MIB}), Host(), values="shapes")])
+    use_cards(
+        [SimulatedCard(0, known_card("rtx3060").model_copy(update={"bytes": 1000 * MIB}), Host(), values="shapes")]
+    )
     monkeypatch.setattr(replanning, "machine_now", believed_faster(2.0))
     monkeypatch.setattr(footprints, "mark_of", lambda pipe: "a stand-in for a tokenizer has none")
     pipe = build_known(known_model("sd-1.5"))
@@ -218,7 +220,7 @@ def test_only_calls_as_they_were_planned_teach(pipe: Any) -> None:
 
 
 def test_a_call_that_ran_out_of_memory_teaches_nothing(pipe: Any) -> None:
-    use_cards([card := Card(0, ACCELERATOR.model_copy(update={"bytes": BUDGET}), Host(), values="shapes")])
+    use_cards([card := SimulatedCard(0, ACCELERATOR.model_copy(update={"bytes": BUDGET}), Host(), values="shapes")])
     fitted = fit(pipe)
 
     def shrink(_: Any, step: int, __: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +237,7 @@ def test_what_cannot_be_learned_is_no_harm(pipe: Any, monkeypatch: pytest.Monkey
     def failing(*_: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(Pupil, "ended", failing)
+    monkeypatch.setattr(CalibrationRecorder, "ended", failing)
     fit(pipe)
     assert call(pipe).images.shape == (1, 3, 64, 64)
 
@@ -252,11 +254,11 @@ def test_eight_calls_are_enough(pipe: Any) -> None:
 # where it is kept
 
 QUESTION = {"model": "a", "request": {"height": 64}, "dtype": None}
-CARD = ACCELERATOR.model_copy(update={"title": "a card"})
-LIVED = PhaseExperience(
-    name="denoise", runs=4, foreseen_seconds=1.0, seconds=2.0, foreseen_bytes=5, peak_bytes=4, activations=3, pace=2.0
+CARD = ACCELERATOR.model_copy(update={"product_name": "a card"})
+LIVED = PhaseMeasurement(
+    name="denoise", runs=4, predicted_seconds=1.0, seconds=2.0, predicted_bytes=5, peak_bytes=4, activations=3, time_scale=2.0
 )  # fmt: skip
-SEEN = Experience(plan="a", phases=(LIVED,))
+SEEN = CallMeasurement(plan="a", phases=(LIVED,))
 
 
 def changed(**fields: Any) -> Accelerator:
@@ -272,45 +274,47 @@ def _own_mark() -> Iterator[None]:
 @pytest.mark.usefixtures("_own_mark")
 @pytest.mark.parametrize("library", ["torch", "diffusers", "transformers"])
 def test_nothing_is_trusted_from_another_version(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Past(QUESTION, CARD).add(SEEN)
-    assert Past(QUESTION, CARD).read() == (SEEN,)
+    CalibrationStore(QUESTION, CARD).add(SEEN)
+    assert CalibrationStore(QUESTION, CARD).read() == (SEEN,)
     version = importlib.metadata.version
     with monkeypatch.context() as patch:
         patch.setattr(files, "version", lambda name: version(name) + ".1" * (name == library))
         files.code_mark.cache_clear()
-        assert Past(QUESTION, CARD).read() == ()
+        assert CalibrationStore(QUESTION, CARD).read() == ()
     files.code_mark.cache_clear()
-    assert Past(QUESTION, CARD).read() == (SEEN,)
+    assert CalibrationStore(QUESTION, CARD).read() == (SEEN,)
 
 
 @pytest.mark.usefixtures("_own_mark")
 def test_nothing_is_trusted_from_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Past(QUESTION, CARD).add(SEEN)
+    CalibrationStore(QUESTION, CARD).add(SEEN)
     (tmp_path / "own.py").write_text("changed = True")
     monkeypatch.setattr(files, "files", lambda package: tmp_path)
     files.code_mark.cache_clear()
-    assert Past(QUESTION, CARD).read() == ()
+    assert CalibrationStore(QUESTION, CARD).read() == ()
 
 
 def test_nothing_is_trusted_from_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    Past(QUESTION, CARD).add(SEEN)
+    CalibrationStore(QUESTION, CARD).add(SEEN)
     others = [changed(title="another"), changed(kind="cuda"), changed(compute_capability="9.0"), changed(link_rate=1e9)]
-    assert [Past(QUESTION, other).read() for other in others] == [()] * 4
-    assert Past(QUESTION | {"dtype": "float16"}, CARD).read() == ()
-    assert Past(QUESTION, changed(free=7, bytes=8, name="cuda:1")).read() == (SEEN,)  # how much it has is no matter
+    assert [CalibrationStore(QUESTION, other).read() for other in others] == [()] * 4
+    assert CalibrationStore(QUESTION | {"dtype": "float16"}, CARD).read() == ()
+    assert CalibrationStore(QUESTION, changed(free=7, bytes=8, name="cuda:1")).read() == (
+        SEEN,
+    )  # how much it has is no matter
     monkeypatch.setattr(torch.version, "cuda", "99.9")
-    assert Past(QUESTION, CARD).read() == ()
+    assert CalibrationStore(QUESTION, CARD).read() == ()
 
 
 def test_nothing_is_trusted_from_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    Past(QUESTION, changed(kind="cpu")).add(SEEN)
+    CalibrationStore(QUESTION, changed(kind="cpu")).add(SEEN)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
-    assert Past(QUESTION, changed(kind="cpu")).read() == ()
+    assert CalibrationStore(QUESTION, changed(kind="cpu")).read() == ()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[7]", '[{"plan": "a"}]', "7", "[" * 9999, "\udcff"])
 def test_what_cannot_be_read_is_no_experience(content: str) -> None:
-    past = Past(QUESTION, CARD)
+    past = CalibrationStore(QUESTION, CARD)
     past.add(SEEN)
     (file,) = kept()
     file.write_bytes(content.encode(errors="surrogateescape"))
@@ -320,7 +324,7 @@ def test_what_cannot_be_read_is_no_experience(content: str) -> None:
 
 
 def test_the_last_eight_are_kept_and_can_be_forgotten() -> None:
-    past = Past(QUESTION, CARD)
+    past = CalibrationStore(QUESTION, CARD)
     for number in range(MOST + 3):
         past.add(SEEN.model_copy(update={"plan": str(number)}))
     assert [each.plan for each in past.read()] == [str(number) for number in range(3, MOST + 3)]
@@ -332,28 +336,28 @@ def test_the_last_eight_are_kept_and_can_be_forgotten() -> None:
 def test_what_cannot_be_written_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    Past(QUESTION, CARD).add(SEEN)
-    assert Past(QUESTION, CARD).read() == ()
+    CalibrationStore(QUESTION, CARD).add(SEEN)
+    assert CalibrationStore(QUESTION, CARD).read() == ()
     forget()
 
 
 def test_of_what_has_no_mark_nothing_is_kept() -> None:
-    Past(None, CARD).add(SEEN)
+    CalibrationStore(None, CARD).add(SEEN)
     assert not kept()
 
 
 # the command line
 
 
-def from_disk(*wanted: Any) -> Made:
+def from_disk(*wanted: Any) -> PlannedFolder:
     """What `plan_within` makes, with everything streaming from the disk: a tiny model never has to."""
     made = plan_within(*wanted)
-    parts = {name: part.model_copy(update={"home": "disk"}) for name, part in made.plan.components.items()}
-    parts["unet"] = ComponentPlan(placement="per-unit", home="disk")
+    parts = {name: part.model_copy(update={"offload_to": "disk"}) for name, part in made.plan.components.items()}
+    parts["unet"] = ComponentPlan(placement="stream", offload_to="disk")
     return made._replace(plan=made.plan.model_copy(update={"components": parts}))
 
 
-@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("home", ["cpu", "disk"])
 def test_plan_knows_what_run_has_seen(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ) -> None:
@@ -366,7 +370,7 @@ def test_plan_knows_what_run_has_seen(
     if home == "disk":
         monkeypatch.setattr("tightfit.run.job.plan_within", from_disk)
     job.load()
-    assert {part.home for part in job.fitted.plan.components.values()} == {home}
+    assert {part.offload_to for part in job.fitted.plan.components.values()} == {home}
     job.run()
     (file,) = kept()
     (seen,) = json.loads(file.read_text())

@@ -18,7 +18,7 @@ from tightfit.footprint import LEFT_OUT, STRIPS, Phase, Variant
 from tightfit.plan.guesses import computer_with
 from tightfit.plan.missing import GAIN
 from tightfit.plan.planner import find_missing
-from tightfit.run.experiences import Basis, Past
+from tightfit.run.experiences import CalibrationStore, PlanningInputs
 from tightfit.run.first_calls import FirstCalls
 from tightfit.run.footprints import Measurer
 from tightfit.run.wishes import Limits
@@ -72,7 +72,9 @@ def seconds_of(plan: Plan | None) -> float:
 
 
 def missing_within(size: int) -> Callable[[Footprint], Sequence[str]]:
-    return lambda known: Basis(known, computer_with(CARD), Past(None, CARD)).missing(Limits(Budget(device=size)))
+    return lambda known: PlanningInputs(known, computer_with(CARD), CalibrationStore(None, CARD)).missing(
+        Limits(Budget(device=size))
+    )
 
 
 def measured(folder: Path, size: int) -> Footprint:
@@ -83,7 +85,7 @@ def as_measured(whole: Footprint, size: int) -> Footprint:
     """`whole`, as far as it is measured for a plan within `size` bytes."""
     known = bare(whole)
     while missing := missing_within(size)(known):
-        known = known.joined(with_parts(whole, missing[:1]))
+        known = known.merged_with(with_parts(whole, missing[:1]))
     return known
 
 
@@ -96,14 +98,16 @@ def with_parts(whole: Footprint, parts: Sequence[str]) -> Footprint:
     some = [STRIPS[part] for part in parts if part in STRIPS]
 
     def kept(phase: Phase) -> Phase:
-        sizes = {(phase.strips(share), maps) for share, maps in some}
-        return phase.model_copy(update={"ways": tuple(w for w in phase.ways if (w.strips, w.maps) in sizes)})
+        sizes = {(phase.strip_bytes(share), maps) for share, maps in some}
+        return phase.model_copy(
+            update={"strip_options": tuple(w for w in phase.strip_options if (w.strip_bytes, w.feature_maps) in sizes)}
+        )
 
     return whole.model_copy(
         update={
             "phases": tuple(map(kept, whole.phases)),
             "variants": whole.variants if "variants" in parts else (),
-            "left_out": tuple(part for part in LEFT_OUT if part not in parts),
+            "not_measured": tuple(part for part in LEFT_OUT if part not in parts),
         }
     )
 
@@ -112,12 +116,12 @@ def with_parts(whole: Footprint, parts: Sequence[str]) -> Footprint:
 def test_no_plan_is_slower_and_none_is_refused_for_it(name: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
     whole = Measurer(case.make(4)).measure(REQUEST)
-    assert whole.left_out == ()
-    assert any(phase.ways for phase in whole.phases)
+    assert whole.not_measured == ()
+    assert any(phase.strip_options for phase in whole.phases)
     left = set()
     for size in SIZES:
         known = as_measured(whole, size)
-        left.add(known.left_out)
+        left.add(known.not_measured)
         plan, best = planned(known, size), planned(whole, size)
         assert (plan is None) == (best is None), size
         if plan is not None:
@@ -131,15 +135,15 @@ def test_what_is_measured_is_what_could_gain(done: list[str], monkeypatch: pytes
     """Where all is there, nothing; where nothing fits, what needs least; what is asked for, that alone."""
     measurer = Measurer(SDXL.make(4))
     monkeypatch.setattr(measurer, "_mark", "")  # nothing is kept
-    assert measurer.measure(REQUEST, None, missing_within(2**34)).left_out == LEFT_OUT
+    assert measurer.measure(REQUEST, None, missing_within(2**34)).not_measured == LEFT_OUT
     assert done == []
     known = measurer.measure(REQUEST, None, missing_within(1))
     assert done
     assert set(done) <= {"variants", SMALLEST}
-    assert set(known.left_out) == set(LEFT_OUT).difference(done)
+    assert set(known.not_measured) == set(LEFT_OUT).difference(done)
     done.clear()
-    known = measurer.measure(REQUEST, None, lambda known: [part for part in known.left_out if part == SMALLEST])
-    assert set(known.left_out) == set(LEFT_OUT) - {SMALLEST}
+    known = measurer.measure(REQUEST, None, lambda known: [part for part in known.not_measured if part == SMALLEST])
+    assert set(known.not_measured) == set(LEFT_OUT) - {SMALLEST}
     assert done == [SMALLEST]
 
 
@@ -165,23 +169,23 @@ def test_a_footprint_of_everything_misses_nothing() -> None:
 def test_parts_that_are_known_of_one_call_go_together() -> None:
     whole = Measurer(SDXL.make(4)).measure(REQUEST)
     first, second = with_parts(whole, LEFT_OUT[1:4]), with_parts(whole, (LEFT_OUT[0], *LEFT_OUT[4:]))
-    assert first.joined(second) == second.joined(first) == whole
+    assert first.merged_with(second) == second.merged_with(first) == whole
     other = Measurer(SDXL.make(4)).measure(REQUEST.model_copy(update={"steps": 5}), None, lambda _: ())
-    assert first.joined(other) == first
+    assert first.merged_with(other) == first
 
 
 def test_one_that_was_kept_is_found_again_where_it_is_enough(tiny_model: Path, done: list[str]) -> None:
     kept = measured(tiny_model, 2**34)
-    assert (kept.left_out, done) == (LEFT_OUT, [])
+    assert (kept.not_measured, done) == (LEFT_OUT, [])
     assert measured(tiny_model, 2**35) == kept
     more = measured(tiny_model, 1)
-    assert set(more.left_out) == set(LEFT_OUT).difference(done)
+    assert set(more.not_measured) == set(LEFT_OUT).difference(done)
     before = list(done)
     assert before
     assert measured(tiny_model, 2**35) == more  # more is known by now
     assert done == before
     whole = Measurer(tiny_model).measure(REQUEST)  # what is known already is not measured again
-    assert whole.left_out == ()
+    assert whole.not_measured == ()
     assert sorted(done) == sorted(LEFT_OUT)
 
 
@@ -197,7 +201,7 @@ def test_what_was_left_out_is_measured_of_the_same_call_once_memory_is_short(
     assert done == []
     before = fitted.plan
     card.allocator.empty_cache()
-    card.allocator.capacity = int(0.7 * before.told_peak("pretend:0"))
+    card.allocator.capacity = int(0.7 * before.predicted_peak("pretend:0"))
     assert torch.allclose(run(pipe, SDXL).cpu(), wanted, atol=1e-5)
     assert fitted.plan != before
     assert done
@@ -205,16 +209,16 @@ def test_what_was_left_out_is_measured_of_the_same_call_once_memory_is_short(
 
 def test_a_denoiser_with_a_forward_of_its_own_works_in_parts_too() -> None:
     pipe = SDXL.make(4)
-    usual = [variant.guidance for variant in Measurer(pipe).measure(REQUEST).variants]
+    usual = [variant.cfg for variant in Measurer(pipe).measure(REQUEST).variants]
     assert "apart" in usual
     pipe.unet.forward = functools.partial(type(pipe.unet).forward, pipe.unet)  # as hooks of others leave it
-    assert [variant.guidance for variant in Measurer(pipe).measure(REQUEST).variants] == usual
+    assert [variant.cfg for variant in Measurer(pipe).measure(REQUEST).variants] == usual
 
 
 def test_strips_of_a_picture_are_measured_together(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.run.first_calls.QUICK", 1000)
     measurer = Measurer(SDXL.make(4))
     monkeypatch.setattr(measurer, "_mark", "")
-    known = measurer.measure(REQUEST, None, lambda known: [part for part in known.left_out if part in STRIPS])
-    assert (known.left_out, len(done)) == (("variants",), 1)
-    assert any(len(phase.ways) == len(STRIPS) for phase in known.phases)
+    known = measurer.measure(REQUEST, None, lambda known: [part for part in known.not_measured if part in STRIPS])
+    assert (known.not_measured, len(done)) == (("variants",), 1)
+    assert any(len(phase.strip_options) == len(STRIPS) for phase in known.phases)

@@ -19,18 +19,18 @@ from tightfit.run import load as loading
 from tiny_pipelines import CASES, TinyCase, run
 
 PLANS: dict[str, dict[str, Any]] = {
-    "on the disk": {"placement": "per-unit", "home": "disk"},
-    "fp8": {"placement": "per-unit", "storage": "float8_e4m3fn"},
-    "fp8 on the disk": {"placement": "per-unit", "home": "disk", "storage": "float8_e4m3fn"},
-    "int8 on the disk": {"placement": "per-unit", "home": "disk", "storage": "int8"},
-    "fp8 for bfloat16": {"placement": "per-phase", "storage": "float8_e5m2", "compute_dtype": "bfloat16"},
+    "on the disk": {"placement": "stream", "offload_to": "disk"},
+    "fp8": {"placement": "stream", "storage": "float8_e4m3fn"},
+    "fp8 on the disk": {"placement": "stream", "offload_to": "disk", "storage": "float8_e4m3fn"},
+    "int8 on the disk": {"placement": "stream", "offload_to": "disk", "storage": "int8"},
+    "fp8 for bfloat16": {"placement": "offload", "storage": "float8_e5m2", "compute_dtype": "bfloat16"},
     "fp8 on the disk for bfloat16": {
-        "placement": "per-unit", "home": "disk", "storage": "float8_e5m2", "compute_dtype": "bfloat16",
+        "placement": "stream", "offload_to": "disk", "storage": "float8_e5m2", "compute_dtype": "bfloat16",
     },
-    "fp8 that skips": {"placement": "per-unit", "home": "disk", "storage": "float8_e4m3fn", "skip": ["to_q", "ff"]},
-    "on the disk, channels-last": {"placement": "per-unit", "home": "disk", "channels_last": True},
+    "fp8 that skips": {"placement": "stream", "offload_to": "disk", "storage": "float8_e4m3fn", "skip_patterns": ["to_q", "ff"]},
+    "on the disk, channels-last": {"placement": "stream", "offload_to": "disk", "channels_last": True},
     "fp8 on the disk, channels-last": {
-        "placement": "per-unit", "home": "disk", "storage": "float8_e4m3fn", "channels_last": True,
+        "placement": "stream", "offload_to": "disk", "storage": "float8_e4m3fn", "channels_last": True,
     },
 }  # fmt: skip
 
@@ -70,7 +70,7 @@ def test_as_if_loaded_whole_and_fitted(name: str, plan: str, device: str, folder
     case, pipe = case_of(name), whole(folders[name])
     plain = run(pipe, case)
     denoiser = next(n for n, part in find_components(pipe).items() if find_role(n, part) == "denoiser")
-    choices = {"components": {denoiser: PLANS[plan], "vae": {"placement": "per-unit", "home": "disk"}}}
+    choices = {"components": {denoiser: PLANS[plan], "vae": {"placement": "stream", "offload_to": "disk"}}}
     fitted = fit(pipe, plan=choices, device=device)
     wanted = run(pipe, case)
     fitted.undo()

@@ -46,8 +46,8 @@ def test_somebody_else_in_the_process_takes_memory() -> None:
 
     assert torch.equal(draw(pipe, take), wanted)
     trace = fitted.report().trace
-    assert any("more than it may: planned anew within" in note and "unet: per-unit" in note for note in trace.notes)
-    assert fitted.plan.components["unet"].placement == "per-unit"
+    assert any("more than it may: planned anew within" in note and "unet: stream" in note for note in trace.notes)
+    assert fitted.plan.components["unet"].placement == "stream"
     assert fitted.plan.components["unet"].home == "disk"
     assert [phase.name for phase in trace.phases][:2] == ["encode", "denoise"]
     taken.clear()
@@ -123,7 +123,7 @@ def test_after_the_last_pass_the_next_call_is_planned_anew(monkeypatch: pytest.M
     fitted.undo()
 
 
-@pytest.mark.parametrize("home", a_few(["host", "disk"], "disk"))
+@pytest.mark.parametrize("home", a_few(["cpu", "disk"], "disk"))
 def test_a_run_of_the_command_line_is_planned_anew_too(
     home: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_run_of_the_command_line_is_planned_anew_too(
     if home == "disk":
         monkeypatch.setattr("tightfit.run.job.plan_within", from_disk)
     job.load()
-    assert {part.home for part in job.fitted.plan.components.values()} == {home}
+    assert {part.offload_to for part in job.fitted.plan.components.values()} == {home}
     exceeding(monkeypatch, lambda ask: ask == 5)
     job.run()
     assert "more than it may: planned anew" in str(job.report.trace.notes)

@@ -18,12 +18,12 @@ from tightfit.checkpoint.loading import load_pipeline
 from tightfit.cli import app
 from tightfit.files import cache_folder
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import Prediction, Request
 from tightfit.run import predictions, rehearsal, stage
-from tightfit.run.rehearsal import rehearse
-from tightfit.run.remembering import Remembering
+from tightfit.run.rehearsal import simulate_call
+from tightfit.run.remembering import PassReplayer
 from tightfit.run.request import Prompt, call_arguments
 
 QUESTION = ("plan", "sd-1.5", "--card", "rtx3060", "--steps", "2", "--json")
@@ -40,9 +40,9 @@ def tightfit_(*words: str) -> Any:
 
 @pytest.mark.parametrize("level", [0, 3])
 def test_steps_that_are_not_worked_through_are_like_those_that_are(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = rehearse("sd-1.5", known_card("rtx3060"), {"level": level}, Request(steps=5, height=256, width=256))
-    monkeypatch.setattr(Remembering, "__call__", lambda self, *args, **kwargs: self._forward(*args, **kwargs))
-    whole = rehearse("sd-1.5", known_card("rtx3060"), {"level": level}, Request(steps=5, height=256, width=256))
+    short = simulate_call("sd-1.5", known_card("rtx3060"), {"level": level}, Request(steps=5, height=256, width=256))
+    monkeypatch.setattr(PassReplayer, "__call__", lambda self, *args, **kwargs: self._forward(*args, **kwargs))
+    whole = simulate_call("sd-1.5", known_card("rtx3060"), {"level": level}, Request(steps=5, height=256, width=256))
     assert short.fits
     for quick, full in zip(short.trace.phases, whole.trace.phases, strict=True):
         assert quick.seconds == pytest.approx(full.seconds, rel=1e-3)
@@ -55,9 +55,9 @@ def test_steps_that_are_not_worked_through_are_like_those_that_are(level: int, m
 
 def test_what_is_remembered_of_one_call_is_no_part_of_the_next() -> None:
     """The denoiser's weights come again: a text encoder was there in between."""
-    plan = {"components": {"text_encoder": {"placement": "per-phase"}, "unet": {"placement": "per-phase"}}}
+    plan = {"components": {"text_encoder": {"placement": "offload"}, "unet": {"placement": "offload"}}}
     with stage.roomy_card(known_card("rtx3060")) as card:
-        tried = stage.Stage("sd-1.5", card, plan, Request(steps=4, height=256, width=256))
+        tried = stage.SimulationRun("sd-1.5", card, plan, Request(steps=4, height=256, width=256))
         moved = []
         for _ in range(3):
             tried.play()
@@ -70,8 +70,8 @@ def test_what_is_remembered_of_one_call_is_no_part_of_the_next() -> None:
 def test_a_folder_without_its_weights_is_predicted_as_it_runs(level: int, tiny_model: Path) -> None:
     folder = check_folder(tiny_model)
     asked = Request(steps=3, height=64, width=64, batch=2)
-    told = rehearse(folder, known_card("rtx3060"), {"level": level}, asked)
-    card = Card(0, known_card("rtx3060"), Host(), values="shapes")
+    told = simulate_call(folder, known_card("rtx3060"), {"level": level}, asked)
+    card = SimulatedCard(0, known_card("rtx3060"), Host(), values="shapes")
     use_cards([card])
     pipe = load_pipeline(folder, torch.float32)
     pipe.set_progress_bar_config(disable=True)
@@ -87,13 +87,13 @@ def test_a_folder_without_its_weights_is_predicted_as_it_runs(level: int, tiny_m
 
 
 def test_qwen_image_guides_with_a_second_pass_in_each_step() -> None:
-    told = rehearse("qwen-image", known_card("rtx4090"), {"level": 0}, Request(height=256, width=256, steps=2))
+    told = simulate_call("qwen-image", known_card("rtx4090"), {"level": 0}, Request(height=256, width=256, steps=2))
     assert [phase.runs for phase in told.trace.phases if phase.name == "denoise"] == [4]
 
 
 def test_what_a_pipeline_does_to_its_own_autoencoder_is_no_remark_about_the_call() -> None:
     """SDXL widens it for the decode, and diffusers warns whoever does so."""
-    told = rehearse("sdxl", known_card("rtx4090"), {"level": 2}, Request(height=256, width=256, steps=2))
+    told = simulate_call("sdxl", known_card("rtx4090"), {"level": 2}, Request(height=256, width=256, steps=2))
     assert not [note for note in told.trace.notes if "float32" in note]
 
 
@@ -114,7 +114,7 @@ def test_the_command_says_by_phase_what_would_happen_and_remembers_it(monkeypatc
     assert [phase["name"] for phase in told["phases"]] == ["encode", "denoise", "decode"]
     assert told["fits"] is True
     assert told["predicted"]["peak_bytes"] == max(phase["predicted_peak_bytes"] for phase in told["phases"])
-    monkeypatch.setattr(rehearsal, "rehearse", None)
+    monkeypatch.setattr(rehearsal, "simulate_call", None)
     assert tightfit_(*QUESTION).stdout == first.stdout
 
 
@@ -179,7 +179,7 @@ def test_a_broken_answer_is_asked_for_again() -> None:
 
     def answer() -> Prediction:
         asked.append(1)
-        return rehearse("sd-1.5", known_card("rtx3060"), {"level": 0}, Request(steps=1, height=64, width=64))
+        return simulate_call("sd-1.5", known_card("rtx3060"), {"level": 0}, Request(steps=1, height=64, width=64))
 
     first = predictions.remembered(Prediction, question, answer)
     assert predictions.remembered(Prediction, question, answer) == first
@@ -192,5 +192,5 @@ def test_a_broken_answer_is_asked_for_again() -> None:
 def test_an_autoencoder_that_is_widened_while_it_is_away_is_only_a_shape() -> None:
     """Stable Diffusion XL's goes to float32 in the middle of a call; its biases have numbers, its kernels have not."""
     asked = Request(height=256, width=256, steps=1)
-    predicted = rehearse("sdxl", known_card("rtx3060"), {"level": 3}, asked)
+    predicted = simulate_call("sdxl", known_card("rtx3060"), {"level": 3}, asked)
     assert [phase.name for phase in predicted.trace.phases] == ["encode", "denoise", "decode"]

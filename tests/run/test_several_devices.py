@@ -16,11 +16,11 @@ from pretend.conftest import ACCELERATOR
 from run.test_shrinking import MIB, REQUEST, draw, large_unet, shrink
 from tightfit import Budget, BudgetTooSmall, InputError, PlanError
 from tightfit.catalog.known import known_card, known_model
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.measure.building import build_known
 from tightfit.measure.modules import find_components, find_role
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import Accelerator, Prediction
 from tightfit.report.forecast import describe
@@ -34,9 +34,11 @@ pytestmark = pytest.mark.usefixtures("shared_footprints")
 ONE, OTHER = "pretend:0", "pretend:1"
 
 
-def cards_of(*sizes: int, like: Accelerator = ACCELERATOR, values: Any = "real") -> list[Card]:
+def cards_of(*sizes: int, like: Accelerator = ACCELERATOR, values: Any = "real") -> list[SimulatedCard]:
     host = Host()
-    cards = [Card(i, like.model_copy(update={"bytes": size}), host, values=values) for i, size in enumerate(sizes)]
+    cards = [
+        SimulatedCard(i, like.model_copy(update={"bytes": size}), host, values=values) for i, size in enumerate(sizes)
+    ]
     use_cards(cards)
     return cards
 
@@ -50,7 +52,7 @@ def apart(pipe: Any, placement: str) -> dict[str, Any]:
     return {"device": ONE, "components": elsewhere}
 
 
-@pytest.mark.parametrize("placement", ["resident", "per-phase", "per-unit"])
+@pytest.mark.parametrize("placement", ["resident", "offload", "stream"])
 @pytest.mark.parametrize(
     "case", a_few(CASES, "StableDiffusion3", "StableDiffusionXL", "FluxImg2Img", "WanImageToVideo")
 )
@@ -63,7 +65,7 @@ def test_numbers_are_those_of_one_card(case: TinyCase, placement: str) -> None:
     assert fitted.plan.devices == (ONE, OTHER)
     assert torch.equal(run(pipe, case).cpu(), wanted)
     trace = fitted.report().trace
-    assert max(phase.elsewhere[OTHER] for phase in trace.phases) > 0
+    assert max(phase.other_devices[OTHER] for phase in trace.phases) > 0
     fitted.undo()
     assert all(tensor.device.type == "cpu" for part in find_components(pipe).values() for tensor in part.parameters())
 
@@ -81,8 +83,8 @@ def test_cards_of_that_size_are_enough_and_steps_take_what_was_said(first: int, 
     assert not [note for note in report.trace.notes if "memory" in note]
     for phase in report.trace.phases:
         assert phase.peak_bytes <= told[phase.name].peak_bytes
-        for name, peak in phase.elsewhere.items():
-            assert peak <= told[phase.name].elsewhere[name] <= fitted.plan.budget.devices[name]  # type: ignore[union-attr]
+        for name, peak in phase.other_devices.items():
+            assert peak <= told[phase.name].other_devices[name] <= fitted.plan.budget.devices[name]  # type: ignore[union-attr]
     (denoise,) = (phase for phase in report.trace.phases if phase.name == "denoise")
     assert told["denoise"].seconds == pytest.approx(denoise.seconds, rel=0.03)
     assert "budget of pretend:0" in str(report)
@@ -148,7 +150,7 @@ def test_pictures_to_start_from_cross_to_their_autoencoder_and_back() -> None:
     together = tightfit.fit(pipe, level=0, device=ONE)
     wanted = drawn()
     together.undo()
-    tightfit.fit(pipe, plan=apart(pipe, "per-phase"))
+    tightfit.fit(pipe, plan=apart(pipe, "offload"))
     assert torch.equal(drawn(), wanted)
 
 
@@ -157,8 +159,8 @@ def test_parts_that_are_called_by_themselves_cross_too() -> None:
     case = next(case for case in CASES if case.name == "StableDiffusion")
     pipe = case.make()
     wanted = pipe.vae.post_quant_conv(torch.ones(1, 4, 8, 8))
-    tightfit.fit(pipe, plan=apart(pipe, "per-phase"))
-    here = PretendDevice(0).torch_device
+    tightfit.fit(pipe, plan=apart(pipe, "offload"))
+    here = SimulatedDevice(0).torch_device
     found = pipe.vae.post_quant_conv(torch.ones(1, 4, 8, 8, device=here))
     assert found.device == here
     assert torch.equal(found.cpu(), wanted)
@@ -176,8 +178,8 @@ def test_what_several_known_cards_would_do_is_rehearsed() -> None:
     assert told.fits
     assert told.card == "rtx3060 and rtx3060#2"
     assert told.plan.devices == ("rtx3060", "rtx3060#2")
-    assert (told.capacity, told.elsewhere) == (1500 * MIB, {"rtx3060#2": 1024 * MIB})
-    assert max(phase.elsewhere["rtx3060#2"] for phase in told.trace.phases) <= 1024 * MIB
+    assert (told.capacity, told.other_devices) == (1500 * MIB, {"rtx3060#2": 1024 * MIB})
+    assert max(phase.other_devices["rtx3060#2"] for phase in told.trace.phases) <= 1024 * MIB
     assert "rtx3060#2 holds at most" in describe(told)
     foreseen = sum(phase.seconds for phase in told.plan.forecast)
     assert foreseen == pytest.approx(told.trace.seconds, rel=0.1)

@@ -14,7 +14,7 @@ from pretend.conftest import ACCELERATOR
 from tightfit import BudgetTooSmall
 from tightfit.measure.modules import find_components
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tiny_pipelines import CASES
 
@@ -37,8 +37,8 @@ def large_unet() -> Any:
     return pipe
 
 
-def card_of(size: int) -> Card:
-    card = Card(0, ACCELERATOR.model_copy(update={"bytes": size}), Host(), values="real")
+def card_of(size: int) -> SimulatedCard:
+    card = SimulatedCard(0, ACCELERATOR.model_copy(update={"bytes": size}), Host(), values="real")
     use_cards([card])
     return card
 
@@ -57,7 +57,7 @@ def draw(pipe: Any, happening: Callable[[int], None] = lambda step: None, **more
     return found.images.cpu()
 
 
-def shrink(card: Card, share: float, at: int) -> Callable[[int], None]:
+def shrink(card: SimulatedCard, share: float, at: int) -> Callable[[int], None]:
     """Once, after the step `at`, the card loses a `share`, and what its allocator had not in use."""
     due = [at]
 
@@ -94,8 +94,8 @@ def test_the_picture_is_the_same(at: int, share: float) -> None:
     if share == 0.5:
         (note,) = notes
         assert f"went on after {at + 3} passes that were done" in note  # two of the text encoder
-        assert "unet: per-unit" in note
-        assert fitted.plan.components["unet"].placement == "per-unit"
+        assert "unet: stream" in note
+        assert fitted.plan.components["unet"].placement == "stream"
         assert report.trace.notes
         assert [phase.name for phase in report.trace.phases][:2] == ["encode", "denoise"]
     assert (draw(pipe) - wanted).abs().max() <= 1e-5  # and it stays like that

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tightfit import InputError, PlanError, Request, RequestError
-from tightfit.apply.activations.traced.file import Traced
+from tightfit.apply.activations.traced.file import ExportedFile
 from tightfit.apply.activations.traced.program import traced_forward
-from tightfit.apply.disguise import disguise
+from tightfit.apply.disguise import override_class_members
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.run.models import find_model
 from tightfit.run.tracing_job import trace_model
@@ -32,7 +32,7 @@ def test_the_demo_model_draws_the_same_with_it(tmp_path: Path) -> None:
         return pictures
 
     wanted = draw()
-    disguise(pipe.unet, forward=traced_forward(pipe.unet, Traced.load(out)))
+    override_class_members(pipe.unet, forward=traced_forward(pipe.unet, ExportedFile.load(out)))
     assert torch.equal(draw(), wanted)
 
 

@@ -11,10 +11,10 @@ from tightfit import Budget, Footprint, Machine, Request, make_plan, measure_foo
 from tightfit.catalog.known import known_card
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import Phase, Variant
-from tightfit.run.stage import Stage
+from tightfit.run.stage import SimulationRun
 from tightfit.run.variants import measure_variants
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
@@ -35,7 +35,7 @@ def played(room: Callable[[Variant], int]) -> Callable[[Variant], tuple[Phase, .
 
 
 def asked(found: tuple[Variant, ...]) -> list[tuple[object, ...]]:
-    return [(v.guidance, v.batch, v.feed_forward and v.feed_forward // MIB, v.by_blocks) for v in found]
+    return [(v.cfg, v.max_batch, v.ffn_chunk and v.ffn_chunk // MIB, v.by_blocks) for v in found]
 
 
 def test_what_saves_nothing_is_left_out() -> None:
@@ -44,8 +44,8 @@ def test_what_saves_nothing_is_left_out() -> None:
 
 def test_the_finer_is_tried_as_long_as_it_saves() -> None:
     def room(variant: Variant) -> int:
-        whole = 600 if variant.in_parts else 1000
-        return (whole - 100 * (variant.feed_forward is not None) + 50 * variant.by_blocks) * MIB
+        whole = 600 if variant.splits_batch else 1000
+        return (whole - 100 * (variant.ffn_chunk is not None) + 50 * variant.by_blocks) * MIB
 
     assert asked(measure_variants(footprint_of(1), played(room))) == [
         (None, None, 125, False),
@@ -57,7 +57,7 @@ def test_the_finer_is_tried_as_long_as_it_saves() -> None:
 
 
 def test_a_batch_is_halved_down_to_single_items() -> None:
-    found = measure_variants(footprint_of(4), played(lambda variant: 100 * MIB * (variant.batch or 10)))
+    found = measure_variants(footprint_of(4), played(lambda variant: 100 * MIB * (variant.max_batch or 10)))
     assert asked(found) == [(None, batch, None, by_blocks) for batch in (4, 2, 1) for by_blocks in (False, True)]
 
 
@@ -84,22 +84,22 @@ def test_where_little_fits_the_two_predictions_go_apart_and_take_what_was_said()
     """On a card of that size. Without variants this budget would be refused."""
     request = Request(height=512, width=512, steps=4)
     footprint = measure_footprint("sd-1.5", request)
-    usual = max(footprint.phases[place].room for place in footprint.denoising)
-    assert {variant.by_blocks for variant in footprint.variants if variant.guidance} == {False, True}
-    assert all(variant.phases[0].room < usual for variant in footprint.variants)
+    usual = max(footprint.phases[place].allocator_bytes for place in footprint.denoiser_phases)
+    assert {variant.by_blocks for variant in footprint.variants if variant.cfg} == {False, True}
+    assert all(variant.phases[0].allocator_bytes < usual for variant in footprint.variants)
     card = known_card("rtx3060")
     machine = Machine(accelerators=(card,), ram=2**40, pinnable=2**40, cores=1)
     with pytest.raises(BudgetTooSmall) as refused:
         make_plan(footprint, machine, Budget(device=MIB))
     size = int(str(refused.value.facts["needed_bytes"]))
     plan = make_plan(footprint, machine, Budget(device=size))
-    assert plan.components["unet"].guidance == "apart"
+    assert plan.components["unet"].cfg == "sequential"
     with pytest.raises(BudgetTooSmall, match="cannot do"):
         make_plan(footprint.model_copy(update={"variants": ()}), machine, Budget(device=size))
-    limited = Card(0, card.model_copy(update={"bytes": size}), Host())
+    limited = SimulatedCard(0, card.model_copy(update={"bytes": size}), Host())
     use_cards([limited])
     try:
-        stage = Stage("sd-1.5", limited, plan.model_dump(mode="json", exclude={"device"}), request)
+        stage = SimulationRun("sd-1.5", limited, plan.model_dump(mode="json", exclude={"device"}), request)
         stage.play()
     finally:
         use_cards([])

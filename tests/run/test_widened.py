@@ -15,11 +15,11 @@ import tightfit
 from pretend.conftest import ACCELERATOR, MakeCards
 from tightfit import BudgetTooSmall, Fitted
 from tightfit.apply.weights.fp8 import Float8Weight
-from tightfit.devices.pretend import PretendDevice
+from tightfit.devices.pretend import SimulatedDevice
 from tightfit.measure.modules import inspect_component
 from tightfit.plan.eight_bits import widened_bytes
 from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.records import ComponentPlan
 from tiny_pipelines import CASES
@@ -48,7 +48,7 @@ def stored(weight: torch.Tensor, form: str) -> Any:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_what_a_use_takes(form: str, dtype: str, make_cards: MakeCards) -> None:
     make_cards(values="shapes")
-    device, layer = PretendDevice(0), nn.Sequential(nn.Linear(2048, 2048, bias=False, dtype=getattr(torch, dtype)))
+    device, layer = SimulatedDevice(0), nn.Sequential(nn.Linear(2048, 2048, bias=False, dtype=getattr(torch, dtype)))
     said = widened_bytes(inspect_component("model", layer), ComponentPlan(storage=form))  # type: ignore[arg-type]
     weight = stored(layer[0].weight.detach(), form).to(device.torch_device)
     tokens = torch.zeros(1, 2048, dtype=getattr(torch, dtype), device=device.torch_device)
@@ -72,7 +72,7 @@ def pipe() -> Any:
 
 
 def on_a_card_of(size: int, pipe: Any) -> Fitted:
-    use_cards([Card(0, ACCELERATOR.model_copy(update={"bytes": size}), Host(), values="shapes")])
+    use_cards([SimulatedCard(0, ACCELERATOR.model_copy(update={"bytes": size}), Host(), values="shapes")])
     return tightfit.fit(pipe, budget=size, allow=("fp8",), request=REQUEST, device="pretend:0")
 
 

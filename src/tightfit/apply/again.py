@@ -16,15 +16,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.apply.activations.strips.noise import usual_generators
 from tightfit.apply.weights.agenda import Pass
-from tightfit.apply.weights.disk import Spill, Stored, read_stored
+from tightfit.apply.weights.disk import FileTensor, SpillFile, read_stored
 from tightfit.devices.depot import PAGE, bytes_of, is_dense
 from tightfit.devices.disk import DiskReader
-from tightfit.devices.pages import Pages
+from tightfit.devices.pages import PinnedPool
 from tightfit.devices.seam import Device
 from tightfit.errors import RunError
-from tightfit.records import Stint
+from tightfit.records import ComponentRun
 
-__all__ = ["Draws", "Finished", "let_go"]
+__all__ = ["OutputReplayCache", "RngState", "without_frames"]
 
 MOST_BYTES = 2**30  # of host memory, or of the file: what would be more is done again
 ALIGNMENT = 512  # bytes, of what lies in a page
@@ -45,27 +45,27 @@ class _Result(NamedTuple):
     form: TreeSpec
 
 
-class Finished:
+class OutputReplayCache:
     """What networks gave back in one call, in their order."""
 
     def __init__(self, device: Device) -> None:
-        self._device, self._lane = device, device.lane()
-        self._rooms = _Rooms(device)
+        self._device, self._lane = device, device.copy_stream()
+        self._rooms = _HostBuffers(device)
         self._results: list[_Result | None] = []  # None: it has to be done again
         self._bytes = 0  # of host memory that they take
         self._given = 0  # of them, how many were given back since the call began again
         self.active = False  # whether a call is being made
-        self._file: Spill | None = None
+        self._file: SpillFile | None = None
         self._last: Pass | None = None  # what the call ends with, as far as that is known
         self._ahead = 0  # how many passes of that kind are still to come
-        self._order: Sequence[Stint] = ()
+        self._order: Sequence[ComponentRun] = ()
 
     @property
     def count(self) -> int:
         """How many pieces of work need not be done again."""
         return sum(result is not None for result in self._results)
 
-    def forget(self, order: Sequence[Stint] = ()) -> None:
+    def forget(self, order: Sequence[ComponentRun] = ()) -> None:
         """Another call begins, which will probably work through `order`."""
         self._results.clear()
         self._rooms.forget()
@@ -132,14 +132,14 @@ class Finished:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if not self._device.separate:
-            self._file = self._file or Spill()
+            self._file = self._file or SpillFile()
             return self._file.write(leaf if is_dense(leaf) else leaf.contiguous())
         if leaf.device != self._device.torch_device:
             return leaf.detach().clone(memory_format=torch.contiguous_format)
         sent = leaf.detach() if is_dense(leaf) else leaf.detach().contiguous()
         room = self._rooms.take(sent.nbytes)
         arrival = self._lane.send(room, bytes_of(sent), self._lane.mark())
-        arrival.settle()  # whoever asked for it may write into it, and the device has no memory for a second one
+        arrival.wait_on_device()  # whoever asked for it may write into it, and the device has no memory for a second one
         return _Copy(room, sent.shape, sent.stride(), sent.dtype)
 
     def _back(self, result: _Result) -> Any:
@@ -147,21 +147,21 @@ class Finished:
 
     def _there(self, leaf: Any) -> Any:
         if isinstance(leaf, _Copy):
-            return self._device.bring(leaf.room.view(leaf.dtype).as_strided(leaf.shape, leaf.strides))
-        if isinstance(leaf, Stored):
+            return self._device.to_device(leaf.room.view(leaf.dtype).as_strided(leaf.shape, leaf.strides))
+        if isinstance(leaf, FileTensor):
             with DiskReader() as reader:
                 return read_stored(leaf, reader)
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-class _Rooms:
+class _HostBuffers:
     """Host memory for what is kept, page-locked: to any other memory the device's copies make the host wait.
 
     Small results lie together in pages, which are there for the next call too: locking takes longer than copying.
     """
 
     def __init__(self, device: Device) -> None:
-        self._pages = Pages(device)
+        self._pages = PinnedPool(device)
         self._taken: list[torch.Tensor] = []  # the last is not full
         self._left = 0  # bytes at its end
 
@@ -187,7 +187,7 @@ class _Rooms:
         self._pages.close()
 
 
-class Draws:
+class RngState:
     """Where random generators are when a call begins: those it was given, and the usual ones."""
 
     def __init__(self, kwargs: Mapping[str, Any], device: Device) -> None:
@@ -201,7 +201,7 @@ class Draws:
             generator.set_state(state)
 
 
-def let_go(error: BaseException, handled: BaseException | None) -> BaseException:
+def without_frames(error: BaseException, handled: BaseException | None) -> BaseException:
     """`error` without the frames in which it arose, and what it arose from since something else was `handled`.
 
     They hold what was computed so far.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from tightfit.apply.again import Draws, Finished, let_go
+from tightfit.apply.again import OutputReplayCache, RngState, without_frames
 from tightfit.apply.session import Session
 from tightfit.devices.exhaustion import is_out_of_memory
 from tightfit.devices.memory import RamExceeded
@@ -21,12 +21,12 @@ from tightfit.plan.differences import differences
 from tightfit.records import Plan, Trace
 from tightfit.report.summary import Report
 
-__all__ = ["Calls", "Follower", "Learner", "Replans"]
+__all__ = ["CallObserver", "CallRunner", "PlanHandle", "ReplannerProtocol"]
 
 logger = logging.getLogger("tightfit")
 
 
-class Replans(Protocol):
+class ReplannerProtocol(Protocol):
     """Who makes other plans for a pipeline."""
 
     def for_call(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], now: Plan) -> Plan | None:
@@ -48,14 +48,14 @@ class Replans(Protocol):
         """A call under `now` came to its end, and `log` followed it."""
 
 
-class Learner(Protocol):
+class CallObserver(Protocol):
     """Who learns from calls."""
 
     def ended(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan, trace: Trace) -> None:
         """A call with these arguments came to its end, all of it under `plan`."""
 
 
-class Follower(Protocol):
+class PlanHandle(Protocol):
     """A pipeline's handle: what it does now, and how it does something else."""
 
     plan: Plan
@@ -72,20 +72,20 @@ class Follower(Protocol):
     def report(self) -> Report: ...
 
 
-class Calls:
+class CallRunner:
     """One after another, on `device`; `replans` makes other plans where they are needed (None: nobody does)."""
 
-    def __init__(self, device: Device, replans: Replans | None) -> None:
+    def __init__(self, device: Device, replans: ReplannerProtocol | None) -> None:
         self._device, self._replans = device, replans
-        self.learner: Learner | None = None
+        self.learner: CallObserver | None = None
         self._held = 0  # bytes of RAM in the last call, where they were too many at its end
         self._remarks: list[str] = []  # for the report
         self._before: list[Trace] = []  # of the call that is being made, until memory ran out
         self._log: PassLog | None = None  # of the call that is being made, where it is not foreseen
-        self.finished = Finished(device) if replans is not None else None
+        self.finished = OutputReplayCache(device) if replans is not None else None
 
     def make(
-        self, follower: Follower, pipe: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, follower: PlanHandle, pipe: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """`call(pipe, *args, **kwargs)`, under another plan if it asks for something else, or memory runs out."""
         if follower.recorder.running:  # it is part of another
@@ -103,17 +103,17 @@ class Calls:
 
     def _to_the_end(
         self,
-        follower: Follower,
-        replans: Replans,
-        finished: Finished,
+        follower: PlanHandle,
+        replans: ReplannerProtocol,
+        finished: OutputReplayCache,
         pipe: Any,
         call: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
         """The call, made again under another plan where memory runs out."""
-        finished.forget(follower.plan.order or ())
-        draws, handled = Draws(kwargs, self._device), sys.exception()  # by who calls
+        finished.forget(follower.plan.schedule or ())
+        draws, handled = RngState(kwargs, self._device), sys.exception()  # by who calls
         finished.active = True
         try:
             while True:
@@ -122,7 +122,7 @@ class Calls:
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
                         raise
-                    failure = let_go(error, handled)
+                    failure = without_frames(error, handled)
                 self._before.append(follower.recorder.trace())
                 self._make_do(follower, replans, pipe, failure)
                 draws.rewind()
@@ -132,7 +132,7 @@ class Calls:
             finished.forget()
             self._before.clear()
 
-    def _tell(self, follower: Follower, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _tell(self, follower: PlanHandle, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The learner is told of the call that is over: whatever comes of that, the call has come to its end."""
         if self.learner is not None:
             try:
@@ -159,7 +159,7 @@ class Calls:
         return trace
 
     def _once(
-        self, follower: Follower, pipe: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, follower: PlanHandle, pipe: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         steps = kwargs.get("num_inference_steps")
         with follower.session.call(steps if isinstance(steps, int) else None), self._logging(follower, pipe):
@@ -170,7 +170,7 @@ class Calls:
             return found
 
     @contextlib.contextmanager
-    def _logging(self, follower: Follower, pipe: Any) -> Iterator[None]:
+    def _logging(self, follower: PlanHandle, pipe: Any) -> Iterator[None]:
         """Passes of the call are logged, where it could not be foreseen."""
         if self._replans is None or self._log is not None:
             yield
@@ -197,7 +197,12 @@ class Calls:
         return work() if self.finished is None else self.finished.once(work, what)
 
     def _suit(
-        self, follower: Follower, replans: Replans, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        follower: PlanHandle,
+        replans: ReplannerProtocol,
+        pipe: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> None:
         if self._held:
             less = replans.for_held(pipe, follower.plan, self._held)
@@ -214,7 +219,7 @@ class Calls:
             asked = f"planned anew for {after.request.described} (before: {before.request.described})"
             self._follow(follower, pipe, after, asked)
 
-    def _make_do(self, follower: Follower, replans: Replans, pipe: Any, failure: BaseException) -> None:
+    def _make_do(self, follower: PlanHandle, replans: ReplannerProtocol, pipe: Any, failure: BaseException) -> None:
         """Memory ran out: another plan for what there is. Raises BudgetTooSmall."""
         for device in follower.devices:
             device.release_cache()
@@ -231,7 +236,7 @@ class Calls:
         said = f"{what}: planned anew{within}, and went on after {done} passes that were done"
         self._follow(follower, pipe, after, said)
 
-    def _follow(self, follower: Follower, pipe: Any, after: Plan, said: str) -> None:
+    def _follow(self, follower: PlanHandle, pipe: Any, after: Plan, said: str) -> None:
         changes = differences(follower.plan, after)
         self._remarks.append(f"{said}: {'; '.join(changes) or 'nothing else is done'}")
         if changes:
@@ -239,12 +244,12 @@ class Calls:
         follower.plan = after
 
 
-def _free(follower: Follower) -> dict[str, int]:
+def _free(follower: PlanHandle) -> dict[str, int]:
     """What there is of each device, by name, as if it had no weights of the pipeline."""
     return {each.name: each.free_bytes() + follower.recorder.of(each.name).weights for each in follower.devices}
 
 
-def _beside(follower: Follower) -> dict[str, int]:
+def _beside(follower: PlanHandle) -> dict[str, int]:
     """What tensors of this process take of each device that counts them, by name, without the pipeline's weights."""
     allocated = {each.name: each.allocated_bytes() for each in follower.devices if each.separate}
     return {

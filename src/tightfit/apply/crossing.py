@@ -13,10 +13,10 @@ from torch import nn
 from tightfit.apply.weights.homes import HOST
 from tightfit.devices.seam import Device
 
-__all__ = ["Crossing"]
+__all__ = ["CrossDeviceCall"]
 
 
-class Crossing:
+class CrossDeviceCall:
     """The way from a pipeline's device, the `host`, to a component's own, and back.
 
     From host memory, too: some pipelines pass on tensors as their user gave them. The two devices may be one.

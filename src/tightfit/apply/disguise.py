@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["disguise"]
+__all__ = ["override_class_members"]
 
 
-def disguise(target: object, **members: Any) -> Callable[[], None]:
+def override_class_members(target: object, **members: Any) -> Callable[[], None]:
     """Gives `target`'s class these members for this object alone; returns how to take them off again."""
     original = type(target)
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}

@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.apply.activations.attention import AttentionSeam
+from tightfit.apply.activations.attention import AttentionDispatcher
 from tightfit.apply.activations.batches import chunk_blocks, in_chunks
 from tightfit.apply.activations.cutting import cut_up
 from tightfit.apply.activations.feed_forward import chunk_feed_forwards
-from tightfit.apply.activations.guidance import joined
+from tightfit.apply.activations.guidance import batch_cfg_calls
 from tightfit.apply.activations.layout import channels_last
-from tightfit.apply.activations.waiting import move_waiting
-from tightfit.apply.calls import Calls, Learner, Replans
+from tightfit.apply.activations.waiting import offload_waiting_activations
+from tightfit.apply.calls import CallObserver, CallRunner, ReplannerProtocol
 from tightfit.apply.choices import choices_of, decide
-from tightfit.apply.crossing import Crossing
-from tightfit.apply.disguise import disguise
+from tightfit.apply.crossing import CrossDeviceCall
+from tightfit.apply.disguise import override_class_members
 from tightfit.apply.gates import watch
 from tightfit.apply.limits import limit_allocators
 from tightfit.apply.methods import cast_at_home, computing, exported, refused, while_followed
 from tightfit.apply.others import refuse_offloaded
 from tightfit.apply.session import Session
-from tightfit.apply.weights.places import Places
-from tightfit.apply.weights.rescue import rescued
-from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.places import DeviceOffloadManagers
+from tightfit.apply.weights.rescue import retry_on_oom
+from tightfit.apply.weights.shelf import FileBackedWeights
 from tightfit.apply.weights.storage import check_kinds, check_storage, left_in_files
 from tightfit.devices.choice import choose_device
 from tightfit.devices.seam import Device
@@ -70,7 +70,7 @@ def apply_plan(
     device: str | torch.device | Device | None = None,
     *,
     count_activations: bool = True,
-    replans: Replans | None = None,
+    replans: ReplannerProtocol | None = None,
 ) -> Fitted:
     """Makes `pipe` follow `plan` exactly as it stands; nothing is changed if that fails.
 
@@ -101,13 +101,13 @@ class Fitted:
         device: Device,
         *,
         count_activations: bool = True,
-        shelf: Shelf | None = None,
-        replans: Replans | None = None,
+        shelf: FileBackedWeights | None = None,
+        replans: ReplannerProtocol | None = None,
     ) -> None:
         """`shelf` has what of the weights is in files alone."""
         self._device, self._recorder = device, JointRecorder(device, count_activations)
-        self._shelf = shelf or Shelf()
-        self._calls = Calls(device, replans)
+        self._shelf = shelf or FileBackedWeights()
+        self._calls = CallRunner(device, replans)
         self._trace: Trace | None = None
         self._undo: ExitStack | None = None
         self.follow(pipe, plan)
@@ -129,7 +129,7 @@ class Fitted:
             self._shelf.begin()
             devices = self._devices_of(plan)
             self.plan, self.devices = plan, tuple(devices.values())
-            self._places = Places(plan, devices, self._recorder, self._shelf)
+            self._places = DeviceOffloadManagers(plan, devices, self._recorder, self._shelf)
             alone = isinstance(pipe, nn.Module)  # nobody else wants its place
             self._session = Session(self._places, self._recorder, self._finished, self._calls.exceeded, keeps=alone)
             limit_allocators(plan, devices, undo, self._calls.remark)
@@ -137,7 +137,7 @@ class Fitted:
                 chosen, device = plan.components.get(name, ComponentPlan()), devices[plan.device_of(name)]
                 self._fit_component(name, module, chosen, device, undo)
             if not isinstance(pipe, nn.Module):
-                undo.callback(disguise(pipe, **self._pipeline_members(type(pipe)), **{HANDLE: self}))
+                undo.callback(override_class_members(pipe, **self._pipeline_members(type(pipe)), **{HANDLE: self}))
             undo.callback(self._session.close)
             self._undo = undo.pop_all()
         self._places.settled()
@@ -173,18 +173,18 @@ class Fitted:
         residency.store(name, module, plan, undo)
         residency.place(name, module, plan, undo)
         residency.stream(name, module, plan, undo)
-        if plan.feed_forward is not None:
-            chunk_feed_forwards(module, plan.feed_forward, undo)
-        if _in_parts(plan) and plan.placement == "per-unit":  # block by block: the weights come once for all parts
-            chunk_blocks(module, plan.batch, undo, recorder.note)
+        if plan.ffn_chunk is not None:
+            chunk_feed_forwards(module, plan.ffn_chunk, undo)
+        if _in_parts(plan) and plan.placement == "stream":  # block by block: the weights come once for all parts
+            chunk_blocks(module, plan.max_batch, undo, recorder.note)
         if self.plan.offload_activations and has_skips(module) and not forward:
-            move_waiting(module, device, recorder, undo)
+            offload_waiting_activations(module, device, recorder, undo)
         if forward:
-            undo.callback(disguise(module, **forward))
-        undo.callback(disguise(module, **self._component_members(name, module, plan, device, undo)))
+            undo.callback(override_class_members(module, **forward))
+        undo.callback(override_class_members(module, **self._component_members(name, module, plan, device, undo)))
         if device is not self._device:
             for child in module.children():
-                crossing = Crossing(self._device, device)
+                crossing = CrossDeviceCall(self._device, device)
                 crossing.watch(child, lambda: not self._session.at_work(name), undo.callback)
         for part in find_parts(name, module).values():
             watch(part, functools.partial(self._session.touch, name), None, undo.callback)
@@ -195,13 +195,13 @@ class Fitted:
         role, original, session = find_role(name, module), type(module), self._session
         lossy, calls, host = plan.lossy(name), self._calls, self._device
         recorder, residency = self._recorder.of(device.name), self._places.of(name)
-        seam = AttentionSeam(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
+        seam = AttentionDispatcher(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
         # what is compiled has chosen already, and would be compiled anew
         attends = plan.attention != "auto" or not compiled_around(module)
 
         def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-            inner = Crossing(host, device).around(inner) if device.separate or device is not host else inner
-            inner = rescued(inner, lambda: residency.make_more_room(name, ""))
+            inner = CrossDeviceCall(host, device).around(inner) if device.separate or device is not host else inner
+            inner = retry_on_oom(inner, lambda: residency.make_more_room(name, ""))
 
             @functools.wraps(inner)
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +228,7 @@ class Fitted:
             members["to"] = cast_at_home(
                 original.to, lambda: None if session.at_work(name) else residency.dismiss(name)
             )
-        if plan.home == "disk" and hasattr(original, "save_pretrained"):
+        if plan.offload_to == "disk" and hasattr(original, "save_pretrained"):
             members["save_pretrained"] = refused(name)
         if hasattr(original, "device"):
             # its own code asks while it works; else the pipeline does, which is on the host as all that it holds
@@ -244,10 +244,10 @@ class Fitted:
         around = "forward" in vars(module) or module._compiled_call_impl is not None
         name = "__call__" if around else "forward"
         usual = method = getattr(type(module), name)
-        if _in_parts(plan) and plan.placement != "per-unit":
-            method = in_chunks(method, plan.batch, told)
-        if plan.guidance == "together":
-            method = joined(method, told)
+        if _in_parts(plan) and plan.placement != "stream":
+            method = in_chunks(method, plan.max_batch, told)
+        if plan.cfg == "batched":
+            method = batch_cfg_calls(method, told)
         return {} if method is usual else {name: method}
 
     def _pipeline_members(self, original: type) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class Fitted:
         """What the pipeline is doing right now; may be asked from another thread."""
         return self._recorder.live()
 
-    def tell(self, learner: Learner) -> None:
+    def tell(self, learner: CallObserver) -> None:
         """From now on `learner` is told of each call that came to its end under one plan."""
         self._calls.learner = learner
 
@@ -317,4 +317,4 @@ def _device_of(name: str, plan: Plan, target: Device) -> Device:
 
 def _in_parts(plan: ComponentPlan) -> bool:
     """Whether batches are worked through in parts."""
-    return plan.batch is not None or plan.guidance == "apart"
+    return plan.max_batch is not None or plan.cfg == "sequential"

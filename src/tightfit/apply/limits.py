@@ -19,7 +19,7 @@ def limit_allocators(plan: Plan, devices: Mapping[str, Device], undo: ExitStack,
     `remark` is told where the plan cannot be followed.
     """
     for device in devices.values():
-        if plan.growing_segments:
+        if plan.expandable_segments:
             _grow(device, undo, remark)
         _cap(device, plan, undo)
     for device in _idle(plan, devices):
@@ -27,7 +27,7 @@ def limit_allocators(plan: Plan, devices: Mapping[str, Device], undo: ExitStack,
 
 
 def _grow(device: Device, undo: ExitStack, remark: Callable[[str], None]) -> None:
-    fixed = device.fixed_segments()
+    fixed = device.expandable_refused()
     if fixed is None:
         undo.callback(device.grow_segments())
     else:

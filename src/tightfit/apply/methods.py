@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tightfit.apply.activations.traced.compiled import CompiledProgram
-from tightfit.apply.activations.traced.file import Traced
+from tightfit.apply.activations.traced.file import ExportedFile
 from tightfit.apply.activations.traced.program import traced_forward
 from tightfit.errors import RunError
 from tightfit.files import cache_folder
@@ -24,9 +24,9 @@ __all__ = ["cast_at_home", "computing", "exported", "refused", "while_followed"]
 
 def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
     """What `module` does in place of its own forward pass, where the plan names a file of it."""
-    if plan.traced is None:
+    if plan.exported is None:
         return {}
-    traced = Traced.load(Path(plan.traced))
+    traced = ExportedFile.load(Path(plan.exported))
     compiled = CompiledProgram(traced, cache_folder() / "compiled") if plan.compiled else None
     return {"forward": traced_forward(module, traced, compiled)}
 

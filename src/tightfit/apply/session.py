@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from tightfit.apply.activations.attention_functions import Attends, attenders, only_attend
-from tightfit.apply.weights.places import Places
+from tightfit.apply.activations.attention_functions import AttentionHandler, attenders, only_attend
+from tightfit.apply.weights.places import DeviceOffloadManagers
 from tightfit.footprint import Role
 from tightfit.measure.modules import find_phase
 from tightfit.measure.recorder import Recorder
@@ -24,7 +24,7 @@ class Session:
 
     def __init__(
         self,
-        places: Places,
+        places: DeviceOffloadManagers,
         recorder: Recorder,
         done: Callable[[Trace], None],
         exceeded: Callable[[int, bool], None],
@@ -43,7 +43,7 @@ class Session:
         self._clean = True  # whether the last call left everything as it should be
         self.over = False  # whether another plan, or none, is followed by now
         self._working: list[str] = []
-        self._attenders: tuple[Attends, ...] = ()
+        self._attenders: tuple[AttentionHandler, ...] = ()
 
     @contextlib.contextmanager
     def call(self, steps: int | None = None) -> Iterator[None]:

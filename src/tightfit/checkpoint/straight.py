@@ -14,36 +14,38 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.apply.weights.disk import Stored, read_stored
-from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.disk import FileTensor, read_stored
+from tightfit.apply.weights.shelf import FileBackedWeights
 from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, network_folder
 from tightfit.checkpoint.loading import load_pipeline, quietly
-from tightfit.checkpoint.tensors import NotStraight, Place, place_weights, read_places
+from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, place_weights, read_places
 from tightfit.devices.disk import DiskReader
 from tightfit.measure.building import build_network
 
-__all__ = ["Straight", "build_straight"]
+__all__ = ["LazyCheckpoint", "build_lazily"]
 
 
-class Straight:
+class LazyCheckpoint:
     """A pipeline or a network whose weights are still in its files."""
 
-    def __init__(self, pipe: Any, networks: Mapping[str, nn.Module], places: Mapping[str, dict[str, Place]]) -> None:
+    def __init__(
+        self, pipe: Any, networks: Mapping[str, nn.Module], places: Mapping[str, dict[str, TensorLocation]]
+    ) -> None:
         self.pipe = pipe
         self._networks, self._places = networks, places
 
-    def fill(self, left: Callable[[str, nn.Module], Set[int]]) -> Shelf:
+    def fill(self, left: Callable[[str, nn.Module], Set[int]]) -> FileBackedWeights:
         """Reads all weights but those that `left` names, by id, of a network and its name; returns where those are.
 
         ModelError where a file ends too soon, cannot be read or was changed since its header was.
         """
-        shelf = Shelf()
+        shelf = FileBackedWeights()
         with DiskReader() as reader:
             for name, places in self._places.items():
                 network = self._networks[name]
                 unread = left(name, network)
                 for weight, place in _weights(network, places).values():
-                    where = Stored(place.path, place.offset, place.dtype, weight.shape, _strides(weight.shape))
+                    where = FileTensor(place.path, place.offset, place.dtype, weight.shape, _strides(weight.shape))
                     if isinstance(weight, nn.Parameter) and id(weight) in unread:
                         shelf.put(weight, where)
                     else:
@@ -51,7 +53,7 @@ class Straight:
         return shelf
 
 
-def build_straight(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -> Straight:
+def build_lazily(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -> LazyCheckpoint:
     """What is in `path`: the pipeline of `folder`, or a single diffusers network (None), to be computed in `dtype`.
 
     Raises ModelError, naming file and tensor, where the files do not hold what the networks need.
@@ -65,12 +67,12 @@ def build_straight(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -
             network = _build(here, part, dtype)
         try:
             places[part.name] = place_weights(network, read_places(part.weight_files, part.weight_index), part.name)
-        except NotStraight:  # only the library's own loader knows how
+        except NotLazyLoadable:  # only the library's own loader knows how
             with quietly():
                 network = _kind(part).from_pretrained(str(here), torch_dtype=dtype, local_files_only=True)
         networks[part.name] = network
     pipe = networks[parts[0].name] if folder is None else load_pipeline(folder, dtype, networks)
-    return Straight(pipe, networks, places)
+    return LazyCheckpoint(pipe, networks, places)
 
 
 def _kind(part: ComponentFolder) -> Any:
@@ -95,7 +97,9 @@ def _build(path: Path, part: ComponentFolder, dtype: torch.dtype) -> nn.Module:
     return network
 
 
-def _weights(network: nn.Module, places: Mapping[str, Place]) -> dict[int, tuple[torch.Tensor, Place]]:
+def _weights(
+    network: nn.Module, places: Mapping[str, TensorLocation]
+) -> dict[int, tuple[torch.Tensor, TensorLocation]]:
     """Every parameter and buffer that a file holds, once, with its place; in the order of the files."""
     held = network.state_dict(keep_vars=True)
     named = sorted(places, key=lambda name: (str(places[name].path), places[name].offset))

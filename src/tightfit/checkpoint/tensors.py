@@ -26,7 +26,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from tightfit.checkpoint.headers import file_error, listed, read_header, read_index
 from tightfit.errors import ModelError
 
-__all__ = ["NotStraight", "Place", "place_weights", "read_places"]
+__all__ = ["NotLazyLoadable", "TensorLocation", "place_weights", "read_places"]
 
 _DTYPES = {
     "F64": torch.float64,
@@ -45,7 +45,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor is stored: `size` bytes of the file `path`, `offset` bytes from its start, in row-major order."""
 
     path: Path
@@ -55,24 +55,24 @@ class Place:
     shape: tuple[int, ...]
 
 
-class NotStraight(ModelError):
+class NotLazyLoadable(ModelError):
     """Nothing is wrong with the files, but some weight is not simply one of their tensors: `from_pretrained` knows."""
 
 
-class _Stored(NamedTuple):
+class _HeaderEntry(NamedTuple):
     """A tensor by the name that it has in its file."""
 
     name: str
-    place: Place
+    place: TensorLocation
 
 
-def read_places(files: Sequence[Path], index: Path | None = None) -> dict[str, Place]:
+def read_places(files: Sequence[Path], index: Path | None = None) -> dict[str, TensorLocation]:
     """Name → place of every tensor in the safetensors `files`: all the shards of `index`, where there is one.
 
     Raises ModelError, naming file and tensor, where a file is not as its header says, a header contradicts itself, two
     files have the same tensor, or `index` says otherwise than the files.
     """
-    places: dict[str, Place] = {}
+    places: dict[str, TensorLocation] = {}
     for file in files:
         for name, place in _read_file(file).items():
             if name in places:
@@ -83,7 +83,7 @@ def read_places(files: Sequence[Path], index: Path | None = None) -> dict[str, P
     return places
 
 
-def _read_file(file: Path) -> dict[str, Place]:
+def _read_file(file: Path) -> dict[str, TensorLocation]:
     """The tensors of one file, which lie in it without overlaps and gaps."""
     start, header = read_header(file)
     places = {name: _read_place(file, start, name, entry) for name, entry in header.items()}
@@ -96,14 +96,14 @@ def _read_file(file: Path) -> dict[str, Place]:
     return places
 
 
-def _read_place(file: Path, start: int, name: str, entry: Mapping[str, Any]) -> Place:
+def _read_place(file: Path, start: int, name: str, entry: Mapping[str, Any]) -> TensorLocation:
     """The place of the tensor that a header's `entry` describes; tensors begin at byte `start` of the file."""
     begin, end = entry["data_offsets"]
     match entry:
         case {"dtype": str(code), "shape": list(shape)} if code in _DTYPES and all(map(_is_count, shape)):
             dtype = _DTYPES[code]
             if math.prod(shape) * dtype.itemsize == end - begin:
-                return Place(file, start + begin, end - begin, dtype, tuple(shape))
+                return TensorLocation(file, start + begin, end - begin, dtype, tuple(shape))
         case {"dtype": str(code)} if code not in _DTYPES:
             what = f"has {_quoted(name)} as {code[:80]!a}: tensors are read as {', '.join(_DTYPES)}"
             raise file_error(file, what, tensor=name)
@@ -120,7 +120,7 @@ def _quoted(name: str) -> str:
     return ascii(name[:200])
 
 
-def _check_index(index: Path, places: Mapping[str, Place]) -> None:
+def _check_index(index: Path, places: Mapping[str, TensorLocation]) -> None:
     """ModelError where a tensor is not in the shard in which `index` has it."""
     shards = read_index(index)
     for name, place in places.items():
@@ -135,7 +135,7 @@ def _check_index(index: Path, places: Mapping[str, Place]) -> None:
         raise file_error(index, f"{what} ({len(lost)} of {len(shards)} tensors are lost)", tensors=lost)
 
 
-def place_weights(network: nn.Module, places: Mapping[str, Place], what: str) -> dict[str, Place]:
+def place_weights(network: nn.Module, places: Mapping[str, TensorLocation], what: str) -> dict[str, TensorLocation]:
     """Name in the state dict of `network` → where that parameter or persistent buffer is stored.
 
     `network` may be built without weights; `what` names it in errors. All names of one shared tensor have one place.
@@ -157,12 +157,12 @@ def place_weights(network: nn.Module, places: Mapping[str, Place], what: str) ->
 def _refuse_quantized(network: nn.Module, what: str) -> None:
     method = getattr(getattr(network, "config", None), "quantization_config", None)
     if method is not None:
-        raise NotStraight(f"the weights of {what} are stored quantized: {_short(method)}", what=what)
+        raise NotLazyLoadable(f"the weights of {what} are stored quantized: {_short(method)}", what=what)
 
 
-def _stored_weights(network: nn.Module, places: Mapping[str, Place], what: str) -> dict[str, _Stored]:
+def _stored_weights(network: nn.Module, places: Mapping[str, TensorLocation], what: str) -> dict[str, _HeaderEntry]:
     """Name in the state dict of `network` → what is stored for it, also for names that `network` does not have."""
-    stored = {name: _Stored(name, place) for name, place in sorted(places.items())}
+    stored = {name: _HeaderEntry(name, place) for name, place in sorted(places.items())}
     if isinstance(network, PreTrainedModel):
         return _rename_as_transformers(network, stored.values(), what)
     if isinstance(network, ModelMixin):
@@ -170,20 +170,22 @@ def _stored_weights(network: nn.Module, places: Mapping[str, Place], what: str) 
     return stored
 
 
-def _rename_as_transformers(network: PreTrainedModel, stored: Iterable[_Stored], what: str) -> dict[str, _Stored]:
+def _rename_as_transformers(
+    network: PreTrainedModel, stored: Iterable[_HeaderEntry], what: str
+) -> dict[str, _HeaderEntry]:
     """As `convert_and_load_state_dict_in_model` of transformers goes through the names, which are sorted there, too."""
     conversions = get_model_conversion_mapping(network)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     known, prefix = network.state_dict(), network.base_model_prefix
-    renamed: dict[str, _Stored] = {}
+    renamed: dict[str, _HeaderEntry] = {}
     for source in stored:
         name, converter = rename_source_key(source.name, renamings, converters, prefix, known)
         if name not in known and source.name in known:
             name, converter = rename_source_key(source.name, [], [], prefix, known)
         if converter is not None and name in known:
             how = f"transformers computes from {_quoted(source.name)} in {source.place.path.name}"
-            raise NotStraight(f"{what} has {_quoted(name)}, which {how}", tensor=source.name)
+            raise NotLazyLoadable(f"{what} has {_quoted(name)}, which {how}", tensor=source.name)
         if name in known and name in renamed:
             both = f"{_quoted(renamed[name].name)} and {_quoted(source.name)}"
             raise file_error(source.place.path, f"has {both}, which are one weight of {what}", tensor=source.name)
@@ -191,22 +193,24 @@ def _rename_as_transformers(network: PreTrainedModel, stored: Iterable[_Stored],
     return renamed
 
 
-def _share(weights: Mapping[str, torch.Tensor], stored: Mapping[str, _Stored], what: str) -> dict[str, _Stored]:
+def _share(
+    weights: Mapping[str, torch.Tensor], stored: Mapping[str, _HeaderEntry], what: str
+) -> dict[str, _HeaderEntry]:
     """Name of a weight → what is stored under that or another name of the same tensor; nothing where nothing is."""
     names_of: dict[int, list[str]] = {}
     for name, weight in weights.items():
         names_of.setdefault(id(weight), []).append(name)
-    sources: dict[str, _Stored] = {}
+    sources: dict[str, _HeaderEntry] = {}
     for names in names_of.values():
         there = [name for name in names if name in stored]
         if len(there) > 1:  # transformers shares them where their numbers are the same
-            raise NotStraight(f"{what} has one tensor as {listed(there)}, which are stored apart", tensors=there)
+            raise NotLazyLoadable(f"{what} has one tensor as {listed(there)}, which are stored apart", tensors=there)
         if there:
             sources |= dict.fromkeys(names, stored[there[0]])
     return sources
 
 
-def _check_names(network: nn.Module, missing: Set[str], stored: Mapping[str, _Stored], what: str) -> None:
+def _check_names(network: nn.Module, missing: Set[str], stored: Mapping[str, _HeaderEntry], what: str) -> None:
     """ModelError where `missing` weights are needed, or what is stored is not."""
     known = network.state_dict().keys()
     needed, unknown = _unless_ignored(network, missing, stored.keys() - known)
@@ -220,7 +224,7 @@ def _check_names(network: nn.Module, missing: Set[str], stored: Mapping[str, _St
         raise file_error(first.place.path, f"{said} ({len(unknown)} such tensors)", tensors=unknown)
     if missing:
         made = f"{type(network).__name__} makes up when it is loaded"
-        raise NotStraight(f"{what} lacks {listed(sorted(missing))}, which {made}", what=what)
+        raise NotLazyLoadable(f"{what} lacks {listed(sorted(missing))}, which {made}", what=what)
 
 
 def _unless_ignored(network: nn.Module, missing: Set[str], unknown: Set[str]) -> tuple[list[str], list[str]]:
@@ -233,7 +237,7 @@ def _unless_ignored(network: nn.Module, missing: Set[str], unknown: Set[str]) ->
     return sorted(missing), sorted(name for name in unknown if not any(re.search(part, name) for part in patterns))
 
 
-def _check_kind(weight: torch.Tensor, source: _Stored, what: str) -> None:
+def _check_kind(weight: torch.Tensor, source: _HeaderEntry, what: str) -> None:
     """ModelError where what is stored has not the shape of `weight`, or cannot become of its dtype by rounding."""
     place = source.place
     if place.shape != tuple(weight.shape):

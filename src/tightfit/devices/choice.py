@@ -46,9 +46,9 @@ def _device(name: str) -> Device:
         case "loopback":
             return LoopbackDevice()
         case "pretend" | "privateuseone":  # by our name, or by torch's
-            from tightfit.devices.pretend import PretendDevice  # only where it is asked for
+            from tightfit.devices.pretend import SimulatedDevice  # only where it is asked for
 
-            return PretendDevice(int(index or 0) if (index or "0").isdecimal() else -1)
+            return SimulatedDevice(int(index or 0) if (index or "0").isdecimal() else -1)
         case "cuda" if (card := _card(name)) is not None:
             return card
         case "cuda":
@@ -87,10 +87,10 @@ def find_machine() -> Machine:
     devices: list[Device] = [*cards] or [CpuDevice()]
     cpu = processor()
     return Machine(
-        accelerators=tuple(_accelerator(device, device.title() or cpu) for device in devices),
+        accelerators=tuple(_accelerator(device, device.product_name() or cpu) for device in devices),
         ram=ram_bytes(),
         ram_free=ram_free(),
-        ram_taken=psutil.Process().memory_info().rss,
+        ram_used=psutil.Process().memory_info().rss,
         ram_limit=ram_limit(),
         pinnable=pinnable_bytes() if cards else 0,
         cores=_cores(),
@@ -104,9 +104,9 @@ def _accelerator(device: Device, title: str | None) -> Accelerator:
         kind=device.kind,
         bytes=device.total_bytes(),
         free=device.free_bytes(),
-        taken=device.allocated_bytes() if device.separate else None,
-        fixed_segments=device.fixed_segments(),
-        title=title,
+        allocated=device.allocated_bytes() if device.separate else None,
+        expandable_refused=device.expandable_refused(),
+        product_name=title,
         compute_capability=device.compute_capability(),
         flash=device.has_flash(),
     )

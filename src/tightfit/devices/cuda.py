@@ -11,9 +11,9 @@ import torch
 
 from tightfit.catalog.cuda import PAGE_TAIL
 from tightfit.devices.cuda_mapping import mapping_refused
-from tightfit.devices.cuda_streams import CudaLane
+from tightfit.devices.cuda_streams import CudaCopyStream
 from tightfit.devices.exhaustion import is_out_of_memory
-from tightfit.devices.lane import Lane
+from tightfit.devices.lane import CopyStream
 from tightfit.devices.seam import Device, by_windows, pinnable_bytes
 
 __all__ = ["CudaDevice", "current_cuda", "release_unused"]
@@ -121,10 +121,10 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
 
-    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.torch_device, non_blocking=True)
 
-    def store(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu")  # waits: the host may read it at once
 
     def total_bytes(self) -> int:
@@ -137,7 +137,7 @@ class CudaDevice(Device):
         unused = torch.cuda.memory_reserved(self.torch_device) - allocated
         return max(min(free + unused, int(_SHARES.now(self.torch_device) * total) - allocated), 0)
 
-    def title(self) -> str:
+    def product_name(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)
 
     def compute_capability(self) -> str | None:
@@ -151,8 +151,8 @@ class CudaDevice(Device):
         told = getattr(torch.backends.cuda, "is_flash_attention_available", None)
         return told is None or bool(told())
 
-    def lane(self) -> Lane:
-        return CudaLane(self.torch_device)
+    def copy_stream(self) -> CopyStream:
+        return CudaCopyStream(self.torch_device)
 
     def pinnable(self) -> int:
         return pinnable_bytes()
@@ -219,9 +219,9 @@ class CudaDevice(Device):
         return float(begin.elapsed_time(end)) * 1e-3
 
     def grow_segments(self) -> Callable[[], None]:
-        return _SEGMENTS.grow() if self.fixed_segments() is None else super().grow_segments()
+        return _SEGMENTS.grow() if self.expandable_refused() is None else super().grow_segments()
 
-    def fixed_segments(self) -> str | None:
+    def expandable_refused(self) -> str | None:
         index = self.torch_device.index
         if index not in _FIXED:
             _FIXED[index] = self._why_fixed()

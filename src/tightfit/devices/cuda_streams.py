@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tightfit.devices.lane import Copy, Lane
+from tightfit.devices.lane import CopyStream, PendingCopy
 
-__all__ = ["CudaLane"]
+__all__ = ["CudaCopyStream"]
 
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}  # that were current, by what torch knows them by
 _get_stream: Callable[[int], tuple[int, int, int]] | None = getattr(torch._C, "_cuda_getCurrentStream", None)
@@ -29,7 +29,7 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream:
     return found
 
 
-class CudaLane(Lane):
+class CudaCopyStream(CopyStream):
     """A stream of its own, for copies."""
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class CudaLane(Lane):
         self._own = stream.stream_id, stream.device_index, stream.device_type
         self._marked: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # the last mark, and on which stream
 
-    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Copy:
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> PendingCopy:
         if after is not None:
             self._stream.wait_event(after)
         if _get_stream is None or _set_stream is None or torch.cuda.current_device() != self._own[1]:
@@ -53,7 +53,7 @@ class CudaLane(Lane):
                 _set_stream(*before)
         return _CudaCopy(self._device, self._stream.record_event())
 
-    def follow(self, copy: Copy) -> None:
+    def follow(self, copy: PendingCopy) -> None:
         assert isinstance(copy, _CudaCopy)
         self._stream.wait_event(copy.event)
 
@@ -69,17 +69,17 @@ class CudaLane(Lane):
             stream.wait_event(self._marked[1])
 
 
-class _CudaCopy(Copy):
+class _CudaCopy(PendingCopy):
     def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
         self._device, self.event = device, event
         self._waited: torch.cuda.Stream | None = None  # which stream was the last to wait for it
 
-    def settle(self) -> float:
+    def wait_on_device(self) -> float:
         stream = _current_stream(self._device)
         if stream is not self._waited:  # what stays came once, and is settled for each use
             stream.wait_event(self.event)
             self._waited = stream
         return 0.0
 
-    def land(self) -> None:
+    def synchronize(self) -> None:
         self.event.synchronize()

@@ -11,31 +11,31 @@ from collections.abc import Iterator
 
 import torch
 
-from tightfit.devices.lane import Copy, Lane
-from tightfit.devices.pages import Pages
+from tightfit.devices.lane import CopyStream, PendingCopy
+from tightfit.devices.pages import PinnedPool
 from tightfit.devices.seam import Device
 
-__all__ = ["Crossing", "Depot", "Tape", "bytes_of", "is_dense"]
+__all__ = ["ActivationHostPool", "HostTape", "HostTransfer", "bytes_of", "is_dense"]
 
 PAGE = 8 * 2**20  # bytes of host memory that are taken together: some hundred microseconds of a fast link
 
 
-class Depot:
+class ActivationHostPool:
     """Host memory for what is on `device`, and the copies there and back."""
 
     def __init__(self, device: Device) -> None:
         self.place = device.torch_device
-        self.pages = Pages(device)
-        self.outward, self.inward = device.lane(), device.lane()
-        self._under_way: dict[int, Crossing] = {}
+        self.pages = PinnedPool(device)
+        self.outward, self.inward = device.copy_stream(), device.copy_stream()
+        self._under_way: dict[int, HostTransfer] = {}
 
-    def tape(self, size: int) -> Tape:
+    def tape(self, size: int) -> HostTape:
         """A new tape for `size` bytes."""
-        return Tape(self, size)
+        return HostTape(self, size)
 
-    def depart(self, lane: Lane, tensor: torch.Tensor) -> Crossing:
+    def depart(self, lane: CopyStream, tensor: torch.Tensor) -> HostTransfer:
         """Copies are about to begin on `lane` that read from `tensor`, or write to it."""
-        crossing = Crossing(lane, tensor, self._under_way)
+        crossing = HostTransfer(lane, tensor, self._under_way)
         self._under_way[id(crossing)] = crossing
         return crossing
 
@@ -55,14 +55,14 @@ class Depot:
         self.pages.close()
 
 
-class Crossing:
+class HostTransfer:
     """Copies that belong together, and the tensor on the device that they read or write."""
 
-    def __init__(self, lane: Lane, tensor: torch.Tensor, under_way: dict[int, Crossing]) -> None:
+    def __init__(self, lane: CopyStream, tensor: torch.Tensor, under_way: dict[int, HostTransfer]) -> None:
         self._lane, self._after = lane, lane.mark()
         self._tensor: torch.Tensor | None = tensor
         self._under_way = under_way
-        self._copies: list[Copy] = []
+        self._copies: list[PendingCopy] = []
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copies.append(self._lane.send(target, source, self._after))
@@ -70,29 +70,29 @@ class Crossing:
     def settle(self) -> None:
         """What the device is given from now on begins after all of them; the tensor is not kept any more."""
         for copy in self._copies:
-            copy.settle()
+            copy.wait_on_device()
         self._copies.clear()
         self._tensor = None
         self._under_way.pop(id(self), None)
 
-    def precede(self, lane: Lane) -> None:
+    def precede(self, lane: CopyStream) -> None:
         """What `lane` is given from now on begins after it."""
         for copy in self._copies:
             lane.follow(copy)
 
 
-class Tape:
+class HostTape:
     """`size` bytes in host memory, written from the first to the last, read anywhere, and forgotten from the first on.
 
     One piece is on its way there at most, the last: the next waits for it.
     """
 
-    def __init__(self, depot: Depot, size: int) -> None:
+    def __init__(self, depot: ActivationHostPool, size: int) -> None:
         self._depot, self._size = depot, size
         self._pages: dict[int, torch.Tensor] = {}  # by number; they are the depot's again when nobody holds them
         self.written = 0  # bytes that are there, or on their way
         self._latest = 0  # where those begin that were written last
-        self._writing: Crossing | None = None
+        self._writing: HostTransfer | None = None
 
     def write(self, source: torch.Tensor) -> None:
         """Sends `source`, uint8 of shape (bytes,) on the device, which nobody writes into before it is there."""
@@ -108,7 +108,7 @@ class Tape:
             self._writing.settle()
             self._writing = None
 
-    def read(self, start: int, target: torch.Tensor) -> Crossing:
+    def read(self, start: int, target: torch.Tensor) -> HostTransfer:
         """Begins to bring the bytes from `start` on to `target`, uint8 of shape (bytes,) on the device.
 
         They are there for what the device is given after `settle()`, and not to be forgotten before.

@@ -41,7 +41,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ReadTarget:
     """An extent and memory for it: `view` is as long as the extent, or as its sectors where it is read directly."""
 
     extent: Extent
@@ -74,7 +74,7 @@ class DiskFile:
             if handle is not None:
                 os.close(handle)
 
-    def read(self, piece: Piece, done: int) -> tuple[int, int]:
+    def read(self, piece: ReadTarget, done: int) -> tuple[int, int]:
         """Reads on where `done` bytes of the piece are there; how many came, and how many of those directly."""
         view, extent = piece.view[done : done + STEP], piece.extent
         count, direct = self._read_some(view, extent.offset + done, direct=piece.direct and done % SECTOR == 0)
@@ -120,7 +120,7 @@ class DiskFile:
 class Reading:
     """What `DiskReader.read` was asked for once. It keeps its targets alive until it is over."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[ReadTarget]) -> None:
         self._pieces = pieces
         self._what = f"{len(pieces)} pieces ({format_bytes(sum(piece.extent.size for piece in pieces))})"
         self._begun = self._stopped = False
@@ -174,7 +174,7 @@ class DiskReader(AbstractContextManager["DiskReader"]):
     """
 
     def __init__(self) -> None:
-        self._desk = _Desk()
+        self._desk = _ReadQueue()
         weakref.finalize(self, self._desk.close)
 
     def read(self, pieces: Sequence[tuple[Extent, torch.Tensor]]) -> Reading:
@@ -216,7 +216,7 @@ class DiskReader(AbstractContextManager["DiskReader"]):
         self.close()
 
 
-class _Desk:
+class _ReadQueue:
     """What a reader shares with its thread, which must not keep the reader alive."""
 
     def __init__(self) -> None:
@@ -262,7 +262,7 @@ class _Desk:
         self.seconds_busy += time.perf_counter() - start
         reading._end()
 
-    def _fill(self, piece: Piece, reading: Reading) -> None:
+    def _fill(self, piece: ReadTarget, reading: Reading) -> None:
         self._heed(reading)
         path, done = piece.extent.path, 0
         try:
@@ -283,7 +283,7 @@ class _Desk:
             raise reading._cancelled()
 
 
-def _piece(extent: Extent, target: torch.Tensor) -> Piece:
+def _piece(extent: Extent, target: torch.Tensor) -> ReadTarget:
     """InputError where `target` will not do for `extent`."""
     bytes_there = target.dtype == torch.uint8 and target.device.type == "cpu" and target.is_contiguous()
     if not bytes_there or extent.offset < 0 or not 0 <= extent.size <= target.numel():
@@ -295,4 +295,4 @@ def _piece(extent: Extent, target: torch.Tensor) -> Piece:
         )  # fmt: skip
     sectors = -(-extent.size // SECTOR) * SECTOR
     direct = extent.offset % SECTOR == target.data_ptr() % SECTOR == 0 and sectors <= target.numel()
-    return Piece(extent, target.view(-1).numpy().data[: sectors if direct else extent.size], direct)
+    return ReadTarget(extent, target.view(-1).numpy().data[: sectors if direct else extent.size], direct)

@@ -10,7 +10,7 @@ import torch
 
 from tightfit.devices.seam import Device
 
-__all__ = ["Pages"]
+__all__ = ["PinnedPool"]
 
 ASK_EVERY = 256 * 2**20  # bytes that are page-locked before it is asked again how many can be
 
@@ -22,7 +22,7 @@ class _Loan(weakref.ref[torch.Tensor]):
     page: torch.Tensor
 
 
-class Pages:
+class PinnedPool:
     """Pieces of host memory for copies to and from `device`, page-locked where that is not refused."""
 
     def __init__(self, device: Device) -> None:
@@ -54,7 +54,7 @@ class Pages:
             self._free.setdefault(loan.page.nbytes, []).append(loan.page)
 
     def _new(self, size: int) -> torch.Tensor:
-        page = self._device.host_room(size)
+        page = self._device.allocate_host(size)
         if not self._refused and self._may_lock(size):
             unlock = self._device.lock_pages(page)
             if unlock is None:

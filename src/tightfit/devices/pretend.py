@@ -8,20 +8,20 @@ from typing import Any
 import torch
 
 from tightfit.catalog.cuda import PAGE_TAIL
-from tightfit.devices.lane import Copy, Lane
+from tightfit.devices.lane import CopyStream, PendingCopy
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError
 from tightfit.pretend.backend import cards_in_use
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Point
 from tightfit.pretend.operations import NAME
 from tightfit.pretend.pinning import is_pinned, pin
-from tightfit.pretend.storage import settle, store_of
+from tightfit.pretend.storage import free_dead_tensors, store_of
 
-__all__ = ["PretendDevice"]
+__all__ = ["SimulatedDevice"]
 
 
-class PretendDevice(Device):
+class SimulatedDevice(Device):
     """Number `index` of the pretend cards in use. Its times are the cards' clock's.
 
     One like a CPU (by its accelerator's kind) is no card: its memory is the host's.
@@ -46,31 +46,31 @@ class PretendDevice(Device):
     def compute_capability(self) -> str | None:
         return self.card.accelerator.compute_capability
 
-    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor.to(self.torch_device, non_blocking=True)
         self.card.copy_in(tensor.nbytes, pinned=False, wait=False)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.torch_device)
 
-    def store(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.card.values == "real":
             return tensor.to("cpu")
         self.card.copy_out(tensor.nbytes, pinned=False, wait=True)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    def lane(self) -> Lane:
-        return _PretendLane(self.card)
+    def copy_stream(self) -> CopyStream:
+        return _SimulatedCopyStream(self.card)
 
-    def room(self, size: int) -> torch.Tensor:
-        whole = super().room(size)
+    def allocate(self, size: int) -> torch.Tensor:
+        whole = super().allocate(size)
         if self.card.values == "shapes":
             store_of(whole).values = None  # it will hold weights, and they are only shapes
         return whole
 
-    def host_room(self, size: int) -> torch.Tensor:
+    def allocate_host(self, size: int) -> torch.Tensor:
         if self.card.values == "shapes":
             return torch.empty(size, dtype=torch.uint8, device="meta")
-        return super().host_room(size)
+        return super().allocate_host(size)
 
     def pinnable(self) -> int:
         return 2**60
@@ -86,11 +86,11 @@ class PretendDevice(Device):
         return self.card.accelerator.bytes
 
     def free_bytes(self) -> int:
-        settle()
+        free_dead_tensors()
         return self.card.allocator.capacity - self.card.allocator.allocated.now
 
     def allocated_bytes(self) -> int:
-        settle()
+        free_dead_tensors()
         return self.card.live.now
 
     def peak_bytes(self) -> int:
@@ -100,7 +100,7 @@ class PretendDevice(Device):
         return self.card.held.peak
 
     def reset_peak(self) -> None:
-        settle()
+        free_dead_tensors()
         self.card.held.reset_peak()
         self.card.live.reset_peak()
 
@@ -138,15 +138,15 @@ class PretendDevice(Device):
         return self.card.now * 1e-9
 
 
-class _PretendLane(Lane):
+class _SimulatedCopyStream(CopyStream):
     """A stream of the card's own, for copies."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: SimulatedCard) -> None:
         self._card = card
         self._place = torch.device(NAME, card.index)
         self._stream = card.new_stream()
 
-    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Copy:
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> PendingCopy:
         card = self._card
         with card.on(self._stream):
             if after is not None:
@@ -157,23 +157,23 @@ class _PretendLane(Lane):
                 card.copy_out(source.nbytes, pinned=is_pinned(target), wait=False)
             else:
                 target.copy_(source, non_blocking=is_pinned(target if source.device == self._place else source))
-            return _PretendCopy(card, card.record())
+            return _SimulatedCopy(card, card.record())
 
-    def follow(self, copy: Copy) -> None:
-        assert isinstance(copy, _PretendCopy)
+    def follow(self, copy: PendingCopy) -> None:
+        assert isinstance(copy, _SimulatedCopy)
         self._card.timeline.wait(self._stream, copy.point)
 
     def mark(self) -> Point:
         return self._card.record()
 
 
-class _PretendCopy(Copy):
-    def __init__(self, card: Card, point: Point) -> None:
+class _SimulatedCopy(PendingCopy):
+    def __init__(self, card: SimulatedCard, point: Point) -> None:
         self._card, self.point = card, point
 
-    def settle(self) -> float:
+    def wait_on_device(self) -> float:
         self._card.timeline.wait(self._card.stream, self.point)
         return 0.0
 
-    def land(self) -> None:
+    def synchronize(self) -> None:
         self.point.wait()

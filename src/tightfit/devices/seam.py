@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from tightfit.devices.lane import HostLane, Lane
+from tightfit.devices.lane import CopyStream, HostCopyStream
 from tightfit.devices.memory import arena, own_maps, trim_heap
 from tightfit.errors import InputError
 
@@ -43,11 +43,11 @@ class Device(ABC):
     swaps_parameters = False  # True: `parameter.data` of a host parameter cannot become a tensor of this device
 
     @abstractmethod
-    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a host `tensor` in device memory, same dtype, shape and strides."""
 
     @abstractmethod
-    def store(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a device `tensor` in host memory, complete on return."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Device(ABC):
         """Memory of the device that new tensors could take now."""
         return self.total_bytes() - (self.allocated_bytes() or 0)
 
-    def title(self) -> str | None:
+    def product_name(self) -> str | None:
         """What the device is sold as; None where nobody says."""
         return None
 
@@ -70,11 +70,11 @@ class Device(ABC):
         """Whether torch was compiled with flash attention for such a device."""
         return True
 
-    def lane(self) -> Lane:
+    def copy_stream(self) -> CopyStream:
         """A new queue of copies to the device, or from it."""
-        return HostLane()
+        return HostCopyStream()
 
-    def room(self, size: int) -> torch.Tensor:
+    def allocate(self, size: int) -> torch.Tensor:
         """`size` bytes of device memory, as uint8 of shape (size,), with anything in them.
 
         Where that is host memory, whole sectors of a disk can be read into it directly.
@@ -83,7 +83,7 @@ class Device(ABC):
             return arena(size)
         return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
 
-    def host_room(self, size: int) -> torch.Tensor:
+    def allocate_host(self, size: int) -> torch.Tensor:
         """`size` bytes of host memory for what is on the device, as uint8 of shape (size,); or only as a shape."""
         return arena(size)
 
@@ -143,7 +143,7 @@ class Device(ABC):
         """
         return lambda: None
 
-    def fixed_segments(self) -> str | None:
+    def expandable_refused(self) -> str | None:
         """Why segments of the device's allocator cannot grow; None where they can, or where it has none."""
         return None
 
@@ -198,10 +198,10 @@ class CpuDevice(Device):
     def release_cache(self) -> None:
         trim_heap()
 
-    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def store(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     def total_bytes(self) -> int:
@@ -221,10 +221,10 @@ class LoopbackDevice(Device):
     torch_device = torch.device("cpu")
     separate = True
 
-    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.preserve_format)
 
-    def store(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.preserve_format)
 
     def total_bytes(self) -> int:

@@ -18,16 +18,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from tightfit.measure.ledger import Ledger
-from tightfit.measure.likeness import REPEATS, Likeness
+from tightfit.measure.ledger import CallProfiler
+from tightfit.measure.likeness import REPEATS, ModuleEquivalence
 from tightfit.measure.modules import find_leaves, find_role
 from tightfit.measure.passes import OpenPass
-from tightfit.pretend.allocator import Step
+from tightfit.pretend.allocator import AllocatorEvent
 from tightfit.pretend.blocks import Block
-from tightfit.pretend.card import Card
-from tightfit.pretend.kernels import Work
+from tightfit.pretend.card import SimulatedCard
+from tightfit.pretend.kernels import KernelCost
 from tightfit.pretend.operations import NAME
-from tightfit.pretend.storage import Look, settle, store_of, tensors_in, view
+from tightfit.pretend.storage import Look, free_dead_tensors, store_of, tensors_in, view
 
 __all__ = ["BlockReplay"]
 
@@ -53,7 +53,7 @@ class _Place(NamedTuple):
 
 class _Kernel(NamedTuple):
     position: int  # in the allocator's history
-    work: Work
+    work: KernelCost
     leaf: str  # at work
 
 
@@ -68,7 +68,7 @@ class _Freed(NamedTuple):
 
 
 class _Ran(NamedTuple):
-    work: Work
+    work: KernelCost
     leaf: str  # as it is told
 
 
@@ -99,14 +99,14 @@ class _Done(NamedTuple):
 class BlockReplay:
     """Lets each kind of block of `components` work once in each pass on `card`; autoencoders work as they are."""
 
-    def __init__(self, components: Mapping[str, nn.Module], card: Card, undo: ExitStack) -> None:
+    def __init__(self, components: Mapping[str, nn.Module], card: SimulatedCard, undo: ExitStack) -> None:
         self._card = card
-        self._ledger: Ledger | None = None
+        self._ledger: CallProfiler | None = None
         self._kernels: list[_Kernel] = []  # since the outermost block that is being noted began
         self._noting = self._waits = 0
         self._pass: OpenPass | None = None
         self._known: dict[Any, _Done | int] = {}  # of the pass: by kind what it did, or how often nothing was learned
-        self._likeness = Likeness()
+        self._likeness = ModuleEquivalence()
         card.watchers.append(self._note)
         undo.callback(card.watchers.remove, self._note)
         card.awaiters.append(self._wait)
@@ -119,7 +119,7 @@ class BlockReplay:
                     within = tuple(told for leaf in leaves if (told := bare.told(leaf)) is not None)
                     self._follow(name, _Place(path, within), block, undo)
 
-    def listen(self, ledger: Ledger) -> None:
+    def listen(self, ledger: CallProfiler) -> None:
         """From now on it is `ledger` that knows which pass is under way."""
         self._ledger, self._pass = ledger, None
 
@@ -134,7 +134,7 @@ class BlockReplay:
             if opened is None or opened.component != name:
                 return usual(*args, **kwargs)
             if opened is not self._pass:
-                self._pass, self._known, self._likeness = opened, {}, Likeness()
+                self._pass, self._known, self._likeness = opened, {}, ModuleEquivalence()
             given, structure = tree_flatten((args, kwargs))
             layouts = _layouts(given)
             if layouts is None:
@@ -154,9 +154,9 @@ class BlockReplay:
         block.forward = run
         undo.callback(vars(block).pop, "forward", None)
 
-    def _note(self, work: Work) -> None:
+    def _note(self, work: KernelCost) -> None:
         if self._noting and self._pass is not None:
-            settle()
+            free_dead_tensors()
             self._kernels.append(_Kernel(len(self._card.allocator.history), work, self._pass.leaf))
 
     def _wait(self) -> None:
@@ -166,13 +166,13 @@ class BlockReplay:
         self, work: Callable[[], Any], given: Sequence[Any], place: _Place, opened: OpenPass
     ) -> tuple[Any, _Done | None]:
         """What `work` gives, and what it did; None where that cannot be repeated."""
-        settle()
+        free_dead_tensors()
         history = self._card.allocator.history
         before, began, first = self._around(), len(history), len(self._kernels)
         self._noting += 1
         try:
             output = work()
-            settle()
+            free_dead_tensors()
         finally:
             self._noting -= 1
             kernels = self._kernels[first:]
@@ -191,7 +191,7 @@ class BlockReplay:
         return self._waits, card.stream, card.bytes_in, card.bytes_out, card.workspace_bytes
 
     def _repeat(self, done: _Done, given: Sequence[Any], place: _Place, opened: OpenPass) -> Any:
-        settle()
+        free_dead_tensors()
         card, made = self._card, list[Block]()
         for event in done.events:
             match event:
@@ -247,7 +247,7 @@ def _look(tensor: torch.Tensor) -> Look:
 
 
 def _events(
-    steps: Sequence[Step], ran: Sequence[tuple[int, Work, str | None]]
+    steps: Sequence[AllocatorEvent], ran: Sequence[tuple[int, KernelCost, str | None]]
 ) -> tuple[tuple[_Asked | _Freed | _Ran, ...], dict[int, int]] | None:
     """What a block did with `steps` of the allocator, of which so many came before each kernel that `ran`.
 

@@ -56,10 +56,10 @@ def _joined(phase: PhaseTrace, others: Mapping[str, PhaseTrace]) -> PhaseTrace:
     every = [phase, *others.values()]
     return phase.model_copy(
         update={
-            "elsewhere": {name: other.peak_bytes for name, other in others.items()},
+            "other_devices": {name: other.peak_bytes for name, other in others.items()},
             "bytes_in": sum(each.bytes_in for each in every),
             "bytes_out": sum(each.bytes_out for each in every),
             "on_demand": sum(each.on_demand for each in every),
-            "waited": sum(each.waited for each in every),
+            "seconds_waiting": sum(each.seconds_waiting for each in every),
         }
     )

@@ -30,15 +30,15 @@ _MEASURING = ("measure/rates.py", "measure/layouts.py", "apply/weights/overheads
 def known_accelerator(device: Device) -> Accelerator:
     """What `device` is, with its rates where they were measured; a pretend card's are those that it was given."""
     if device.kind == "pretend":
-        from tightfit.devices.pretend import PretendDevice  # only where there is one
+        from tightfit.devices.pretend import SimulatedDevice  # only where there is one
 
-        assert isinstance(device, PretendDevice)
+        assert isinstance(device, SimulatedDevice)
         return device.card.accelerator
     here = Accelerator(
         name=device.name,
         kind=device.kind,
         bytes=device.total_bytes(),
-        title=device.title() or processor(),
+        product_name=device.product_name() or processor(),
         compute_capability=device.compute_capability(),
         flash=device.has_flash(),
     )
@@ -52,7 +52,7 @@ def known_accelerator(device: Device) -> Accelerator:
 
 
 def _who(accelerator: Accelerator) -> tuple[str | None, ...]:
-    return accelerator.name, accelerator.title, accelerator.compute_capability
+    return accelerator.name, accelerator.product_name, accelerator.compute_capability
 
 
 def kept_file() -> Path:
@@ -71,7 +71,12 @@ def read_kept() -> dict[str, Any]:
 def machine_key(machine: Machine) -> str:
     """Under which the rates of `machine` are kept."""
     cards = [
-        (card.name, card.title, card.compute_capability, round(card.bytes / 2**30))  # RAM differs a little by boot
+        (
+            card.name,
+            card.product_name,
+            card.compute_capability,
+            round(card.bytes / 2**30),
+        )  # RAM differs a little by boot
         for card in machine.accelerators
     ]
     depends = (cards, machine.cpu, machine.cores, torch.get_num_threads(), version("torch"))

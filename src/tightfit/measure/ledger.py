@@ -15,20 +15,20 @@ from tightfit.footprint import Phase
 from tightfit.measure.call_signature import call_signature
 from tightfit.measure.modules import find_leaves, find_parts, find_phase, find_role, find_units, weight_tensors
 from tightfit.measure.passes import OpenPass, OpenPhase, OpenUse
-from tightfit.measure.tally import Tally
-from tightfit.pretend.allocator import Step
-from tightfit.pretend.card import Card
+from tightfit.measure.tally import KernelCounter
+from tightfit.pretend.allocator import AllocatorEvent
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.history import least_capacity, replay, rounded_peak
-from tightfit.pretend.kernels import Work
+from tightfit.pretend.kernels import KernelCost
 from tightfit.pretend.operations import NAME
-from tightfit.pretend.storage import settle, store_of
+from tightfit.pretend.storage import free_dead_tensors, store_of
 
-__all__ = ["Ledger"]
+__all__ = ["CallProfiler"]
 
 MOST_ANSWERS = 1000  # with zeros: who asks more often may wait for another answer
 
 
-class _Followed(NamedTuple):
+class _ProfiledComponent(NamedTuple):
     """What of a component is listened to, by dotted path."""
 
     units: dict[str, nn.Module]
@@ -36,24 +36,26 @@ class _Followed(NamedTuple):
     parts: dict[str, nn.Module]
 
 
-class Ledger:
+class CallProfiler:
     """Follows components at work on `card`, from `follow` on; what is on the card by then is weights.
 
     Bytes are looked at with every kernel, while it holds what it holds.
     """
 
-    def __init__(self, card: Card, *, expandable: bool = True) -> None:
+    def __init__(self, card: SimulatedCard, *, expandable: bool = True) -> None:
         """`expandable`: rooms are for an allocator whose segments grow."""
         self._card, self._expandable = card, expandable
-        settle()
+        free_dead_tensors()
         self._weights = card.allocator.allocated.now - card.workspace_bytes
         self._began = len(card.allocator.history)
-        self._standing: dict[int, Step] = {}  # by their numbers, what blocks were asked for before that are there yet
-        self._followed: dict[str, _Followed] = {}
+        self._standing: dict[
+            int, AllocatorEvent
+        ] = {}  # by their numbers, what blocks were asked for before that are there yet
+        self._followed: dict[str, _ProfiledComponent] = {}
         self._own: dict[int, int] = {}  # bytes of components' weights, by the numbers of their blocks
         self._begin_call()
 
-    def for_another_call(self, components: Mapping[str, nn.Module]) -> Ledger:
+    def for_another_call(self, components: Mapping[str, nn.Module]) -> CallProfiler:
         """One that follows another call of the same `components`, after this one: what calls left is no weight."""
         other = copy.copy(self)
         other._own = _blocks_of(components)
@@ -68,7 +70,7 @@ class Ledger:
         self._open: list[OpenPass] = []
         self._units: dict[str, list[str]] = {}
         self._seen: dict[Any, list[OpenUse]] = {}  # passes, by what could be seen of them before they began
-        self._before = Tally()  # work before the first phase
+        self._before = KernelCounter()  # work before the first phase
         self._doubt: RunError | None = None  # what was asked for after denoisers' passes, and answered with zeros
         self._answers = 0
 
@@ -83,7 +85,9 @@ class Ledger:
         self._card.judge = self._judge
         for name, module in components.items():
             if name not in self._followed:
-                self._followed[name] = _Followed(find_units(module), find_leaves(module), find_parts(name, module))
+                self._followed[name] = _ProfiledComponent(
+                    find_units(module), find_leaves(module), find_parts(name, module)
+                )
             units, leaves, parts = self._followed[name]
             self._follow_units(name, units, undo)
             self._follow_leaves(name, leaves, undo)
@@ -106,7 +110,7 @@ class Ledger:
             for phase, end in zip(self._phases, ends, strict=True)
         )
 
-    def _room(self, phase: OpenPhase, history: Sequence[Step], end: int) -> int:
+    def _room(self, phase: OpenPhase, history: Sequence[AllocatorEvent], end: int) -> int:
         """Bytes that an allocator must have for a phase at the least, and for a peak that repeated passes brought.
 
         Where segments are fixed, what is left of the phases before keeps whole ones: then those are asked again, too.
@@ -118,7 +122,7 @@ class Ledger:
             return least_capacity(history, expandable=True) + more
         return least_capacity(self._history(self._phases[0].began, end)) + more
 
-    def _history(self, begin: int, end: int) -> list[Step]:
+    def _history(self, begin: int, end: int) -> list[AllocatorEvent]:
         """What was asked of the allocator between two of its steps; first, all activations that were there by then."""
         steps, workspaces = self._card.allocator.history, self._card.workspace_numbers
         nobodys = workspaces | self._own.keys()
@@ -131,7 +135,7 @@ class Ledger:
                 asked.append(step)
         return asked
 
-    def _there(self, end: int) -> dict[int, Step]:
+    def _there(self, end: int) -> dict[int, AllocatorEvent]:
         """By their numbers, what blocks were asked for that are there after `end` steps of the allocator."""
         there = dict(self._standing)
         for step in self._card.allocator.history[self._began : end]:
@@ -204,7 +208,10 @@ class Ledger:
             raise self._doubt
         if not self._phases or self._phases[-1].name != phase:
             self._phases.append(OpenPhase(phase, len(self._card.allocator.history)))
-            self._phases[-1].between, self._before = self._before, Tally()  # what was done before the first is its
+            self._phases[-1].between, self._before = (
+                self._before,
+                KernelCounter(),
+            )  # what was done before the first is its
         self._open.append(opened)
         self._turn("")
 
@@ -238,7 +245,7 @@ class Ledger:
             self._open[-1].leaf = leaf
 
     def _turn(self, unit: str) -> None:
-        settle()
+        free_dead_tensors()
         now = self._activations
         self._open[-1].stretches.append(OpenUse(unit, now, now))
 
@@ -246,8 +253,8 @@ class Ledger:
     def _activations(self) -> int:
         return self._card.allocator.allocated.now - self._card.workspace_bytes - self._weights
 
-    def _kernel(self, work: Work) -> None:
-        settle()
+    def _kernel(self, work: KernelCost) -> None:
+        free_dead_tensors()
         now = self._activations
         if self._phases:
             self._phases[-1].peak = max(self._phases[-1].peak, now)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["REPEATS", "Likeness"]
+__all__ = ["REPEATS", "ModuleEquivalence"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -20,7 +20,7 @@ _KNOWN = ("torch.", "diffusers.", "transformers.")  # libraries whose objects ar
 REPEATS = "repeats_blocks"  # an attribute of functions that take a block's place and do what the block does
 
 
-class Likeness:
+class ModuleEquivalence:
     """Numbers modules so that those alike have the same; each is looked at once.
 
     A module with anybody's hooks, or in whose place somebody else works, is like none: who knows what they keep.
@@ -40,7 +40,7 @@ class Likeness:
 
     def is_as_before(self, module: nn.Module) -> bool:
         """Whether `module` is still what it was when it was numbered."""
-        now = Likeness()
+        now = ModuleEquivalence()
         now._numbers, now._kept = self._numbers, self._kept
         return now.of(module) == self.of(module)
 

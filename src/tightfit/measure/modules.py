@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tightfit.errors import PlanError
-from tightfit.footprint import Component, Footprint, Role, Unit
+from tightfit.footprint import Component, Footprint, Role, WeightBlock
 from tightfit.measure.shared import give_owners
-from tightfit.pretend.allocator import Step
+from tightfit.pretend.allocator import AllocatorEvent
 from tightfit.pretend.history import replay
 
 __all__ = [
@@ -75,25 +75,25 @@ def inspect_component(name: str, module: nn.Module) -> Component:
         class_name=type(module).__name__,
         role=find_role(name, module),
         bytes=whole.bytes,
-        room=_room(tensors.values()),
+        allocator_bytes=_room(tensors.values()),
         dtypes=whole.dtypes,
-        units=(*units, _unit("", list(left.values()))) if units else (),
-        leaves=tuple(_joined(module, {path: _leaf(path, parts) for path, parts in leaves.items()}, leaves)),
-        small=len(tensors.keys() - large),
-        skips=has_skips(module),
+        blocks=(*units, _unit("", list(left.values()))) if units else (),
+        layers=tuple(_joined(module, {path: _leaf(path, parts) for path, parts in leaves.items()}, leaves)),
+        small_tensor_bytes=len(tensors.keys() - large),
+        has_skip_connections=has_skips(module),
         compiled=bool(compiled_around(module)),
         convolves=convolves(module),
-        called=type(module).forward is not nn.Module.forward or any(True for _ in module.children()),
+        has_forward=type(module).forward is not nn.Module.forward or any(True for _ in module.children()),
         head_widths=head_widths(module),
     )
 
 
 def _room(tensors: Iterable[torch.Tensor]) -> int:
-    asked = [Step("malloc", number, tensor.nbytes) for number, tensor in enumerate(tensors)]
+    asked = [AllocatorEvent("malloc", number, tensor.nbytes) for number, tensor in enumerate(tensors)]
     return replay(asked, 2**60, expandable=True).reserved.peak
 
 
-def _leaf(path: str, parts: tuple[nn.Module, ...]) -> Unit:
+def _leaf(path: str, parts: tuple[nn.Module, ...]) -> WeightBlock:
     tensors = list({id(tensor): tensor for part in parts for tensor in _own(part)}.values())
     linear = all(isinstance(part, nn.Linear) for part in parts)
     matrices = [tensor for tensor in tensors if linear and tensor.ndim == 2]
@@ -102,8 +102,8 @@ def _leaf(path: str, parts: tuple[nn.Module, ...]) -> Unit:
 
 
 def _joined(
-    module: nn.Module, units: Mapping[str, Unit], leaves: Mapping[str, tuple[nn.Module, ...]]
-) -> Iterator[Unit]:
+    module: nn.Module, units: Mapping[str, WeightBlock], leaves: Mapping[str, tuple[nn.Module, ...]]
+) -> Iterator[WeightBlock]:
     """The leaves; those that are small move together with their neighbours in the same block.
 
     They are used one after another, unless the block is made otherwise, and then they come more often than once.
@@ -138,9 +138,9 @@ def _repeated_blocks(module: nn.Module) -> set[str]:
     return found
 
 
-def _unit(name: str, tensors: list[torch.Tensor]) -> Unit:
+def _unit(name: str, tensors: list[torch.Tensor]) -> WeightBlock:
     dtypes = _bytes_by_dtype(tensors)
-    return Unit(name=name, bytes=sum(dtypes.values()), dtypes=dtypes)
+    return WeightBlock(name=name, bytes=sum(dtypes.values()), dtypes=dtypes)
 
 
 def _bytes_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:

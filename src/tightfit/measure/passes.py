@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightfit.footprint import Pass, Phase, Turn, Use
-from tightfit.measure.tally import Tally
-from tightfit.pretend.kernels import Work
+from tightfit.footprint import BlockUse, ComponentCall, LayerWork, Phase
+from tightfit.measure.tally import KernelCounter
+from tightfit.pretend.kernels import KernelCost
 
 __all__ = ["OpenPass", "OpenPhase", "OpenUse"]
 
@@ -17,7 +17,7 @@ class OpenTurn:
     """Of one leaf, or of what is done between leaves ("")."""
 
     leaf: str
-    tally: Tally = field(default_factory=Tally)
+    tally: KernelCounter = field(default_factory=KernelCounter)
     waits: bool = False
 
 
@@ -34,7 +34,7 @@ class OpenUse:
     def worked(self) -> bool:
         return bool(self.unit or self.turns)
 
-    def add(self, leaf: str, work: Work) -> None:
+    def add(self, leaf: str, work: KernelCost) -> None:
         self._turn(leaf).tally.add(work)
 
     def wait(self, leaf: str) -> None:
@@ -50,9 +50,11 @@ class OpenUse:
         """The same, with `more` bytes waiting."""
         return OpenUse(self.unit, self.waiting + more, self.peak + more, self.turns)
 
-    def use(self) -> Use:
-        turns = tuple(Turn(leaf=each.leaf, work=each.tally.workloads(), waits=each.waits) for each in self.turns)
-        return Use(unit=self.unit, waiting=self.waiting, peak=self.peak, turns=turns)
+    def use(self) -> BlockUse:
+        turns = tuple(
+            LayerWork(layer=each.leaf, work=each.tally.workloads(), host_waits=each.waits) for each in self.turns
+        )
+        return BlockUse(block=self.unit, live_bytes_at_start=self.waiting, peak=self.peak, layer_work=turns)
 
 
 @dataclass
@@ -79,7 +81,7 @@ class OpenPhase:
         self.name = name
         self.began = began  # at which step of the allocator
         self.peak = self.outside = 0
-        self.between = Tally()
+        self.between = KernelCounter()
         self._kinds: dict[Any, list[OpenUse]] = {}
         self._order: list[Any] = []
 
@@ -102,20 +104,22 @@ class OpenPhase:
         return Phase(
             name=self.name,
             peak=self.peak,
-            outside=self.outside,
-            room=room,
-            passes=tuple(self._pass(kind) for kind in kinds),
-            order=tuple(map(kinds.index, self._order)),
-            between=self.between.workloads(),
-            skipped=tuple(skipped),
-            conditional=tuple(some),
+            peak_between_calls=self.outside,
+            allocator_bytes=room,
+            calls=tuple(self._pass(kind) for kind in kinds),
+            call_order=tuple(map(kinds.index, self._order)),
+            other_work=self.between.workloads(),
+            unused_blocks=tuple(skipped),
+            conditional_blocks=tuple(some),
         )
 
-    def _pass(self, kind: Any) -> Pass:
+    def _pass(self, kind: Any) -> ComponentCall:
         uses = tuple(stretch.use() for stretch in self._kinds[kind])
         component, method = kind[:2]
         peak = _highest(self._kinds[kind])
-        return Pass(component=component, method=method, runs=self._order.count(kind), peak=peak, uses=uses)
+        return ComponentCall(
+            component=component, method=method, runs=self._order.count(kind), peak=peak, block_uses=uses
+        )
 
 
 def _highest(stretches: list[OpenUse]) -> int:

@@ -281,7 +281,7 @@ class Recorder:
                 bytes_out=p.bytes_out,
                 runs=max(p.runs, 1),
                 on_demand=p.on_demand,
-                waited=p.waited,
+                seconds_waiting=p.waited,
             )
             for p, end in zip(self._phases, ends, strict=True)
         )
@@ -292,7 +292,7 @@ class Recorder:
             seconds=seconds,
             phases=phases,
             samples=tuple(Sample(**moment._asdict()) for moment in moments),
-            beside=self._beside,
+            other_bytes=self._beside,
             rss_peak_bytes=max(self._rss[2], int(self._process.memory_info().rss)),
             lossy=tuple(self._lossy),
             notes=(*self._notes, *self._told()),

@@ -21,12 +21,12 @@ from tightfit.errors import PlanError
 from tightfit.measure.building import LARGE
 from tightfit.measure.modules import HANDLE, find_components, weight_tensors
 
-__all__ = ["PROMPT", "mark_of", "shadow_of", "without_hooks"]
+__all__ = ["PROMPT", "fingerprint", "meta_copy", "without_hooks"]
 
 PROMPT = "a prompt"  # what pipelines are tried out with
 
 
-def shadow_of(pipe: Any) -> Any:
+def meta_copy(pipe: Any) -> Any:
     """`pipe`, a diffusers pipeline or a module, without weights.
 
     A safety checker is left out: it looks at pictures. Raises PlanError for weights in a format of somebody else's
@@ -69,7 +69,7 @@ def without_hooks(double: Any) -> Any:
     return double
 
 
-def mark_of(pipe: Any) -> str:
+def fingerprint(pipe: Any) -> str:
     """A digest of all that a live pipeline's work depends on; "" where that cannot be told from outside.
 
     It can where all code is that of libraries, whose versions are known: no classes of others, no hooks.

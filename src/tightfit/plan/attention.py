@@ -102,7 +102,7 @@ def foresee(component: Component, chosen: ComponentPlan, accelerator: Accelerato
         yield "attention of {} as torch chooses", "asked for by name, also where that makes all scores at once"
     elif wanted != "auto":
         yield _by_name(wanted, [said for call in calls if (said := refusal(wanted, call)) is not None])
-    elif component.role in ("denoiser", "autoencoder") and not chosen.traced and not component.compiled:
+    elif component.role in ("denoiser", "autoencoder") and not chosen.exported and not component.compiled:
         alike: dict[Kernel, list[AttentionCall]] = {}
         for call in calls:
             alike.setdefault(torch_kernel(call).kernel, []).append(call)
@@ -136,12 +136,12 @@ def _by_itself(kernel: Kernel, calls: list[AttentionCall], accelerator: Accelera
     call, refused = calls[0], torch_kernel(calls[0]).refused
     if kernel == "math":
         scores = format_bytes(block_bytes(call.device))
-        why = f"no fused kernel of torch's takes {refused} on {accelerator.called}; {scores} of scores at a time"
+        why = f"no fused kernel of torch's takes {refused} on {accelerator.display_name}; {scores} of scores at a time"
         return "attention of {} in chunks", why
     takes = f"it takes heads of {', '.join(str(each.width) for each in calls)} in {call.dtype}"
     if call.device == "cpu":
-        return "attention of {} by torch's fused kernel", f"{takes} on {accelerator.called}"
+        return "attention of {} by torch's fused kernel", f"{takes} on {accelerator.display_name}"
     order = kernel_order(call)
     before = f"; {order[order.index(kernel) - 1]} does not take {refused}" if refused else ""
     mask = " without a mask" if kernel == "flash" else ""
-    return f"attention of {{}} by {TITLES[kernel]}", f"{takes}{mask} on {accelerator.called}{before}"
+    return f"attention of {{}} by {TITLES[kernel]}", f"{takes}{mask} on {accelerator.display_name}{before}"

@@ -15,25 +15,25 @@ from typing import NamedTuple
 from tightfit.plan.eight_bits import rooms_of
 from tightfit.plan.forecast import most_weights, needed_bytes
 from tightfit.plan.guests import ALTERNATIONS, visits
-from tightfit.plan.menus import Menu, Option, Race
-from tightfit.plan.options import WHOLE, Task, Where, why_there
-from tightfit.plan.strips import way_of
-from tightfit.plan.workings import Known, Visitor
-from tightfit.records import Accelerator, Footprint, Reason, Storage, VaePlan, Variant, Way
+from tightfit.plan.menus import BestOptionSearch, Option, OptionSet
+from tightfit.plan.options import WHOLE, ComponentWorkload, Where, why_there
+from tightfit.plan.strips import strip_profile_of
+from tightfit.plan.workings import SearchCache, Visitor
+from tightfit.records import Accelerator, Footprint, Reason, Storage, StripProfile, VaePlan, Variant
 
-__all__ = ["Branch", "Chance", "Found"]
+__all__ = ["SearchNode", "Solution", "VariantSearch"]
 
 _ENDLESS = 2**63  # bytes: as many as wanted, of what is limited
 
 
-class _Crew(NamedTuple):
+class _CoResidentGroup(NamedTuple):
     """Components that are on the device together, and the phases in which they are."""
 
     names: tuple[str, ...]
     phases: tuple[int, ...]
 
 
-class _Placement(NamedTuple):
+class _WeightLocations(NamedTuple):
     """Where components are to be, and the fewest bytes that this takes."""
 
     wheres: Mapping[str, Where]
@@ -41,7 +41,7 @@ class _Placement(NamedTuple):
     ram: int  # of host memory
 
 
-class Found(NamedTuple):
+class Solution(NamedTuple):
     """A combination, the better the less."""
 
     seconds: float
@@ -49,17 +49,17 @@ class Found(NamedTuple):
     ram: int
     options: tuple[tuple[str, Option], ...]
     vae: VaePlan
-    branch: Branch  # where it was found
+    branch: VariantSearch  # where it was found
 
 
-class Chance(NamedTuple):
+class SearchNode(NamedTuple):
     """Where components are to be and how the autoencoder is to work, and what is known so far of what comes of it."""
 
-    races: tuple[Race, ...]  # one of each component
+    races: tuple[BestOptionSearch, ...]  # one of each component
     vae: VaePlan
     wheres: Mapping[str, Where]
     ram: int  # bytes of host memory for masters and for maps that wait
-    branch: Branch
+    branch: VariantSearch
 
     @property
     def soonest(self) -> float:
@@ -67,13 +67,13 @@ class Chance(NamedTuple):
         return sum(race.seconds for race in self.races)
 
     @property
-    def undecided(self) -> Race | None:
+    def undecided(self) -> BestOptionSearch | None:
         """What is to be worked out next; None where it is known what is best for each component alone."""
         return next((race for race in self.races if not race.over), None)
 
 
 @dataclass
-class Branch:
+class VariantSearch:
     """The combinations for one way of storing components, with denoisers at work as `footprint` says.
 
     It is what `variant` made of the `usual` one, which knows about all other components; None: it is that one.
@@ -84,11 +84,13 @@ class Branch:
     disk_rate: float | None
     storages: Mapping[str, Storage]
     variant: Variant | None = None
-    usual: Branch | None = None
-    known: Known = field(default_factory=Known)
-    _placed: dict[bool, list[_Placement]] = field(default_factory=dict, init=False)  # with host memory limited or not
+    usual: VariantSearch | None = None
+    known: SearchCache = field(default_factory=SearchCache)
+    _placed: dict[bool, list[_WeightLocations]] = field(
+        default_factory=dict, init=False
+    )  # with host memory limited or not
 
-    def reasons(self, found: Found, size: int) -> Iterator[Reason]:
+    def reasons(self, found: Solution, size: int) -> Iterator[Reason]:
         """Why weights are where they are."""
         rooms = self._rooms[found.vae]
         options = dict(found.options)
@@ -108,10 +110,10 @@ class Branch:
         """The same, phase by phase, for each way in which autoencoders can work."""
         return {vae: rooms_of(self.footprint, vae, self.storages) for vae in self._vaes}
 
-    def _ways(self, vae: VaePlan) -> list[Way | None]:
-        return [way_of(phase, vae) for phase in self.footprint.phases]
+    def _ways(self, vae: VaePlan) -> list[StripProfile | None]:
+        return [strip_profile_of(phase, vae) for phase in self.footprint.phases]
 
-    def task(self, name: str) -> Task:
+    def task(self, name: str) -> ComponentWorkload:
         """What the component `name` does."""
         if self.usual is not None and name not in self.footprint.denoisers:
             return self.usual.task(name)
@@ -119,7 +121,7 @@ class Branch:
         if visitor not in self.known.tasks:
             component = next(component for component in self.footprint.components if component.name == name)
             usual = None if self.usual is None else self.usual.task(name)
-            self.known.tasks[visitor] = Task(component, self.footprint, self.device, usual)
+            self.known.tasks[visitor] = ComponentWorkload(component, self.footprint, self.device, usual)
         return self.known.tasks[visitor]
 
     @cached_property
@@ -130,22 +132,22 @@ class Branch:
             component.name: (component.name, known.get(component.name, ())) for component in self.footprint.components
         }
 
-    def chances(self, size: int, ram: int | None) -> Iterator[Chance]:
+    def chances(self, size: int, ram: int | None) -> Iterator[SearchNode]:
         """What fits into `size` bytes of the device and `ram` of host memory (None: as many as wanted)."""
         for vae in self._vaes:
             waiting = self._waiting(vae)
             for placed, needed in self._needed(vae, ram):
                 if needed <= size:
                     races = tuple(self._races(placed.wheres, vae, size))
-                    yield Chance(races, vae, placed.wheres, placed.ram + waiting, self)
+                    yield SearchNode(races, vae, placed.wheres, placed.ram + waiting, self)
 
-    def ram_of(self, found: Found) -> int:
+    def ram_of(self, found: Solution) -> int:
         """Bytes of host memory for masters and for maps that wait."""
         return found.ram + self._waiting(found.vae)
 
     def _waiting(self, vae: VaePlan) -> int:
         """Bytes of host memory for maps that wait."""
-        return max((way.host for way in self._ways(vae) if way), default=0)
+        return max((way.host_bytes for way in self._ways(vae) if way), default=0)
 
     def least(self, ram: int | None) -> int | None:
         """The fewest bytes of the device with which anything does; None if nothing ever does."""
@@ -173,7 +175,7 @@ class Branch:
         )
         return min(fitting, default=None)
 
-    def _needed(self, vae: VaePlan, ram: int | None) -> Iterator[tuple[_Placement, int]]:
+    def _needed(self, vae: VaePlan, ram: int | None) -> Iterator[tuple[_WeightLocations, int]]:
         """Where components may be within `ram`, and the fewest bytes of the device with which they can."""
         rooms, waiting = self._rooms[vae], self._waiting(vae)
         wanted = [max(rooms[number] for number in crew.phases) for crew in self._crews]
@@ -182,10 +184,10 @@ class Branch:
                 whole = max(map(sum, zip(placed.weights, wanted, strict=True)), default=0)
                 yield placed, needed_bytes(whole, 0, self.device)
 
-    def _placements(self, *, limited: bool) -> list[_Placement]:
+    def _placements(self, *, limited: bool) -> list[_WeightLocations]:
         """Wherever components may be, if host memory is `limited`, or if there is as much as wanted."""
         if limited not in self._placed:
-            wheres: tuple[Where, ...] = ("resident", "host", "disk") if limited else ("resident", "host")
+            wheres: tuple[Where, ...] = ("resident", "cpu", "disk") if limited else ("resident", "cpu")
             if self.device.is_cpu:  # host memory is its own
                 wheres = ("resident", "disk")
             names = [name for crew in self._crews for name in crew.names]
@@ -194,7 +196,7 @@ class Branch:
             self._placed[limited] = [placement for placement in found if placement is not None]
         return self._placed[limited]
 
-    def _placement(self, wheres: Mapping[str, Where]) -> _Placement | None:
+    def _placement(self, wheres: Mapping[str, Where]) -> _WeightLocations | None:
         """None where some component cannot do anything like that."""
         always, weights = self._always(wheres), []
         for crew in self._crews:
@@ -202,8 +204,8 @@ class Branch:
             if None in leasts:
                 return None
             weights.append(always + sum(least or 0 for least in leasts))
-        masters = (self.task(name).component.bytes for name, where in wheres.items() if where == "host")
-        return _Placement(wheres, tuple(weights), sum(masters))
+        masters = (self.task(name).component.bytes for name, where in wheres.items() if where == "cpu")
+        return _WeightLocations(wheres, tuple(weights), sum(masters))
 
     def _least(self, name: str, where: Where) -> int | None:
         """The fewest bytes that come of a component."""
@@ -215,7 +217,7 @@ class Branch:
             self.known.leasts[key] = self.task(name).least(where, storage, self.variant)
         return self.known.leasts[key]
 
-    def find(self, chance: Chance, size: int) -> Found | None:
+    def find(self, chance: SearchNode, size: int) -> Solution | None:
         """The best that comes of a chance; None where nothing does."""
         return self._combined(chance.wheres, chance.vae, size)
 
@@ -223,20 +225,22 @@ class Branch:
         """Bytes of weights that are there in all phases."""
         return self._idle + sum(self.task(name).always(where) for name, where in wheres.items())
 
-    def _left(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Iterator[tuple[_Crew, int, int]]:
+    def _left(
+        self, wheres: Mapping[str, Where], vae: VaePlan, size: int
+    ) -> Iterator[tuple[_CoResidentGroup, int, int]]:
         """What activations want while each crew works, and how many bytes of `size` it has for what comes and goes."""
         always, rooms = self._always(wheres), self._rooms[vae]
         for crew in self._crews:
             room = max(rooms[number] for number in crew.phases)
             yield crew, room, most_weights(size, room, self.device) - always
 
-    def _races(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Iterator[Race]:
+    def _races(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Iterator[BestOptionSearch]:
         """What each component alone could do best."""
         for crew, _, left in self._left(wheres, vae, size):
             for name in crew.names:
                 yield self._menu(name, wheres[name], vae).race(left)
 
-    def _combined(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Found | None:
+    def _combined(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Solution | None:
         """The best within `size` with components where they are said to be, and the autoencoder at work as `vae`."""
         always, peak = self._always(wheres), 0
         options: dict[str, Option] = {}
@@ -248,27 +252,27 @@ class Branch:
             peak = max(peak, needed_bytes(always + sum(option.comes for option in chosen), room, self.device))
         ram = sum(option.ram for option in options.values())
         seconds = sum(option.seconds for option in options.values())
-        return Found(seconds, peak, ram, tuple(options.items()), vae, self)
+        return Solution(seconds, peak, ram, tuple(options.items()), vae, self)
 
     @cached_property
     def _vaes(self) -> list[VaePlan]:
         """How autoencoders can work; the same in all phases."""
-        ways = {(way.strips, way.maps) for phase in self.footprint.phases for way in phase.ways}
+        ways = {(way.strip_bytes, way.feature_maps) for phase in self.footprint.phases for way in phase.strip_options}
         if self.device.is_cpu:
             ways = {(strips, maps) for strips, maps in ways if maps == "device"}
-        return [VaePlan(), *(VaePlan(strips=strips, maps=maps) for strips, maps in sorted(ways))]
+        return [VaePlan(), *(VaePlan(strips=strips, feature_maps=maps) for strips, maps in sorted(ways))]
 
     @cached_property
     def _idle(self) -> int:
         """Bytes that are there of components which never work."""
         used = {name for crew in self._crews for name in crew.names}
         idle = [component for component in self.footprint.components if component.name not in used]
-        return sum(self.task(each.name).always("disk" if each.called else "resident") for each in idle)
+        return sum(self.task(each.name).always("disk" if each.has_forward else "resident") for each in idle)
 
     @cached_property
-    def _crews(self) -> list[_Crew]:
+    def _crews(self) -> list[_CoResidentGroup]:
         """Who takes turns more often than a few times is there together with the others."""
-        order = [phase.passes[index].component for phase in self.footprint.phases for index in phase.order]
+        order = [phase.calls[index].component for phase in self.footprint.phases for index in phase.call_order]
         turns = Counter(frozenset(pair) for pair in itertools.pairwise(order) if pair[0] != pair[1])
         crews = {name: {name} for name in order}
         for pair, count in turns.items():
@@ -276,14 +280,14 @@ class Branch:
                 together = set().union(*(crews[name] for name in pair))
                 crews |= dict.fromkeys(together, together)
         distinct = {frozenset(crew): tuple(sorted(crew, key=order.index)) for crew in crews.values()}
-        return [_Crew(names, self._phases_of(names)) for names in distinct.values()]
+        return [_CoResidentGroup(names, self._phases_of(names)) for names in distinct.values()]
 
     def _phases_of(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Those in which any of `names` works, and those in which everybody at work is elsewhere: who came stays."""
-        workers = [{done.component for done in phase.passes} for phase in self.footprint.phases]
+        workers = [{done.component for done in phase.calls} for phase in self.footprint.phases]
         return tuple(number for number, there in enumerate(workers) if there.intersection(names) or not there)
 
-    def _menu(self, name: str, where: Where, vae: VaePlan) -> Menu:
+    def _menu(self, name: str, where: Where, vae: VaePlan) -> OptionSet:
         """Worked out when it is asked for: who never reads from the disk need not know how long that takes."""
         if self.usual is not None and name not in self.footprint.denoisers:
             return self.usual._menu(name, where, vae)
@@ -295,7 +299,7 @@ class Branch:
         return self.known.menus[key]
 
 
-def _fastest(menus: Sequence[Menu], most: int) -> tuple[Option, ...] | None:
+def _fastest(menus: Sequence[OptionSet], most: int) -> tuple[Option, ...] | None:
     """One option of each, `most` bytes together, that are fastest; None if nothing fits."""
     if not menus:
         return () if most >= 0 else None

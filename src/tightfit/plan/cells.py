@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from tightfit.catalog.cuda import workspace_bytes
 from tightfit.chart import Cell, ChartedCard, ChartedModel, Largest, LevelRow, Preset
 from tightfit.errors import BudgetTooSmall
-from tightfit.plan.brief import few_words, there_while_working
+from tightfit.plan.brief import summarize, there_while_working
 from tightfit.plan.guesses import computer_with
 from tightfit.plan.levels import plan_for
 from tightfit.plan.planner import SPARE, make_plan
@@ -58,7 +58,7 @@ def cell_of(
     seconds = _seconds(plan)
     return Cell(
         **where,
-        words=few_words(plan, footprint),
+        words=summarize(plan, footprint),
         peak_bytes=_peak(plan),
         seconds=seconds,
         slowdown=seconds / _seconds(endless) if _seconds(endless) else 1.0,
@@ -77,7 +77,7 @@ def preset_plan(footprint: Footprint, level: int, accelerator: Accelerator) -> P
 def host_bytes(plan: Plan, footprint: Footprint) -> int:
     """Bytes of weights that wait in RAM under `plan`."""
     waiting = (c for c in footprint.components if plan.components[c.name].placement != "resident")
-    return sum(c.bytes for c in waiting if plan.components[c.name].home == "host")
+    return sum(c.bytes for c in waiting if plan.components[c.name].offload_to == "cpu")
 
 
 def level_rows(

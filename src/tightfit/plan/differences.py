@@ -30,15 +30,15 @@ def _differences(before: Plan, after: Plan) -> Iterator[str]:
         yield f"autoencoder: {new} (before: {old})" if old != new else f"autoencoder: overlap {after.vae.overlap}"
     if before.offload_activations != after.offload_activations:
         yield f"what waits for later units waits {'in host memory' if after.offload_activations else 'on the device'}"
-    if before.growing_segments != after.growing_segments:
-        yield "the allocator holds " + ("less idle memory" if after.growing_segments else "what it likes")
+    if before.expandable_segments != after.expandable_segments:
+        yield "the allocator holds " + ("less idle memory" if after.expandable_segments else "what it likes")
 
 
 def _other_layers(old: ComponentPlan, new: ComponentPlan) -> str:
     """How two that are described alike differ."""
-    if old.stays != new.stays:
+    if old.resident_layers != new.resident_layers:
         return "as many layers stay, but others"
-    if old.weights != new.weights:
-        return f"{format_bytes(new.weights or 0)} for weights (before: {format_bytes(old.weights or 0)})"
+    if old.weight_memory != new.weight_memory:
+        return f"{format_bytes(new.weight_memory or 0)} for weights (before: {format_bytes(old.weight_memory or 0)})"
     fields = [name for name, value in new if value != getattr(old, name)]
     return f"another {' and '.join(fields)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tightfit.plan.strips import way_of
-from tightfit.records import Component, ComponentPlan, Footprint, Storage, Unit, VaePlan
+from tightfit.plan.strips import strip_profile_of
+from tightfit.records import Component, ComponentPlan, Footprint, Storage, VaePlan, WeightBlock
 
 __all__ = ["DEFAULT_SKIP", "rooms_of", "stored_bytes", "widened_bytes"]
 
@@ -34,17 +34,18 @@ def rooms_of(footprint: Footprint, vae: VaePlan, storages: Mapping[str, Storage]
         if component.name in storages
     }
     return [
-        (way_of(phase, vae) or phase).room + max((widened.get(done.component, 0) for done in phase.passes), default=0)
+        (strip_profile_of(phase, vae) or phase).allocator_bytes
+        + max((widened.get(done.component, 0) for done in phase.calls), default=0)
         for phase in footprint.phases
     ]
 
 
 def widened_bytes(component: Component, chosen: ComponentPlan) -> int:
     """The most bytes that a layer's weights take beside those stored in eight bits, while an operation uses them."""
-    return max((_widened_bytes(leaf, chosen) for leaf in component.leaves if _narrow(leaf, chosen)), default=0)
+    return max((_widened_bytes(leaf, chosen) for leaf in component.layers if _narrow(leaf, chosen)), default=0)
 
 
-def _widened_bytes(leaf: Unit, chosen: ComponentPlan) -> int:
+def _widened_bytes(leaf: WeightBlock, chosen: ComponentPlan) -> int:
     """In float32, and in the dtype that is computed in; int8 goes to bfloat16 at once."""
     whole = 0
     for dtype, size in (leaf.matrices if chosen.storage == "int8" else leaf.dtypes).items():
@@ -56,13 +57,13 @@ def _widened_bytes(leaf: Unit, chosen: ComponentPlan) -> int:
     return whole
 
 
-def _narrow(leaf: Unit, chosen: ComponentPlan) -> bool:
+def _narrow(leaf: WeightBlock, chosen: ComponentPlan) -> bool:
     """Whether `leaf` is stored in eight bits."""
-    skip = DEFAULT_SKIP if chosen.skip is None else chosen.skip
+    skip = DEFAULT_SKIP if chosen.skip_patterns is None else chosen.skip_patterns
     return chosen.storage != "as-loaded" and not any(re.search(pattern, f"{leaf.name}.weight") for pattern in skip)
 
 
-def stored_bytes(leaf: Unit, chosen: ComponentPlan) -> int:
+def stored_bytes(leaf: WeightBlock, chosen: ComponentPlan) -> int:
     """Bytes of `leaf` in the form in which it is stored."""
     if not _narrow(leaf, chosen):
         return leaf.bytes

@@ -10,21 +10,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tightfit.plan.order import Order
+from tightfit.plan.order import PrefetchOrder
 from tightfit.plan.ring import Lease, Ring
-from tightfit.plan.stretches import Stretch
+from tightfit.plan.stretches import ComputeSegment
 
-__all__ = ["Clocks", "Flow", "Overheads"]
+__all__ = ["Clocks", "HostOverheads", "TransferSimulator"]
 
 
-class Overheads(NamedTuple):
+class HostOverheads(NamedTuple):
     """Seconds of the host for each layer that comes and is used, and for each use of what is there."""
 
     streamed: float = 0.0
     resident: float = 0.0
 
 
-NO_OVERHEADS = Overheads()
+NO_OVERHEADS = HostOverheads()
 
 
 class Clocks(NamedTuple):
@@ -36,14 +36,14 @@ class Clocks(NamedTuple):
 
 
 @dataclass
-class _Presence:
+class _SimulatedArrival:
     """A parcel that is there, or on its way."""
 
     arrival: float
     lease: Lease | None  # its place in the ring; None: it stays, or has memory of its own
 
 
-class Flow:
+class TransferSimulator:
     """Parcels of `sizes` bytes over a link of `link_rate` bytes a second: those in `stays` once, others for each use.
 
     `guess` is the order in which they are expected to be used, until that is known. The host takes `launch` seconds
@@ -59,13 +59,13 @@ class Flow:
         link_rate: float,
         launch: float = 0.0,
         now: float = 0.0,
-        overheads: Overheads = NO_OVERHEADS,
+        overheads: HostOverheads = NO_OVERHEADS,
     ) -> None:
         self.now = self._link = self._began = self._host = self._fed = now
         self._sizes, self._stays, self._rate, self._launch = sizes, set(stays), link_rate, launch
         self._overheads = overheads
-        self._order, self._ring = Order(guess), Ring(ring)
-        self._here: dict[str, _Presence] = {}
+        self._order, self._ring = PrefetchOrder(guess), Ring(ring)
+        self._here: dict[str, _SimulatedArrival] = {}
 
     @property
     def complete(self) -> bool:
@@ -77,7 +77,7 @@ class Flow:
         """Seconds at the end of the last pass for which the link had nothing to bring for it."""
         return self.now - self._fed
 
-    def work(self, stretches: Iterable[Stretch]) -> float:
+    def work(self, stretches: Iterable[ComputeSegment]) -> float:
         """The seconds that a pass takes in which parcels are needed for these stretches."""
         began = self.now
         self.begin()
@@ -104,7 +104,7 @@ class Flow:
             self._drop(lambda other: not self._order.awaited(other))
             self._send_ahead()
 
-    def do(self, stretch: Stretch) -> None:
+    def do(self, stretch: ComputeSegment) -> None:
         """Work, as soon as what it needs is there."""
         parcel, seconds, launching, waits, _ = stretch
         if parcel:
@@ -185,7 +185,7 @@ class Flow:
         if parcel not in self._stays:
             self._host += self._overheads.streamed - self._overheads.resident
         self._link = max(self._link, after, self._host) + self._sizes[parcel] / self._rate
-        self._here[parcel] = _Presence(self._link, lease)
+        self._here[parcel] = _SimulatedArrival(self._link, lease)
 
     def _release(self, parcel: str) -> None:
         lease = self._here.pop(parcel).lease

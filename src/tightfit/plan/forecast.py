@@ -12,25 +12,25 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tightfit.catalog.cuda import PAGE_TAIL, WORKSPACE_STAYS, product_workspaces, workspace_bytes
-from tightfit.plan.guests import Guests
+from tightfit.plan.guests import CoResidencyTracker
 from tightfit.plan.options import variant_of
-from tightfit.plan.pace import Pace
-from tightfit.plan.parts import SEGMENT, Part, up
+from tightfit.plan.pace import CostModel
+from tightfit.plan.parts import SEGMENT, ComponentCost, up
 from tightfit.plan.shares import share_of
-from tightfit.plan.stretches import alone, stretch_of
-from tightfit.plan.strips import way_of
+from tightfit.plan.stretches import seconds_without_weights, segment_of
+from tightfit.plan.strips import strip_profile_of
 from tightfit.plan.turns import coming_early, worker_of
-from tightfit.records import Accelerator, Footprint, Pass, Phase, PhaseForecast, Plan
+from tightfit.records import Accelerator, ComponentCall, Footprint, Phase, PhaseForecast, Plan
 
 __all__ = [
-    "Told",
-    "foresee",
-    "foresee_together",
+    "PhaseEstimate",
+    "add_forecast",
+    "add_joint_forecast",
     "most_weights",
     "needed_bytes",
-    "play",
-    "play_together",
     "room_within",
+    "simulate",
+    "simulate_jointly",
     "taken_by_others",
 ]
 
@@ -39,7 +39,7 @@ MARGIN_CPU = 128 * 2**20  # … where libraries load code and keep buffers in th
 PAGED = ("cuda", "pretend")  # kinds of devices that have CUDA's allocator, or simulate it
 
 
-class Told(NamedTuple):
+class PhaseEstimate(NamedTuple):
     """What a phase takes."""
 
     name: str
@@ -52,19 +52,21 @@ class Told(NamedTuple):
         return needed_bytes(self.weights, self.room, device)
 
 
-def foresee(footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None) -> Plan:
+def add_forecast(footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None) -> Plan:
     """`plan` with what its first call will be like on `device`, and with how much of who is next may come early."""
-    call = _Call(footprint.varied(variant_of(footprint, plan)), plan, device, disk_rate)
+    call = _CallSimulation(footprint.with_variant(variant_of(footprint, plan)), plan, device, disk_rate)
     told = tuple(PhaseForecast(name=t.name, seconds=t.seconds, peak_bytes=t.peak(device)) for t in call.told)
     return _foreseen(plan, told, call.early)
 
 
-def play(footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None) -> tuple[Told, ...]:
+def simulate(
+    footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None
+) -> tuple[PhaseEstimate, ...]:
     """The forecast before the margin is added."""
-    return _Call(footprint.varied(variant_of(footprint, plan)), plan, device, disk_rate).told
+    return _CallSimulation(footprint.with_variant(variant_of(footprint, plan)), plan, device, disk_rate).told
 
 
-def foresee_together(
+def add_joint_forecast(
     footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None = None
 ) -> Plan:
     """`foresee` where components compute on several `devices`, by name."""
@@ -74,38 +76,40 @@ def foresee_together(
     return _foreseen(plan, told, early)
 
 
-def play_together(
+def simulate_jointly(
     footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None = None
-) -> list[dict[str, Told]]:
+) -> list[dict[str, PhaseEstimate]]:
     """Phase by phase, what each of a plan's devices does, by name, before the margin is added."""
     return _by_phases(_calls(footprint, plan, devices, disk_rate))
 
 
 def _calls(
     footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None
-) -> dict[str, _Call]:
-    footprint = footprint.varied(variant_of(footprint, plan))
+) -> dict[str, _CallSimulation]:
+    footprint = footprint.with_variant(variant_of(footprint, plan))
     names = {name: {c.name for c in footprint.components if plan.device_of(c.name) == name} for name in plan.devices}
     shares = {name: share_of(footprint, names[name], hosts=name == plan.device) for name in names}
-    return {name: _Call(share, plan, devices[name], disk_rate) for name, share in shares.items()}
+    return {name: _CallSimulation(share, plan, devices[name], disk_rate) for name, share in shares.items()}
 
 
-def _by_phases(calls: Mapping[str, _Call]) -> list[dict[str, Told]]:
+def _by_phases(calls: Mapping[str, _CallSimulation]) -> list[dict[str, PhaseEstimate]]:
     phases = zip(*(call.told for call in calls.values()), strict=True)
     return [dict(zip(calls, told, strict=True)) for told in phases]
 
 
 def _foreseen(plan: Plan, told: tuple[PhaseForecast, ...], early: Mapping[tuple[str, str], int]) -> Plan:
-    limited = (stint.model_copy(update={"early": early.get((stint.component, stint.method))}) for stint in plan.order)
+    limited = (
+        stint.model_copy(update={"prefetch": early.get((stint.component, stint.method))}) for stint in plan.schedule
+    )
     order = tuple(limited)
     reasons = (*plan.reasons, *coming_early(order, plan.components))
-    return plan.model_copy(update={"forecast": told, "order": order, "reasons": reasons})
+    return plan.model_copy(update={"forecast": told, "schedule": order, "reasons": reasons})
 
 
-def _joined(host: str, told: Mapping[str, Told], devices: Mapping[str, Accelerator]) -> PhaseForecast:
+def _joined(host: str, told: Mapping[str, PhaseEstimate], devices: Mapping[str, Accelerator]) -> PhaseForecast:
     peaks = {name: each.peak(devices[name]) for name, each in told.items() if name == host or each.weights or each.room}
     seconds = sum(each.seconds for each in told.values())
-    return PhaseForecast(name=told[host].name, seconds=seconds, peak_bytes=peaks.pop(host), elsewhere=peaks)
+    return PhaseForecast(name=told[host].name, seconds=seconds, peak_bytes=peaks.pop(host), other_devices=peaks)
 
 
 def needed_bytes(weights: int, room: int, device: Accelerator) -> int:
@@ -126,7 +130,7 @@ def taken_by_others(device: Accelerator) -> int:
 
     Little more than cuBLAS's workspace counts as none: it stays after a first call, and is part of what a plan needs.
     """
-    taken = device.taken or 0
+    taken = device.allocated or 0
     return taken if taken > _workspace(device) + SEGMENT else 0
 
 
@@ -156,7 +160,7 @@ def _workspace(device: Accelerator) -> int:
     return workspace_bytes(device.compute_capability) - workspace_bytes(None)
 
 
-class _Call:
+class _CallSimulation:
     """One call, as it goes on.
 
     Where who comes next would have to wait for the link, it does not come early: then a copy that the pipeline makes
@@ -166,19 +170,20 @@ class _Call:
     def __init__(self, footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None) -> None:
         self._device, self._vae = device, plan.vae
         self._parts = {
-            c.name: Part(c, plan.components[c.name], device, Pace(c, device), disk_rate) for c in footprint.components
+            c.name: ComponentCost(c, plan.components[c.name], device, CostModel(c, device), disk_rate)
+            for c in footprint.components
         }
-        self._guests = Guests()
+        self._guests = CoResidencyTracker()
         self._now = 0.0
-        self._last: Part | None = None  # to have worked
+        self._last: ComponentCost | None = None  # to have worked
         self.early: dict[tuple[str, str], int] = {}  # bytes that come while who works before ends
         self.told = tuple(self._phase(phase) for phase in footprint.phases)
 
-    def _phase(self, phase: Phase) -> Told:
-        began, weights = self._now, 0 if phase.order else self._there
-        way, widened = way_of(phase, self._vae), 0
-        for index, group in itertools.groupby(phase.order):
-            done = phase.passes[index]
+    def _phase(self, phase: Phase) -> PhaseEstimate:
+        began, weights = self._now, 0 if phase.call_order else self._there
+        way, widened = strip_profile_of(phase, self._vae), 0
+        for index, group in itertools.groupby(phase.call_order):
+            done = phase.calls[index]
             part = self._parts[done.component]
             if self._guests.works(done.component) and not part.remains:
                 self._foresee_early(done, part)
@@ -186,11 +191,11 @@ class _Call:
             weights, widened = max(weights, self._there), max(widened, part.widened)
             self._now = part.work(done, len(list(group)), self._now, way)
             self._last = part
-        self._now += phase.pace * alone([stretch_of(phase.between, self._device)])
+        self._now += phase.time_scale * seconds_without_weights([segment_of(phase.other_work, self._device)])
         weights += sum(part.always for part in self._parts.values())
-        return Told(phase.name, self._now - began, weights, (way or phase).room + widened)
+        return PhaseEstimate(phase.name, self._now - began, weights, (way or phase).allocator_bytes + widened)
 
-    def _foresee_early(self, done: Pass, part: Part) -> None:
+    def _foresee_early(self, done: ComponentCall, part: ComponentCost) -> None:
         if self._last is None or self._last.remains or math.isinf(part.rate):
             return
         size, worker = part.early(self._last.idle), worker_of(done)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tightfit.catalog.cuda import CONTEXT
 from tightfit.records import Accelerator, Machine
 
-__all__ = ["ANY_CARD", "GUESSED_DISK", "computer_with", "rated", "rated_disk"]
+__all__ = ["ANY_CARD", "GUESSED_DISK", "computer_with", "default_disk_rate", "with_default_rates"]
 
 # of an ordinary card of 2020
 GUESSED: Mapping[str, object] = {
@@ -27,7 +27,7 @@ GUESSED_DISK = 1e9
 ANY_CARD = Accelerator(name="any card", kind="pretend", bytes=1)  # for what depends on no card's size and rates
 
 
-def rated(accelerator: Accelerator) -> Accelerator:
+def with_default_rates(accelerator: Accelerator) -> Accelerator:
     """`accelerator` with guessed rates where it has none."""
     guessed = GUESSED_CPU if accelerator.is_cpu else GUESSED
     known = {name: rate for name in guessed if (rate := getattr(accelerator, name))}
@@ -35,7 +35,7 @@ def rated(accelerator: Accelerator) -> Accelerator:
     return accelerator.model_copy(update={**guessed, **known}) if lacking else accelerator
 
 
-def rated_disk(machine: Machine, accelerator: Accelerator) -> float | None:
+def default_disk_rate(machine: Machine, accelerator: Accelerator) -> float | None:
     """Bytes per second of the disk, guessed where nothing but the disk could do."""
     return machine.disk_rate or (GUESSED_DISK if accelerator.is_cpu else None)
 

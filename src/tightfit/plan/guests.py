@@ -6,12 +6,12 @@ from collections import Counter
 
 from tightfit.footprint import Footprint
 
-__all__ = ["ALTERNATIONS", "Guests", "visits"]
+__all__ = ["ALTERNATIONS", "CoResidencyTracker", "visits"]
 
 ALTERNATIONS = 4  # changes of turn between two components in one call, after which they stay together
 
 
-class Guests:
+class CoResidencyTracker:
     """Components on one device, as if none of them stayed there for good."""
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class Guests:
 
 def visits(footprint: Footprint) -> dict[str, tuple[int, ...]]:
     """For each component that works, how many passes it works through each time that it comes, if it does not stay."""
-    guests, passes = Guests(), dict[str, list[int]]()
-    for done in (phase.passes[index] for phase in footprint.phases for index in phase.order):
+    guests, passes = CoResidencyTracker(), dict[str, list[int]]()
+    for done in (phase.calls[index] for phase in footprint.phases for index in phase.call_order):
         own = passes.setdefault(done.component, [])
         own += [0] if guests.works(done.component) else []
         own[-1] += 1

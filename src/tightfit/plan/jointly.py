@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tightfit.errors import BudgetTooSmall, PlanError, unknown_name
-from tightfit.plan.forecast import foresee_together, room_within
-from tightfit.plan.guesses import rated
+from tightfit.plan.forecast import add_joint_forecast, room_within
+from tightfit.plan.guesses import with_default_rates
 from tightfit.plan.levels import idle_plan, plan_for
 from tightfit.plan.search import storages_of
-from tightfit.plan.team import Member, Team, Together
-from tightfit.plan.turns import order_of
-from tightfit.records import Accelerator, Budget, Footprint, Home, Machine, Plan, Reason, Storage
+from tightfit.plan.team import DeviceBudget, JointSolution, MultiDeviceSearch
+from tightfit.plan.turns import schedule_of
+from tightfit.records import Accelerator, Budget, Footprint, Machine, OffloadTarget, Plan, Reason, Storage
 from tightfit.units import format_bytes, format_enough, format_seconds
 
 __all__ = ["check_devices", "plan_jointly"]
@@ -27,11 +27,13 @@ def plan_jointly(
     """
     known = {name: _member(machine, name) for name in budget.devices}
     check_devices({name: each.kind for name, each in known.items()}, host)
-    members = [Member(rated(each), room_within(each, budget.devices[each.name])) for each in known.values()]
+    members = [
+        DeviceBudget(with_default_rates(each), room_within(each, budget.devices[each.name])) for each in known.values()
+    ]
     first = None if host is None else list(known).index(host)
 
-    def team(storages: Mapping[str, Storage]) -> Team:
-        return Team(footprint, members, machine.disk_rate, storages, first)
+    def team(storages: Mapping[str, Storage]) -> MultiDeviceSearch:
+        return MultiDeviceSearch(footprint, members, machine.disk_rate, storages, first)
 
     for storages in storages_of(footprint, allowed):
         searched = team(storages)
@@ -63,30 +65,32 @@ def _member(machine: Machine, name: str) -> Accelerator:
     return known[name]
 
 
-def _plan(team: Team, machine: Machine, budget: Budget, found: Together, reasons: Sequence[Reason]) -> Plan:
+def _plan(
+    team: MultiDeviceSearch, machine: Machine, budget: Budget, found: JointSolution, reasons: Sequence[Reason]
+) -> Plan:
     footprint, devices = team.footprint, [member.device for member in team.members]
     (host, _), *_ = found.shares
-    home: Home = "disk" if budget.ram else "host"
+    home: OffloadTarget = "disk" if budget.ram else "cpu"
     components = {c.name: idle_plan(c, home) for c in footprint.components}
     for post, share in found.shares:
         elsewhere = {} if post is host else {"device": devices[post.member].name}
         components |= {name: option.plan.model_copy(update=elsewhere) for name, option in share.options}
     choices = {
         "components": {name: component.to_mapping() for name, component in components.items()},
-        "vae": next((share.vae for _, share in found.shares if share.vae.cuts), found.shares[0][1].vae).to_mapping(),
+        "vae": next((share.vae for _, share in found.shares if share.vae.splits), found.shares[0][1].vae).to_mapping(),
         "budget": budget.to_mapping(),
-        "order": [stint.to_mapping() for stint in order_of(footprint)],
-        "growing_segments": all(device.fixed_segments is None for device in devices),
+        "schedule": [stint.to_mapping() for stint in schedule_of(footprint)],
+        "expandable_segments": all(device.expandable_refused is None for device in devices),
     }
     device = devices[host.member]
     plan = plan_for(
         footprint, device.name, separate=True, choices=choices, request=footprint.request,
         pinnable=machine.pinnable or 0, accelerator=device, placed=reasons,
     )  # fmt: skip
-    return foresee_together(footprint, plan, {each.name: each for each in devices}, machine.disk_rate)
+    return add_joint_forecast(footprint, plan, {each.name: each for each in devices}, machine.disk_rate)
 
 
-def _reasons(team: Team, found: Together, ram: int | None) -> Iterator[Reason]:
+def _reasons(team: MultiDeviceSearch, found: JointSolution, ram: int | None) -> Iterator[Reason]:
     """Why components are where they are, and why each device's weights are."""
     (host, _), *others = found.shares
     name, alone = team.members[host.member].device.name, team.best(ram, host.member)
@@ -107,14 +111,14 @@ def _reasons(team: Team, found: Together, ram: int | None) -> Iterator[Reason]:
         yield from share.branch.reasons(share, team.members[post.member].size)
 
 
-def _guessed(known: Collection[Accelerator], members: Sequence[Member]) -> Iterator[Reason]:
-    unrated = [each.called for each, member in zip(known, members, strict=True) if each != member.device]
+def _guessed(known: Collection[Accelerator], members: Sequence[DeviceBudget]) -> Iterator[Reason]:
+    unrated = [each.display_name for each, member in zip(known, members, strict=True) if each != member.device]
     if unrated:
         because = f"not all rates of {_listed(unrated)} were measured (`tightfit machine` does); bytes are none"
         yield Reason(decision="times are guesses", because=because)
 
 
-def _too_small(team: Team, lossy: Sequence[str], budget: Budget) -> BudgetTooSmall:
+def _too_small(team: MultiDeviceSearch, lossy: Sequence[str], budget: Budget) -> BudgetTooSmall:
     """What would fit: more of one device, or more RAM, or what is `lossy` and was not allowed."""
     footprint, ram = team.footprint, budget.ram
     needed = {member.device.name: team.least(number, ram) for number, member in enumerate(team.members)}

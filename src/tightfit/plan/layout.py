@@ -31,7 +31,7 @@ def choose_layout(component: Component, chosen: ComponentPlan, accelerator: Acce
     gains = accelerator.channels_last_gains if accelerator else {}
     gain = gains.get(f"{component.role}.{dtype}")
     if gain is None:
-        where = accelerator.called if accelerator else "this device"
+        where = accelerator.display_name if accelerator else "this device"
         how = f"in {dtype} on {where}" if gains else f"on {where} (`tightfit machine` there would)"
         return LayoutChoice(bool(wanted), f"{asked}whether that is faster was not measured {how}")
     if gain >= WORTH:

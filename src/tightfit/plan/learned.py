@@ -24,15 +24,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from tightfit.plan.forecast import Told, most_weights, needed_bytes, play
+from tightfit.plan.forecast import PhaseEstimate, most_weights, needed_bytes, simulate
 from tightfit.plan.options import variant_of
 from tightfit.plan.parts import up
 from tightfit.records import (
     Accelerator,
-    Experience,
+    CallMeasurement,
     Footprint,
     Phase,
-    PhaseExperience,
+    PhaseMeasurement,
     PhaseTrace,
     Plan,
     Reason,
@@ -41,9 +41,9 @@ from tightfit.records import (
 )
 from tightfit.units import format_bytes
 
-__all__ = ["SEVERAL", "Learned", "experience_of", "learned", "most_beside", "stored_in"]
+__all__ = ["SEVERAL", "CalibratedFootprint", "calibrate", "measurement_of", "most_beside", "stored_in"]
 
-Seen = TypeVar("Seen", PhaseTrace, PhaseExperience)
+Seen = TypeVar("Seen", PhaseTrace, PhaseMeasurement)
 
 SEVERAL = 4  # passes, among which what is done once does not weigh much
 NOTABLE = 0.02  # a pace that differs by less is the one that rates say
@@ -52,7 +52,7 @@ EXACT = 1e-3
 STEP, SHARE = 0.02, 0.5  # where that much longer arithmetic makes a phase longer by less than this share of it, …
 
 
-class Learned(NamedTuple):
+class CalibratedFootprint(NamedTuple):
     """What a plan is made from, and why that is not what shapes and rates alone say."""
 
     footprint: Footprint
@@ -62,7 +62,7 @@ class Learned(NamedTuple):
 # what a call teaches
 
 
-def experience_of(
+def measurement_of(
     footprint: Footprint,
     plan: Plan,
     device: Accelerator,
@@ -70,33 +70,33 @@ def experience_of(
     disk_rate: float | None = None,
     *,
     spread: bool = False,
-) -> Experience:
+) -> CallMeasurement:
     """What `trace` teaches of a call as `footprint` tells of it, which kept to `plan` on `device` all along.
 
     `footprint` is as it was measured, and `device` has rates. `spread` says that only phases with several passes tell
     their times: the device runs behind the host.
     """
-    footprint = footprint.varied(variant_of(footprint, plan))
-    told, first, lived = play(footprint, plan, device, disk_rate), trace.call == 1, []
+    footprint = footprint.with_variant(variant_of(footprint, plan))
+    told, first, lived = simulate(footprint, plan, device, disk_rate), trace.call == 1, []
     for number, seen in _matched(footprint, trace.phases):
         phase = footprint.phases[number]
-        several = len(phase.order) >= SEVERAL
+        several = len(phase.call_order) >= SEVERAL
         pace = None
-        if seen.runs == len(phase.order) and (several or not (first or spread)):
+        if seen.runs == len(phase.call_order) and (several or not (first or spread)):
             pace = _pace(_player(footprint, number, plan, device, disk_rate), seen.seconds)
             if pace is not None and pace < 1 and not ((several or device.is_cpu) and (first or _stays(phase, plan))):
                 pace = None
         ahead = told[number + 1 : number + 2] if not first else ()
-        more = _more(told[number], seen.peak_bytes, device, ahead) if trace.beside <= most_beside(device) else 0
+        more = _more(told[number], seen.peak_bytes, device, ahead) if trace.other_bytes <= most_beside(device) else 0
         lived.append(
-            PhaseExperience(
-                name=phase.name, runs=seen.runs, foreseen_seconds=told[number].seconds, seconds=seen.seconds,
-                foreseen_bytes=told[number].peak(device), peak_bytes=seen.peak_bytes,
+            PhaseMeasurement(
+                name=phase.name, runs=seen.runs, predicted_seconds=told[number].seconds, seconds=seen.seconds,
+                predicted_bytes=told[number].peak(device), peak_bytes=seen.peak_bytes,
                 activations=max(seen.peak_bytes - seen.peak_weights, 0), peak_reserved=seen.peak_reserved,
-                pace=pace, more=more,
+                time_scale=pace, extra_bytes=more,
             )
         )  # fmt: skip
-    return Experience(plan=_digest(plan), first=first, stored=stored_in(plan), phases=tuple(lived))
+    return CallMeasurement(plan=_digest(plan), first_call=first, stored=stored_in(plan), phases=tuple(lived))
 
 
 def stored_in(plan: Plan) -> dict[str, Storage]:
@@ -131,10 +131,10 @@ def _counted(names: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 def _stays(phase: Phase, plan: Plan) -> bool:
     """Whether no weights come for any of its passes."""
-    return all(plan.components[done.component].placement == "resident" for done in phase.passes)
+    return all(plan.components[done.component].placement == "resident" for done in phase.calls)
 
 
-def _more(told: Told, peak: int, device: Accelerator, ahead: Sequence[Told]) -> int:
+def _more(told: PhaseEstimate, peak: int, device: Accelerator, ahead: Sequence[PhaseEstimate]) -> int:
     """The bytes for activations by which a forecast says `peak`, and no segment more; 0 where it says as much.
 
     Weights that come `ahead` for the next phase come into what this one gives up: both take no more than the larger.
@@ -154,7 +154,7 @@ def _player(
 
     def seconds(pace: float) -> float:
         tried = footprint.model_copy(update={"phases": (*before, _paced(phase, pace))})
-        return play(tried, plan, device, disk_rate)[number].seconds
+        return simulate(tried, plan, device, disk_rate)[number].seconds
 
     return seconds
 
@@ -189,20 +189,24 @@ def _pace(played: Callable[[float], float], seconds: float) -> float | None:
 # what is made of it
 
 
-def learned(footprint: Footprint, experiences: Sequence[Experience], stored: Mapping[str, Storage]) -> Learned:
+def calibrate(
+    footprint: Footprint, experiences: Sequence[CallMeasurement], stored: Mapping[str, Storage]
+) -> CalibratedFootprint:
     """`footprint` as calls with components `stored` like that have shown it to be.
 
     A pace is the median of all calls that tell one, without first calls where there are others; of two in the middle
     the lesser: what disturbs a call makes it longer.
     """
-    working = {done.component for phase in footprint.phases for done in phase.passes}
+    working = {done.component for phase in footprint.phases for done in phase.calls}
     storages = {name: storage for name, storage in stored.items() if name in working}
     alike = [each for each in experiences if each.stored == storages]
     changes, reasons, told = dict[int, tuple[float, int]](), list[Reason](), True
     for number, phase in enumerate(footprint.phases):
-        lived = [(each.first, one) for each in alike for at, one in _matched(footprint, each.phases) if at == number]
-        paces = [one.pace for first, one in lived if one.pace and not first]
-        paces = paces or [one.pace for _, one in lived if one.pace]
+        lived = [
+            (each.first_call, one) for each in alike for at, one in _matched(footprint, each.phases) if at == number
+        ]
+        paces = [one.time_scale for first, one in lived if one.time_scale and not first]
+        paces = paces or [one.time_scale for _, one in lived if one.time_scale]
         told = told and bool(paces)
         pace = statistics.median_low(paces) if paces else 1.0
         pace = pace if abs(pace - 1) > NOTABLE else 1.0
@@ -210,7 +214,7 @@ def learned(footprint: Footprint, experiences: Sequence[Experience], stored: Map
             reasons.append(
                 Reason(decision=f"times of {phase.name} are {pace:.3g} × what rates say", because=_in(paces))
             )
-        more = [one.more for _, one in lived if one.more]
+        more = [one.extra_bytes for _, one in lived if one.extra_bytes]
         changes[number] = pace, max(more, default=0)
         if more:
             decision = f"{phase.name} takes {format_bytes(max(more))} more than shapes say"
@@ -218,7 +222,7 @@ def learned(footprint: Footprint, experiences: Sequence[Experience], stored: Map
     if alike and not reasons:
         decision = "times and bytes are what rates and shapes say" if told else "no more bytes than shapes say"
         reasons.append(Reason(decision=decision, because=_in(alike)))
-    return Learned(_changed(footprint, changes), tuple(reasons))
+    return CalibratedFootprint(_changed(footprint, changes), tuple(reasons))
 
 
 def _changed(footprint: Footprint, changes: Mapping[int, tuple[float, int]]) -> Footprint:
@@ -228,7 +232,7 @@ def _changed(footprint: Footprint, changes: Mapping[int, tuple[float, int]]) -> 
         pace, more = changes[number]
         return _roomier(_paced(phase, pace) if pace != 1.0 else phase, more) if (pace, more) != (1.0, 0) else phase
 
-    places = footprint.denoising
+    places = footprint.denoiser_phases
     variants = (
         variant.model_copy(update={"phases": tuple(map(change, places, variant.phases))})
         for variant in footprint.variants
@@ -243,11 +247,11 @@ def _in(runs: Sequence[object]) -> str:
 
 def _paced(phase: Phase, pace: float) -> Phase:
     """`phase` with all that is computed, and launched, taking `pace` times as long."""
-    passes = tuple(done.model_copy(update={"pace": pace}) for done in phase.passes)
-    return phase.model_copy(update={"passes": passes})
+    passes = tuple(done.model_copy(update={"time_scale": pace}) for done in phase.calls)
+    return phase.model_copy(update={"calls": passes})
 
 
 def _roomier(phase: Phase, more: int) -> Phase:
     """`phase` with `more` bytes for activations, however it works."""
-    ways = tuple(way.model_copy(update={"room": way.room + more}) for way in phase.ways)
-    return phase.model_copy(update={"room": phase.room + more, "ways": ways})
+    ways = tuple(way.model_copy(update={"allocator_bytes": way.allocator_bytes + more}) for way in phase.strip_options)
+    return phase.model_copy(update={"allocator_bytes": phase.allocator_bytes + more, "strip_options": ways})

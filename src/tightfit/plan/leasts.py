@@ -14,70 +14,82 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tightfit.plan.pace import Pace
-from tightfit.plan.parts import Part
+from tightfit.plan.pace import CostModel
+from tightfit.plan.parts import ComponentCost
 from tightfit.plan.relay import two_in_a_row
-from tightfit.plan.streaming import Parcels, loose_bytes
-from tightfit.plan.stretches import Lap, Stretch, in_order
-from tightfit.records import ComponentPlan, Grain, Pass, Way
+from tightfit.plan.streaming import WeightGroupSizes, small_tensor_bytes
+from tightfit.plan.stretches import ComputeSegment, StripStageTiming, in_order
+from tightfit.records import ComponentCall, ComponentPlan, Granularity, StripProfile
 
-__all__ = ["Least", "Runs"]
+__all__ = ["LowerBounds", "Runs"]
 
-Runs = Sequence[tuple[Pass, int, Way | None]]  # passes of one phase, how often each is done at a time, and how
+Runs = Sequence[
+    tuple[ComponentCall, int, StripProfile | None]
+]  # passes of one phase, how often each is done at a time, and how
 
 PIECES = 24  # between which a pass may be cut
 
 
-class Least:
+class LowerBounds:
     """What all plans have in common for weights at one home, and what each takes at the least."""
 
-    def __init__(self, part: Part, parcels: Mapping[Grain, Parcels], work: Sequence[Runs], pace: Pace) -> None:
+    def __init__(
+        self,
+        part: ComponentCost,
+        parcels: Mapping[Granularity, WeightGroupSizes],
+        work: Sequence[Runs],
+        pace: CostModel,
+    ) -> None:
         """`part` is there by phases."""
         self._part, self._parcels, self._work, self._pace = part, parcels, work, pace
-        self._small = loose_bytes(part.component)
-        self._known: dict[Grain, _Least] = {}
+        self._small = small_tensor_bytes(part.component)
+        self._known: dict[Granularity, _StoreBounds] = {}
 
     def of(self, plan: ComponentPlan) -> tuple[float, int]:
         """Seconds, and bytes that come."""
-        grain: Grain = plan.grain or "leaf"
+        grain: Granularity = plan.granularity or "layer"
         if grain not in self._known:
-            self._known[grain] = _Least(self._part, self._parcels[grain].sizes, self._work, self._pace, grain)
+            self._known[grain] = _StoreBounds(self._part, self._parcels[grain].sizes, self._work, self._pace, grain)
         parcels = self._parcels[grain]
-        if plan.placement == "per-phase":
+        if plan.placement == "offload":
             room = least = parcels.whole
-        elif plan.stays is None:
-            room = max((plan.weights or 0) - self._small, 0)
+        elif plan.resident_layers is None:
+            room = max((plan.weight_memory or 0) - self._small, 0)
             least = max(room - parcels.largest, 0)  # that may be left over
         else:
-            room = least = sum(parcels.sizes[name] for name in plan.stays) + (plan.ring or 0)
+            room = least = sum(parcels.sizes[name] for name in plan.resident_layers) + (plan.ring_buffer or 0)
         return self._known[grain].seconds(room), least + (0 if self._part.on_cpu else self._small)
 
-    def of_part(self, part: Part) -> float:
+    def of_part(self, part: ComponentCost) -> float:
         """Seconds, where `part` decides which weights stay."""
-        if part.plan.placement == "per-phase":
+        if part.plan.placement == "offload":
             return self.of(part.plan)[0]
-        return self._known[part.plan.grain or "leaf"].settled(part)
+        return self._known[part.plan.granularity or "layer"].settled(part)
 
 
-class _Least:
+class _StoreBounds:
     """The same, for what moves together."""
 
-    def __init__(self, part: Part, sizes: Mapping[str, int], work: Sequence[Runs], pace: Pace, grain: Grain) -> None:
-        def pieces(done: Pass, way: Way | None, most: float = 0.0) -> _Pieces | _Strips:
+    def __init__(
+        self, part: ComponentCost, sizes: Mapping[str, int], work: Sequence[Runs], pace: CostModel, grain: Granularity
+    ) -> None:
+        def pieces(done: ComponentCall, way: StripProfile | None, most: float = 0.0) -> _CallSegments | _StripBounds:
             if way is None:
-                return _Pieces(pace.stretches(done, grain), sizes)
-            return _Strips(pace.laps(way, done.pace, grain), way.items, sizes, most)
+                return _CallSegments(pace.stretches(done, grain), sizes)
+            return _StripBounds(pace.laps(way, done.time_scale, grain), way.batch_items, sizes, most)
 
         self._rate = part.rate
         self._first = 0.0  # seconds until all that phases need has come once
-        self._again: list[tuple[_Pieces | _Strips, int]] = []  # later passes, and all in strips, and how many
+        self._again: list[
+            tuple[_CallSegments | _StripBounds, int]
+        ] = []  # later passes, and all in strips, and how many
         for (first, count, way), *later in work:
             self._first += part.come(0.0)
             if way is None:
                 self._first += _coming(pace.stretches(first, grain), sizes, part)
             else:
-                coming = _coming(_one_after_another(pace.laps(way, first.pace, grain)), sizes, part)
-                self._again.append((pieces(first, way, max(coming, pace.alone(first, way))), 1))
+                coming = _coming(_one_after_another(pace.laps(way, first.time_scale, grain)), sizes, part)
+                self._again.append((pieces(first, way, max(coming, pace.seconds_without_weights(first, way))), 1))
             others = [(first, count - 1, way), *later]
             self._again += [(pieces(done, how), runs) for done, runs, how in others if runs]
 
@@ -85,12 +97,12 @@ class _Least:
         """Where `room` bytes can be there at a time."""
         return self._first + sum(runs * pieces.seconds(room, self._rate) for pieces, runs in self._again)
 
-    def settled(self, part: Part) -> float:
+    def settled(self, part: ComponentCost) -> float:
         """Where `part` decides which weights stay."""
         return self._first + sum(pieces.settled(part, runs) for pieces, runs in self._again)
 
 
-def _coming(stretches: Sequence[Stretch], sizes: Mapping[str, int], part: Part) -> float:
+def _coming(stretches: Sequence[ComputeSegment], sizes: Mapping[str, int], part: ComponentCost) -> float:
     """Seconds of a first pass: by the time something begins, all that was needed until then has come."""
     came, now, there = part.launch * part.rate, 0.0, set[str]()
     for stretch in stretches:
@@ -101,10 +113,10 @@ def _coming(stretches: Sequence[Stretch], sizes: Mapping[str, int], part: Part) 
     return now
 
 
-class _Pieces:
+class _CallSegments:
     """A later pass in pieces. Its host may have launched all of it while weights of the first were awaited."""
 
-    def __init__(self, stretches: Sequence[Stretch], sizes: Mapping[str, int]) -> None:
+    def __init__(self, stretches: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> None:
         self._stretches = stretches
         pieces = _pieces(stretches, sizes)
         self._works = [sum(stretch.seconds for stretch in piece) for piece in pieces]
@@ -122,31 +134,33 @@ class _Pieces:
             least.append(longest)
         return least[-1]
 
-    def settled(self, part: Part, runs: int) -> float:
+    def settled(self, part: ComponentCost, runs: int) -> float:
         """What `runs` of them take, one after another, where `part` decides which weights stay.
 
         Those that are not played take as long as the last two that are.
         """
-        one, two = two_in_a_row(self._stretches, part.passing, part.plan.ring or 0, part.rate)
+        one, two = two_in_a_row(self._stretches, part.passing, part.plan.ring_buffer or 0, part.rate)
         return one + (runs - 1) * two / 2
 
 
-def _one_after_another(laps: Sequence[Lap]) -> list[Stretch]:
+def _one_after_another(laps: Sequence[StripStageTiming]) -> list[ComputeSegment]:
     """A pass in strips, with the first of each lap in full."""
-    stretches: list[Stretch] = []
+    stretches: list[ComputeSegment] = []
     for lap in laps:
         others = sum((runs - 1) * stretch.seconds for runs, stretch in lap.turns)
-        stretches += [*lap.once, *lap.strip(0), Stretch("", others, 0.0)]
+        stretches += [*lap.once, *lap.strip(0), ComputeSegment("", others, 0.0)]
     return stretches
 
 
-class _Strips:
+class _StripBounds:
     """A pass in strips, so many items of a batch one after another, which takes `most` at the least for all else.
 
     It is cut wherever something is needed again that was needed since the last cut.
     """
 
-    def __init__(self, laps: Sequence[Lap], items: int, sizes: Mapping[str, int], most: float = 0.0) -> None:
+    def __init__(
+        self, laps: Sequence[StripStageTiming], items: int, sizes: Mapping[str, int], most: float = 0.0
+    ) -> None:
         self._items, self._most = items, most
         self._rounds: Counter[tuple[float, int]] = Counter()  # seconds, and bytes that are needed
         work, wanted, there, last = 0.0, 0, set[str](), ""
@@ -167,16 +181,16 @@ class _Strips:
         rounds = (count * max(work, (wanted - room) / rate) for (work, wanted), count in self._rounds.items())
         return max(self._most, self._items * sum(rounds))
 
-    def settled(self, part: Part, runs: int) -> float:
+    def settled(self, part: ComponentCost, runs: int) -> float:
         """What `runs` of them take, where `part` decides which weights stay."""
         return runs * self.seconds(part.room, part.rate)
 
 
-def _pieces(stretches: Sequence[Stretch], sizes: Mapping[str, int]) -> list[list[Stretch]]:
+def _pieces(stretches: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> list[list[ComputeSegment]]:
     """Cut wherever another equal share of all arithmetic and of all that is needed has been done."""
     work = sum(stretch.seconds for stretch in stretches) or math.inf
     needed = sum(sizes.get(stretch.parcel, 0) for stretch in stretches) or math.inf
-    pieces: list[list[Stretch]] = []
+    pieces: list[list[ComputeSegment]] = []
     done = 0.0  # of 2
     for stretch in stretches:
         if len(pieces) <= done / 2 * PIECES:
@@ -186,7 +200,7 @@ def _pieces(stretches: Sequence[Stretch], sizes: Mapping[str, int]) -> list[list
     return pieces
 
 
-def _wanted(pieces: Sequence[Sequence[Stretch]], sizes: Mapping[str, int]) -> list[int]:
+def _wanted(pieces: Sequence[Sequence[ComputeSegment]], sizes: Mapping[str, int]) -> list[int]:
     """Bytes that are needed from the first piece until the end of each."""
     there: set[str] = set()
     wanted, whole = list[int](), 0

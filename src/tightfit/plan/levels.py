@@ -14,13 +14,13 @@ from typing import Any
 from tightfit.errors import PlanError, unknown_name
 from tightfit.plan.layout import LayoutChoice, choose_layout
 from tightfit.plan.reasons import explain
-from tightfit.plan.streaming import settle_streaming
+from tightfit.plan.streaming import resolve_streaming
 from tightfit.records import (
     Accelerator,
     Component,
     ComponentPlan,
     Footprint,
-    Home,
+    OffloadTarget,
     Placement,
     Plan,
     Reason,
@@ -75,16 +75,16 @@ def _preset(footprint: Footprint, level: int) -> dict[str, Any]:
 
 
 def _placement(component: Component, level: int) -> Placement:
-    if not component.called:
+    if not component.has_forward:
         return "resident"
     if level >= 3:
-        return "per-unit" if component.role == "denoiser" and component.leaves else "per-phase"
-    return "per-phase" if level == 2 and component.role == "encoder" else "resident"
+        return "stream" if component.role == "denoiser" and component.layers else "offload"
+    return "offload" if level == 2 and component.role == "encoder" else "resident"
 
 
-def idle_plan(component: Component, home: Home) -> ComponentPlan:
+def idle_plan(component: Component, home: OffloadTarget) -> ComponentPlan:
     """Where a component is that never works: it comes if somebody asks for it after all, or is there to be read."""
-    return ComponentPlan(placement="per-phase", home=home) if component.called else ComponentPlan()
+    return ComponentPlan(placement="offload", offload_to=home) if component.has_forward else ComponentPlan()
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def _check(plan: Plan, footprint: Footprint) -> None:
     for name, component in plan.components.items():
         if name not in known:
             raise PlanError(unknown_name(f"component of {footprint.pipeline}", name, known), name=name)
-        if component.placement == "per-unit" and not known[name].leaves:
-            raise PlanError(f"{name} has no layers to stream: per-phase would work", name=name)
+        if component.placement == "stream" and not known[name].layers:
+            raise PlanError(f"{name} has no layers to stream: offload would work", name=name)
 
 
 def _laid_out(plan: Plan, layouts: Mapping[str, LayoutChoice]) -> Plan:
@@ -118,7 +118,7 @@ def _streaming(plan: Plan, footprint: Footprint) -> Plan:
     """`plan` with all decided about what streams."""
     known = {component.name: component for component in footprint.components}
     settled = {
-        name: settle_streaming(known[name], chosen) if chosen.placement == "per-unit" else chosen
+        name: resolve_streaming(known[name], chosen) if chosen.placement == "stream" else chosen
         for name, chosen in plan.components.items()
     }
     return plan.model_copy(update={"components": settled})
@@ -129,9 +129,9 @@ def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
     sizes = {component.name: component.bytes for component in footprint.components}
     components = dict(plan.components)
     pinnable -= sum(sizes[name] for name, chosen in components.items() if chosen.pinned)
-    for name in sorted(components, key=lambda name: components[name].placement != "per-unit"):
+    for name in sorted(components, key=lambda name: components[name].placement != "stream"):
         chosen = components[name]
-        if chosen.placement == "resident" or chosen.home != "host" or chosen.pinned is not None:
+        if chosen.placement == "resident" or chosen.offload_to != "cpu" or chosen.pinned is not None:
             continue
         pinned = sizes[name] <= pinnable
         pinnable -= sizes[name] * pinned
@@ -141,7 +141,9 @@ def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
 
 def _settled(plan: Plan) -> Plan:
     """`plan` where host memory is the device's memory: nothing can be moved off it, but to the disk."""
-    left = dict.fromkeys(("weights", "grain", "ring", "stays", "pinned")) | {"placement": "resident"}
-    stay = {n: c if c.home == "disk" else c.model_copy(update=left) for n, c in plan.components.items()}
-    vae = plan.vae.model_copy(update={"maps": "device"}) if plan.vae.maps == "host" else plan.vae
+    left = dict.fromkeys(("weight_memory", "granularity", "ring_buffer", "resident_layers", "pinned")) | {
+        "placement": "resident"
+    }
+    stay = {n: c if c.offload_to == "disk" else c.model_copy(update=left) for n, c in plan.components.items()}
+    vae = plan.vae.model_copy(update={"feature_maps": "device"}) if plan.vae.feature_maps == "host" else plan.vae
     return plan.model_copy(update={"components": stay, "offload_activations": False, "vae": vae})

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from tightfit.plan.parts import Part
+from tightfit.plan.parts import ComponentCost
 from tightfit.records import ComponentPlan
 
-__all__ = ["Menu", "Offer", "Option", "Race"]
+__all__ = ["BestOptionSearch", "LazyOption", "Option", "OptionSet"]
 
 ROUNDING = 1e-11  # by which sums of the same seconds may differ, of themselves
 
@@ -36,16 +36,16 @@ class Option(NamedTuple):
         return self.always + self.comes
 
 
-class Offer:
+class LazyOption:
     """An option that is worked out when it is asked for; before, what it takes at the least."""
 
     def __init__(
         self,
         seconds: float,
         comes: int,
-        settle: Callable[[], Part],
-        least: Callable[[Part], float],
-        time: Callable[[Part], float],
+        settle: Callable[[], ComponentCost],
+        least: Callable[[ComponentCost], float],
+        time: Callable[[ComponentCost], float],
     ) -> None:
         """`settle` decides what the plan leaves open, `least` knows better then, and `time` plays it, which is long."""
         self.seconds = seconds * (1 - ROUNDING)
@@ -53,7 +53,7 @@ class Offer:
         self._settle, self._least, self._time = settle, least, time
 
     @cached_property
-    def part(self) -> Part:
+    def part(self) -> ComponentCost:
         return self._settle()
 
     @cached_property
@@ -64,18 +64,18 @@ class Offer:
     @cached_property
     def option(self) -> Option:
         part = self.part
-        ram = part.component.bytes if part.plan.home == "host" and not part.remains else 0
+        ram = part.component.bytes if part.plan.offload_to == "cpu" and not part.remains else 0
         return Option(part.comes, self._time(part), ram, part.always, part.plan)
 
 
-class Race:
+class BestOptionSearch:
     """Which offer is the fastest, and of those the least, for which at most `size` bytes come."""
 
-    def __init__(self, offers: Sequence[Offer], size: int) -> None:
+    def __init__(self, offers: Sequence[LazyOption], size: int) -> None:
         """`offers` are sorted by the seconds that they take at the least."""
         self._open = (offer for offer in offers if offer.comes <= size)
         self._next = next(self._open, None)
-        self._settled: list[tuple[float, int, Offer]] = []  # the most promising first, and of these who came first
+        self._settled: list[tuple[float, int, LazyOption]] = []  # the most promising first, and of these who came first
         self._numbers = itertools.count()
         self._size = size
         self._best: Option | None = None
@@ -123,17 +123,17 @@ class Race:
         return self._best
 
 
-class Menu:
+class OptionSet:
     """Options by size."""
 
-    def __init__(self, offers: Iterable[Offer]) -> None:
+    def __init__(self, offers: Iterable[LazyOption]) -> None:
         self.offers = sorted(offers, key=lambda offer: (offer.seconds, offer.comes))
-        self._races: dict[int, Race] = {}
+        self._races: dict[int, BestOptionSearch] = {}
 
-    def race(self, size: int) -> Race:
+    def race(self, size: int) -> BestOptionSearch:
         """Of those for which at most `size` bytes come; who asks again goes on with the same."""
         if size not in self._races:
-            self._races[size] = Race(self.offers, size)
+            self._races[size] = BestOptionSearch(self.offers, size)
         return self._races[size]
 
     def within(self, size: int) -> Option | None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tightfit.footprint import STRIPS
-from tightfit.plan.search import Search
-from tightfit.records import Footprint, Maps, Phase
+from tightfit.plan.search import DeviceSearch
+from tightfit.records import FeatureMaps, Footprint, Phase
 
 __all__ = ["GAIN", "missing_parts"]
 
@@ -19,7 +19,7 @@ GAIN = 0.001  # of a call's time: less is not worth measuring more
 
 
 def missing_parts(
-    footprint: Footprint, search: Callable[[Footprint], Search], size: int, ram: int | None
+    footprint: Footprint, search: Callable[[Footprint], DeviceSearch], size: int, ram: int | None
 ) -> tuple[str, ...]:
     """What `footprint` leaves out and a plan within `size` bytes of the device and `ram` of host memory could gain by.
 
@@ -27,9 +27,11 @@ def missing_parts(
     first: when it is, less of the others may be missing. `search` looks through what could be done in a call.
     """
     now = search(footprint)
-    variants = [part for part in footprint.left_out if part not in STRIPS]
+    variants = [part for part in footprint.not_measured if part not in STRIPS]
     strips = [
-        part for part in footprint.left_out if part in STRIPS and (STRIPS[part][1] == "device" or not now.device.is_cpu)
+        part
+        for part in footprint.not_measured
+        if part in STRIPS and (STRIPS[part][1] == "device" or not now.device.is_cpu)
     ]
     everything = search(_at_best(footprint, [*variants, *strips]))
     fastest = everything.best(size, ram)
@@ -56,36 +58,58 @@ def missing_parts(
 
 def _at_best(footprint: Footprint, parts: Sequence[str], *, likely: bool = False) -> Footprint:
     """`footprint` as if these `parts` of what it leaves out were as good as they can be, or as they are `likely` to."""
-    roles, denoising = {each.name: each.role for each in footprint.components}, set(footprint.denoising)
+    roles, denoising = {each.name: each.role for each in footprint.components}, set(footprint.denoiser_phases)
     strips = [STRIPS[part] for part in parts if part in STRIPS]
 
     def changed(place: int, phase: Phase) -> Phase:
         if place in denoising:
-            return phase.model_copy(update={"room": 0}) if "variants" in parts else phase
-        works = {(done.component, done.method) for done in phase.passes}
-        in_strips = len(works) == 1 and roles[phase.passes[0].component] == "autoencoder"
+            return phase.model_copy(update={"allocator_bytes": 0}) if "variants" in parts else phase
+        works = {(done.component, done.method) for done in phase.calls}
+        in_strips = len(works) == 1 and roles[phase.calls[0].component] == "autoencoder"
         return _in_strips(phase, strips, likely=likely) if in_strips else phase
 
     phases = tuple(changed(place, phase) for place, phase in enumerate(footprint.phases))
     return footprint.model_copy(update={"phases": phases})
 
 
-def _in_strips(phase: Phase, some: Sequence[tuple[int, Maps]], *, likely: bool) -> Phase:
+def _in_strips(phase: Phase, some: Sequence[tuple[int, FeatureMaps]], *, likely: bool) -> Phase:
     """`phase` with what strips of some shares of it, and places of their maps, are at best, by those that it has.
 
     They are like the slowest of those that are no slower, or like no strips at all, with less room. It is `likely`
     that beside them is kept as much as beside others.
     """
-    ways, room = list(phase.ways), phase.room
-    kept = max((way.room - phase.waiting - way.strips for way in ways), default=0) if likely else 0
+    ways, room = list(phase.strip_options), phase.allocator_bytes
+    kept = (
+        max((way.allocator_bytes - phase.live_bytes_at_start - way.strip_bytes for way in ways), default=0)
+        if likely
+        else 0
+    )
     for share, maps in some:
-        strips = phase.strips(share)
-        leaner = [way for way in phase.ways if way.strips <= strips and (way.maps, maps) != ("device", "host")]
-        faster = [way for way in phase.ways if way.strips >= strips and (way.maps, maps) != ("host", "device")]
-        least = max([phase.waiting + kept + strips, phase.outside, *(way.room for way in leaner)])
+        strips = phase.strip_bytes(share)
+        leaner = [
+            way
+            for way in phase.strip_options
+            if way.strip_bytes <= strips and (way.feature_maps, maps) != ("device", "host")
+        ]
+        faster = [
+            way
+            for way in phase.strip_options
+            if way.strip_bytes >= strips and (way.feature_maps, maps) != ("host", "device")
+        ]
+        least = max(
+            [
+                phase.live_bytes_at_start + kept + strips,
+                phase.peak_between_calls,
+                *(way.allocator_bytes for way in leaner),
+            ]
+        )
         if faster:
-            like = phase.ways.index(min(faster, key=lambda way: (way.strips, way.maps == "device")))
-            ways[like] = ways[like].model_copy(update={"room": min(ways[like].room, least), "host": 0})
+            like = phase.strip_options.index(
+                min(faster, key=lambda way: (way.strip_bytes, way.feature_maps == "device"))
+            )
+            ways[like] = ways[like].model_copy(
+                update={"allocator_bytes": min(ways[like].allocator_bytes, least), "host_bytes": 0}
+            )
         else:
             room = min(room, least)
-    return phase.model_copy(update={"ways": tuple(ways), "room": room})
+    return phase.model_copy(update={"strip_options": tuple(ways), "allocator_bytes": room})

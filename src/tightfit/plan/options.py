@@ -11,21 +11,21 @@ from functools import cached_property
 from typing import Literal
 
 from tightfit.plan.guests import visits
-from tightfit.plan.leasts import Least, Runs
-from tightfit.plan.menus import Menu, Offer, Option
-from tightfit.plan.pace import Pace
-from tightfit.plan.parts import Part, always, up
-from tightfit.plan.sketches import Sketch, sketches
-from tightfit.plan.streaming import Parcels, loose_bytes, parcel_sizes
-from tightfit.plan.strips import way_of
+from tightfit.plan.leasts import LowerBounds, Runs
+from tightfit.plan.menus import LazyOption, Option, OptionSet
+from tightfit.plan.pace import CostModel
+from tightfit.plan.parts import ComponentCost, always, up
+from tightfit.plan.sketches import Candidate, candidates
+from tightfit.plan.streaming import WeightGroupSizes, small_tensor_bytes, weight_group_sizes
+from tightfit.plan.strips import strip_profile_of
 from tightfit.records import (
     Accelerator,
     Component,
+    ComponentCall,
     ComponentPlan,
     Footprint,
-    Grain,
-    Home,
-    Pass,
+    Granularity,
+    OffloadTarget,
     Plan,
     Reason,
     Storage,
@@ -34,31 +34,37 @@ from tightfit.records import (
 )
 from tightfit.units import format_bytes, format_seconds
 
-__all__ = ["Task", "Where", "variant_of", "why_there"]
+__all__ = ["ComponentWorkload", "Where", "variant_of", "why_there"]
 
-Where = Literal["resident", "host", "disk"]  # the home of what comes and goes
+Where = Literal["resident", "cpu", "disk"]  # the home of what comes and goes
 
 ENOUGH = 0.9  # of what is left: who takes less would gain nothing by more
 SIZES = 24  # between the least that a component streams with and all of it, each larger by the same factor, …
 FEWER = 12  # … and so many where denoisers work otherwise than usual
-GRAINS: tuple[Grain, ...] = ("leaf", "block")
+GRAINS: tuple[Granularity, ...] = ("layer", "block")
 WHOLE = VaePlan()  # how it works if nothing is cut
 
 
-class Task:
+class ComponentWorkload:
     """What `component` does on `device` in the call that `footprint` tells of."""
 
     def __init__(
-        self, component: Component, footprint: Footprint, device: Accelerator, usual: Task | None = None
+        self, component: Component, footprint: Footprint, device: Accelerator, usual: ComponentWorkload | None = None
     ) -> None:
         """`usual` is what it does in another call."""
         self.component, self.device, self._footprint = component, device, footprint
-        self._known: dict[tuple[Home, Storage], dict[Grain, Parcels]] = usual._known if usual else {}
+        self._known: dict[tuple[OffloadTarget, Storage], dict[Granularity, WeightGroupSizes]] = (
+            usual._known if usual else {}
+        )
         self._works: dict[VaePlan, list[Runs]] = {}
 
     def seconds(self, vae: VaePlan = WHOLE) -> float:
         """How long it works where all weights are there."""
-        return sum(count * self._pace.alone(done, way) for runs in self._work(vae) for done, count, way in runs)
+        return sum(
+            count * self._pace.seconds_without_weights(done, way)
+            for runs in self._work(vae)
+            for done, count, way in runs
+        )
 
     def always(self, where: Where) -> int:
         """Bytes on the device all along, with its weights being `where`."""
@@ -82,42 +88,44 @@ class Task:
         storage: Storage = "as-loaded",
         variant: Variant | None = None,
         vae: VaePlan = WHOLE,
-    ) -> Menu:
+    ) -> OptionSet:
         """What can be done with its weights being `where`, if it works as usual, or as `variant` and `vae` say."""
         work = self._work(vae)
         every, changes = self._sketches(where, storage, variant), variant.fields if variant else {}
         asked = [sketch.plan(self._by_leaf) for sketch in every if _goes_with(variant, sketch.draft)]
         part = self._part(every[0].draft, disk_rate)
-        least = None if part.remains else Least(part, self._parcels(part.plan), work, self._pace)
+        least = None if part.remains else LowerBounds(part, self._parcels(part.plan), work, self._pace)
 
-        def offer(plan: ComponentPlan) -> Offer:
+        def offer(plan: ComponentPlan) -> LazyOption:
             seconds, comes = least.of(plan) if least else (self.seconds(vae), 0)
             settle = lambda: self._part(plan.model_copy(update=changes), disk_rate)  # noqa: E731
-            return Offer(
+            return LazyOption(
                 seconds, comes, settle, least.of_part if least else lambda _: 0.0, lambda part: _time(part, work)
             )
 
-        return Menu(map(offer, asked))
+        return OptionSet(map(offer, asked))
 
-    def _sketches(self, where: Where, storage: Storage, variant: Variant | None) -> list[Sketch]:
+    def _sketches(self, where: Where, storage: Storage, variant: Variant | None) -> list[Candidate]:
         """All that is tried; what is there as a whole comes first."""
         if where == "resident":
-            return [Sketch(ComponentPlan(placement="resident", storage=storage), 0)]
-        whole = ComponentPlan(placement="per-phase", home=where, storage=storage)
-        small = 0 if self.device.is_cpu else up(loose_bytes(self.component))
+            return [Candidate(ComponentPlan(placement="resident", storage=storage), 0)]
+        whole = ComponentPlan(placement="offload", offload_to=where, storage=storage)
+        small = 0 if self.device.is_cpu else up(small_tensor_bytes(self.component))
         count = SIZES if variant is None else FEWER
-        by_blocks = variant is not None and variant.in_parts and variant.by_blocks
-        found = sketches(self.component, whole, self._parcels(whole), count, by_blocks=by_blocks)
+        by_blocks = variant is not None and variant.splits_batch and variant.by_blocks
+        found = candidates(self.component, whole, self._parcels(whole), count, by_blocks=by_blocks)
         return [sketch._replace(comes=sketch.comes + small) for sketch in found]
 
-    def _parcels(self, plan: ComponentPlan) -> Mapping[Grain, Parcels]:
-        key = plan.home, plan.storage
+    def _parcels(self, plan: ComponentPlan) -> Mapping[Granularity, WeightGroupSizes]:
+        key = plan.offload_to, plan.storage
         if key not in self._known:
-            self._known[key] = {grain: Parcels(parcel_sizes(self.component, grain, plan)) for grain in GRAINS}
+            self._known[key] = {
+                grain: WeightGroupSizes(weight_group_sizes(self.component, grain, plan)) for grain in GRAINS
+            }
         return self._known[key]
 
-    def _part(self, plan: ComponentPlan, disk_rate: float | None = None) -> Part:
-        return Part(self.component, plan, self.device, self._pace, disk_rate, self._by_leaf)
+    def _part(self, plan: ComponentPlan, disk_rate: float | None = None) -> ComponentCost:
+        return ComponentCost(self.component, plan, self.device, self._pace, disk_rate, self._by_leaf)
 
     def _work(self, vae: VaePlan) -> list[Runs]:
         if vae not in self._works:
@@ -125,8 +133,8 @@ class Task:
         return self._works[vae]
 
     @cached_property
-    def _pace(self) -> Pace:
-        return Pace(self.component, self.device)
+    def _pace(self) -> CostModel:
+        return CostModel(self.component, self.device)
 
     @cached_property
     def _by_leaf(self) -> dict[str, float] | None:
@@ -149,25 +157,25 @@ def _suits(variant: Variant, part: ComponentPlan) -> bool:
 
 def _goes_with(variant: Variant | None, part: ComponentPlan) -> bool:
     """Whether it can work like that where its weights are where `part` says."""
-    return variant is None or not variant.in_parts or variant.by_blocks == (part.placement == "per-unit")
+    return variant is None or not variant.splits_batch or variant.by_blocks == (part.placement == "stream")
 
 
-def why_there(task: Task, option: Option, left: int, phase: str, vae: VaePlan) -> Reason:
+def why_there(task: ComponentWorkload, option: Option, left: int, phase: str, vae: VaePlan) -> Reason:
     """Why `option` of a task's component was taken: in `phase` there were `left` bytes for what comes and goes."""
     name, plan, whole = task.component.name, option.plan, format_bytes(task.component.bytes)
     if plan.placement == "resident":
         return Reason(decision=f"{name} stays", because=f"there is room for its {whole} in every phase")
     there = f"{format_bytes(max(left, 0))} are left for it in {phase}"
-    whence = " from the disk" if plan.home == "disk" else ""
-    if plan.placement == "per-phase":
+    whence = " from the disk" if plan.offload_to == "disk" else ""
+    if plan.placement == "offload":
         return Reason(
             decision=f"{name} comes{whence} for its phase, and goes", because=f"{there}: all of its {whole} fit"
         )
     late = option.seconds - task.seconds(vae)
     cost = f"that costs {format_seconds(late)} in all" if late > 0 else "that costs no time"
-    stay, moving = len(plan.stays or ()), "blocks" if plan.grain == "block" else "layers"
+    stay, moving = len(plan.resident_layers or ()), "blocks" if plan.granularity == "block" else "layers"
     kept = f"{stay} of its {moving} stay{'s' * (stay == 1)} meanwhile, the others" if stay else f"its {moving}"
-    kept += f" come one after another while those before them compute, {format_bytes(plan.ring or 0)} ahead"
+    kept += f" come one after another while those before them compute, {format_bytes(plan.ring_buffer or 0)} ahead"
     enough = "; more memory would not be faster" if option.comes < ENOUGH * left else ""
     return Reason(
         decision=f"{name} streams{whence}, {format_bytes(option.aboard)} of its {whole} there at a time",
@@ -175,7 +183,7 @@ def why_there(task: Task, option: Option, left: int, phase: str, vae: VaePlan) -
     )
 
 
-def _time(part: Part, work: Sequence[Runs]) -> float:
+def _time(part: ComponentCost, work: Sequence[Runs]) -> float:
     """Seconds of the work as `part` does it."""
     spent = 0.0
     for runs in work:
@@ -187,13 +195,13 @@ def _time(part: Part, work: Sequence[Runs]) -> float:
 
 def _work_of(component: Component, footprint: Footprint, vae: VaePlan) -> list[Runs]:
     """Its passes, and how often and in which way each is done at a time, by the times that it comes."""
-    ways = {id(done): way_of(phase, vae) for phase in footprint.phases for done in phase.passes}
-    passes = (phase.passes[index] for phase in footprint.phases for index in phase.order)
+    ways = {id(done): strip_profile_of(phase, vae) for phase in footprint.phases for done in phase.calls}
+    passes = (phase.calls[index] for phase in footprint.phases for index in phase.call_order)
     own = (done for done in passes if done.component == component.name)
     work = (list(itertools.islice(own, count)) for count in visits(footprint).get(component.name, ()))
     return [[(done[0], len(done), ways[id(done[0])]) for done in map(list, _alike(some))] for some in work]
 
 
-def _alike(passes: Sequence[Pass]) -> Iterator[Iterator[Pass]]:
+def _alike(passes: Sequence[ComponentCall]) -> Iterator[Iterator[ComponentCall]]:
     """The same ones next to each other."""
     return (group for _, group in itertools.groupby(passes, key=id))

@@ -9,12 +9,12 @@ import bisect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["Order"]
+__all__ = ["PrefetchOrder"]
 
 K = TypeVar("K", bound=Hashable)
 
 
-class Order(Generic[K]):
+class PrefetchOrder(Generic[K]):
     """The cycle of one method's uses, where it stands, and how far ahead it has been looked."""
 
     def __init__(self, guess: Sequence[K]) -> None:

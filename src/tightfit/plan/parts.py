@@ -8,13 +8,13 @@ from typing import TypeVar
 
 from tightfit.catalog.cuda import PAGEABLE
 from tightfit.plan.eight_bits import widened_bytes
-from tightfit.plan.flow import Flow, Overheads
-from tightfit.plan.pace import Pace
-from tightfit.plan.streaming import loose_bytes, parcel_sizes, settle_streaming
+from tightfit.plan.flow import HostOverheads, TransferSimulator
+from tightfit.plan.pace import CostModel
+from tightfit.plan.streaming import resolve_streaming, small_tensor_bytes, weight_group_sizes
 from tightfit.plan.strips import work_in_strips
-from tightfit.records import Accelerator, Component, ComponentPlan, Grain, Pass, Way
+from tightfit.records import Accelerator, Component, ComponentCall, ComponentPlan, Granularity, StripProfile
 
-__all__ = ["SEGMENT", "Part", "always", "chunks", "taken", "up"]
+__all__ = ["SEGMENT", "ComponentCost", "always", "chunks", "taken", "up"]
 
 Parcel = TypeVar("Parcel")
 
@@ -24,7 +24,7 @@ KNOWN = 4  # passes after which the next are taken to be like the last two, …
 ALIKE = 1e-6  # … or three, if these took as long up to so much of it
 
 
-class Part:
+class ComponentCost:
     """A component that follows `plan` on `device`, at its `pace` there; a disk gives `disk_rate` bytes a second."""
 
     def __init__(
@@ -32,27 +32,27 @@ class Part:
         component: Component,
         plan: ComponentPlan,
         device: Accelerator,
-        pace: Pace,
+        pace: CostModel,
         disk_rate: float | None = None,
         seconds: Mapping[str, float] | None = None,
     ) -> None:
         """`seconds` is how long each of its leaves is at work, where that is known."""
         self.component, self.remains = component, plan.placement == "resident"
-        self.plan = settle_streaming(component, plan, seconds) if plan.placement == "per-unit" else plan
+        self.plan = resolve_streaming(component, plan, seconds) if plan.placement == "stream" else plan
         self._device, self._pace = device, pace
-        self._sizes = {} if self.remains else parcel_sizes(component, self._grain, self.plan)
-        self._stays = set(self._sizes if plan.placement == "per-phase" else self.plan.stays or ())
-        self._loose = loose_bytes(component)
+        self._sizes = {} if self.remains else weight_group_sizes(component, self._grain, self.plan)
+        self._stays = set(self._sizes if plan.placement == "offload" else self.plan.resident_layers or ())
+        self._loose = small_tensor_bytes(component)
         link = device.link_rate or float("inf")
-        self.rate = min(link, disk_rate or link) if plan.home == "disk" else link  # bytes a second from its home
+        self.rate = min(link, disk_rate or link) if plan.offload_to == "disk" else link  # bytes a second from its home
         self.launch = device.launch_overhead  # seconds of the host for each piece of work
-        self._overheads = Overheads(device.streamed_overhead, device.resident_overhead)
-        self._flow: Flow | None = None
+        self._overheads = HostOverheads(device.streamed_overhead, device.resident_overhead)
+        self._flow: TransferSimulator | None = None
         self.idle = 0.0  # seconds at the end of its last pass for which its link has nothing to bring for it
 
     @property
-    def _grain(self) -> Grain:
-        return self.plan.grain or "leaf"
+    def _grain(self) -> Granularity:
+        return self.plan.granularity or "layer"
 
     @property
     def always(self) -> int:
@@ -77,7 +77,7 @@ class Part:
     @property
     def room(self) -> int:
         """Bytes that what stays and the ring have together."""
-        return sum(self._sizes.values()) - sum(self.passing.values()) + (self.plan.ring or 0)
+        return sum(self._sizes.values()) - sum(self.passing.values()) + (self.plan.ring_buffer or 0)
 
     @cached_property
     def comes(self) -> int:
@@ -85,7 +85,7 @@ class Part:
         if self.remains:
             return 0
         stays = (size for name, size in self._sizes.items() if name in self._stays)
-        return taken(stays, self.plan.ring or 0) + (0 if self._device.is_cpu else up(self._loose))
+        return taken(stays, self.plan.ring_buffer or 0) + (0 if self._device.is_cpu else up(self._loose))
 
     def early(self, seconds: float) -> int:
         """Bytes of it that can come in so long; none where that is no more than the largest that moves together."""
@@ -97,28 +97,34 @@ class Part:
         self._flow = None
         if self._device.is_cpu:
             return now
-        launching = self.component.small * self.launch
+        launching = self.component.small_tensor_bytes * self.launch
         return now + launching + self._loose / (self.rate * PAGEABLE)  # it is not page-locked
 
-    def work(self, done: Pass, runs: int, now: float, way: Way | None = None) -> float:
+    def work(self, done: ComponentCall, runs: int, now: float, way: StripProfile | None = None) -> float:
         """When `runs` passes are done that begin `now`, one after another, each in the same `way`."""
         if self.remains or (self._flow is not None and self._flow.complete):
-            self.idle = self._pace.alone(done, way, None if self.remains else self._grain)
+            self.idle = self._pace.seconds_without_weights(done, way, None if self.remains else self._grain)
             return now + runs * self.idle
         stretches = self._pace.stretches(done, self._grain)
         if self._flow is None:
             used = {stretch.parcel for stretch in stretches}
             guess = [name for name in self._pace.expected(self._grain) if name in used]
-            ring, overheads = self.plan.ring or 0, self._overheads
-            self._flow = Flow(guess, self._sizes, self._stays, ring, self.rate, self.launch, now, overheads)
+            ring, overheads = self.plan.ring_buffer or 0, self._overheads
+            self._flow = TransferSimulator(
+                guess, self._sizes, self._stays, ring, self.rate, self.launch, now, overheads
+            )
         self._flow.now = max(self._flow.now, now)
         seconds: list[float] = []
         while len(seconds) < min(runs, KNOWN) and not self._flow.complete and not _steady(seconds):
             if way is None:
                 seconds.append(self._flow.work(stretches))
             else:
-                seconds.append(work_in_strips(self._pace.laps(way, done.pace, self._grain), way.items, self._flow))
-        later = self._pace.alone(done, way, self._grain) if self._flow.complete else sum(seconds[-2:]) / 2
+                seconds.append(
+                    work_in_strips(self._pace.laps(way, done.time_scale, self._grain), way.batch_items, self._flow)
+                )
+        later = (
+            self._pace.seconds_without_weights(done, way, self._grain) if self._flow.complete else sum(seconds[-2:]) / 2
+        )
         self.idle = later if self._flow.complete and len(seconds) < runs else self._flow.idle
         return now + sum(seconds) + later * (runs - len(seconds))
 
@@ -145,8 +151,8 @@ def chunks(parcels: Iterable[Parcel], size: Callable[[Parcel], int]) -> Iterator
 def always(component: Component, device: Accelerator, *, remains: bool) -> int:
     """Bytes that are on `device` all along if it `remains`, or comes and goes. On a CPU what is small does not."""
     if remains:
-        return component.room or component.bytes
-    return up(loose_bytes(component)) if device.is_cpu else 0
+        return component.allocator_bytes or component.bytes
+    return up(small_tensor_bytes(component)) if device.is_cpu else 0
 
 
 def taken(stays: Iterable[int], ring: int) -> int:

@@ -7,23 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tightfit.errors import BudgetTooSmall, PlanError
-from tightfit.plan.branch import Found
-from tightfit.plan.forecast import foresee, room_within, taken_by_others
-from tightfit.plan.guesses import rated, rated_disk
+from tightfit.plan.branch import Solution
+from tightfit.plan.forecast import add_forecast, room_within, taken_by_others
+from tightfit.plan.guesses import default_disk_rate, with_default_rates
 from tightfit.plan.jointly import plan_jointly
-from tightfit.plan.learned import learned
+from tightfit.plan.learned import calibrate
 from tightfit.plan.levels import idle_plan, plan_for
 from tightfit.plan.missing import missing_parts
-from tightfit.plan.search import Search, Stored, storages_of
-from tightfit.plan.turns import order_of
-from tightfit.plan.workings import Workings
+from tightfit.plan.search import DeviceSearch, Stored, storages_of
+from tightfit.plan.turns import schedule_of
+from tightfit.plan.workings import SearchCaches
 from tightfit.records import (
     Accelerator,
     Budget,
-    Experience,
+    CallMeasurement,
     Footprint,
-    Home,
     Machine,
+    OffloadTarget,
     Plan,
     Reason,
     check_techniques,
@@ -36,7 +36,7 @@ SPARE = 0.05  # of what is free: left alone where nobody names a budget …
 SPARE_LEAST = 512 * 2**20  # … and at least so many bytes of a card: kernels and libraries are loaded later
 
 
-class _Room(NamedTuple):
+class _MemoryLimits(NamedTuple):
     """What there is for a plan."""
 
     size: int  # bytes of the device
@@ -62,8 +62,8 @@ def make_plan(
     allow: Sequence[str] = (),
     *,
     device: str | None = None,
-    experiences: Sequence[Experience] = (),
-    workings: Workings | None = None,
+    experiences: Sequence[CallMeasurement] = (),
+    workings: SearchCaches | None = None,
 ) -> Plan:
     """The best plan for the call that `footprint` tells of, within `budget` on `machine`'s `device` (None: its first).
 
@@ -84,20 +84,20 @@ def make_plan(
     if budget is not None and budget.devices:
         return plan_jointly(footprint, machine, budget, allowed, device)
     known = _accelerator(machine, device)
-    accelerator, disk_rate = rated(known), rated_disk(machine, known)
+    accelerator, disk_rate = with_default_rates(known), default_disk_rate(machine, known)
     room = _room(accelerator, machine, budget)
 
-    def searched(storages: Stored) -> Search:
-        told = learned(footprint, experiences, storages).footprint
+    def searched(storages: Stored) -> DeviceSearch:
+        told = calibrate(footprint, experiences, storages).footprint
         worked_out = workings.known(told) if workings is not None and not storages else None
-        return Search(told, accelerator, disk_rate, storages, worked_out)
+        return DeviceSearch(told, accelerator, disk_rate, storages, worked_out)
 
     for storages in storages_of(footprint, allowed):
         search = searched(storages)
         found = search.best(room.size, room.ram)
         if found is not None:
             placed = [*found.branch.reasons(found, room.size), *_remarks(known, accelerator, room, budget)]
-            placed += learned(footprint, experiences, storages).reasons
+            placed += calibrate(footprint, experiences, storages).reasons
             return _plan(search, machine, budget, room.size, found, placed)
     others = [name for name in ("fp8", "int8") if name not in allowed]
     lossy = {name: [searched(stored) for stored in storages_of(footprint, [name]) if stored] for name in others}
@@ -110,40 +110,40 @@ def find_missing(
     budget: Budget | None = None,
     *,
     device: str | None = None,
-    experiences: Sequence[Experience] = (),
-    workings: Workings | None = None,
+    experiences: Sequence[CallMeasurement] = (),
+    workings: SearchCaches | None = None,
 ) -> tuple[str, ...]:
     """What `footprint` leaves out and a plan could gain by, what is to be measured first at the front.
 
     Of several devices that is not known, and so everything. Raises PlanError as `make_plan` does.
     """
-    if not footprint.left_out or (budget is not None and budget.devices):
-        return footprint.left_out
+    if not footprint.not_measured or (budget is not None and budget.devices):
+        return footprint.not_measured
     known = _accelerator(machine, device)
-    accelerator, disk_rate = rated(known), rated_disk(machine, known)
-    room, workings = _room(accelerator, machine, budget), workings or Workings()
+    accelerator, disk_rate = with_default_rates(known), default_disk_rate(machine, known)
+    room, workings = _room(accelerator, machine, budget), workings or SearchCaches()
 
-    def search(told: Footprint) -> Search:
-        return Search(told, accelerator, disk_rate, {}, workings.known(told))
+    def search(told: Footprint) -> DeviceSearch:
+        return DeviceSearch(told, accelerator, disk_rate, {}, workings.known(told))
 
-    return missing_parts(learned(footprint, experiences, {}).footprint, search, room.size, room.ram)
+    return missing_parts(calibrate(footprint, experiences, {}).footprint, search, room.size, room.ram)
 
 
-def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Room:
+def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _MemoryLimits:
     if device.is_cpu:
-        taken = machine.ram_taken or 0
+        taken = machine.ram_used or 0
         if budget is None:
             free = device.bytes if device.free is None else device.free
-            return _Room(int(free * (1 - SPARE)), None, taken, card=False)
+            return _MemoryLimits(int(free * (1 - SPARE)), None, taken, card=False)
         whole = min(budget.of_cpu, device.bytes)
-        return _Room(max(whole - taken, 0), None, taken, whole, card=False)
+        return _MemoryLimits(max(whole - taken, 0), None, taken, whole, card=False)
     free = room_within(device, device.bytes) if device.free is None else device.free
     if budget is None:
-        return _Room(max(free - _spared(device, free), 0), None)
+        return _MemoryLimits(max(free - _spared(device, free), 0), None)
     if budget.device is None:
-        return _Room(free, budget.ram)
+        return _MemoryLimits(free, budget.ram)
     whole = min(budget.device, device.bytes)
-    return _Room(room_within(device, whole), budget.ram, taken_by_others(device), whole)
+    return _MemoryLimits(room_within(device, whole), budget.ram, taken_by_others(device), whole)
 
 
 def _spared(device: Accelerator, free: int) -> int:
@@ -156,30 +156,34 @@ def _spared(device: Accelerator, free: int) -> int:
     return max(math.ceil(free * SPARE), least)
 
 
-def _remarks(known: Accelerator, rated: Accelerator, room: _Room, budget: Budget | None) -> Iterator[Reason]:
+def _remarks(
+    known: Accelerator, with_default_rates: Accelerator, room: _MemoryLimits, budget: Budget | None
+) -> Iterator[Reason]:
     if budget is None:
-        because = f"that is {1 - SPARE:.0%} of what was free on {known.called}"
+        because = f"that is {1 - SPARE:.0%} of what was free on {known.display_name}"
         if not known.is_cpu and known.free is not None and _spared(known, known.free) == SPARE_LEAST:
-            because = f"that leaves {format_bytes(SPARE_LEAST)} of what was free on {known.called}"
+            because = f"that leaves {format_bytes(SPARE_LEAST)} of what was free on {known.display_name}"
         yield Reason(decision=f"{room.described} may be used", because=because)
     elif room.taken:
         holds = "other tensors of this process take" if room.card else "this process holds"
         because = f"{holds} {format_bytes(room.taken)} already"
         yield Reason(decision=f"{format_bytes(room.size)} are left for the pipeline", because=because)
-    if known.fixed_segments is not None:
-        yield Reason(decision="segments of the allocator are fixed", because=known.fixed_segments)
-    if rated != known:
-        because = f"not all rates of {known.called} were measured (`tightfit machine` does); bytes are none"
+    if known.expandable_refused is not None:
+        yield Reason(decision="segments of the allocator are fixed", because=known.expandable_refused)
+    if with_default_rates != known:
+        because = f"not all rates of {known.display_name} were measured (`tightfit machine` does); bytes are none"
         yield Reason(decision="times are guesses", because=because)
 
 
-def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: Machine, room: _Room) -> BudgetTooSmall:
+def _too_small(
+    search: DeviceSearch, lossy: Mapping[str, Sequence[DeviceSearch]], machine: Machine, room: _MemoryLimits
+) -> BudgetTooSmall:
     """What would fit: more of the device, or of RAM, or what is `lossy` and was not allowed."""
     footprint, device, (size, ram, taken, *_) = search.footprint, search.device, room
     needed = search.least(ram)
     phase = _tightest_phase(search, machine, needed, ram)
     asked = footprint.request.described if footprint.request else "this call"
-    said = f"{footprint.pipeline} cannot do {asked} within {room.described} on {device.called}"
+    said = f"{footprint.pipeline} cannot do {asked} within {room.described} on {device.display_name}"
     said += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
     would = [f"{format_enough(needed + taken)} would do, for {phase}"]
     waiting = search.least_ram(size) if ram is not None else None
@@ -190,7 +194,7 @@ def _too_small(search: Search, lossy: Mapping[str, Sequence[Search]], machine: M
     return BudgetTooSmall(f"{said}: {'; '.join(would)}", needed_bytes=needed + taken, needed_ram=waiting, phase=phase)
 
 
-def _tightest_phase(search: Search, machine: Machine, needed: int, ram: int | None) -> str | None:
+def _tightest_phase(search: DeviceSearch, machine: Machine, needed: int, ram: int | None) -> str | None:
     """Which phase it is that cannot do with less than `needed` bytes; a plan is only made where that tells it."""
     phases = search.tightest(needed, ram)
     if len(phases) == 1:
@@ -208,14 +212,19 @@ def _accelerator(machine: Machine, device: str | None) -> Accelerator:
     raise PlanError(f"no device {device} in this machine: there is {names}", device=device)
 
 
-def _grows(device: Accelerator, found: Found, size: int) -> bool:
+def _grows(device: Accelerator, found: Solution, size: int) -> bool:
     if device.is_cpu:
         return size - found.peak < found.branch.most_room(found.vae)
-    return device.fixed_segments is None
+    return device.expandable_refused is None
 
 
 def _plan(
-    search: Search, machine: Machine, budget: Budget | None, size: int, found: Found, placed: Sequence[Reason] = ()
+    search: DeviceSearch,
+    machine: Machine,
+    budget: Budget | None,
+    size: int,
+    found: Solution,
+    placed: Sequence[Reason] = (),
 ) -> Plan:
     """What was found for `size` bytes, as a plan; `placed` says why weights are where they are.
 
@@ -223,18 +232,18 @@ def _plan(
     idle.
     """
     footprint, device = found.branch.footprint, search.device
-    home: Home = "disk" if device.is_cpu or (budget is not None and budget.ram) else "host"
+    home: OffloadTarget = "disk" if device.is_cpu or (budget is not None and budget.ram) else "cpu"
     components = {c.name: idle_plan(c, home) for c in footprint.components}
     components |= {name: option.plan for name, option in found.options}
     choices = {
         "components": {name: part.to_mapping() for name, part in components.items()},
         "vae": found.vae.to_mapping(),
         "budget": budget.to_mapping() if budget else None,
-        "order": [stint.to_mapping() for stint in order_of(search.footprint)],
-        "growing_segments": _grows(device, found, size),
+        "schedule": [stint.to_mapping() for stint in schedule_of(search.footprint)],
+        "expandable_segments": _grows(device, found, size),
     }
     plan = plan_for(
         footprint, device.name, separate=not device.is_cpu, choices=choices, request=footprint.request,
         pinnable=machine.pinnable or 0, accelerator=device, placed=placed,
     )  # fmt: skip
-    return foresee(footprint, plan, device, search.disk_rate)
+    return add_forecast(footprint, plan, device, search.disk_rate)

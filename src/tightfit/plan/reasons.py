@@ -16,7 +16,7 @@ Parts = Sequence[tuple[Component, ComponentPlan]]
 _MAPS = {
     "device": ("stay on the device", "nothing is copied, and nothing computed twice"),
     "host": ("wait in host memory", "the device's is left to the strips; each map crosses the link twice"),
-    "again": ("wait as far as they fit", "they have as many bytes as the strips; the rest is computed again"),
+    "recompute": ("wait as far as they fit", "they have as many bytes as the strips; the rest is computed again"),
 }
 
 
@@ -58,7 +58,7 @@ def _pictures(vae: VaePlan, *, separate: bool) -> Said:
     peak = "an autoencoder's maps at full resolution are the peak of a large picture"
     if vae.strips:
         yield f"strips within {format_bytes(vae.strips)}", f"{peak}; in strips the numbers stay"
-        wait, why = _MAPS["device" if vae.maps == "host" and not separate else vae.maps]
+        wait, why = _MAPS["device" if vae.feature_maps == "host" and not separate else vae.feature_maps]
         yield f"maps between strips {wait}", why
     if vae.tile:
         where, why = (" where strips cannot be", "that is less than a whole picture") if vae.strips else ("", peak)
@@ -69,7 +69,7 @@ def _pictures(vae: VaePlan, *, separate: bool) -> Said:
 
 def _inside(component: Component, chosen: ComponentPlan, layout: LayoutChoice, *, separate: bool) -> Said:
     """In what form a component is, and how it works."""
-    streams = chosen.placement == "per-unit" and (separate or chosen.home == "disk")
+    streams = chosen.placement == "stream" and (separate or chosen.offload_to == "disk")
     once = "; block by block, so that weights come once" if streams else ""
     if chosen.storage != "as-loaded":
         size = 4 if component.main_dtype == "float32" else 2
@@ -77,42 +77,46 @@ def _inside(component: Component, chosen: ComponentPlan, layout: LayoutChoice, *
         yield f"{{}} stored in {chosen.storage}", why
     if layout.because is not None:
         yield f"{{}} {'' if layout.channels_last else 'not '}channels-last", layout.because
-    if chosen.batch is not None:
-        items = f"{chosen.batch} item{'s' if chosen.batch > 1 else ''}"
+    if chosen.max_batch is not None:
+        items = f"{chosen.max_batch} item{'s' if chosen.max_batch > 1 else ''}"
         yield f"{{}}: at most {items} at a time", f"a larger batch makes no more activations at once{once}"
-    if chosen.guidance == "apart":
+    if chosen.cfg == "sequential":
         yield "{}: a step's two predictions apart", f"each alone has half the activations of both{once}"
-    if chosen.guidance == "together":
+    if chosen.cfg == "batched":
         yield "{}: a step's two predictions together", "weights are read, and brought, once for both"
-    if chosen.feed_forward is not None:
+    if chosen.ffn_chunk is not None:
         why = "some tokens go through at a time: the maps inside are several times as wide"
-        yield f"{{}}: feed-forwards within {format_bytes(chosen.feed_forward)}", why
-    if chosen.traced is not None:
+        yield f"{{}}: feed-forwards within {format_bytes(chosen.ffn_chunk)}", why
+    if chosen.exported is not None:
         how, what = (", compiled", "machine code of it") if chosen.compiled else ("", "that graph")
         why = f"asked for by name: {what} works in place of the model's code"
-        yield f"{{}} as exported in {chosen.traced}{how}", why
+        yield f"{{}} as exported in {chosen.exported}{how}", why
 
 
 def _moves(plan: Plan, parts: Parts, *, separate: bool) -> Said:
     """What is on the device only for a while."""
     moving = [(component, chosen) for component, chosen in parts if chosen.placement != "resident"]
-    able = [(component, chosen) for component, chosen in moving if separate or chosen.home == "disk"]
-    if not separate and (len(moving) > len(able) or plan.offload_activations or plan.vae.maps == "host"):
-        names = ", ".join(component.name for component, chosen in moving if chosen.home != "disk") or "activations"
+    able = [(component, chosen) for component, chosen in moving if separate or chosen.offload_to == "disk"]
+    if not separate and (len(moving) > len(able) or plan.offload_activations or plan.vae.feature_maps == "host"):
+        names = (
+            ", ".join(component.name for component, chosen in moving if chosen.offload_to != "disk") or "activations"
+        )
         yield f"nothing is moved ({names})", "the device computes in host memory: there is nowhere to move to"
-    phases = [component for component, chosen in able if chosen.placement == "per-phase"]
+    phases = [component for component, chosen in able if chosen.placement == "offload"]
     if phases:
         whose, who = ("its", "it") if len(phases) == 1 else ("their", "each")
         sizes = _listed([format_bytes(component.bytes) for component in phases])
         names = ", ".join(component.name for component in phases)
-        yield f"{names} per-phase", f"{whose} {sizes} are only needed while {who} works"
+        yield f"{names} offload", f"{whose} {sizes} are only needed while {who} works"
     for component, chosen in able:
-        if chosen.placement == "per-unit":
-            largest = max(leaf.bytes for leaf in component.leaves)
+        if chosen.placement == "stream":
+            largest = max(leaf.bytes for leaf in component.layers)
             why = f"one layer at a time needs {format_bytes(largest)} of its {format_bytes(component.bytes)}"
-            yield f"{component.name} per-unit", why
+            yield f"{component.name} stream", why
     if plan.offload_activations and separate:
-        skipping = [component.name for component, chosen in parts if component.skips and chosen.traced is None]
+        skipping = [
+            component.name for component, chosen in parts if component.has_skip_connections and chosen.exported is None
+        ]
         if skipping:
             decision = f"skips of {', '.join(skipping)} moved to host memory"
             yield decision, "they wait there for the second half of a step"

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tightfit.plan.stretches import Stretch
+from tightfit.plan.stretches import ComputeSegment
 
 __all__ = ["two_in_a_row"]
 
@@ -26,7 +26,7 @@ class _Use(NamedTuple):
 
 
 def two_in_a_row(
-    stretches: Sequence[Stretch], passing: Mapping[str, int], ring: int, rate: float
+    stretches: Sequence[ComputeSegment], passing: Mapping[str, int], ring: int, rate: float
 ) -> tuple[float, float]:
     """Seconds until a pass is done, and two of them, at the least.
 
@@ -69,7 +69,7 @@ def two_in_a_row(
     return ends[0], ends[1]
 
 
-def _uses(stretches: Sequence[Stretch], passing: Mapping[str, int]) -> tuple[float, list[_Use]]:
+def _uses(stretches: Sequence[ComputeSegment], passing: Mapping[str, int]) -> tuple[float, list[_Use]]:
     """Seconds until something is needed that comes, and all that does."""
     lead, uses = 0.0, list[_Use]()
     for stretch in stretches:

@@ -11,23 +11,23 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 
-from tightfit.plan.branch import Branch, Chance, Found
-from tightfit.plan.workings import Known
+from tightfit.plan.branch import SearchNode, Solution, VariantSearch
+from tightfit.plan.workings import SearchCache
 from tightfit.records import Accelerator, Footprint, Storage
 
-__all__ = ["Front", "Search", "Stored", "storages_of"]
+__all__ = ["DeviceSearch", "ParetoFront", "Stored", "storages_of"]
 
 Stored = Mapping[str, Storage]
 
 
-class Front:
+class ParetoFront:
     """What is fastest with so much host memory or less, for any bytes of it; looked at from the most promising on."""
 
-    def __init__(self, chances: Iterable[Chance], size: int, *, sparing: bool) -> None:
+    def __init__(self, chances: Iterable[SearchNode], size: int, *, sparing: bool) -> None:
         """Within `size` bytes of the device; where host memory is not to be spared, what is fastest at all."""
-        self._chances: list[tuple[float, int, Chance]] = []
+        self._chances: list[tuple[float, int, SearchNode]] = []
         self._size, self._sparing = size, sparing
-        self._best: list[Found] = []
+        self._best: list[Solution] = []
         for number, chance in enumerate(chances):
             self._push(number, chance)
 
@@ -42,7 +42,7 @@ class Front:
         """Whether all chances were looked at."""
         return not self._chances
 
-    def within(self, seconds: float) -> list[Found]:
+    def within(self, seconds: float) -> list[Solution]:
         """All that takes so long at the most, and some that takes longer: each slower than the last, and leaner."""
         while self._chances and self._chances[0][0] <= seconds:
             _, number, chance = heapq.heappop(self._chances)
@@ -56,26 +56,26 @@ class Front:
                 self._push(number, chance)
         return self._best
 
-    def _push(self, number: int, chance: Chance) -> None:
+    def _push(self, number: int, chance: SearchNode) -> None:
         """Keeps it if something fits; of those that are as promising, that of the lowest number is looked at first."""
         if chance.soonest < math.inf:
             heapq.heappush(self._chances, (chance.soonest, number, chance))
 
-    def _leaner(self, every: Iterable[Found]) -> list[Found]:
+    def _leaner(self, every: Iterable[Solution]) -> list[Solution]:
         """Of all that was found, what nothing else is as fast and as lean as."""
-        kept: list[Found] = []
+        kept: list[Solution] = []
         for found in sorted(every, key=lambda found: (found.seconds, found.peak, found.branch.ram_of(found))):
             if not kept or (self._sparing and found.branch.ram_of(found) < kept[-1].branch.ram_of(kept[-1])):
                 kept.append(found)
         return kept
 
-    def _beats(self, found: Found, chance: Chance) -> bool:
+    def _beats(self, found: Solution, chance: SearchNode) -> bool:
         if self._sparing:
             return found.seconds <= chance.soonest and found.branch.ram_of(found) <= chance.ram
         return found.seconds < chance.soonest
 
 
-class Search:
+class DeviceSearch:
     """What `device` could do in the call that `footprint` tells of, with components stored in one way."""
 
     def __init__(
@@ -84,32 +84,35 @@ class Search:
         device: Accelerator,
         disk_rate: float | None,
         storages: Stored,
-        known: dict[int, Known] | None = None,
+        known: dict[int, SearchCache] | None = None,
     ) -> None:
         """`known` is what was worked out already of the same call on devices as fast, by the number of the variant."""
         self.footprint, self.device, self.disk_rate = footprint, device, disk_rate
         self._storages, self._known = storages, {} if known is None else known
 
     @cached_property
-    def branches(self) -> list[Branch]:
+    def branches(self) -> list[VariantSearch]:
         """The usual way of working, and the others."""
         about = self.device, self.disk_rate, self._storages
-        known = [self._known.setdefault(number, Known()) for number in range(len(self.footprint.variants) + 1)]
-        usual = Branch(self.footprint, *about, known=known[0])
+        known = [self._known.setdefault(number, SearchCache()) for number in range(len(self.footprint.variants) + 1)]
+        usual = VariantSearch(self.footprint, *about, known=known[0])
         others = zip(self.footprint.variants, known[1:], strict=True)
         return [
             usual,
-            *(Branch(self.footprint.varied(other), *about, other, usual, known=menus) for other, menus in others),
+            *(
+                VariantSearch(self.footprint.with_variant(other), *about, other, usual, known=menus)
+                for other, menus in others
+            ),
         ]
 
-    def best(self, size: int, ram: int | None) -> Found | None:
+    def best(self, size: int, ram: int | None) -> Solution | None:
         """The best within `size` bytes of the device and `ram` of host memory (None: as many as wanted), if any."""
         return next(iter(self.front(size, ram, sparing=False).within(math.inf)), None)
 
-    def front(self, size: int, ram: int | None, *, sparing: bool) -> Front:
+    def front(self, size: int, ram: int | None, *, sparing: bool) -> ParetoFront:
         """The best within `size` bytes of the device and `ram` of host memory, and if `sparing`, with less of it."""
         chances = (chance for branch in self.branches for chance in branch.chances(size, ram))
-        return Front(chances, size, sparing=sparing)
+        return ParetoFront(chances, size, sparing=sparing)
 
     def least(self, ram: int | None) -> int:
         """The fewest bytes of the device with which anything fits: something always does, from the disk."""

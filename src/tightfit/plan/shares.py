@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 
-from tightfit.footprint import Footprint, Pass, Phase, Variant
+from tightfit.footprint import ComponentCall, Footprint, Phase, Variant
 
 __all__ = ["share_of"]
 
@@ -30,20 +30,29 @@ def _seen_variant(variant: Variant, names: Collection[str]) -> Variant:
 
 
 def _seen(phase: Phase, after: Phase | None, names: Collection[str], hosts: bool) -> Phase:
-    kept = [index for index, done in enumerate(phase.passes) if done.component in names]
-    if len(kept) == len(phase.passes) and hosts:
+    kept = [index for index, done in enumerate(phase.calls) if done.component in names]
+    if len(kept) == len(phase.calls) and hosts:
         return phase
     if kept:
-        order = tuple(kept.index(index) for index in phase.order if index in kept)
-        passes = tuple(phase.passes[index] for index in kept)
-        between = phase.between if hosts else ()
-        return phase.model_copy(update={"passes": passes, "order": order, "between": between})
-    waiting = max([phase.outside, *map(_given, phase.passes), *map(_given, after.passes if after else ())]) * hosts
-    nothing: dict[str, object] = dict.fromkeys(("passes", "order", "skipped", "conditional", "ways"), ())
-    own = {"peak": waiting, "outside": waiting, "room": waiting, "between": phase.between if hosts else ()}
+        order = tuple(kept.index(index) for index in phase.call_order if index in kept)
+        passes = tuple(phase.calls[index] for index in kept)
+        between = phase.other_work if hosts else ()
+        return phase.model_copy(update={"calls": passes, "call_order": order, "other_work": between})
+    waiting = (
+        max([phase.peak_between_calls, *map(_given, phase.calls), *map(_given, after.calls if after else ())]) * hosts
+    )
+    nothing: dict[str, object] = dict.fromkeys(
+        ("calls", "call_order", "unused_blocks", "conditional_blocks", "strip_options"), ()
+    )
+    own = {
+        "peak": waiting,
+        "peak_between_calls": waiting,
+        "allocator_bytes": waiting,
+        "other_work": phase.other_work if hosts else (),
+    }
     return phase.model_copy(update=nothing | own)
 
 
-def _given(done: Pass) -> int:
+def _given(done: ComponentCall) -> int:
     """Bytes of activations that are there when a pass begins."""
-    return done.uses[0].waiting if done.uses else 0
+    return done.block_uses[0].live_bytes_at_start if done.block_uses else 0

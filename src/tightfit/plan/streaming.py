@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 from tightfit.errors import PlanError, unknown_name
 from tightfit.plan.eight_bits import stored_bytes
-from tightfit.records import Component, ComponentPlan, Grain
+from tightfit.records import Component, ComponentPlan, Granularity
 from tightfit.units import format_bytes
 
 __all__ = [
-    "Parcels",
-    "group_leaves",
-    "loose_bytes",
-    "parcel_sizes",
+    "WeightGroupSizes",
+    "choose_resident_layers",
+    "group_layers",
     "paths_to",
-    "settle_streaming",
-    "spread_evenly",
+    "resolve_streaming",
+    "small_tensor_bytes",
+    "weight_group_sizes",
 ]
 
 ALIGNMENT = 4096  # bytes: sizes in the ring are rounded up to it
@@ -35,7 +35,7 @@ CLOSE = 1e-4  # how well the rate of the slowest link is found, of itself
 BLOCKS_FROM = 40  # blocks that must fit beside each other before they move as a whole
 
 
-class Division(NamedTuple):
+class MemorySplit(NamedTuple):
     """What some bytes for weights are for."""
 
     kept: frozenset[str]  # what is so large that it had better stay
@@ -50,7 +50,7 @@ class Division(NamedTuple):
         return self.keeping + self.ring + max(self.spare - self.largest, 0)
 
 
-class Parcels:
+class WeightGroupSizes:
     """What moves together, in the order of the model, with its bytes."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -72,10 +72,10 @@ class Parcels:
         """The fewest with which the ring is as large as it had better be."""
         return self._divisions[0].least
 
-    def divide(self, room: int) -> Division:
+    def divide(self, room: int) -> MemorySplit:
         """What `room` bytes are for. There are less than none to spare where they are too few."""
         if room >= self.whole:
-            return Division(frozenset(self.sizes), self.whole, 0, 0)
+            return MemorySplit(frozenset(self.sizes), self.whole, 0, 0)
         good, *tighter = self._divisions
         if room >= good.least:
             return good._replace(spare=room - good.least)
@@ -85,11 +85,11 @@ class Parcels:
         return good._replace(spare=room - self.least)
 
     @cached_property
-    def _divisions(self) -> list[Division]:
+    def _divisions(self) -> list[MemorySplit]:
         """With a ring for AHEAD of the largest that pass through, and for fewer and fewer: in the fewest bytes each."""
         return [self._around(ahead) for ahead in range(AHEAD, 0, -1)]
 
-    def _around(self, ahead: int) -> Division:
+    def _around(self, ahead: int) -> MemorySplit:
         count, best, keeping, passing = len(self.order), (self.whole, 0, 0), 0, self.whole
         for number, name in enumerate(self.order):
             size = self.sizes[name]
@@ -97,14 +97,14 @@ class Parcels:
             if keeping + ring < sum(best[:2]):
                 count, best = number, (keeping, ring, size)
             keeping, passing = keeping + size, passing - size
-        return Division(frozenset(self.order[:count]), *best)
+        return MemorySplit(frozenset(self.order[:count]), *best)
 
 
-def group_leaves(component: Component, grain: Grain) -> dict[str, list[str]]:
+def group_layers(component: Component, grain: Granularity) -> dict[str, list[str]]:
     """The leaves that move together, by the name of what they are part of, in the order of the model."""
-    blocks = {unit.name for unit in component.units if unit.name} if grain == "block" else set()
+    blocks = {unit.name for unit in component.blocks if unit.name} if grain == "block" else set()
     groups: dict[str, list[str]] = {}
-    for leaf in component.leaves:
+    for leaf in component.layers:
         alone = leaf.moves_with or leaf.name
         groups.setdefault(next((path for path in paths_to(leaf.name) if path in blocks), alone), []).append(leaf.name)
     return groups
@@ -115,34 +115,36 @@ def paths_to(name: str) -> Iterator[str]:
     return itertools.accumulate(name.split("."), "{}.{}".format)
 
 
-def settle_streaming(
+def resolve_streaming(
     component: Component, chosen: ComponentPlan, seconds: Mapping[str, float] | None = None
 ) -> ComponentPlan:
-    """`chosen` (per-unit) with its grain, ring and what stays decided, where it leaves them open.
+    """`chosen` with its granularity, ring buffer and resident layers decided, where it leaves them open.
 
     `seconds` is how long each of the component's leaves is at work; None: taken to be as their bytes.
     Raises PlanError where `weights` is too little, with what would be enough, and for unknown names in `stays`.
     """
-    grain = chosen.grain or _choose_grain(component, chosen)
-    if grain == "leaf" and component.compiled:
+    grain = chosen.granularity or _choose_grain(component, chosen)
+    if grain == "layer" and component.compiled:
         raise PlanError(
-            f"{component.name} has compiled blocks, all of whose layers are needed at once: choose grain=block",
+            f"{component.name} has compiled blocks, all of whose layers are needed at once: choose granularity=block",
             name=component.name,
         )
-    sizes = parcel_sizes(component, grain, chosen)
-    if chosen.stays is not None:
-        return _checked(component, chosen.model_copy(update={"grain": grain}), sizes)
-    parcels, loose = Parcels(sizes), loose_bytes(component)
-    room = parcels.good if chosen.weights is None else chosen.weights - loose
+    sizes = weight_group_sizes(component, grain, chosen)
+    if chosen.resident_layers is not None:
+        return _checked(component, chosen.model_copy(update={"granularity": grain}), sizes)
+    parcels, loose = WeightGroupSizes(sizes), small_tensor_bytes(component)
+    room = parcels.good if chosen.weight_memory is None else chosen.weight_memory - loose
     if room >= parcels.whole:
-        return chosen.model_copy(update={"grain": grain, "stays": tuple(sizes), "ring": 0})
+        return chosen.model_copy(update={"granularity": grain, "resident_layers": tuple(sizes), "ring_buffer": 0})
     divided = parcels.divide(room)
     if divided.spare < 0:
         raise _too_little(component, chosen, loose, loose + parcels.least)
     left = divided.ring + divided.spare
-    ring = divided.ring if chosen.ring is None else min(chosen.ring, left)
+    ring = divided.ring if chosen.ring_buffer is None else min(chosen.ring_buffer, left)
     passing = {name: size for name, size in sizes.items() if name not in divided.kept}
-    stays = spread_evenly(passing, left - ring, ring, _by_parcel(component, grain, seconds)).union(divided.kept)
+    stays = choose_resident_layers(passing, left - ring, ring, _by_parcel(component, grain, seconds)).union(
+        divided.kept
+    )
     if (taken := sum(sizes[name] for name in stays) + ring) > room:
         raise PlanError(
             f"{component.name}: a ring of {format_bytes(ring)} cannot take what is larger, and if all that stays, "
@@ -152,54 +154,60 @@ def settle_streaming(
             needed_bytes=loose + taken,
         )
     named = tuple(name for name in sizes if name in stays)
-    return _checked(component, chosen.model_copy(update={"grain": grain, "ring": ring, "stays": named}), sizes)
+    return _checked(
+        component,
+        chosen.model_copy(update={"granularity": grain, "ring_buffer": ring, "resident_layers": named}),
+        sizes,
+    )
 
 
-def loose_bytes(component: Component) -> int:
+def small_tensor_bytes(component: Component) -> int:
     """What is small, and there as long as the component works."""
-    return component.bytes - sum(leaf.bytes for leaf in component.leaves)
+    return component.bytes - sum(leaf.bytes for leaf in component.layers)
 
 
 def _too_little(component: Component, chosen: ComponentPlan, loose: int, least: int) -> PlanError:
     return PlanError(
-        f"{component.name}: {format_bytes(chosen.weights or 0)} are too little for its weights: {format_bytes(loose)} "
+        f"{component.name}: {format_bytes(chosen.weight_memory or 0)} are too little for its weights: {format_bytes(loose)} "
         f"of small ones always stay, and the large ones pass one by one from {least:,} bytes on",
         name=component.name,
         needed_bytes=least,
     )
 
 
-def _by_parcel(component: Component, grain: Grain, seconds: Mapping[str, float] | None) -> dict[str, float] | None:
+def _by_parcel(
+    component: Component, grain: Granularity, seconds: Mapping[str, float] | None
+) -> dict[str, float] | None:
     if seconds is None:
         return None
-    return {name: sum(seconds[leaf] for leaf in leaves) for name, leaves in group_leaves(component, grain).items()}
+    return {name: sum(seconds[leaf] for leaf in leaves) for name, leaves in group_layers(component, grain).items()}
 
 
-def _choose_grain(component: Component, chosen: ComponentPlan) -> Grain:
+def _choose_grain(component: Component, chosen: ComponentPlan) -> Granularity:
     """Where nobody has tried both: blocks where they are compiled, or there is room for many, else layers.
 
     The smaller what passes through, the more can stay.
     """
-    if chosen.stays:  # by their names
-        whole = {unit.name for unit in component.units} - {leaf.name for leaf in component.leaves}
-        return "block" if whole.intersection(chosen.stays) else "leaf"
+    if chosen.resident_layers:  # by their names
+        whole = {unit.name for unit in component.blocks} - {leaf.name for leaf in component.layers}
+        return "block" if whole.intersection(chosen.resident_layers) else "layer"
     if component.compiled:
         return "block"
-    if chosen.weights is None:
-        return "leaf"
-    largest = max(parcel_sizes(component, "block", chosen).values(), default=0)
-    return "block" if chosen.weights - loose_bytes(component) >= BLOCKS_FROM * largest else "leaf"
+    if chosen.weight_memory is None:
+        return "layer"
+    largest = max(weight_group_sizes(component, "block", chosen).values(), default=0)
+    return "block" if chosen.weight_memory - small_tensor_bytes(component) >= BLOCKS_FROM * largest else "layer"
 
 
-def parcel_sizes(component: Component, grain: Grain, chosen: ComponentPlan) -> dict[str, int]:
+def weight_group_sizes(component: Component, grain: Granularity, chosen: ComponentPlan) -> dict[str, int]:
     """Bytes in the ring of all that moves together; from disks come whole sectors around what is wanted."""
-    more = SECTORS * ALIGNMENT if chosen.home == "disk" else PADDING
-    own = {leaf.name: stored_bytes(leaf, chosen) + more for leaf in component.leaves}
-    groups = group_leaves(component, grain)
+    more = SECTORS * ALIGNMENT if chosen.offload_to == "disk" else PADDING
+    own = {leaf.name: stored_bytes(leaf, chosen) + more for leaf in component.layers}
+    groups = group_layers(component, grain)
     return {name: -(-sum(own[leaf] for leaf in leaves) // ALIGNMENT) * ALIGNMENT for name, leaves in groups.items()}
 
 
-def spread_evenly(
+def choose_resident_layers(
     sizes: Mapping[str, int], capacity: int, ring: int, seconds: Mapping[str, float] | None = None
 ) -> set[str]:
     """Names of at most `capacity` bytes that had better stay, so that the rest never comes late, or little.
@@ -248,17 +256,19 @@ def _late(parcels: Sequence[tuple[str, int, float]], ring: int, rate: float) -> 
 
 
 def _checked(component: Component, chosen: ComponentPlan, sizes: Mapping[str, int]) -> ComponentPlan:
-    joined = {leaf.name: leaf.moves_with for leaf in component.leaves if leaf.moves_with in sizes}
-    for name in chosen.stays or ():
+    joined = {leaf.name: leaf.moves_with for leaf in component.layers if leaf.moves_with in sizes}
+    for name in chosen.resident_layers or ():
         if name not in sizes and name not in joined:
             raise PlanError(unknown_name(f"layer of {component.name}", name, [*sizes, *joined]), name=name)
-    stays = {name if name in sizes else joined[name] for name in chosen.stays or ()}
+    stays = {name if name in sizes else joined[name] for name in chosen.resident_layers or ()}
     passing = [size for name, size in sizes.items() if name not in stays]
-    ring = chosen.ring if chosen.ring is not None else min(AHEAD * max(passing, default=0), sum(passing))
+    ring = chosen.ring_buffer if chosen.ring_buffer is not None else min(AHEAD * max(passing, default=0), sum(passing))
     if ring < max(passing, default=0):
         raise PlanError(
             f"{component.name}: a ring of {format_bytes(ring)} cannot take its largest layer that passes through, of "
             f"{format_bytes(max(passing))}",
             name=component.name,
         )
-    return chosen.model_copy(update={"ring": ring, "stays": tuple(name for name in sizes if name in stays)})
+    return chosen.model_copy(
+        update={"ring_buffer": ring, "resident_layers": tuple(name for name in sizes if name in stays)}
+    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from tightfit.records import Accelerator, Workload
+from tightfit.records import Accelerator, KernelGroup
 
-__all__ = ["Lap", "Stretch", "alone", "in_order", "joined", "stretch_of"]
+__all__ = ["ComputeSegment", "StripStageTiming", "in_order", "merge_segments", "seconds_without_weights", "segment_of"]
 
 
-class Stretch(NamedTuple):
+class ComputeSegment(NamedTuple):
     """What is done while one leaf, or what it moves together with, is needed, or nothing that moves ("")."""
 
     parcel: str
@@ -20,7 +20,7 @@ class Stretch(NamedTuple):
     gate: str = ""  # which of several layers that move together is at work
 
 
-def stretch_of(work: Iterable[Workload], device: Accelerator, parcel: str = "") -> Stretch:
+def segment_of(work: Iterable[KernelGroup], device: Accelerator, parcel: str = "") -> ComputeSegment:
     """Kernels one after another on `device`; what has no rate takes no time."""
     seconds = launching = 0.0
     for kernels in work:
@@ -28,10 +28,10 @@ def stretch_of(work: Iterable[Workload], device: Accelerator, parcel: str = "") 
         arithmetic = kernels.operations / rate if rate else 0.0
         seconds += max(arithmetic, kernels.traffic / device.memory_rate if device.memory_rate else 0.0)
         launching += kernels.kernels * device.launch_overhead
-    return Stretch(parcel, seconds + launching if device.is_cpu else seconds, launching)
+    return ComputeSegment(parcel, seconds + launching if device.is_cpu else seconds, launching)
 
 
-def alone(stretches: Iterable[Stretch], overhead: float = 0.0) -> float:
+def seconds_without_weights(stretches: Iterable[ComputeSegment], overhead: float = 0.0) -> float:
     """The seconds of a pass that waits for no weights; the host takes `overhead` for each use of what could move."""
     seconds = launching = 0.0
     for stretch in stretches:
@@ -42,13 +42,13 @@ def alone(stretches: Iterable[Stretch], overhead: float = 0.0) -> float:
     return max(seconds, launching)
 
 
-class Lap(NamedTuple):
+class StripStageTiming(NamedTuple):
     """A leg: what is done at its beginning, and strip by strip."""
 
     strips: int
     ahead: bool
-    once: list[Stretch]
-    turns: list[tuple[int, Stretch]]  # in how many strips, and what is done in each of these
+    once: list[ComputeSegment]
+    turns: list[tuple[int, ComputeSegment]]  # in how many strips, and what is done in each of these
     launching: float  # seconds of the host for copies, for each strip
     coming: float  # seconds of the link
     going: float
@@ -58,7 +58,7 @@ class Lap(NamedTuple):
         """Whether all is done in every strip."""
         return all(runs == self.strips for runs, _ in self.turns)
 
-    def strip(self, number: int) -> list[Stretch]:
+    def strip(self, number: int) -> list[ComputeSegment]:
         """What is done in one of them: in the first all of it."""
         return [
             stretch
@@ -67,7 +67,7 @@ class Lap(NamedTuple):
         ]
 
 
-def in_order(laps: Iterable[Lap]) -> Iterator[Stretch]:
+def in_order(laps: Iterable[StripStageTiming]) -> Iterator[ComputeSegment]:
     """All that is done, one after another."""
     for lap in laps:
         yield from lap.once
@@ -75,13 +75,15 @@ def in_order(laps: Iterable[Lap]) -> Iterator[Stretch]:
             yield from lap.strip(number)
 
 
-def joined(stretches: Iterable[Stretch], pace: float) -> list[Stretch]:
+def merge_segments(stretches: Iterable[ComputeSegment], pace: float) -> list[ComputeSegment]:
     """Neighbours that need the same are one; their arithmetic and launches take `pace` times as long as they say."""
-    found = list[Stretch]()
+    found = list[ComputeSegment]()
     for parcel, seconds, launching, waits, gate in stretches:
-        paced = Stretch(parcel, seconds * pace, launching * pace, waits, gate)
+        paced = ComputeSegment(parcel, seconds * pace, launching * pace, waits, gate)
         if found and (found[-1].parcel, found[-1].gate) == (parcel, gate) and not found[-1].waits:
             before = found.pop()
-            paced = Stretch(parcel, before.seconds + paced.seconds, before.launching + paced.launching, waits, gate)
+            paced = ComputeSegment(
+                parcel, before.seconds + paced.seconds, before.launching + paced.launching, waits, gate
+            )
         found.append(paced)
     return found

@@ -10,35 +10,38 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from tightfit.plan.flow import Clocks, Flow, Overheads
-from tightfit.plan.stretches import Lap, Stretch, in_order
-from tightfit.records import Phase, VaePlan, Way
+from tightfit.plan.flow import Clocks, HostOverheads, TransferSimulator
+from tightfit.plan.stretches import ComputeSegment, StripStageTiming, in_order
+from tightfit.records import Phase, StripProfile, VaePlan
 
-__all__ = ["seconds_alone", "way_of", "work_in_strips"]
+__all__ = ["strip_profile_of", "strip_seconds_without_weights", "work_in_strips"]
 
 ALIKE = 1e-6  # of its seconds, by which strips that take as long may differ
 
 
-def way_of(phase: Phase, vae: VaePlan) -> Way | None:
+def strip_profile_of(phase: Phase, vae: VaePlan) -> StripProfile | None:
     """The way in which `vae` has the passes of `phase` done; None: as they were measured."""
-    return next((way for way in phase.ways if (way.strips, way.maps) == (vae.strips, vae.maps)), None)
+    return next(
+        (way for way in phase.strip_options if (way.strip_bytes, way.feature_maps) == (vae.strips, vae.feature_maps)),
+        None,
+    )
 
 
-def seconds_alone(laps: Sequence[Lap], items: int, overhead: float = 0.0) -> float:
+def strip_seconds_without_weights(laps: Sequence[StripStageTiming], items: int, overhead: float = 0.0) -> float:
     """The seconds of a pass that waits for no weights: the host takes `overhead` for each use of those in `laps`."""
     there = list(dict.fromkeys(stretch.parcel for stretch in in_order(laps) if stretch.parcel))
-    overheads = Overheads(resident=overhead)
-    flow = Flow(there, dict.fromkeys(there, 0), there, 0, float("inf"), overheads=overheads)
+    overheads = HostOverheads(resident=overhead)
+    flow = TransferSimulator(there, dict.fromkeys(there, 0), there, 0, float("inf"), overheads=overheads)
     return work_in_strips(laps, items, flow)
 
 
-def work_in_strips(laps: Sequence[Lap], items: int, flow: Flow) -> float:
+def work_in_strips(laps: Sequence[StripStageTiming], items: int, flow: TransferSimulator) -> float:
     """The seconds of a pass that is done like this, one of so many items after another, while weights come."""
     began, needed = flow.now, [stretch.parcel for stretch in in_order(laps) if stretch.parcel]
     flow.begin()
     for _ in range(items):
         flow.expect(needed)
-        maps = _Maps(flow)
+        maps = _FeatureMapTraffic(flow)
         for lap, then in itertools.zip_longest(laps, laps[1:]):
             maps.work(lap, then)
         maps.settle()
@@ -46,15 +49,15 @@ def work_in_strips(laps: Sequence[Lap], items: int, flow: Flow) -> float:
     return flow.now - began
 
 
-class _Maps:
+class _FeatureMapTraffic:
     """Where what strips are made of comes from, and where they go."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: TransferSimulator) -> None:
         self._flow = flow
         self._outward = flow.now  # when all that left so far has arrived
         self._there: float | None = None  # when what the next strip takes is there, if it was sent for
 
-    def work(self, lap: Lap, then: Lap | None) -> None:
+    def work(self, lap: StripStageTiming, then: StripStageTiming | None) -> None:
         """All strips of a lap. Where they go ahead, the last one sends for what the next lap takes first."""
         for stretch in lap.once:
             self._flow.do(stretch)
@@ -74,7 +77,9 @@ class _Maps:
             strip = strip if even else lap.strip(number)
         self._strip(lap, strip, then)
 
-    def _strip(self, lap: Lap, strip: Sequence[Stretch], following: Lap | None) -> None:
+    def _strip(
+        self, lap: StripStageTiming, strip: Sequence[ComputeSegment], following: StripStageTiming | None
+    ) -> None:
         """One of them. Where it goes ahead, it sends for what the one after it takes."""
         self._flow.launch(lap.launching)
         self._flow.wait(self._bring(lap) if self._there is None else self._there)
@@ -87,7 +92,7 @@ class _Maps:
         if not lap.ahead:
             self.settle()
 
-    def _bring(self, lap: Lap) -> float:
+    def _bring(self, lap: StripStageTiming) -> float:
         """Sends for what a strip takes; when it is there."""
         return self._flow.bring(lap.coming) if lap.coming else self._flow.now
 

@@ -12,28 +12,28 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from tightfit.plan.branch import Found
-from tightfit.plan.search import Front, Search, Stored
+from tightfit.plan.branch import Solution
+from tightfit.plan.search import DeviceSearch, ParetoFront, Stored
 from tightfit.plan.shares import share_of
-from tightfit.plan.workings import Known
+from tightfit.plan.workings import SearchCache
 from tightfit.records import Accelerator, Footprint
 
-__all__ = ["Member", "Post", "Team", "Together"]
+__all__ = ["Assignment", "DeviceBudget", "JointSolution", "MultiDeviceSearch"]
 
 _GUESS = 0.02  # of the soonest, how much longer it takes
 _SHORTEST = 1e-6  # seconds
 _ROUNDING = 1e-9
-_OWN = {"name", "bytes", "free", "taken", "title"}  # of an accelerator: what says nothing of how fast it is
+_OWN = {"name", "bytes", "free", "allocated", "product_name"}  # of an accelerator: what says nothing of how fast it is
 
 
-class Member(NamedTuple):
+class DeviceBudget(NamedTuple):
     """A device, and how many of its bytes may be used."""
 
     device: Accelerator
     size: int
 
 
-class Post(NamedTuple):
+class Assignment(NamedTuple):
     """Components that compute on one member, by its number; it `hosts` the pipeline where denoisers are."""
 
     member: int
@@ -41,16 +41,16 @@ class Post(NamedTuple):
     hosts: bool
 
 
-class Together(NamedTuple):
+class JointSolution(NamedTuple):
     """What all do, the better the less."""
 
     seconds: float
     peaks: int  # bytes of all devices
     ram: int
-    shares: tuple[tuple[Post, Found], ...]  # the host's first
+    shares: tuple[tuple[Assignment, Solution], ...]  # the host's first
 
 
-class Team:
+class MultiDeviceSearch:
     """What `members` could do together in the call that `footprint` tells of, with components stored in one way.
 
     `host` is the number of the member on which denoisers compute, if that is settled.
@@ -59,7 +59,7 @@ class Team:
     def __init__(
         self,
         footprint: Footprint,
-        members: Sequence[Member],
+        members: Sequence[DeviceBudget],
         disk_rate: float | None,
         storages: Stored,
         host: int | None = None,
@@ -67,29 +67,29 @@ class Team:
         self.footprint, self.members = footprint, members
         self._disk_rate, self._storages, self._host = disk_rate, storages, host
         self._kinds = [member.device.model_dump_json(exclude=_OWN) for member in members]
-        self._known: dict[str, dict[int, Known]] = {}
-        self._searches: dict[tuple[str, frozenset[str], bool], Search] = {}
+        self._known: dict[str, dict[int, SearchCache]] = {}
+        self._searches: dict[tuple[str, frozenset[str], bool], DeviceSearch] = {}
         self._leasts: dict[tuple[int, int | None], int] = {}
-        self._fronts: dict[tuple[int, int, int | None], Front] = {}
+        self._fronts: dict[tuple[int, int, int | None], ParetoFront] = {}
 
-    def search(self, post: Post) -> Search:
+    def search(self, post: Assignment) -> DeviceSearch:
         """What the device of a post could do for its components; devices as fast share it."""
         kind = self._kinds[post.member]
         key = kind, post.names, post.hosts
         if key not in self._searches:
             share, device = share_of(self.footprint, post.names, hosts=post.hosts), self.members[post.member].device
             known = self._known.setdefault(kind, {})
-            self._searches[key] = Search(share, device, self._disk_rate, self._storages, known)
+            self._searches[key] = DeviceSearch(share, device, self._disk_rate, self._storages, known)
         return self._searches[key]
 
-    def best(self, ram: int | None, alone: int | None = None) -> Together | None:
+    def best(self, ram: int | None, alone: int | None = None) -> JointSolution | None:
         """The best within the members' bytes and `ram` of host memory (None: as many as wanted), if any.
 
         With `alone`, the member of this number does all of it.
         """
-        postings = self.postings() if alone is None else [(Post(alone, frozenset().union(*self._groups), True),)]
+        postings = self.postings() if alone is None else [(Assignment(alone, frozenset().union(*self._groups), True),)]
         fronts = [(posts, [self._front(post, ram) for post in posts]) for posts in postings]
-        best: Together | None = None
+        best: JointSolution | None = None
         for posts, each in sorted(fronts, key=lambda chosen: _soonest(chosen[1])):
             if _soonest(each) < math.inf and (best is None or _soonest(each) <= best.seconds):
                 best = _best(posts, each, ram, best)
@@ -117,10 +117,10 @@ class Team:
             leasts += [sum(known)] if len(known) == len(each) else []
         return min(leasts, default=None)
 
-    def _fit(self, posts: Sequence[Post], ram: int | None) -> bool:
+    def _fit(self, posts: Sequence[Assignment], ram: int | None) -> bool:
         return all(self._least(post, ram) <= self.members[post.member].size for post in posts)
 
-    def _least(self, post: Post, ram: int | None) -> int:
+    def _least(self, post: Assignment, ram: int | None) -> int:
         """The fewest bytes of its device. Where RAM is limited, nobody needs any but for maps between strips."""
         cuts = any(c.role == "autoencoder" and c.name in post.names for c in self.footprint.components)
         search, limit = self.search(post), ram if ram is None or cuts else 0
@@ -132,7 +132,7 @@ class Team:
     @cached_property
     def _groups(self) -> list[frozenset[str]]:
         """Who computes on the same device: denoisers, with those that never work; autoencoders; all others alone."""
-        used = {done.component for phase in self.footprint.phases for done in phase.passes}
+        used = {done.component for phase in self.footprint.phases for done in phase.calls}
         by_role: dict[str, set[str]] = {"denoiser": set()}
         for component in self.footprint.components:
             alone = component.role not in ("denoiser", "autoencoder")
@@ -140,14 +140,14 @@ class Team:
             by_role.setdefault(place if component.name in used else "denoiser", set()).add(component.name)
         return [frozenset(names) for names in by_role.values() if names]
 
-    def postings(self) -> Iterator[tuple[Post, ...]]:
+    def postings(self) -> Iterator[tuple[Assignment, ...]]:
         """Who could compute where, the host's first; of members that are as good as each other, one is as good."""
         for places in self._places(()):
             members = dict.fromkeys(places)
             together = {
                 m: [group for group, place in zip(self._groups, places, strict=True) if place == m] for m in members
             }
-            yield tuple(Post(m, frozenset().union(*groups), m == places[0]) for m, groups in together.items())
+            yield tuple(Assignment(m, frozenset().union(*groups), m == places[0]) for m, groups in together.items())
 
     def _places(self, taken: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """A member for each group; those of the first groups are `taken`."""
@@ -161,7 +161,7 @@ class Team:
                 tried.add(kind)
                 yield from self._places((*taken, number))
 
-    def _front(self, post: Post, ram: int | None) -> Front:
+    def _front(self, post: Assignment, ram: int | None) -> ParetoFront:
         """What a device can do, with less and less RAM where that is limited."""
         search, size = self.search(post), self.members[post.member].size
         key = id(search), size, ram
@@ -170,12 +170,14 @@ class Team:
         return self._fronts[key]
 
 
-def _soonest(fronts: Sequence[Front]) -> float:
+def _soonest(fronts: Sequence[ParetoFront]) -> float:
     """Seconds that all of them take at the least."""
     return sum(front.soonest for front in fronts)
 
 
-def _best(posts: Sequence[Post], fronts: Sequence[Front], ram: int | None, best: Together | None) -> Together | None:
+def _best(
+    posts: Sequence[Assignment], fronts: Sequence[ParetoFront], ram: int | None, best: JointSolution | None
+) -> JointSolution | None:
     """What all could do together, if it is better than the `best` so far.
 
     Each looks no further than what leaves the others the time that they need. Where nothing is known yet that it must
@@ -194,7 +196,7 @@ def _best(posts: Sequence[Post], fronts: Sequence[Front], ram: int | None, best:
         limit = best.seconds if best else soonest + 2 * (limit - soonest)
 
 
-def _together(posts: Sequence[Post], chosen: Sequence[Found]) -> Together:
+def _together(posts: Sequence[Assignment], chosen: Sequence[Solution]) -> JointSolution:
     seconds, peaks = sum(found.seconds for found in chosen), sum(found.peak for found in chosen)
     ram = sum(found.branch.ram_of(found) for found in chosen)
-    return Together(seconds, peaks, ram, tuple(zip(posts, chosen, strict=True)))
+    return JointSolution(seconds, peaks, ram, tuple(zip(posts, chosen, strict=True)))

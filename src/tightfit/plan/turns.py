@@ -6,38 +6,40 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from tightfit.plan.streaming import paths_to
-from tightfit.records import ComponentPlan, Footprint, Pass, Reason, Stint
+from tightfit.records import ComponentCall, ComponentPlan, ComponentRun, Footprint, Reason
 
-__all__ = ["coming_early", "order_of", "worker_of"]
+__all__ = ["coming_early", "schedule_of", "worker_of"]
 
 _METHODS = ("forward", "encode", "decode")  # of whole components; a part that is called by itself counts as forward
 
 
-def order_of(footprint: Footprint) -> tuple[Stint, ...]:
+def schedule_of(footprint: Footprint) -> tuple[ComponentRun, ...]:
     """In which order components work, each time from its inputs to its outputs."""
-    passes = [phase.passes[index] for phase in footprint.phases for index in phase.order]
+    passes = [phase.calls[index] for phase in footprint.phases for index in phase.call_order]
     unused = {key: _unused(footprint, key) for key in dict.fromkeys(map(worker_of, passes))}
     return tuple(
-        Stint(component=key[0], method=key[1], runs=len(list(group)), unused=unused[key])
+        ComponentRun(component=key[0], method=key[1], runs=len(list(group)), unused_blocks=unused[key])
         for key, group in itertools.groupby(passes, key=worker_of)
     )
 
 
-def worker_of(done: Pass) -> tuple[str, str]:
+def worker_of(done: ComponentCall) -> tuple[str, str]:
     """Who works in a pass, and by which method."""
     return done.component, done.method if done.method in _METHODS else "forward"
 
 
 def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
     """The largest parts of a component of which nothing has work in one of its methods."""
-    passes = (done for phase in footprint.phases for done in phase.passes if worker_of(done) == key)
-    used = {path for done in passes for use in done.uses for turn in use.turns for path in paths_to(turn.leaf)}
-    leaves = (leaf.name for c in footprint.components if c.name == key[0] for leaf in c.leaves)
+    passes = (done for phase in footprint.phases for done in phase.calls if worker_of(done) == key)
+    used = {
+        path for done in passes for use in done.block_uses for turn in use.layer_work for path in paths_to(turn.layer)
+    }
+    leaves = (leaf.name for c in footprint.components if c.name == key[0] for leaf in c.layers)
     roots = (next((path for path in paths_to(leaf) if path not in used), None) for leaf in leaves)
     return tuple(root for root in dict.fromkeys(roots) if root is not None)
 
 
-def coming_early(order: Sequence[Stint], components: Mapping[str, ComponentPlan]) -> Iterator[Reason]:
+def coming_early(order: Sequence[ComponentRun], components: Mapping[str, ComponentPlan]) -> Iterator[Reason]:
     """Who comes while the one before on the same device ends, and why that is possible."""
     last: dict[str | None, str] = {}
     pairs: dict[str, str] = {}
@@ -45,7 +47,7 @@ def coming_early(order: Sequence[Stint], components: Mapping[str, ComponentPlan]
         name = stint.component
         before = last.get(components[name].device)
         stay = "resident" in {components[each].placement for each in (name, before or name)}
-        if before not in (None, name) and not stay and stint.early != 0:
+        if before not in (None, name) and not stay and stint.prefetch != 0:
             pairs.setdefault(name, f"{name} after {before}")
         last[components[name].device] = name
     if pairs:

@@ -41,12 +41,12 @@ from tightfit.pretend.blocks import (
     up,
 )
 
-__all__ = ["CachingAllocator", "CardFull", "Event", "Step"]
+__all__ = ["AllocatorEvent", "CachingAllocator", "CardFull", "StreamEvent"]
 
 _OLDEST_FIRST = torch.__version__.startswith("2.12.")
 
 
-class Step(NamedTuple):
+class AllocatorEvent(NamedTuple):
     """One thing that was asked of an allocator; `block` numbers blocks in the order in which they were made."""
 
     what: Literal["malloc", "free", "use", "empty_cache"]
@@ -55,7 +55,7 @@ class Step(NamedTuple):
     stream: int = 0
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point on a stream's timeline."""
 
     def done(self) -> bool:
@@ -80,26 +80,26 @@ class CachingAllocator:
     """
 
     def __init__(
-        self, capacity: int, record: Callable[[int], Event], *, expandable: bool = False, keep: bool = True
+        self, capacity: int, record: Callable[[int], StreamEvent], *, expandable: bool = False, keep: bool = True
     ) -> None:
         """`keep`: what is asked of it goes to its history."""
         self.capacity = self._total = capacity
         self.expandable = expandable
         self.allocated, self.reserved, self.requested = Counter(), Counter(), Counter()
         self.retries = 0
-        self.history: list[Step] = []
+        self.history: list[AllocatorEvent] = []
         self._keep = keep
         self._made = itertools.count()
         self._record = record
         self._pools = {small: Pool(small, _OLDEST_FIRST) for small in (True, False)}
-        self._waiting: dict[int, list[tuple[Event, Block]]] = {}  # by stream, oldest first
+        self._waiting: dict[int, list[tuple[StreamEvent, Block]]] = {}  # by stream, oldest first
         self._next_address = LARGE_ROUNDING
 
     def malloc(self, requested: int, stream: int = 0) -> Block:
         """A block of at least `requested` bytes; CardFull where there is none to be had."""
         number = next(self._made)
         if self._keep:
-            self.history.append(Step("malloc", number, requested, stream))
+            self.history.append(AllocatorEvent("malloc", number, requested, stream))
         if self._waiting:
             self._collect()
         size = rounded(requested)
@@ -121,7 +121,7 @@ class CachingAllocator:
     def free(self, block: Block) -> None:
         """Takes `block` back; it is free once every stream that used it has passed this point."""
         if self._keep:
-            self.history.append(Step("free", block.number))
+            self.history.append(AllocatorEvent("free", block.number))
         block.used = False
         self.allocated.add(-block.size)
         self.requested.add(-block.requested)
@@ -136,14 +136,14 @@ class CachingAllocator:
     def use(self, block: Block, stream: int) -> None:
         """`stream`, not the one `block` was made for, works on it (torch's `record_stream`)."""
         if self._keep:
-            self.history.append(Step("use", block.number, stream=stream))
+            self.history.append(AllocatorEvent("use", block.number, stream=stream))
         if stream != block.stream:
             block.streams |= {stream}
 
     def empty_cache(self) -> None:
         """Gives all segments that nothing uses back to the card."""
         if self._keep:
-            self.history.append(Step("empty_cache"))
+            self.history.append(AllocatorEvent("empty_cache"))
         self._release_cache()
 
     def _take_free(self, pool: Pool, size: int, stream: int) -> Block | None:

@@ -22,22 +22,22 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from tightfit.errors import RunError
 from tightfit.pretend import autocast, pinning, streams
 from tightfit.pretend.attention import attend
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.copies import cloning, copy, to_copy
 from tightfit.pretend.generators import offer_generators
 from tightfit.pretend.native import cuda_kernels
 from tightfit.pretend.norms import group_norm
 from tightfit.pretend.operations import NAME, compute, inner, let_zeros_do, new_like
-from tightfit.pretend.storage import CPU_KEYS, settle, store_of, view
+from tightfit.pretend.storage import CPU_KEYS, free_dead_tensors, store_of, view
 
 __all__ = ["cards_in_use", "use_cards"]
 
 _aten = torch.ops.aten
-_cards: list[Card] = []
+_cards: list[SimulatedCard] = []
 _libraries: list[torch.library.Library] = []  # what they registered goes when they do
 
 
-def use_cards(cards: Sequence[Card]) -> None:
+def use_cards(cards: Sequence[SimulatedCard]) -> None:
     """From now on, `cards` are "privateuseone:0" and so on. What lives on earlier ones stays there; () is none.
 
     RunError where another backend has taken the one place that torch has for such devices.
@@ -47,7 +47,7 @@ def use_cards(cards: Sequence[Card]) -> None:
     offer_generators(bool(cards))
 
 
-def cards_in_use() -> tuple[Card, ...]:
+def cards_in_use() -> tuple[SimulatedCard, ...]:
     return tuple(_cards)
 
 
@@ -123,16 +123,16 @@ class _DeviceModule:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """Bytes that its allocator has not taken, and all that it has."""
-        settle()
+        free_dead_tensors()
         allocator = _card(torch.device(device or NAME)).allocator
         return allocator.capacity - allocator.reserved.now, allocator.capacity
 
     def memory_allocated(self, device: Any = None) -> int:
-        settle()
+        free_dead_tensors()
         return _card(torch.device(device or NAME)).live.now
 
     def memory_reserved(self, device: Any = None) -> int:
-        settle()
+        free_dead_tensors()
         return _card(torch.device(device or NAME)).held.now
 
 
@@ -165,17 +165,17 @@ _VIEWS = {
 _INDEXED = {_aten._index_put_impl_.default, _aten.index.Tensor, _aten.index_put_.default}
 
 
-def _card_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Card:
+def _card_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SimulatedCard:
     places = list(dict.fromkeys(_places((*args, *kwargs.values()))))
-    if len(places) > 1 or not isinstance(places[0], Card):
-        names = " and ".join(sorted(f"{NAME}:{p.index}" if isinstance(p, Card) else p for p in places))
+    if len(places) > 1 or not isinstance(places[0], SimulatedCard):
+        names = " and ".join(sorted(f"{NAME}:{p.index}" if isinstance(p, SimulatedCard) else p for p in places))
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, {names}! ({op})"
         )
     return places[0]
 
 
-def _places(values: Iterable[Any]) -> Iterator[Card | str]:
+def _places(values: Iterable[Any]) -> Iterator[SimulatedCard | str]:
     """Where the tensors in `values` are; numbers without dimensions may come from the host."""
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -189,7 +189,7 @@ def _places(values: Iterable[Any]) -> Iterator[Card | str]:
             yield from _places(value)
 
 
-def _card(device: torch.device) -> Card:
+def _card(device: torch.device) -> SimulatedCard:
     """The card that new tensors on `device` go to."""
     index = device.index or 0
     if index >= len(_cards):

@@ -15,18 +15,18 @@ from tightfit.errors import RunError
 from tightfit.pretend.allocator import CachingAllocator, CardFull
 from tightfit.pretend.blocks import Block, Counter
 from tightfit.pretend.clock import Host, Point, Timeline
-from tightfit.pretend.kernels import Work, duration
+from tightfit.pretend.kernels import KernelCost, duration
 from tightfit.records import Accelerator
 from tightfit.units import format_bytes
 
-__all__ = ["Card", "Values"]
+__all__ = ["SimulatedCard", "Values"]
 
 Values = Literal["real", "shapes"]
 _bases = itertools.count(2**44, 2**44)
 
 
 @dataclass(eq=False)
-class Card:
+class SimulatedCard:
     """A card that exists only here.
 
     `values` says what is kept of tensors: all numbers ("real"), or shapes, and the numbers of small ones ("shapes").
@@ -44,7 +44,7 @@ class Card:
     pace: float = 1.0  # times as long as its rates say that it computes and launches: see `at_pace`
     bytes_in: int = 0  # what has crossed the link
     bytes_out: int = 0
-    watchers: list[Callable[[Work], None]] = field(default_factory=list)  # told of each kernel while it runs
+    watchers: list[Callable[[KernelCost], None]] = field(default_factory=list)  # told of each kernel while it runs
     awaiters: list[Callable[[], None]] = field(default_factory=list)  # told when the host waits for all it gave
     judge: Callable[[RunError], None] | None = None  # raises that numbers are unknown, or leaves it at zeros
     _streams: int = 0  # how many there are beside the usual one
@@ -89,7 +89,7 @@ class Card:
             self.let_host_wait()
         return block
 
-    def do(self, work: Work) -> None:
+    def do(self, work: KernelCost) -> None:
         """Runs a kernel: what it holds comes and goes, and its time passes on the current stream."""
         held = work.held
         if WORKSPACE_STAYS:
@@ -101,13 +101,13 @@ class Card:
                 watch(work)
         self._let_pass(work)
 
-    def repeat(self, work: Work) -> None:
+    def repeat(self, work: KernelCost) -> None:
         """What `do` does beside asking for memory, and giving it back: others do that."""
         for watch in self.watchers:
             watch(work)
         self._let_pass(work)
 
-    def _let_pass(self, work: Work) -> None:
+    def _let_pass(self, work: KernelCost) -> None:
         self.timeline.run(self.stream, "compute", round(duration(work, self.accelerator) * self.pace))
         if self.accelerator.is_cpu:  # it computes by itself what it would launch elsewhere
             self.record().wait()

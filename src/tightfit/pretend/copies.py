@@ -9,8 +9,8 @@ import torch
 
 from tightfit.pretend.layouts import is_dense
 from tightfit.pretend.operations import NAME, compute, inner, let_zeros_do
-from tightfit.pretend.pinning import hollow, is_hollow, is_pinned, pin
-from tightfit.pretend.storage import CPU_KEYS, settle, store_of
+from tightfit.pretend.pinning import is_pinned, is_valueless, mark_valueless, pin
+from tightfit.pretend.storage import CPU_KEYS, free_dead_tensors, store_of
 
 __all__ = ["cloning", "copy", "to_copy"]
 
@@ -28,7 +28,7 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
         if target.is_meta:  # the host of a model without weights
             pass
         elif store_of(source).hollow:
-            hollow(target)
+            mark_valueless(target)
         elif numbers.is_meta:
             let_zeros_do("a copy to the host", source)
             target.zero_()
@@ -43,7 +43,7 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
         store.hollow = store_of(source).hollow
         return compute(_aten.copy_.default, (target, source), {}, card)  # type: ignore[no-any-return]
     numbers = inner(source)
-    store.hollow = source.device.type != NAME and is_hollow(source)
+    store.hollow = source.device.type != NAME and is_valueless(source)
     store.fill = None
     if numbers.is_meta or store.hollow:
         store.values = None
@@ -62,7 +62,7 @@ def _buffers(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> 
 
     A dtype is changed on the card where the host does not wait, else on the host (`copy_kernel_cuda` in cuda/Copy.cu).
     """
-    settle()
+    free_dead_tensors()
     alike = source.dtype == target.dtype
     if alike and _lie_alike(source, target):
         return ()

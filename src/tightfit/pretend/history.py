@@ -6,10 +6,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from tightfit.pretend.allocator import CachingAllocator, CardFull, Step
+from tightfit.pretend.allocator import AllocatorEvent, CachingAllocator, CardFull
 from tightfit.pretend.blocks import LARGE_ROUNDING, Block, Counter, range_size, room, rounded, segment_size
 
-__all__ = ["least_capacity", "replay", "rounded_peak", "steps_of"]
+__all__ = ["allocator_events_of", "least_capacity", "replay", "rounded_peak"]
 
 
 class _Passed:
@@ -22,7 +22,7 @@ class _Passed:
         return None
 
 
-def replay(history: Iterable[Step], capacity: int, *, expandable: bool = False) -> CachingAllocator:
+def replay(history: Iterable[AllocatorEvent], capacity: int, *, expandable: bool = False) -> CachingAllocator:
     """The allocator of a card with `capacity` bytes after `history`; CardFull where that did not fit.
 
     Streams are taken to have done their work whenever a block that they used is given up.
@@ -36,7 +36,7 @@ def _passed(stream: int) -> _Passed:
     return _Passed()
 
 
-def _ask(allocator: CachingAllocator, history: Iterable[Step]) -> None:
+def _ask(allocator: CachingAllocator, history: Iterable[AllocatorEvent]) -> None:
     blocks: dict[int, Block] = {}
     for what, block, size, stream in history:
         match what:
@@ -57,7 +57,7 @@ class _Trial(CachingAllocator):
     but the end of a range could be in the way of a choice, the range was long enough for it by `spare` bytes.
     """
 
-    def __init__(self, history: Iterable[Step], capacity: int, *, expandable: bool) -> None:
+    def __init__(self, history: Iterable[AllocatorEvent], capacity: int, *, expandable: bool) -> None:
         super().__init__(capacity, _passed, expandable=expandable, keep=False)
         self._least, self._below, self._spare = 0, math.inf, math.inf
         try:
@@ -106,7 +106,7 @@ def _reaches_end(block: Block) -> bool:
     return block.after is not None and not block.after.mapped and block.after.after is None
 
 
-def rounded_peak(history: Iterable[Step]) -> int:
+def rounded_peak(history: Iterable[AllocatorEvent]) -> int:
     """The most bytes that blocks have together if each is as small as its request allows."""
     there, now = dict[int, int](), Counter()
     for what, block, size, _ in history:
@@ -118,18 +118,18 @@ def rounded_peak(history: Iterable[Step]) -> int:
     return now.peak
 
 
-def steps_of(moves: Iterable[int]) -> Iterator[Step]:
+def allocator_events_of(moves: Iterable[int]) -> Iterator[AllocatorEvent]:
     """What is asked of an allocator where bytes are taken and (below zero) given back, the oldest of a size first."""
     there: dict[int, deque[int]] = {}
     for number, size in enumerate(moves):
         if size > 0:
             there.setdefault(size, deque()).append(number)
-            yield Step("malloc", number, size)
+            yield AllocatorEvent("malloc", number, size)
         elif there.get(-size):
-            yield Step("free", there[-size].popleft())
+            yield AllocatorEvent("free", there[-size].popleft())
 
 
-def least_capacity(history: Sequence[Step], *, expandable: bool = False, within: float = 0.0) -> int:
+def least_capacity(history: Sequence[AllocatorEvent], *, expandable: bool = False, within: float = 0.0) -> int:
     """The bytes that a card must have for `history` to fit, caches given back where that helps; a multiple of 2 MiB.
 
     `within` is by how much it may be more, as a share of it.

@@ -17,7 +17,7 @@ from tightfit.catalog.cuda import product_workspaces
 from tightfit.pretend.layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, normed_by_cudnn, suggested
 from tightfit.records import Accelerator
 
-__all__ = ["Kind", "Work", "duration", "work_of"]
+__all__ = ["KernelCost", "Kind", "duration", "kernel_cost_of"]
 
 Kind = Literal["matmul", "convolution", "attention", "memory"]
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelCost:
     """The cost of one operation."""
 
     kind: Kind
@@ -64,14 +64,14 @@ class Work:
     workspaces: tuple[int, ...] = ()  # of cuBLAS and cuBLASLt: see `product_workspaces`
 
 
-def work_of(
+def kernel_cost_of(
     op: torch._ops.OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     inputs: list[torch.Tensor],
     outputs: list[torch.Tensor],
     accelerator: Accelerator,
-) -> Work:
+) -> KernelCost:
     """What `op` on `args` costs on `accelerator`, given the tensors it took and those it made or wrote."""
     kind = _KINDS.get(op.overloadpacket, "memory")
     read = inputs[1:] if op.overloadpacket in _OVERWRITES else inputs
@@ -79,16 +79,16 @@ def work_of(
     dtype = outputs[0].dtype if outputs else torch.float32
     early, held = _buffers(op, args, outputs[0], accelerator) if outputs else ((), ())
     if kind == "memory" or not outputs:
-        return Work("memory", dtype, 0, traffic, early, held)
+        return KernelCost("memory", dtype, 0, traffic, early, held)
     if kind == "attention":
         operations = _attention_operations(*(tensor.shape for tensor in args[:3]))
     else:
         operations = flop_registry[op.overloadpacket](*args, out_val=outputs[0])
     workspaces = _workspaces(op.overloadpacket, args, kwargs, outputs[0], accelerator) if kind == "matmul" else ()
-    return Work(kind, dtype, operations, traffic, early, held, workspaces)
+    return KernelCost(kind, dtype, operations, traffic, early, held, workspaces)
 
 
-def duration(work: Work, accelerator: Accelerator) -> int:
+def duration(work: KernelCost, accelerator: Accelerator) -> int:
     """Nanoseconds that `work` takes at the rates of `accelerator`; what has no rate takes no time."""
     rate = accelerator.arithmetic_rate(work.kind, str(work.dtype).removeprefix("torch."))
     arithmetic = work.operations / rate if rate else 0.0

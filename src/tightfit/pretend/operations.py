@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tightfit.errors import RunError
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.fills import FOLLOWED, fill_of
 from tightfit.pretend.fused import STAND_INS
-from tightfit.pretend.kernels import Work, work_of
+from tightfit.pretend.kernels import KernelCost, kernel_cost_of
 from tightfit.pretend.layouts import laid_out
-from tightfit.pretend.storage import CPU_KEYS, extent, new_at, new_tensor, settle, store_of, view
+from tightfit.pretend.storage import CPU_KEYS, extent, free_dead_tensors, new_at, new_tensor, store_of, view
 
 __all__ = ["NAME", "compute", "inner", "let_zeros_do", "new_like", "valueless"]
 
@@ -25,7 +25,7 @@ SMALL_WHOLE = 8 * 2**20  # … if they are integers or truth values: positions a
 _aten = torch.ops.aten
 
 
-def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], card: Card) -> Any:
+def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], card: SimulatedCard) -> Any:
     """The result of `op` on `card`: tensors that are there, over memory that was allocated there."""
     if op not in FOLLOWED:
         return _computed(op, args, kwargs, card)
@@ -36,7 +36,7 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     return result
 
 
-def _computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], card: Card) -> Any:
+def _computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], card: SimulatedCard) -> Any:
     if op is _aten.index.Tensor:
         args = (args[0], _positions(args[1]))
     outer = [*_tensors(args), *_tensors(kwargs.values())]
@@ -54,10 +54,10 @@ def _computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     back = {id(inside[id(tensor)]): tensor for tensor in outer}
     homes = {inside[id(tensor)].untyped_storage()._cdata: tensor for tensor in outer}
     outputs = list(_tensors((result,)))
-    work = work_of(op, inner_args, inner_kwargs, list(inside.values()), outputs, card.accelerator)
+    work = kernel_cost_of(op, inner_args, inner_kwargs, list(inside.values()), outputs, card.accelerator)
     if key is not None:
         _remember(key, op, result, homes.keys(), work)
-    settle()
+    free_dead_tensors()
     with card.holding(work.early):
         final = _returned(result, back, homes, card)
         card.do(work)
@@ -110,7 +110,7 @@ class _Answer(NamedTuple):
 
     several: bool
     layouts: tuple[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], ...]
-    work: Work
+    work: KernelCost
 
 
 _answers: dict[Any, _Answer] = {}  # torch's kernels for shapes are Python, and a network repeats its blocks
@@ -118,7 +118,11 @@ MOST_ANSWERS = 2**16
 
 
 def _question(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Sequence[torch.Tensor], card: Card
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outer: Sequence[torch.Tensor],
+    card: SimulatedCard,
 ) -> Any:
     """All that the answer of `op` on shapes depends on; None where it has no other than to do it."""
     if not _only_makes(op) or any(tensor.device.type != NAME and tensor.ndim for tensor in outer):
@@ -135,7 +139,7 @@ def _only_makes(op: torch._ops.OpOverload) -> bool:
     return not op._schema.is_mutable and op not in STAND_INS and op is not _aten.index.Tensor
 
 
-def _remember(key: Any, op: torch._ops.OpOverload, result: Any, given: AbstractSet[int], work: Work) -> None:
+def _remember(key: Any, op: torch._ops.OpOverload, result: Any, given: AbstractSet[int], work: KernelCost) -> None:
     outputs = result if isinstance(result, tuple) else (result,)
     if all(isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in given for value in outputs):
         if len(_answers) >= MOST_ANSWERS:
@@ -147,8 +151,8 @@ def _remember(key: Any, op: torch._ops.OpOverload, result: Any, given: AbstractS
         _answers[key] = _Answer(len(op._schema.returns) > 1, layouts, work)
 
 
-def _answered(answer: _Answer, card: Card) -> Any:
-    settle()
+def _answered(answer: _Answer, card: SimulatedCard) -> Any:
+    free_dead_tensors()
     with card.holding(answer.work.early):
         made = tuple(new_at(card, *layout) for layout in answer.layouts)
         card.do(answer.work)
@@ -186,7 +190,7 @@ def inner(tensor: torch.Tensor, *, shapes: bool = False) -> torch.Tensor:
     return torch._neg_view(found) if tensor.is_neg() else found
 
 
-def _is_shape(tensor: torch.Tensor, card: Card) -> bool:
+def _is_shape(tensor: torch.Tensor, card: SimulatedCard) -> bool:
     """Whether `tensor` has no numbers, or looks at so few of them so often that what it makes will have none."""
     if tensor.device.type != NAME:
         return False
@@ -197,7 +201,11 @@ _ARITHMETIC = {_aten.convolution.default, _aten.addmm.default, _aten.bmm.default
 
 
 def _outgrows(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Sequence[torch.Tensor], card: Card
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outer: Sequence[torch.Tensor],
+    card: SimulatedCard,
 ) -> bool:
     """Whether what takes long to compute is too large to keep its numbers."""
     if op not in _ARITHMETIC or card.values == "real":
@@ -207,19 +215,19 @@ def _outgrows(
     return not _fits_values(card, made.dtype, made.nbytes)
 
 
-def _fits_values(card: Card, dtype: torch.dtype, size: int) -> bool:
+def _fits_values(card: SimulatedCard, dtype: torch.dtype, size: int) -> bool:
     whole = not (dtype.is_floating_point or dtype.is_complex)
     return card.values == "real" or size <= (SMALL_WHOLE if whole else SMALL)
 
 
-def new_like(value: torch.Tensor, card: Card) -> torch.Tensor:
+def new_like(value: torch.Tensor, card: SimulatedCard) -> torch.Tensor:
     """A tensor on `card` laid out as `value` is on "meta", with room for numbers if they are kept there."""
     size = value.untyped_storage().nbytes()
     keeps = _fits_values(card, value.dtype, size)
     return new_tensor(card, value, torch.empty(size, dtype=torch.uint8).untyped_storage() if keeps else None)
 
 
-def _note_write(tensor: torch.Tensor, inside: torch.Tensor, card: Card) -> None:
+def _note_write(tensor: torch.Tensor, inside: torch.Tensor, card: SimulatedCard) -> None:
     """After `inside` was written: `tensor` takes on its new size, and has no numbers any more if it has none."""
     if inside.shape != tensor.shape:
         _aten.set_.source_Tensor.redispatch(CPU_KEYS, tensor, _result(inside, card))
@@ -227,7 +235,7 @@ def _note_write(tensor: torch.Tensor, inside: torch.Tensor, card: Card) -> None:
         store_of(tensor).values = store_of(tensor).fill = None
 
 
-def _note_fill(tensor: torch.Tensor, fill: bool | int | float, card: Card) -> None:
+def _note_fill(tensor: torch.Tensor, fill: bool | int | float, card: SimulatedCard) -> None:
     """All numbers of `tensor`, which only had a shape, are `fill`."""
     store = store_of(tensor)
     if tensor.nbytes != store.size:  # a part of others
@@ -238,14 +246,14 @@ def _note_fill(tensor: torch.Tensor, fill: bool | int | float, card: Card) -> No
         store.fill = torch.tensor(fill, dtype=tensor.dtype).item()
 
 
-def _result(value: torch.Tensor, card: Card) -> torch.Tensor:
+def _result(value: torch.Tensor, card: SimulatedCard) -> torch.Tensor:
     """What came out of an operation, on `card`, with its numbers if they are kept there."""
     storage = value.untyped_storage()
     keeps = not value.is_meta and _fits_values(card, value.dtype, storage.nbytes())
     return new_tensor(card, value, storage if keeps else None)
 
 
-def _returned(value: Any, back: dict[int, torch.Tensor], homes: dict[int, torch.Tensor], card: Card) -> Any:
+def _returned(value: Any, back: dict[int, torch.Tensor], homes: dict[int, torch.Tensor], card: SimulatedCard) -> Any:
     """`value` with its tensors on the card: those that went in, views of them, and new ones."""
     if isinstance(value, torch.Tensor):
         if id(value) in back:

@@ -17,7 +17,7 @@ import weakref
 
 import torch
 
-__all__ = ["hollow", "is_hollow", "is_pinned", "pin", "register"]
+__all__ = ["is_pinned", "is_valueless", "mark_valueless", "pin", "register"]
 
 
 class _Known:
@@ -58,15 +58,15 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
     return _pinned.add(tensor)
 
 
-def is_hollow(tensor: torch.Tensor) -> bool:
+def is_valueless(tensor: torch.Tensor) -> bool:
     """Whether the host `tensor` stands for numbers that are not there."""
     return tensor in _hollow
 
 
-def hollow(tensor: torch.Tensor) -> torch.Tensor:
+def mark_valueless(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, whose numbers nobody is to look at from now on."""
     return _hollow.add(tensor)
 
 
 def _pinned_copy(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    return pin(hollow(torch.empty_like(tensor)) if is_hollow(tensor) else tensor.clone())
+    return pin(mark_valueless(torch.empty_like(tensor)) if is_valueless(tensor) else tensor.clone())

@@ -18,16 +18,16 @@ from typing import NamedTuple
 import torch
 
 from tightfit.pretend.blocks import Block
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 
 __all__ = [
     "CPU_KEYS",
     "Look",
     "Store",
     "extent",
+    "free_dead_tensors",
     "new_at",
     "new_tensor",
-    "settle",
     "store_of",
     "tensors_in",
     "view",
@@ -76,7 +76,7 @@ _shared = _Managed()  # torch reads it when it makes a tensor, and its (absent) 
 class Store:
     """What is behind one address on one card."""
 
-    card: Card
+    card: SimulatedCard
     address: int
     size: int
     block: Block | None  # None: it has no bytes
@@ -98,13 +98,13 @@ _dead: list[weakref.ref[torch.UntypedStorage]] = []
 _nowhere = itertools.count(2**62)  # addresses for what has no bytes
 
 
-def new_tensor(card: Card, like: torch.Tensor, values: torch.UntypedStorage | None) -> torch.Tensor:
+def new_tensor(card: SimulatedCard, like: torch.Tensor, values: torch.UntypedStorage | None) -> torch.Tensor:
     """A tensor on `card`, laid out as `like` in a storage of the same size, allocated there, with these `values`."""
     return new_at(card, like.untyped_storage().nbytes(), like.dtype, like.shape, like.stride(), values)
 
 
 def new_at(
-    card: Card,
+    card: SimulatedCard,
     size: int,
     dtype: torch.dtype,
     shape: Sequence[int],
@@ -112,7 +112,7 @@ def new_at(
     values: torch.UntypedStorage | None = None,
 ) -> torch.Tensor:
     """A tensor on `card`, laid out like this in a storage of `size` bytes."""
-    settle()
+    free_dead_tensors()
     block = card.malloc(size) if size else None
     address = card.base + block.address if block else next(_nowhere)
     store = _stores[address] = Store(card, address, size, block, values)
@@ -130,7 +130,7 @@ class Look(NamedTuple):
     offset: int
 
 
-def tensors_in(card: Card, block: Block, size: int, looks: Sequence[Look]) -> list[torch.Tensor]:
+def tensors_in(card: SimulatedCard, block: Block, size: int, looks: Sequence[Look]) -> list[torch.Tensor]:
     """Tensors that share a storage of `size` bytes in `block` of `card`, of which nobody knows the numbers."""
     store = _stores[card.base + block.address] = Store(card, card.base + block.address, size, block, None)
     whole = _tensor_at(store, torch.uint8, (size,), (1,))
@@ -149,7 +149,7 @@ def store_of(tensor: torch.Tensor) -> Store:
     return _stores[tensor.untyped_storage().data_ptr()]
 
 
-def settle() -> None:
+def free_dead_tensors() -> None:
     """Frees what died since the last time, in that order."""
     if not _dead:
         return

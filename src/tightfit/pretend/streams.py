@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 
 __all__ = ["Stream", "giving_to"]
 
@@ -18,9 +18,9 @@ _PLACE = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-ove
 class Stream(torch.Stream):
     """What is given to one stream of `card` is done in order, beside what others are given."""
 
-    card: Card
+    card: SimulatedCard
 
-    def __new__(cls, card: Card, number: int) -> Stream:
+    def __new__(cls, card: SimulatedCard, number: int) -> Stream:
         made: Stream = super().__new__(cls, stream_id=number, device_index=card.index, device_type=_PLACE)
         made.card = card
         return made

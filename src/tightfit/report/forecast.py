@@ -31,7 +31,7 @@ def describe(prediction: Prediction) -> str:
     return "\n".join(
         [
             f"{', '.join(said)}, on {prediction.card}: {_verdict(prediction)}{took}",
-            *([prediction.instead] if prediction.instead else []),
+            *([prediction.would_fit] if prediction.would_fit else []),
             f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else "lossless: the same numbers as with all of it there",
             "",
             *align([_HEADINGS, *(_row(phase, prediction.fits) for phase in fold_phases(trace.phases))]),
@@ -65,20 +65,20 @@ def as_report(prediction: Prediction) -> Report:
 
 def _elsewhere(prediction: Prediction) -> Iterator[str]:
     """What other cards hold, of which the table does not tell."""
-    for name, capacity in prediction.elsewhere.items():
+    for name, capacity in prediction.other_devices.items():
         peak, phase = _fullest(prediction, name)
         yield f"  {name} holds at most {format_bytes(peak)} of {format_bytes(capacity)}, in {phase}"
 
 
 def _fullest(prediction: Prediction, name: str) -> tuple[int, str]:
     """The most that another card holds, and in which phase."""
-    return max((phase.elsewhere.get(name, 0), phase.name) for phase in prediction.trace.phases)
+    return max((phase.other_devices.get(name, 0), phase.name) for phase in prediction.trace.phases)
 
 
 def _verdict(prediction: Prediction) -> str:
     need, has = format_bytes(prediction.peak_reserved), format_bytes(prediction.capacity)
     if not prediction.fits:
-        others = ((name, _fullest(prediction, name)[0], size) for name, size in prediction.elsewhere.items())
+        others = ((name, _fullest(prediction, name)[0], size) for name, size in prediction.other_devices.items())
         short = [
             f", and {name} needs {format_bytes(peak)} of {format_bytes(size)}"
             for name, peak, size in others
@@ -104,7 +104,7 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
         "model": prediction.model,
         "card": prediction.card,
         "capacity_bytes": prediction.capacity,
-        "elsewhere": dict(prediction.elsewhere),
+        "other_devices": dict(prediction.other_devices),
         "lossless": not trace.lossy,
         "predicted": {
             "peak_bytes": trace.peak_bytes,
@@ -113,14 +113,14 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
             "rates": prediction.rates,
         },
         "dtype": prediction.dtype,
-        "instead": prediction.instead,
+        "would_fit": prediction.would_fit,
         "phases": [
             {
                 "name": phase.name,
                 "predicted_peak_bytes": phase.peak_bytes,
                 "predicted_peak_weights": phase.peak_weights,
                 "predicted_reserved_bytes": phase.peak_reserved,
-                "elsewhere": dict(phase.elsewhere),
+                "other_devices": dict(phase.other_devices),
                 "seconds": phase.seconds,
                 "bytes_in": phase.bytes_in,
                 "bytes_out": phase.bytes_out,

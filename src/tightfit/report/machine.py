@@ -52,7 +52,7 @@ def _disk(machine: Machine) -> str:
 
 def _title(accelerator: Accelerator) -> str:
     capability = accelerator.compute_capability
-    title = f"{accelerator.name}: {accelerator.title or 'without a name'}"
+    title = f"{accelerator.name}: {accelerator.product_name or 'without a name'}"
     return f"{title}, compute capability {capability}" if capability else title
 
 

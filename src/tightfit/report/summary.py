@@ -91,7 +91,7 @@ class Report:
     def _peak_on(self, name: str) -> int:
         if name == self.plan.device:
             return self.trace.peak_bytes
-        return max((phase.elsewhere.get(name, 0) for phase in self.trace.phases), default=0)
+        return max((phase.other_devices.get(name, 0) for phase in self.trace.phases), default=0)
 
 
 def fold_phases(phases: Iterable[PhaseTrace]) -> tuple[PhaseTrace, ...]:
@@ -111,7 +111,9 @@ def _sum(phases: Sequence[PhaseTrace]) -> PhaseTrace:
         peak_bytes=highest.peak_bytes,
         peak_weights=highest.peak_weights,
         peak_reserved=max(phase.peak_reserved for phase in phases),
-        elsewhere={name: max(phase.elsewhere.get(name, 0) for phase in phases) for name in highest.elsewhere},
+        other_devices={
+            name: max(phase.other_devices.get(name, 0) for phase in phases) for name in highest.other_devices
+        },
         bytes_in=sum(phase.bytes_in for phase in phases),
         bytes_out=sum(phase.bytes_out for phase in phases),
         runs=sum(phase.runs for phase in phases),
@@ -123,7 +125,7 @@ def _phase_mapping(phase: PhaseTrace) -> dict[str, Any]:
         "name": phase.name,
         "measured_peak_bytes": phase.peak_bytes,
         "seconds": phase.seconds,
-        "elsewhere": dict(phase.elsewhere),
+        "other_devices": dict(phase.other_devices),
         "bytes_in": phase.bytes_in,
         "bytes_out": phase.bytes_out,
         "runs": phase.runs,

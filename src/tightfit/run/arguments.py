@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-__all__ = ["GREY", "Given", "described", "stand_in"]
+__all__ = ["GREY", "Given", "described", "dummy_value"]
 
 LONG_TEXT = 256  # characters; of longer texts it matters how many times as long they are
 GREY = (127, 127, 127)
@@ -116,12 +116,12 @@ def _rehearsed(name: str, value: Any, here: torch.device, there: torch.device) -
     return copied
 
 
-def stand_in(what: Described) -> Any:
+def dummy_value(what: Described) -> Any:
     """Something that is described as `what`: grey pictures, zeros; anything else as it is."""
     if not isinstance(what, str):
         return what
     if several := re.fullmatch(r"(\d+) x (.+)", what):
-        return [stand_in(several[2])] * int(several[1])
+        return [dummy_value(several[2])] * int(several[1])
     if image := re.fullmatch(r"(\w+) image (\d+)x(\d+)", what):
         return Image.new("RGB", (int(image[2]), int(image[3])), GREY).convert(image[1])
     if array := re.fullmatch(r"(\w+)( array)? ((\d+)(x\d+)*)", what):

@@ -16,8 +16,8 @@ from tightfit.errors import InputError
 from tightfit.plan.cells import cell_of, charted_card, fits_card, level_rows
 from tightfit.plan.guesses import ANY_CARD
 from tightfit.records import Accelerator, Footprint, Request
-from tightfit.run.ladder import climb, rungs_above
-from tightfit.run.presets import LEVELS, rehearsed_preset
+from tightfit.run.ladder import find_max_request, rungs_above
+from tightfit.run.presets import LEVELS, simulated_preset
 from tightfit.units import parse_bytes
 
 __all__ = ["CARDS", "Sources", "Told", "asked_chart", "chart_of", "level_table"]
@@ -58,7 +58,9 @@ def chart_of(
     rows, cells, before = [], [], 0
     for name in names:
         progress = _Progress(told, before, sum(steps.values()))
-        work = _Work(name, asked[name], columns, known, ram, sources or Sources(_measured, rehearsed_preset), progress)
+        work = _ModelRow(
+            name, asked[name], columns, known, ram, sources or Sources(_measured, simulated_preset), progress
+        )
         rows.append(work.model)
         cells += work.cells(larger=not usual_only)
         before += steps[name]
@@ -83,7 +85,7 @@ def level_table(
         raise InputError(f"a level table is of one card, not of {len(cards)}: {', '.join(cards)}", cards=list(cards))
     card = card_called(cards[0] if cards else TABLE_CARD)
     accelerator, asked = known_card(card), known_model(name).request
-    ask, progress = sources or Sources(_measured, rehearsed_preset), _Progress(told, 0, len(LEVELS) + 1)
+    ask, progress = sources or Sources(_measured, simulated_preset), _Progress(told, 0, len(LEVELS) + 1)
     progress.next(f"{name}, {asked.described}")
     footprint = ask.footprint(name, asked)
     presets = []
@@ -128,7 +130,7 @@ class _Progress:
         self.done += 1
 
 
-class _Work:
+class _ModelRow:
     """One model on all cards."""
 
     def __init__(
@@ -147,7 +149,7 @@ class _Work:
         self.model = ChartedModel(name=name, request=usual, presets=tuple(self._presets()))
 
     def cells(self, *, larger: bool) -> list[Cell]:
-        largest = climb(self._usual, [card.name for card in self._columns], self._fitting, upwards=larger)
+        largest = find_max_request(self._usual, [card.name for card in self._columns], self._fitting, upwards=larger)
         return [
             cell_of(self.model, self._footprint, card, self._known[card.name], self._ram, largest.get(card.name))
             for card in self._columns

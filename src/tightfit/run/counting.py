@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tightfit.catalog.cuda import CONTEXT
-from tightfit.plan.forecast import play_together
-from tightfit.plan.guesses import computer_with, rated, rated_disk
+from tightfit.plan.forecast import simulate_jointly
+from tightfit.plan.guesses import computer_with, default_disk_rate, with_default_rates
 from tightfit.plan.levels import plan_for
 from tightfit.plan.options import variant_of
 from tightfit.records import Accelerator, Component, Footprint, Machine, PhaseTrace, Plan, Prediction, Trace
@@ -30,7 +30,7 @@ KNOWN_NOTE = (
 def reads_disk(choices: dict[str, Any]) -> bool:
     """Whether anything is brought from the disk under `choices` of Plan fields."""
     parts = Plan.from_mapping(choices).components.values()
-    return any(part.home == "disk" and part.placement != "resident" for part in parts)
+    return any(part.offload_to == "disk" and part.placement != "resident" for part in parts)
 
 
 def counted(
@@ -49,30 +49,34 @@ def counted(
         footprint, usual, separate=shares, choices=choices, request=footprint.request,
         pinnable=host.pinnable or 0, accelerator=accelerator,
     )  # fmt: skip
-    devices = {each.name: rated(each) for each in (accelerator, *others)} if others else {usual: rated(accelerator)}
+    devices = (
+        {each.name: with_default_rates(each) for each in (accelerator, *others)}
+        if others
+        else {usual: with_default_rates(accelerator)}
+    )
     said = {phase.name: phase.seconds for phase in plan.forecast}
     phases, now = list[PhaseTrace](), 0.0
-    played = play_together(footprint, plan, devices, rated_disk(host, accelerator))
-    for phase, told in zip(footprint.varied(variant_of(footprint, plan)).phases, played, strict=True):
+    played = simulate_jointly(footprint, plan, devices, default_disk_rate(host, accelerator))
+    for phase, told in zip(footprint.with_variant(variant_of(footprint, plan)).phases, played, strict=True):
         own, there = told[plan.device], {name: each.weights + each.room for name, each in told.items()}
         seconds = said.get(phase.name, sum(each.seconds for each in told.values()))
         phases.append(
             PhaseTrace(
                 name=phase.name, start=now, seconds=seconds, peak_bytes=there.pop(plan.device),
-                peak_weights=own.weights, peak_reserved=own.peak(devices[plan.device]), runs=len(phase.order),
-                elsewhere=there,
+                peak_weights=own.weights, peak_reserved=own.peak(devices[plan.device]), runs=len(phase.call_order),
+                other_devices=there,
             )
         )  # fmt: skip
         now += seconds
-    name = card or accelerator.title or accelerator.name
-    capacities = {each: capacity_of(plan, known, host.ram_taken or 0) for each, known in devices.items()}
+    name = card or accelerator.product_name or accelerator.name
+    capacities = {each: capacity_of(plan, known, host.ram_used or 0) for each, known in devices.items()}
     elsewhere = {each: capacities[each] for each in plan.devices if each != plan.device}
     fits = [told[each].peak(devices[each]) <= capacities[each] for told in played for each in plan.devices]
     return Prediction(
         model=title,
         card=name,
         capacity=capacities[plan.device],
-        elsewhere=elsewhere,
+        other_devices=elsewhere,
         fits=all(fits),
         plan=plan,
         trace=Trace(device=name, seconds=now, phases=tuple(phases), lossy=plan.lossy, notes=(note,)),

@@ -63,8 +63,8 @@ TRACE_EXAMPLES = """Export a model's denoiser to a file, for one size of request
 Examples:
 
   tightfit trace --out unet.traced
-  tightfit trace ./sdxl --height 1024 --width 1024 --out sdxl.traced
-  tightfit run ./sdxl "a lighthouse" --set components.unet.traced=sdxl.traced
+  tightfit trace ./sdxl --height 1024 --width 1024 --out sdxl.exported
+  tightfit run ./sdxl "a lighthouse" --set components.unet.exported=sdxl.exported
 
 The file holds no weights and no code. It is refused for other shapes, another
 dtype, another configuration and other versions of torch and diffusers.

@@ -16,21 +16,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, replacing
-from tightfit.plan.guesses import rated, rated_disk
-from tightfit.plan.learned import experience_of, learned, stored_in
+from tightfit.plan.guesses import default_disk_rate, with_default_rates
+from tightfit.plan.learned import calibrate, measurement_of, stored_in
 from tightfit.plan.planner import find_missing, make_plan
-from tightfit.plan.workings import Workings
-from tightfit.records import Accelerator, Experience, Footprint, Machine, Plan, Request, Trace
+from tightfit.plan.workings import SearchCaches
+from tightfit.records import Accelerator, CallMeasurement, Footprint, Machine, Plan, Request, Trace
 from tightfit.run.predictions import key_of
 from tightfit.run.wishes import Limits
 
 if TYPE_CHECKING:
     from tightfit.run.footprints import Measurer
 
-__all__ = ["MOST", "Basis", "Past", "forget", "measured"]
+__all__ = ["MOST", "CalibrationStore", "PlanningInputs", "forget", "measured"]
 
 MOST = 8  # calls that are kept
-_PASSING = {"name", "bytes", "free", "taken", "fixed_segments"}  # of an accelerator: what is no part of how fast it is
+_PASSING = {
+    "name",
+    "bytes",
+    "free",
+    "allocated",
+    "expandable_refused",
+}  # of an accelerator: what is no part of how fast it is
 
 
 def forget() -> None:
@@ -40,7 +46,7 @@ def forget() -> None:
             file.unlink()
 
 
-class Past:
+class CalibrationStore:
     """The last calls of what `question` asks for, on `device`. None of a question that nobody keeps answers to."""
 
     def __init__(self, question: Mapping[str, Any] | None, device: Accelerator) -> None:
@@ -52,14 +58,14 @@ class Past:
             asked = {"call": dict(question), "on": device.model_dump(mode="json", exclude=_PASSING), "by": by}
             self._file = _folder() / f"{key_of(asked)}.json"
 
-    def read(self) -> tuple[Experience, ...]:
+    def read(self) -> tuple[CallMeasurement, ...]:
         """From the oldest to the newest."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError, TightfitError):
             kept = json.loads(self._file.read_text()) if self._file else []
-            return tuple(Experience.from_mapping(fields) for fields in kept)
+            return tuple(CallMeasurement.from_mapping(fields) for fields in kept)
         return ()
 
-    def add(self, experience: Experience) -> None:
+    def add(self, experience: CallMeasurement) -> None:
         """Keeps it; of those before, as many as there is room for."""
         if self._file is None:
             return
@@ -70,14 +76,14 @@ class Past:
                 partial.write_text(json.dumps([each.to_mapping() for each in kept]))
 
 
-class Basis(NamedTuple):
+class PlanningInputs(NamedTuple):
     """What plans are made from."""
 
     footprint: Footprint  # as it was measured
     machine: Machine  # with one accelerator, or with all that the budget names
-    past: Past
+    past: CalibrationStore
     call: Any = None  # that was measured; None: one that was made up
-    workings: Workings | None = None  # what is worked out for one of its plans and serves the next
+    workings: SearchCaches | None = None  # what is worked out for one of its plans and serves the next
 
     def missing(self, limits: Limits) -> tuple[str, ...]:
         """What the footprint left out and a plan within `limits` could gain by."""
@@ -95,27 +101,31 @@ class Basis(NamedTuple):
 
     def paces(self, plan: Plan) -> dict[str, float]:
         """How many times as long as rates say phases take under `plan`, by name, where that is not once."""
-        known = learned(self.footprint, self.past.read(), stored_in(plan)).footprint
-        return {phase.name: phase.pace for phase in known.phases if phase.pace != 1}
+        known = calibrate(self.footprint, self.past.read(), stored_in(plan)).footprint
+        return {phase.name: phase.time_scale for phase in known.phases if phase.time_scale != 1}
 
     def learn(self, plan: Plan, trace: Trace, *, spread: bool) -> None:
         """Keeps what `trace` teaches of a call under `plan`; `spread`: see `experience_of`."""
         (known,) = self.machine.accelerators
-        disk_rate = rated_disk(self.machine, known)
-        self.past.add(experience_of(self.footprint, plan, rated(known), trace, disk_rate, spread=spread))
+        disk_rate = default_disk_rate(self.machine, known)
+        self.past.add(measurement_of(self.footprint, plan, with_default_rates(known), trace, disk_rate, spread=spread))
 
 
-def measured(measurer: Measurer, asked: Request, call: Any, limits: Limits, machine: Callable[[], Machine]) -> Basis:
+def measured(
+    measurer: Measurer, asked: Request, call: Any, limits: Limits, machine: Callable[[], Machine]
+) -> PlanningInputs:
     """What a plan within `limits` is made from, for the `call` that asks for this (None: one that is made up).
 
     `machine` is asked when the call was measured: what is free may change meanwhile.
     """
 
-    workings = Workings()
+    workings = SearchCaches()
 
-    def basis(footprint: Footprint) -> Basis:
+    def basis(footprint: Footprint) -> PlanningInputs:
         there = machine()
-        return Basis(footprint, there, Past(measurer.question(asked), there.accelerators[0]), call, workings)
+        return PlanningInputs(
+            footprint, there, CalibrationStore(measurer.question(asked), there.accelerators[0]), call, workings
+        )
 
     return basis(measurer.measure(asked, call, lambda bare: basis(bare).missing(limits)))
 

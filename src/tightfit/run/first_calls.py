@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tightfit.apply.activations.exporting import NotExported, without_weights
-from tightfit.apply.activations.strips.capture import NotTakenApart
-from tightfit.apply.activations.strips.survey import Survey
+from tightfit.apply.activations.strips.capture import UnsupportedGraph
+from tightfit.apply.activations.strips.survey import StripOptionProfiler
 from tightfit.footprint import STRIPS, Footprint, Phase
 from tightfit.measure.modules import find_role
 
@@ -30,7 +30,7 @@ class FirstCalls:
     def __init__(self, components: Mapping[str, nn.Module], undo: ExitStack, *, expandable: bool) -> None:
         self._expandable = expandable
         self._seen: dict[tuple[str, str], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
-        self._surveys: dict[tuple[str, str], Survey | None] = {}
+        self._surveys: dict[tuple[str, str], StripOptionProfiler | None] = {}
         for name, module in components.items():
             if find_role(name, module) == "autoencoder":
                 for method in ("encode", "decode"):
@@ -56,7 +56,7 @@ class FirstCalls:
         setattr(module, method, run)
         undo.callback(delattr, module, method)
 
-    def take_apart(self) -> dict[tuple[str, str], Survey | None]:
+    def take_apart(self) -> dict[tuple[str, str], StripOptionProfiler | None]:
         """What each method that was called does, by its component's name and its own; None: it cannot be taken apart.
 
         Programs are kept from then on.
@@ -70,36 +70,40 @@ class FirstCalls:
         """
         surveys = [self._survey_of(phase) for phase in footprint.phases]
         quick = sum(survey.operations for survey in surveys if survey) <= QUICK
-        parts = [other for other in footprint.left_out if other == part or (quick and other in STRIPS)]
+        parts = [other for other in footprint.not_measured if other == part or (quick and other in STRIPS)]
         pairs = zip(footprint.phases, surveys, strict=True)
         phases = tuple(self._in_strips(phase, survey, parts) for phase, survey in pairs)
-        left = tuple(other for other in footprint.left_out if other not in parts)
-        return footprint.model_copy(update={"phases": phases, "left_out": left})
+        left = tuple(other for other in footprint.not_measured if other not in parts)
+        return footprint.model_copy(update={"phases": phases, "not_measured": left})
 
-    def _survey_of(self, phase: Phase) -> Survey | None:
+    def _survey_of(self, phase: Phase) -> StripOptionProfiler | None:
         """Of its only kind of pass, if that can be taken apart."""
-        kinds = {(done.component, done.method) for done in phase.passes}
+        kinds = {(done.component, done.method) for done in phase.calls}
         if len(kinds) != 1 or not kinds <= self._seen.keys():
             return None
         return self._survey(*kinds)
 
-    def _survey(self, kind: tuple[str, str]) -> Survey | None:
+    def _survey(self, kind: tuple[str, str]) -> StripOptionProfiler | None:
         if kind not in self._surveys:
             module, args, kwargs = self._seen[kind]
             try:
-                self._surveys[kind] = Survey(module, kind[1], args, kwargs)
-            except NotTakenApart:
+                self._surveys[kind] = StripOptionProfiler(module, kind[1], args, kwargs)
+            except UnsupportedGraph:
                 self._surveys[kind] = None
         return self._surveys[kind]
 
-    def _in_strips(self, phase: Phase, survey: Survey | None, parts: Iterable[str]) -> Phase:
+    def _in_strips(self, phase: Phase, survey: StripOptionProfiler | None, parts: Iterable[str]) -> Phase:
         if survey is None:
             return phase
         found = []
         for share, maps in map(STRIPS.__getitem__, parts):
-            strips = phase.strips(share)
-            found.append(survey.way(strips, maps, phase.waiting, phase.outside, expandable=self._expandable))
-        return phase.with_ways(way for way in found if way is not None)
+            strips = phase.strip_bytes(share)
+            found.append(
+                survey.way(
+                    strips, maps, phase.live_bytes_at_start, phase.peak_between_calls, expandable=self._expandable
+                )
+            )
+        return phase.with_strip_options(way for way in found if way is not None)
 
 
 def _shape_of(value: Any) -> Any:

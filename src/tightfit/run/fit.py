@@ -18,7 +18,7 @@ from tightfit.measure.modules import HANDLE
 from tightfit.records import Plan, Request
 from tightfit.run.replanning import Replanner
 from tightfit.run.shape import asked_by
-from tightfit.run.site import Site, site_of
+from tightfit.run.site import PlanTarget, plan_target_of
 from tightfit.run.unmeasured import plan_until_called
 from tightfit.run.wishes import Wish, asked_for, limits_for
 
@@ -78,14 +78,14 @@ def fit(
     limits = limits_for(budget, ram, allow, level, plan)
     if limits is not None:
         asked = asked_for(request, example)
-        return _fit_within(pipe, site_of(limits, device), asked, example, count_activations)
+        return _fit_within(pipe, plan_target_of(limits, device), asked, example, count_activations)
     return fitting.fit(
         pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations
     )
 
 
 def _fit_within(
-    pipe: Any, site: Site, request: Request | None, example: Mapping[str, Any] | None, count_activations: bool
+    pipe: Any, site: PlanTarget, request: Request | None, example: Mapping[str, Any] | None, count_activations: bool
 ) -> Fitted:
     if isinstance(pipe, nn.Module):
         raise PlanError(f"a budget is for a whole pipeline: give a single {type(pipe).__name__} a level or a plan")

@@ -18,10 +18,10 @@ from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
 from tightfit.errors import InputError, unknown_name
 from tightfit.footprint import LEFT_OUT, STRIPS, Footprint
-from tightfit.measure.ledger import Ledger
+from tightfit.measure.ledger import CallProfiler
 from tightfit.measure.logged import PassLog
 from tightfit.measure.modules import find_components, inspect_pipeline
-from tightfit.measure.shadow import mark_of, shadow_of, without_hooks
+from tightfit.measure.shadow import fingerprint, meta_copy, without_hooks
 from tightfit.plan.guesses import ANY_CARD
 from tightfit.pretend.operations import NAME
 from tightfit.progress import ProgressTracker
@@ -31,7 +31,7 @@ from tightfit.run.first_calls import FirstCalls
 from tightfit.run.models import DTYPES
 from tightfit.run.predictions import Missing, find_subject, footprint_question, keep_footprint, recalled
 from tightfit.run.stage import Inputs as CallInputs
-from tightfit.run.stage import Stage, roomy_card
+from tightfit.run.stage import SimulationRun, roomy_card
 from tightfit.run.variants import VariantPlayer, measure_variants
 
 __all__ = ["Measurer", "measure_footprint"]
@@ -81,9 +81,9 @@ def measure_footprint(
                 f"a single {type(module).__name__} has no request: give inputs, e.g. inputs=[(1, 4, 64, 64)]",
                 kind=type(module).__name__,
             )
-        return _measure_module(shadow_of(module), method, inputs)
+        return _measure_module(meta_copy(module), method, inputs)
     find_components(subject)  # PlanError where it has none
-    return _kept(mark_of(subject), asked, inputs, subject)
+    return _kept(fingerprint(subject), asked, inputs, subject)
 
 
 class Measurer:
@@ -96,7 +96,7 @@ class Measurer:
         """`expandable`: plans are for allocators whose segments grow."""
         named = isinstance(subject, str | Path)
         self._model: Any = None
-        self._model, self._mark = find_subject(str(subject)) if named else (shadow_of(subject), mark_of(subject))
+        self._model, self._mark = find_subject(str(subject)) if named else (meta_copy(subject), fingerprint(subject))
         self._dtype, self._expandable = _checked(dtype), expandable
 
     def measure(self, asked: Request, call: Given | PassLog | None = None, missing: Missing | None = None) -> Footprint:
@@ -144,9 +144,9 @@ def _kept(
             return _measure_call(plain, asked, inputs, dtype, expandable, missing, unable)
 
     def measured(missing: Missing) -> Footprint:
-        return measure(missing).model_copy(update={"logged": isinstance(inputs, PassLog)})
+        return measure(missing).model_copy(update={"from_call_log": isinstance(inputs, PassLog)})
 
-    wanted = missing or (lambda footprint: footprint.left_out)
+    wanted = missing or (lambda footprint: footprint.not_measured)
     if (inputs and not whole) or not mark:
         return measured(wanted)
     question = footprint_question(mark, asked, dtype, expandable=expandable)
@@ -154,7 +154,7 @@ def _kept(
     if known is None:
         return keep_footprint(measured(wanted), question)
     if wanted(known):
-        return keep_footprint(measured(lambda more: wanted(more.joined(known))), question)
+        return keep_footprint(measured(lambda more: wanted(more.merged_with(known))), question)
     return known
 
 
@@ -188,8 +188,8 @@ def _measure_call(
 ) -> Footprint:
     precision, work = getattr(torch, dtype) if dtype else None, ProgressTracker(PLAYING)
     with roomy_card(ANY_CARD) as card:
-        stage = Stage(_untouched(model), card, {"level": 0}, asked, precision, unable)
-        ledger, player = Ledger(card, expandable=expandable), VariantPlayer(stage, unable)
+        stage = SimulationRun(_untouched(model), card, {"level": 0}, asked, precision, unable)
+        ledger, player = CallProfiler(card, expandable=expandable), VariantPlayer(stage, unable)
         with ExitStack() as undo:
             calls = FirstCalls(stage.components, undo, expandable=expandable)
             ledger.follow(stage.components, undo)
@@ -200,31 +200,31 @@ def _measure_call(
             phases = ledger.phases()
         work.did(PLAYING - BUILDING)
         expected: set[str] = set()
-        footprint = made.model_copy(update={"request": stage.request, "phases": phases, "left_out": LEFT_OUT})
+        footprint = made.model_copy(update={"request": stage.request, "phases": phases, "not_measured": LEFT_OUT})
         while wanted := missing(footprint):
             work.expect(sum(SIZES[part] for part in wanted if part not in expected))
             expected.update(wanted)
-            before = footprint.left_out
+            before = footprint.not_measured
             if (part := wanted[0]) in STRIPS:
                 footprint = calls.with_strips(footprint, part)
             else:
                 variants = measure_variants(footprint, lambda each: player.phases(each, inputs, ledger))
-                left = tuple(other for other in footprint.left_out if other != part)
-                footprint = footprint.model_copy(update={"variants": variants, "left_out": left})
-            work.did(sum(SIZES[part] for part in set(before).difference(footprint.left_out)))
+                left = tuple(other for other in footprint.not_measured if other != part)
+                footprint = footprint.model_copy(update={"variants": variants, "not_measured": left})
+            work.did(sum(SIZES[part] for part in set(before).difference(footprint.not_measured)))
         return footprint
 
 
 def _find_unable(model: Any, asked: Request, log: PassLog, dtype: str | None) -> set[tuple[str, str]]:
     """What of a logged call cannot be repeated on shapes."""
     with roomy_card(ANY_CARD) as card:
-        stage = Stage(_untouched(model), card, {"level": 0}, asked, getattr(torch, dtype) if dtype else None)
+        stage = SimulationRun(_untouched(model), card, {"level": 0}, asked, getattr(torch, dtype) if dtype else None)
         return stage.find_unable(log)
 
 
 def _untouched(model: Any) -> Any:
     """`model` for one stage, which changes it."""
-    return model if isinstance(model, str | ModelFolder) else shadow_of(model)
+    return model if isinstance(model, str | ModelFolder) else meta_copy(model)
 
 
 def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint:
@@ -234,7 +234,7 @@ def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint
         fit(double, level=0, device="pretend:0")
         given = [_placed(value, dtype) for value in args]
         named = {name: _placed(value, dtype) for name, value in kwargs.items()}
-        ledger = Ledger(card)
+        ledger = CallProfiler(card)
         ledger.follow({"model": double}, undo)
         (double if method == "forward" else getattr(double, method))(*given, **named)
         return inspect_pipeline(double).model_copy(update={"phases": ledger.phases()})

@@ -10,7 +10,7 @@ from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
 from tightfit.plan.guesses import computer_with
-from tightfit.plan.workings import Workings
+from tightfit.plan.workings import SearchCaches
 from tightfit.records import Accelerator, Budget, Footprint, Machine, Plan, Prediction, Request
 from tightfit.run.counting import KNOWN_NOTE, counted, reads_disk
 from tightfit.run.models import stored_dtype
@@ -74,9 +74,9 @@ def forecast(
 
     def rehearsal() -> Prediction:
         with say("rehearsing on a pretend card"):
-            from tightfit.run.rehearsal import rehearse
+            from tightfit.run.rehearsal import simulate_call
 
-            return rehearse(which, accelerator, fields, asked, others=others, title=name, card=card, paces=paces)
+            return simulate_call(which, accelerator, fields, asked, others=others, title=name, card=card, paces=paces)
 
     on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
     question = {"model": mark, "title": title, "card": on, "choices": fields, "request": asked.to_mapping()}
@@ -91,7 +91,7 @@ def forecast(
     if chosen and not found.fits and not others:
         with say("looking for what would fit"):
             instead = _instead(which, accelerator, asked, own, mark)
-    return found.model_copy(update={"rates": _rates(accelerator, own, paces), "instead": instead})
+    return found.model_copy(update={"rates": _rates(accelerator, own, paces), "would_fit": instead})
 
 
 def _rates(
@@ -124,7 +124,7 @@ def _known_cards(names: str | None) -> list[Accelerator]:
     numbers = [called[: place + 1].count(name) for place, name in enumerate(called)]
     named = [name if number == 1 else f"{name}#{number}" for name, number in zip(called, numbers, strict=True)]
     return [
-        known.model_copy(update={"name": name, "title": known.name})
+        known.model_copy(update={"name": name, "product_name": known.name})
         for name, known in zip(named, map(known_card, called), strict=True)
     ]
 
@@ -160,20 +160,20 @@ def _planned(
     footprint: Footprint | None,
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The plan's fields, and the paces of phases that runs have shown, where it is for this computer's `own` device."""
-    from tightfit.run.experiences import Basis, Past
+    from tightfit.run.experiences import CalibrationStore, PlanningInputs
 
     first, *others = accelerators
     measurer = _measurer(which, first) if footprint is None or own is not None else None
-    past = Past(measurer.question(asked) if measurer and own is not None and not others else None, first)
+    past = CalibrationStore(measurer.question(asked) if measurer and own is not None and not others else None, first)
     machine = own if own is not None and first.is_cpu else computer_with(*accelerators)
     machine = machine.model_copy(update={"accelerators": machine.accelerators[: len(accelerators)]})
     if others:
         limits = limits._replace(budget=_for_each(machine.accelerators, limits.budget))
-    workings = Workings()
-    missing = lambda bare: Basis(bare, machine, past, None, workings).missing(limits)  # noqa: E731
+    workings = SearchCaches()
+    missing = lambda bare: PlanningInputs(bare, machine, past, None, workings).missing(limits)  # noqa: E731
     measured = footprint if measurer is None else measurer.measure(asked, None, missing)
     assert measured is not None
-    basis = Basis(measured, machine, past, None, workings)
+    basis = PlanningInputs(measured, machine, past, None, workings)
     plan = basis.plan(limits)
     left_out = {"request"} if others else {"device", "request"}
     return plan.model_dump(mode="json", exclude=left_out), {} if others else basis.paces(plan)
@@ -193,12 +193,14 @@ def _kept_footprint(
     which: str | ModelFolder, mark: str, accelerators: Sequence[Accelerator], asked: Request, limits: Limits
 ) -> Footprint | None:
     """What `_measurer` would find on disk for a plan within `limits`; without torch."""
-    dtype, expandable = _dtype(which, accelerators[0]), accelerators[0].fixed_segments is None
+    dtype, expandable = _dtype(which, accelerators[0]), accelerators[0].expandable_refused is None
 
     def missing(bare: Footprint) -> tuple[str, ...]:
-        from tightfit.run.experiences import Basis, Past
+        from tightfit.run.experiences import CalibrationStore, PlanningInputs
 
-        return Basis(bare, computer_with(*accelerators), Past(None, accelerators[0])).missing(limits)
+        return PlanningInputs(bare, computer_with(*accelerators), CalibrationStore(None, accelerators[0])).missing(
+            limits
+        )
 
     question = footprint_question(mark, asked, dtype, expandable=expandable)
     return recalled_footprint(question, missing if len(accelerators) == 1 else None) if mark else None
@@ -215,7 +217,7 @@ def _measurer(which: str | ModelFolder, accelerator: Accelerator) -> Measurer:
     from tightfit.run.footprints import Measurer
 
     subject = which if isinstance(which, str) else which.path
-    return Measurer(subject, _dtype(which, accelerator), expandable=accelerator.fixed_segments is None)
+    return Measurer(subject, _dtype(which, accelerator), expandable=accelerator.expandable_refused is None)
 
 
 def _own_machine(say: Say) -> Machine:

@@ -21,7 +21,7 @@ from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_
 from tightfit.run.load import load, load_made
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.site import Site, site_of
+from tightfit.run.site import PlanTarget, plan_target_of
 from tightfit.run.wishes import Limits, demo_request
 from tightfit.run.within import plan_within
 
@@ -47,7 +47,7 @@ class Job:
     def prepare(self) -> None:
         """Everything that can be wrong is found here, before anything is loaded or written."""
         Plan.from_mapping(self.choices)
-        self._site: Site | None = site_of(self.limits, self.device) if self.limits is not None else None
+        self._site: PlanTarget | None = plan_target_of(self.limits, self.device) if self.limits is not None else None
         named = self.device or self.choices.get("device")
         self._target: Device = self._site.devices[0] if self._site else choose_device(named)
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -85,7 +85,7 @@ class Job:
         default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
         dtype = self.dtype or default
         if self._site is None and not self.choices and self._target.kind == "cuda":
-            self._site = Site(Limits(None), (self._target,))
+            self._site = PlanTarget(Limits(None), (self._target,))
         if self._site is not None:
             made = plan_within(self._folder.path, self.request, self._site, dtype)
             self._target = self._site.host_of(made.plan)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from tightfit.chart import Largest
 from tightfit.records import Request
 
-__all__ = ["Fitting", "climb", "rungs_above", "rungs_below"]
+__all__ = ["Fitting", "find_max_request", "rungs_above", "rungs_below"]
 
 Fitting = Callable[[Request, Collection[str]], set[str]]  # which of these cards hold it
 
@@ -33,7 +33,9 @@ def rungs_below(usual: Request) -> list[Request]:
     return _rungs(usual, [times for times in reversed(_times(usual)) if times < 1])
 
 
-def climb(usual: Request, cards: Collection[str], fitting: Fitting, *, upwards: bool = True) -> dict[str, Largest]:
+def find_max_request(
+    usual: Request, cards: Collection[str], fitting: Fitting, *, upwards: bool = True
+) -> dict[str, Largest]:
     """The largest rung that each of `cards` holds, and what keeps it from more. Who holds none is left out.
 
     What a model takes no call of, `fitting` answers by raising one of REFUSALS.

@@ -10,19 +10,19 @@ import torch
 
 from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.fitting import Fitted
-from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.shelf import FileBackedWeights
 from tightfit.apply.weights.storage import left_in_files
 from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.headers import names_in
-from tightfit.checkpoint.straight import Straight, build_straight
+from tightfit.checkpoint.straight import LazyCheckpoint, build_lazily
 from tightfit.devices.seam import Device
 from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.records import Plan, Request
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.replanning import Replanner
-from tightfit.run.site import Site, site_of
+from tightfit.run.site import PlanTarget, plan_target_of
 from tightfit.run.wishes import Wish, asked_for, limits_for
-from tightfit.run.within import Made, plan_within
+from tightfit.run.within import PlannedFolder, plan_within
 
 __all__ = ["Loaded", "load", "load_made"]
 
@@ -64,7 +64,7 @@ def load(
     computed; PlanError, RequestError, InputError and BudgetTooSmall as `fit` does.
     """
     limits = limits_for(budget, ram, allow, level, plan)
-    site = site_of(limits, device) if limits is not None else None
+    site = plan_target_of(limits, device) if limits is not None else None
     choices, target = ({}, site.devices[0]) if site is not None else choices_of(level, plan, device)
     path, folder = _find(model)
     if dtype is not None and dtype not in DTYPES:
@@ -75,7 +75,7 @@ def load(
             raise PlanError(f"a budget is for a whole pipeline: give the network in {path} a level or a plan")
         made = plan_within(path, asked_for(request, example), site, dtype, example)
         return load_made(folder, dtype, site, made, count_activations=count_activations)
-    straight = build_straight(path, folder, getattr(torch, dtype))
+    straight = build_lazily(path, folder, getattr(torch, dtype))
     decided = decide(straight.pipe, choices, request, target)
     shelf = _fill(straight, decided, target)
     return Loaded(
@@ -83,13 +83,15 @@ def load(
     )
 
 
-def load_made(folder: ModelFolder, dtype: str, site: Site, made: Made, *, count_activations: bool = True) -> Loaded:
+def load_made(
+    folder: ModelFolder, dtype: str, site: PlanTarget, made: PlannedFolder, *, count_activations: bool = True
+) -> Loaded:
     """The pipeline in `folder`, to follow the plan `made` for it within a site; other calls are planned for there.
 
     Raises as `load`.
     """
     target = site.host_of(made.plan)
-    straight = build_straight(folder.path, folder, getattr(torch, dtype))
+    straight = build_lazily(folder.path, folder, getattr(torch, dtype))
     shelf = _fill(straight, made.plan, target)
     replans = Replanner(straight.pipe, site, made)
     fitted = Fitted(straight.pipe, made.plan, target, count_activations=count_activations, shelf=shelf, replans=replans)
@@ -97,7 +99,7 @@ def load_made(folder: ModelFolder, dtype: str, site: Site, made: Made, *, count_
     return Loaded(straight.pipe, fitted)
 
 
-def _fill(straight: Straight, plan: Plan, target: Device) -> Shelf:
+def _fill(straight: LazyCheckpoint, plan: Plan, target: Device) -> FileBackedWeights:
     """Reads what `plan` does not leave on the disk."""
     return straight.fill(lambda name, network: left_in_files(network, plan.components[name], separate=target.separate))
 

@@ -85,17 +85,17 @@ def with_less_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
 
     A negative size: as if so many more were taken.
     """
-    (first, *_), taken = machine.accelerators, machine.ram_taken
+    (first, *_), taken = machine.accelerators, machine.ram_used
     accelerators = tuple(_freer(each, sizes.get(each.name, 0)) for each in machine.accelerators)
     if first.is_cpu:
         taken = max((taken or 0) - sizes.get(first.name, 0), 0)
-    return machine.model_copy(update={"accelerators": accelerators, "ram_taken": taken})
+    return machine.model_copy(update={"accelerators": accelerators, "ram_used": taken})
 
 
 def with_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
     """`machine` where tensors of this process take `sizes` bytes of the accelerators that are named there."""
     accelerators = (
-        each.model_copy(update={"taken": sizes[each.name]}) if each.name in sizes else each
+        each.model_copy(update={"allocated": sizes[each.name]}) if each.name in sizes else each
         for each in machine.accelerators
     )
     return machine.model_copy(update={"accelerators": tuple(accelerators)})
@@ -103,14 +103,14 @@ def with_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
 
 def _freer(device: Accelerator, size: int) -> Accelerator:
     free = None if device.free is None else max(min(device.free + size, device.bytes), 0)
-    taken = None if device.taken is None else max(device.taken - size, 0)
-    return device.model_copy(update={"free": free, "taken": taken})
+    taken = None if device.allocated is None else max(device.allocated - size, 0)
+    return device.model_copy(update={"free": free, "allocated": taken})
 
 
 def _accelerator(target: Device) -> Accelerator:
     """What is known of a device that is none of this computer's usual ones."""
     taken = target.allocated_bytes() if target.separate else None
-    now = {"name": target.name, "taken": taken, "fixed_segments": target.fixed_segments()}
+    now = {"name": target.name, "allocated": taken, "expandable_refused": target.expandable_refused()}
     return known_accelerator(target).model_copy(update=now)
 
 

@@ -86,7 +86,7 @@ def footprint_question(mark: str, asked: Request, dtype: str | None, *, expandab
 def recalled_footprint(question: dict[str, Any], missing: Missing | None = None) -> Footprint | None:
     """The kept answer to a `footprint_question`, unless it left out what is `missing` (None: anything)."""
     known = recalled(Footprint, question)
-    if known is None or (known.left_out if missing is None else missing(known)):
+    if known is None or (known.not_measured if missing is None else missing(known)):
         return None
     return known
 
@@ -94,7 +94,7 @@ def recalled_footprint(question: dict[str, Any], missing: Missing | None = None)
 def keep_footprint(footprint: Footprint, question: dict[str, Any]) -> Footprint:
     """Keeps it, and returns it, together with what is kept already, which may leave out other parts."""
     known = recalled(Footprint, question)
-    footprint = footprint if known is None else footprint.joined(known)
+    footprint = footprint if known is None else footprint.merged_with(known)
     keep(footprint, question)
     return footprint
 

@@ -12,12 +12,12 @@ from tightfit.plan.cells import host_bytes
 from tightfit.records import Accelerator, Footprint, Request
 from tightfit.run.predictions import remembered
 
-__all__ = ["LEVELS", "rehearsed_preset"]
+__all__ = ["LEVELS", "simulated_preset"]
 
 LEVELS = (0, 1, 2, 3)
 
 
-def rehearsed_preset(model: str, level: int, footprint: Footprint, accelerator: Accelerator) -> Preset:
+def simulated_preset(model: str, level: int, footprint: Footprint, accelerator: Accelerator) -> Preset:
     """`level` of `model`, whose usual request has `footprint`, on a card like `accelerator`. The answer is kept."""
     endless = accelerator.model_copy(update={"bytes": 2**60})
     question = {"model": model, "level": level, "card": endless.to_mapping()}
@@ -27,15 +27,15 @@ def rehearsed_preset(model: str, level: int, footprint: Footprint, accelerator: 
 
 def _rehearsed(model: str, level: int, footprint: Footprint, accelerator: Accelerator, asked: Request) -> Preset:
     from tightfit.pretend.history import least_capacity
-    from tightfit.run.stage import Stage, roomy_card
+    from tightfit.run.stage import SimulationRun, roomy_card
 
     with roomy_card(accelerator) as card:
-        stage = Stage(model, card, {"level": level}, asked)
+        stage = SimulationRun(model, card, {"level": level}, asked)
         stage.play()
         plan, trace = stage.fitted.plan, stage.fitted.report().trace
         return Preset(
             level=level,
-            needed_bytes=least_capacity(card.allocator.history, expandable=plan.growing_segments),
+            needed_bytes=least_capacity(card.allocator.history, expandable=plan.expandable_segments),
             host_bytes=host_bytes(plan, footprint),
             seconds=trace.seconds if accelerator.memory_rate else None,
         )

@@ -11,13 +11,13 @@ import torch
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import UNCOUNTED
 from tightfit.records import Plan, Request, Trace
-from tightfit.run.experiences import MOST, Basis
+from tightfit.run.experiences import MOST, PlanningInputs
 from tightfit.run.shape import request_of, shape_of
 
-__all__ = ["Pupil"]
+__all__ = ["CalibrationRecorder"]
 
 
-class Pupil:
+class CalibrationRecorder:
     """Learns from calls on `device` that are like those for which plans were made.
 
     A call teaches something if it came to its end under one plan, asked for what that was made for, and if all went as
@@ -28,10 +28,10 @@ class Pupil:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._bases: dict[Request, Basis] = {}
+        self._bases: dict[Request, PlanningInputs] = {}
         self._learned: Counter[Request] = Counter()
 
-    def studies(self, plan: Plan, basis: Basis) -> None:
+    def studies(self, plan: Plan, basis: PlanningInputs) -> None:
         """`plan` was made from `basis`, and so is any other for the same request."""
         if plan.request is not None:
             self._bases[plan.request] = basis

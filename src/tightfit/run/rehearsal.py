@@ -9,16 +9,16 @@ from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import PlanError, unknown_name
 from tightfit.measure.modules import inspect_pipeline
 from tightfit.pretend.allocator import CardFull
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.history import replay
 from tightfit.records import Accelerator, Plan, Prediction, Request, Trace
 from tightfit.run.counting import capacity_of, main_dtype
-from tightfit.run.stage import Stage, roomy_cards
+from tightfit.run.stage import SimulationRun, roomy_cards
 
-__all__ = ["rehearse"]
+__all__ = ["simulate_call"]
 
 
-def rehearse(
+def simulate_call(
     model: str | ModelFolder,
     accelerator: Accelerator,
     choices: dict[str, Any],
@@ -44,7 +44,7 @@ def rehearse(
         raise PlanError(unknown_name("device", chosen.device, ours), device=chosen.device)
     with roomy_cards(all_of_them) as cards:
         pretend = cards[ours.index(chosen.device)]
-        stage = Stage(model, pretend, _renamed(chosen, dict(zip(ours, theirs, strict=True))), asked)
+        stage = SimulationRun(model, pretend, _renamed(chosen, dict(zip(ours, theirs, strict=True))), asked)
         recorder = stage.fitted.recorder
         pretend.watchers.append(lambda _: recorder.look())
         if paces:
@@ -54,13 +54,13 @@ def rehearse(
     plan, trace = _renamed(stage.fitted.plan, called), stage.fitted.report().trace
     capacities = {name: capacity_of(plan, each) for name, each in zip(ours, all_of_them, strict=True)}
     there = zip(cards, capacities.values(), strict=True)
-    fits = all(_fits(card, capacity, expandable=plan.growing_segments) for card, capacity in there)
-    name = card or accelerator.title or accelerator.name
+    fits = all(_fits(card, capacity, expandable=plan.expandable_segments) for card, capacity in there)
+    name = card or accelerator.product_name or accelerator.name
     return Prediction(
         model=title or (model if isinstance(model, str) else model.path.name),
         card=name,
         capacity=capacities.pop(plan.device),
-        elsewhere={other: capacity for other, capacity in capacities.items() if other in plan.devices},
+        other_devices={other: capacity for other, capacity in capacities.items() if other in plan.devices},
         fits=fits,
         plan=plan,
         trace=_on(trace.model_copy(update={"notes": (*trace.notes, *said)}), name, called),
@@ -82,7 +82,7 @@ def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
     if plan.budget is not None and plan.budget.devices:
         changes["budget"] = plan.budget.model_copy(update={"devices": keyed(plan.budget.devices)})
     if plan.forecast:
-        told = (phase.model_copy(update={"elsewhere": keyed(phase.elsewhere)}) for phase in plan.forecast)
+        told = (phase.model_copy(update={"other_devices": keyed(phase.other_devices)}) for phase in plan.forecast)
         changes["forecast"] = tuple(told)
     return plan.model_copy(update=changes)
 
@@ -90,13 +90,13 @@ def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
 def _on(trace: Trace, name: str, names: Mapping[str, str]) -> Trace:
     """`trace` as of a device called `name`, and of others that are called otherwise."""
     phases = (
-        phase.model_copy(update={"elsewhere": {names[other]: peak for other, peak in phase.elsewhere.items()}})
+        phase.model_copy(update={"other_devices": {names[other]: peak for other, peak in phase.other_devices.items()}})
         for phase in trace.phases
     )
     return trace.model_copy(update={"device": name, "rss_peak_bytes": 0, "phases": tuple(phases)})
 
 
-def _fits(card: Card, capacity: int, *, expandable: bool) -> bool:
+def _fits(card: SimulatedCard, capacity: int, *, expandable: bool) -> bool:
     """Whether a card with `capacity` bytes would do: at once, or by giving its cache back now and then."""
     if card.held.peak <= capacity:
         return True

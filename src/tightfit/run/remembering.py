@@ -15,18 +15,18 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tightfit.measure.call_signature import call_signature
 from tightfit.measure.recorder import Moment, Recorder
-from tightfit.pretend.card import Card
-from tightfit.pretend.kernels import Work
+from tightfit.pretend.card import SimulatedCard
+from tightfit.pretend.kernels import KernelCost
 from tightfit.pretend.operations import NAME
-from tightfit.pretend.storage import settle, store_of
+from tightfit.pretend.storage import free_dead_tensors, store_of
 
-__all__ = ["Remembering", "Repeating"]
+__all__ = ["CallReplayer", "PassReplayer"]
 
 MOST_MOMENTS = 200  # of a pass, for the picture
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _RecordedPass:
     """What one pass of a network did."""
 
     output: Any  # its tensors on "meta"
@@ -37,7 +37,7 @@ class _Pass:
     moments: tuple[Moment, ...]  # in seconds after its beginning
 
 
-class Remembering:
+class PassReplayer:
     """`part.forward`, which from its third pass with the same inputs on only takes as long as its second did.
 
     (The first may make tables that the others find ready.) Where its weights stream, the first two passes fill what
@@ -45,7 +45,7 @@ class Remembering:
     fourth pass are worked through too, and repeated in turn.
     """
 
-    def __init__(self, part: nn.Module, recorder: Recorder, card: Card, *, streams: bool = False) -> None:
+    def __init__(self, part: nn.Module, recorder: Recorder, card: SimulatedCard, *, streams: bool = False) -> None:
         self._forward: Callable[..., Any] = part.forward
         functools.update_wrapper(self, part.forward)  # pipelines ask for its signature
         self._recorder, self._card = recorder, card
@@ -65,7 +65,7 @@ class Remembering:
     def forget(self) -> None:
         """Another call begins: what it begins with is worked through again."""
         self._passes: Counter[Any] = Counter()
-        self._known: dict[Any, list[_Pass]] = {}
+        self._known: dict[Any, list[_RecordedPass]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         key, watched = call_signature(args, kwargs), self._watched
@@ -80,7 +80,7 @@ class Remembering:
         return _repeat(self._known[key][(number - watched[0]) % len(watched)], self._recorder, self._card)
 
 
-class Repeating:
+class CallReplayer:
     """`part.forward`, which in a pipeline's second call gives what it gave in the first, and does not work."""
 
     def __init__(self, part: nn.Module) -> None:
@@ -124,7 +124,7 @@ def _copy_of(value: Any) -> Callable[[], Any]:
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def _repeat(seen: _Pass, recorder: Recorder, card: Card) -> Any:
+def _repeat(seen: _RecordedPass, recorder: Recorder, card: SimulatedCard) -> Any:
     recorder.repeat(seen.moments)
     card.timeline.run(card.stream, "compute", seen.nanoseconds)
     card.live.reach(seen.above)
@@ -132,12 +132,12 @@ def _repeat(seen: _Pass, recorder: Recorder, card: Card) -> Any:
     return _placed(seen.output, torch.device(NAME, card.index))
 
 
-def _watched(work: Callable[[], Any], recorder: Recorder, card: Card) -> tuple[Any, _Pass]:
-    settle()
+def _watched(work: Callable[[], Any], recorder: Recorder, card: SimulatedCard) -> tuple[Any, _RecordedPass]:
+    free_dead_tensors()
     counter, begun, crossed = card.live, card.now, (card.bytes_in, card.bytes_out)
     moments: list[Moment] = []
 
-    def watch(_: Work) -> None:
+    def watch(_: KernelCost) -> None:
         activations = max(counter.now - recorder.weights, 0)
         moments.append(Moment((card.now - begun) * 1e-9, recorder.weights, activations))
 
@@ -149,7 +149,7 @@ def _watched(work: Callable[[], Any], recorder: Recorder, card: Card) -> tuple[A
     finally:
         card.watchers.remove(watch)
     above, counter.peak = counter.peak - before, max(counter.peak, highest)
-    seen = _Pass(
+    seen = _RecordedPass(
         _placed(output, torch.device("meta")),
         card.now - begun,
         above,

@@ -19,14 +19,14 @@ from tightfit.plan.parts import up
 from tightfit.progress import showing
 from tightfit.records import Budget, Machine, Plan, Request
 from tightfit.run.arguments import Given
-from tightfit.run.experiences import Basis, measured
+from tightfit.run.experiences import PlanningInputs, measured
 from tightfit.run.footprints import Measurer
 from tightfit.run.machines import machine_now, with_less_taken, with_taken
-from tightfit.run.pupil import Pupil
-from tightfit.run.shape import Shape, given_to, request_of, shape_of
-from tightfit.run.site import Site
+from tightfit.run.pupil import CalibrationRecorder
+from tightfit.run.shape import CallShape, given_to, request_of, shape_of
+from tightfit.run.site import PlanTarget
 from tightfit.run.unmeasured import LEVEL, plan_unmeasured, with_reason
-from tightfit.run.within import Made
+from tightfit.run.within import PlannedFolder
 from tightfit.units import format_bytes
 
 __all__ = ["Replanner"]
@@ -43,16 +43,16 @@ class Replanner:
     `made` is one that was made for it already, and what from. The `pupil` is told what every plan is made from.
     """
 
-    def __init__(self, pipe: Any, site: Site, made: Made | None = None) -> None:
+    def __init__(self, pipe: Any, site: PlanTarget, made: PlannedFolder | None = None) -> None:
         self._limits, self._devices = site
         self._own = {device.name: _bytes_of(pipe, device) for device in self._devices}
         self._unmeasured = plan_unmeasured(pipe, site)  # for calls that cannot be measured
         self._measurer = _measurer(pipe, site)
         self._machine: Machine | None = None  # as it was before the pipeline followed any plan
-        self._bases: dict[Shape, Basis] = {}
-        self._plans: dict[Shape, Plan] = {}
-        self.pupil = Pupil(self._devices[0])
-        self._logs: dict[Shape, PassLog] = {}  # of calls that could not be foreseen and are over, until planned for
+        self._bases: dict[CallShape, PlanningInputs] = {}
+        self._plans: dict[CallShape, Plan] = {}
+        self.pupil = CalibrationRecorder(self._devices[0])
+        self._logs: dict[CallShape, PassLog] = {}  # of calls that could not be foreseen and are over, until planned for
         self._tried: set[Request] = set()  # what those asked for
         if made is not None and made.plan.request is not None:
             self._machine = self._free_machine()
@@ -75,7 +75,7 @@ class Replanner:
                 self._plans[shape] = self._new(request, shape, given)
         return self._plans[shape]
 
-    def _new(self, request: Request, shape: Shape, given: Mapping[str, Any] | None) -> Plan:
+    def _new(self, request: Request, shape: CallShape, given: Mapping[str, Any] | None) -> Plan:
         log = self._logs.pop(shape, None)
         try:
             known = self._bases.get(shape)
@@ -89,7 +89,7 @@ class Replanner:
         try:
             plan = basis.plan(self._limits)
         except BudgetTooSmall as error:
-            if not basis.footprint.logged:
+            if not basis.footprint.from_call_log:
                 raise
             return self._level_3(request, error)
         self._bases[shape] = basis = basis._replace(workings=None)  # which take memory, and are for one plan
@@ -110,12 +110,12 @@ class Replanner:
         if len(self._devices) > 1:
             self._limits = self._limits._replace(host=plan.device)
 
-    def _basis(self, request: Request, call: Given | PassLog | None) -> Basis:
+    def _basis(self, request: Request, call: Given | PassLog | None) -> PlanningInputs:
         if isinstance(self._measurer, Exception):
             raise self._measurer
         return measured(self._measurer, request, call, self._limits, self._machine_once_free)
 
-    def _suited(self, request: Request, basis: Basis) -> Basis:
+    def _suited(self, request: Request, basis: PlanningInputs) -> PlanningInputs:
         """`basis`; where a plan within the limits as they are now needs that, with more that is known of its call."""
         if isinstance(self._measurer, Exception) or not basis.missing(self._limits):
             return basis
@@ -165,11 +165,11 @@ class Replanner:
         BudgetTooSmall.
         """
         assert now.request is not None
-        shape, told = shape_of(pipe, now.request), now.told_peak(now.device)
+        shape, told = shape_of(pipe, now.request), now.predicted_peak(now.device)
         if shape not in self._bases:
             raise _nothing_less(now, held)
         basis = self._bases[shape]
-        more = max(held - (basis.machine.ram_taken or 0) - told, int(told * (1 - LESS)), 1)
+        more = max(held - (basis.machine.ram_used or 0) - told, int(told * (1 - LESS)), 1)
         machine = with_less_taken(basis.machine, {now.device: -more})
         basis = self._bases[shape] = self._suited(now.request, basis._replace(machine=machine))
         plan = basis.plan(self._limits)
@@ -193,7 +193,7 @@ class Replanner:
         assert now.request is not None
         if not now.forecast:
             raise _nothing_less(now, min(free.values()))
-        told = {name: now.told_peak(name) for name in free}
+        told = {name: now.predicted_peak(name) for name in free}
         short = [name for name, size in free.items() if size < told[name]] or list(free)
         sizes = {name: min(size, int(told[name] * LESS)) if name in short else size for name, size in free.items()}
         machine = self._now_on(with_taken(self._bases[shape_of(pipe, now.request)].machine, beside))
@@ -210,7 +210,7 @@ class Replanner:
         return self.plan(pipe, now.request)
 
 
-def _measurer(pipe: Any, site: Site) -> Measurer | Exception:
+def _measurer(pipe: Any, site: PlanTarget) -> Measurer | Exception:
     """Who measures `pipe`, or why nobody can: weights in somebody else's format, say."""
     try:
         return Measurer(pipe, expandable=site.expandable)
@@ -237,10 +237,10 @@ def _bytes_of(pipe: Any, target: Device) -> int:
 def _is_whole(plan: Plan) -> bool:
     """Whether nothing could be gained with more room."""
     stays = all(part.placement == "resident" for part in plan.components.values())
-    return stays and plan.lossless and not plan.vae.cuts
+    return stays and plan.lossless and not plan.vae.splits
 
 
-def _is_within(shape: Shape, other: Shape) -> bool:
+def _is_within(shape: CallShape, other: CallShape) -> bool:
     """Whether a call of `shape` takes no more than one of the `other`."""
     if (shape.guided and other.guided is False) or shape.others != other.others:
         return False

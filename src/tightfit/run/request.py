@@ -12,7 +12,7 @@ from tightfit.apply.activations.cutting import pixels_per_latent
 from tightfit.devices.seam import ram_bytes
 from tightfit.errors import RequestError
 from tightfit.records import Request
-from tightfit.run.arguments import stand_in
+from tightfit.run.arguments import dummy_value
 from tightfit.units import format_bytes
 
 __all__ = ["NAMES", "OURS", "Prompt", "call_arguments", "size_multiple", "usual_side"]
@@ -57,7 +57,7 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
         value = getattr(request, field)
         if value is not None and not (field == "frames" and "video" in request.arguments):  # the clip has so many
             arguments[NAMES[field]] = value
-    arguments |= {name: stand_in(value) for name, value in request.arguments.items()}
+    arguments |= {name: dummy_value(value) for name, value in request.arguments.items()}
     if prompt.negative is not None:
         arguments["negative_prompt"] = prompt.negative
     if request.batch > 1:

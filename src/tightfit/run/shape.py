@@ -13,7 +13,7 @@ from tightfit.records import Request
 from tightfit.run.arguments import described
 from tightfit.run.request import NAMES, OURS, usual_side
 
-__all__ = ["Shape", "asked_by", "given_to", "request_of", "shape_of"]
+__all__ = ["CallShape", "asked_by", "given_to", "request_of", "shape_of"]
 
 _FIELDS = {ours: theirs for ours, theirs in NAMES.items() if ours not in ("batch", "negative prompt")}
 _EACH = ("num_images_per_prompt", "num_videos_per_prompt")
@@ -22,7 +22,7 @@ _USUAL = {"prompt": "text"}  # descriptions of what every call has
 _PICTURES = ("image", "video", "control_image", "mask_image")  # whose size is that of the call, if it names none
 
 
-class Shape(NamedTuple):
+class CallShape(NamedTuple):
     """What decides how many bytes a call takes."""
 
     height: int | None
@@ -123,7 +123,7 @@ def _size_of(given: Mapping[str, Any]) -> dict[str, int]:
     return {}
 
 
-def shape_of(pipe: Any, request: Request) -> Shape:
+def shape_of(pipe: Any, request: Request) -> CallShape:
     """`request` with what the pipeline makes of that which it leaves open."""
     usual = _defaults(pipe)
 
@@ -136,7 +136,7 @@ def shape_of(pipe: Any, request: Request) -> Shape:
     if NAMES["height"] in usual and hasattr(pipe, "default_sample_size"):
         height, width = height or usual_side(pipe), width or usual_side(pipe)
     others = {name: value for name, value in request.arguments.items() if value != usual.get(name)}
-    return Shape(
+    return CallShape(
         height,
         width,
         said("frames"),

@@ -12,10 +12,10 @@ from tightfit.plan.jointly import check_devices
 from tightfit.records import Plan
 from tightfit.run.wishes import Limits
 
-__all__ = ["Site", "site_of"]
+__all__ = ["PlanTarget", "plan_target_of"]
 
 
-class Site(NamedTuple):
+class PlanTarget(NamedTuple):
     """Where a plan is for, and within what."""
 
     limits: Limits
@@ -24,23 +24,23 @@ class Site(NamedTuple):
     @property
     def expandable(self) -> bool:
         """Whether segments of all its allocators can grow."""
-        return all(device.fixed_segments() is None for device in self.devices)
+        return all(device.expandable_refused() is None for device in self.devices)
 
     def host_of(self, plan: Plan) -> Device:
         """Where a pipeline computes that follows a plan made for this site."""
         return next(device for device in self.devices if device.name == plan.device)
 
 
-def site_of(limits: Limits, device: str | torch.device | Device | None) -> Site:
+def plan_target_of(limits: Limits, device: str | torch.device | Device | None) -> PlanTarget:
     """What `device` (None: the best, of several wherever denoisers are fastest) means.
 
     InputError for unknown devices, PlanError where a budget for several is not for cards, or not for `device`.
     """
     budget = limits.budget
     if budget is None or not budget.devices:
-        return Site(limits, (choose_device(device),))
+        return PlanTarget(limits, (choose_device(device),))
     devices = {choose_device(name): size for name, size in budget.devices.items()}
     budget = budget.model_copy(update={"devices": {each.name: size for each, size in devices.items()}})
     host = None if device is None else choose_device(device).name
     check_devices({each.name: each.kind for each in devices}, host)
-    return Site(limits._replace(budget=budget, host=host), tuple(devices))
+    return PlanTarget(limits._replace(budget=budget, host=host), tuple(devices))

@@ -26,17 +26,17 @@ from tightfit.measure.modules import find_components, find_role
 from tightfit.measure.repeated import Repeater
 from tightfit.measure.shadow import PROMPT
 from tightfit.pretend.backend import cards_in_use, use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
 from tightfit.pretend.operations import NAME
 from tightfit.records import Accelerator, Plan, Request
 from tightfit.run.arguments import Given
 from tightfit.run.models import stored_dtype
-from tightfit.run.remembering import Remembering
+from tightfit.run.remembering import PassReplayer
 from tightfit.run.request import NAMES, Prompt, call_arguments
-from tightfit.run.stand_ins import stand_ins
+from tightfit.run.stand_ins import dummy_inputs
 
-__all__ = ["Inputs", "Stage", "roomy_card", "roomy_cards"]
+__all__ = ["Inputs", "SimulationRun", "roomy_card", "roomy_cards"]
 
 Inputs = Mapping[str, Any] | Given | PassLog | None  # of a call: further arguments, all of them, or what it did
 
@@ -46,17 +46,17 @@ ROOM = 2**60  # bytes: what is tried out never runs out
 
 
 @contextlib.contextmanager
-def roomy_card(like: Accelerator) -> Iterator[Card]:
+def roomy_card(like: Accelerator) -> Iterator[SimulatedCard]:
     """A pretend card like `like`, with memory without end, in use as "pretend:0" meanwhile."""
     with roomy_cards([like]) as (card,):
         yield card
 
 
 @contextlib.contextmanager
-def roomy_cards(likes: Sequence[Accelerator]) -> Iterator[list[Card]]:
+def roomy_cards(likes: Sequence[Accelerator]) -> Iterator[list[SimulatedCard]]:
     """The same of several in one computer, from "pretend:0" on."""
     before, host = cards_in_use(), Host()
-    cards = [Card(index, like.model_copy(update={"bytes": ROOM}), host) for index, like in enumerate(likes)]
+    cards = [SimulatedCard(index, like.model_copy(update={"bytes": ROOM}), host) for index, like in enumerate(likes)]
     use_cards(cards)
     try:
         yield cards
@@ -64,7 +64,7 @@ def roomy_cards(likes: Sequence[Accelerator]) -> Iterator[list[Card]]:
         use_cards(before)
 
 
-class Stage:
+class SimulationRun:
     """A pipeline without weights that follows a plan on `card`, and on others in use where the plan says so.
 
     `model` is a known one's name or a checked folder, both computed in `dtype`, or a live pipeline's shadow; what
@@ -75,7 +75,7 @@ class Stage:
     def __init__(
         self,
         model: Any,
-        card: Card,
+        card: SimulatedCard,
         choices: Plan | dict[str, Any],
         asked: Request,
         dtype: torch.dtype | None = None,
@@ -90,11 +90,11 @@ class Stage:
         self.components = find_components(self.pipe)
         self.fitted = fit(self.pipe, plan=choices, request=self.request, device=f"pretend:{card.index}")
         self._repeater = Repeater(self.components, self._device, unable)  # before anybody else takes a method's place
-        self.denoisers: dict[str, Remembering] = {}
+        self.denoisers: dict[str, PassReplayer] = {}
         for name, part in self.components.items():
             if find_role(name, part) == "denoiser":
-                streams = self.fitted.plan.components[name].placement == "per-unit"
-                part.forward = self.denoisers[name] = Remembering(part, self.fitted.recorder, card, streams=streams)
+                streams = self.fitted.plan.components[name].placement == "stream"
+                part.forward = self.denoisers[name] = PassReplayer(part, self.fitted.recorder, card, streams=streams)
 
     def play(self, inputs: Inputs = None) -> tuple[str, ...]:
         """One call of the pipeline: with the request, and arguments of its own by name; one that is given; or one that
@@ -113,7 +113,7 @@ class Stage:
         return tuple(dict.fromkeys(line for line in said if not any(word in line for word in _EXPECTED)))
 
     def _make_up(self, given: Mapping[str, Any]) -> None:
-        pictures, left = stand_ins(self.pipe, self.request, given)
+        pictures, left = dummy_inputs(self.pipe, self.request, given)
         arguments = call_arguments(self.pipe, Prompt(PROMPT, seed=0), left)
         self.pipe(**arguments | pictures | {"output_type": "pt"} | dict(given))
 

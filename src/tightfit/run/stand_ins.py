@@ -13,10 +13,10 @@ from tightfit.records import Request
 from tightfit.run.arguments import GREY
 from tightfit.run.request import usual_side
 
-__all__ = ["stand_ins"]
+__all__ = ["dummy_inputs"]
 
 
-def stand_ins(pipe: Any, request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any], Request]:
+def dummy_inputs(pipe: Any, request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any], Request]:
     """Arguments `image`, `mask_image` or `video` where `pipe` takes them and they are not `given`.
 
     Also what is left of `request` to ask for: the size of a pipeline that takes its pictures' size is theirs.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tightfit.apply.activations.traced.file import Traced
+from tightfit.apply.activations.traced.file import ExportedFile
 from tightfit.apply.activations.tracing import find_denoiser, first_call, trace_module
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.shapes import build_folder
@@ -18,7 +18,7 @@ from tightfit.errors import InputError, unknown_name
 from tightfit.records import Accelerator, Request
 from tightfit.run.files import check_writable
 from tightfit.run.models import DTYPES, find_model, stored_dtype
-from tightfit.run.stage import Stage, roomy_card
+from tightfit.run.stage import SimulationRun, roomy_card
 from tightfit.run.wishes import demo_request
 
 __all__ = ["trace_model"]
@@ -35,7 +35,7 @@ def trace_model(
     device: str | None = None,
     dtype: str | None = None,
     inputs: Mapping[str, Any] | None = None,
-) -> Traced:
+) -> ExportedFile:
     """Exports the denoiser of `model` (folder or hub id; None: the demo model) for what is `asked` to the file `out`.
 
     Nothing but configurations is read. What `asked` leaves open is as the pipeline has it; `inputs` are further
@@ -62,12 +62,12 @@ def trace_model(
 
 def _trace(
     folder: ModelFolder, dtype: torch.dtype, request: Request, name: str | None, inputs: Mapping[str, Any] | None
-) -> Traced:
+) -> ExportedFile:
     """What the denoiser is given, on a pretend card; then the export."""
     pipe = build_folder(folder, dtype)
     module = find_denoiser(pipe, name)
     with roomy_card(_CARD) as card:
-        stage = Stage(pipe, card, {"level": 0}, request)
+        stage = SimulationRun(pipe, card, {"level": 0}, request)
         given = first_call(module, lambda: stage.play(inputs))
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), given)
         del given

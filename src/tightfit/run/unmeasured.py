@@ -14,9 +14,9 @@ from tightfit.devices.seam import Device
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.measure.modules import find_components, inspect_pipeline
 from tightfit.plan.levels import idle_plan
-from tightfit.plan.streaming import settle_streaming
-from tightfit.records import Budget, Component, ComponentPlan, Home, Plan, Reason, Request
-from tightfit.run.site import Site
+from tightfit.plan.streaming import resolve_streaming
+from tightfit.records import Budget, Component, ComponentPlan, OffloadTarget, Plan, Reason, Request
+from tightfit.run.site import PlanTarget
 from tightfit.units import format_bytes
 
 __all__ = ["LEVEL", "plan_unmeasured", "plan_until_called", "with_reason"]
@@ -27,7 +27,7 @@ STAYING = 3  # a component's weights have a third of it at most
 STRIPS = 4  # an autoencoder's feature maps have a quarter of the device: what is beside them is not known
 
 
-def plan_unmeasured(pipe: Any, site: Site) -> Plan:
+def plan_unmeasured(pipe: Any, site: PlanTarget) -> Plan:
     """Level 3 for the untouched `pipe` on the first device of `site`, in strips, with its budget for a cap.
 
     Every component streams that can; of each, as much stays as a third of the device takes, until memory runs out.
@@ -35,30 +35,30 @@ def plan_unmeasured(pipe: Any, site: Site) -> Plan:
     device, budget = site.devices[0], site.limits.budget
     room = _room(device, budget)
     choices: dict[str, Any] = {"level": LEVEL, "vae": {"tile": None, "strips": max(room // STRIPS, 1)}}
-    choices["vae"] |= {"maps": "host"} if device.separate else {}
-    home: Home = "disk" if budget is not None and not device.separate else "host"  # where memory is RAM
+    choices["vae"] |= {"feature_maps": "host"} if device.separate else {}
+    home: OffloadTarget = "disk" if budget is not None and not device.separate else "cpu"  # where memory is RAM
     components = inspect_pipeline(pipe).components
     choices["components"] = {each.name: _placed(each, room // STAYING, home) for each in components}
-    if (stays := sum(each.bytes for each in components if not each.called)) >= room:
+    if (stays := sum(each.bytes for each in components if not each.has_forward)) >= room:
         about = f"{format_bytes(stays)} of weights, which the pipeline reads itself, have to stay on {device.name}"
         raise BudgetTooSmall(f"{about}: more than {format_bytes(room)}", available_bytes=room)
     return decide(pipe, choices, None, device).model_copy(update={"budget": budget})
 
 
-def _placed(component: Component, room: int, home: Home) -> dict[str, Any]:
+def _placed(component: Component, room: int, home: OffloadTarget) -> dict[str, Any]:
     chosen = idle_plan(component, home)
-    if component.called and component.leaves:
-        chosen = ComponentPlan(placement="per-unit", home=home)
+    if component.has_forward and component.layers:
+        chosen = ComponentPlan(placement="stream", offload_to=home)
         with contextlib.suppress(PlanError):  # that is too little: as few bytes as run well
-            settle_streaming(component, larger := chosen.model_copy(update={"weights": max(room, 1)}))
+            resolve_streaming(component, larger := chosen.model_copy(update={"weight_memory": max(room, 1)}))
             chosen = larger
     return chosen.model_dump(mode="json", exclude_unset=True)
 
 
-def plan_until_called(pipe: Any, site: Site) -> Plan:
+def plan_until_called(pipe: Any, site: PlanTarget) -> Plan:
     """What the untouched `pipe` follows until its first call, which is what is planned for: weights stay in RAM."""
     device = site.devices[0]
-    placement = {"placement": "per-phase", "pinned": False} if device.separate else {}
+    placement = {"placement": "offload", "pinned": False} if device.separate else {}
     choices: dict[str, Any] = {"components": dict.fromkeys(find_components(pipe), placement)}
     because = "give fit request=… or example=… to have it earlier"
     reason = Reason(decision="the plan is made at the first call, from its arguments", because=because)

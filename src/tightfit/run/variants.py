@@ -16,10 +16,10 @@ from tightfit.apply.activations.batches import chunk_blocks, in_chunks
 from tightfit.apply.activations.feed_forward import chunk_feed_forwards
 from tightfit.footprint import Footprint, Phase, Variant
 from tightfit.measure.block_replay import BlockReplay
-from tightfit.measure.ledger import Ledger
+from tightfit.measure.ledger import CallProfiler
 from tightfit.measure.modules import find_role
-from tightfit.run.remembering import Repeating
-from tightfit.run.stage import Inputs, Stage
+from tightfit.run.remembering import CallReplayer
+from tightfit.run.stage import Inputs, SimulationRun
 
 __all__ = ["VariantPlayer", "measure_variants"]
 
@@ -31,30 +31,30 @@ LEAST = 2**20  # bytes for these
 
 def measure_variants(footprint: Footprint, play: Play) -> tuple[Variant, ...]:
     """Those that save bytes; `play` does the call in a variant's way."""
-    usual = tuple(footprint.phases[place] for place in footprint.denoising)
+    usual = tuple(footprint.phases[place] for place in footprint.denoiser_phases)
     if not usual:
         return ()
     peak = max(phase.peak for phase in usual)
     sizes = sorted({max(peak // share, LEAST) for share in SHARES}, reverse=True)
-    found = _finer(_room(usual), [{"feed_forward": size} for size in sizes], play)
+    found = _finer(_room(usual), [{"ffn_chunk": size} for size in sizes], play)
     room = _room(usual)
     for parts in _parts(footprint.request.batch if footprint.request else 1):
-        whole = _finer(room, [parts, *({**parts, "feed_forward": size} for size in sizes)], play)
+        whole = _finer(room, [parts, *({**parts, "ffn_chunk": size} for size in sizes)], play)
         if not whole:
             break
         found += whole
         by_blocks = {**parts, "by_blocks": True}
-        found += _finer(room, [by_blocks, *({**by_blocks, "feed_forward": size} for size in sizes)], play)
+        found += _finer(room, [by_blocks, *({**by_blocks, "ffn_chunk": size} for size in sizes)], play)
     return tuple(found)
 
 
 def _parts(batch: int) -> Iterator[dict[str, Any]]:
     """In what a batch can be divided, the largest parts first; how many guidance makes of it, nobody knows here."""
     if batch == 1:
-        yield {"guidance": "apart"}
+        yield {"cfg": "sequential"}
         return
     while batch:
-        yield {"batch": batch}
+        yield {"max_batch": batch}
         batch //= 2
 
 
@@ -74,7 +74,7 @@ def _finer(room: int, steps: list[dict[str, Any]], play: Play) -> list[Variant]:
 
 
 def _room(phases: tuple[Phase, ...]) -> int:
-    return max((phase.room for phase in phases), default=0)
+    return max((phase.allocator_bytes for phase in phases), default=0)
 
 
 class VariantPlayer:
@@ -83,7 +83,7 @@ class VariantPlayer:
     Encoders do not work again, and what comes after denoisers is not played.
     """
 
-    def __init__(self, stage: Stage, unable: Collection[tuple[str, str]]) -> None:
+    def __init__(self, stage: SimulationRun, unable: Collection[tuple[str, str]]) -> None:
         """`unable`: components and methods that cannot work on shapes, and so in no other way."""
         self._stage, self._apart = stage, {name for name, method in unable if method == "forward"}
         self._encoders, self._autoencoders = [], []
@@ -91,12 +91,12 @@ class VariantPlayer:
         for name, module in stage.components.items():
             role = find_role(name, module)
             if role == "encoder":
-                module.forward = Repeating(module)
+                module.forward = CallReplayer(module)
                 self._encoders.append(module.forward)
             elif role == "autoencoder":
                 self._autoencoders.append((module, {path: tensor.dtype for path, tensor in _named(module)}))
 
-    def phases(self, variant: Variant, inputs: Inputs, before: Ledger) -> tuple[Phase, ...]:
+    def phases(self, variant: Variant, inputs: Inputs, before: CallProfiler) -> tuple[Phase, ...]:
         """Those in which denoisers work as `variant` says; `before` followed the call as it is usually done."""
         for module, dtypes in self._autoencoders:  # some pipelines change them for their work
             for path, tensor in _named(module):
@@ -112,7 +112,7 @@ class VariantPlayer:
             with contextlib.suppress(_Denoised):
                 self._stage.play(inputs)
             denoisers = self._stage.denoisers.keys()
-            return tuple(phase for phase in ledger.phases() if denoisers & {done.component for done in phase.passes})
+            return tuple(phase for phase in ledger.phases() if denoisers & {done.component for done in phase.calls})
 
     def _vary(self, variant: Variant, undo: ExitStack) -> None:
         for encoder in self._encoders:
@@ -123,13 +123,13 @@ class VariantPlayer:
                 undo.callback(vars(module).pop, "decode", None)
         for name, memory in self._stage.denoisers.items():
             module = self._stage.components[name]
-            if variant.feed_forward is not None:
-                chunk_feed_forwards(module, variant.feed_forward, undo)
+            if variant.ffn_chunk is not None:
+                chunk_feed_forwards(module, variant.ffn_chunk, undo)
             if variant.by_blocks:
-                chunk_blocks(module, variant.batch, undo)
-            elif variant.in_parts and name not in self._apart:
-                memory.vary(functools.partial(_in_parts, module, variant.batch), undo)
-            if variant.feed_forward is None:  # else the first pass tries them out; tables were made before
+                chunk_blocks(module, variant.max_batch, undo)
+            elif variant.splits_batch and name not in self._apart:
+                memory.vary(functools.partial(_in_parts, module, variant.max_batch), undo)
+            if variant.ffn_chunk is None:  # else the first pass tries them out; tables were made before
                 memory.watch(1, undo)
 
 

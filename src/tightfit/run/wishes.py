@@ -118,12 +118,12 @@ def demo_request(request: Request) -> Request:
 
 # what a complete plan has settled because of a field that now changes
 _SETTLED = {
-    "placement": ("weights", "grain", "ring", "stays", "pinned"),
-    "home": ("grain", "ring", "stays", "pinned"),
-    "storage": ("grain", "ring", "stays", "pinned"),
-    "weights": ("grain", "ring", "stays"),
-    "grain": ("ring", "stays"),
-    "ring": ("stays",),
+    "placement": ("weight_memory", "granularity", "ring_buffer", "resident_layers", "pinned"),
+    "offload_to": ("granularity", "ring_buffer", "resident_layers", "pinned"),
+    "storage": ("granularity", "ring_buffer", "resident_layers", "pinned"),
+    "weight_memory": ("granularity", "ring_buffer", "resident_layers"),
+    "granularity": ("ring_buffer", "resident_layers"),
+    "ring_buffer": ("resident_layers",),
 }
 
 

@@ -15,26 +15,26 @@ from tightfit.errors import InputError, RequestError
 from tightfit.progress import showing
 from tightfit.records import Plan, Request
 from tightfit.run.arguments import Given
-from tightfit.run.experiences import Basis, measured
+from tightfit.run.experiences import PlanningInputs, measured
 from tightfit.run.footprints import Measurer
 from tightfit.run.machines import machine_now
 from tightfit.run.shape import asked_by
-from tightfit.run.site import Site
+from tightfit.run.site import PlanTarget
 from tightfit.run.unmeasured import plan_unmeasured, with_reason
 
-__all__ = ["Made", "plan_within"]
+__all__ = ["PlannedFolder", "plan_within"]
 
 
-class Made(NamedTuple):
+class PlannedFolder(NamedTuple):
     """A plan, and what it was made from; None where its call could not be measured."""
 
     plan: Plan
-    basis: Basis | None
+    basis: PlanningInputs | None
 
 
 def plan_within(
-    path: Path, request: Request | None, site: Site, dtype: str, example: Mapping[str, Any] | None = None
-) -> Made:
+    path: Path, request: Request | None, site: PlanTarget, dtype: str, example: Mapping[str, Any] | None = None
+) -> PlannedFolder:
     """The plan for a call of the pipeline in the folder `path` within a site's limits: for `request`, or the `example`.
 
     On a CPU what this process holds by now is part of the budget: what measuring left behind goes first.
@@ -53,9 +53,9 @@ def plan_within(
         return _unmeasured(path, asked, site, dtype, error)
     except Exception as error:  # of anybody's code
         return _unmeasured(path, asked, site, dtype, error)
-    return Made(basis.plan(site.limits), basis)
+    return PlannedFolder(basis.plan(site.limits), basis)
 
 
-def _unmeasured(path: Path, asked: Request, site: Site, dtype: str, error: Exception) -> Made:
+def _unmeasured(path: Path, asked: Request, site: PlanTarget, dtype: str, error: Exception) -> PlannedFolder:
     pipe = build_folder(check_folder(path), getattr(torch, dtype))
-    return Made(with_reason(plan_unmeasured(pipe, site), asked, error), None)
+    return PlannedFolder(with_reason(plan_unmeasured(pipe, site), asked, error), None)

@@ -17,7 +17,7 @@ from tightfit.catalog.attention import AttentionCall
 from tightfit.devices.seam import Device
 from tightfit.plan.attention import block_bytes, check_wanted, choose
 
-__all__ = ["AttentionSeam"]
+__all__ = ["AttentionDispatcher"]
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -28,7 +28,7 @@ _BACKENDS = {
 _NOT_TAKEN = (ImportError, NotImplementedError, ValueError, AssertionError)  # what packages raise then
 
 
-class AttentionSeam:
+class AttentionDispatcher:
     """Gives each call of one component's attention the implementation that suits it.
 
     `wanted` is "auto" or a name of `records.Attention`; PlanError for others. `tell` is given a sentence at each

@@ -27,7 +27,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tightfit.apply.activations.attention_scores import Scores
 
-__all__ = ["Attends", "Settings", "attend_by_torch", "attenders", "attending", "only_attend"]
+__all__ = ["AttentionHandler", "Settings", "attend_by_torch", "attenders", "attending", "only_attend"]
 
 
 class Settings(NamedTuple):
@@ -40,7 +40,7 @@ class Settings(NamedTuple):
     grouped: bool = False
 
 
-class Attends(Protocol):
+class AttentionHandler(Protocol):
     """Whoever takes the calls of a component that works."""
 
     def attend(
@@ -53,7 +53,7 @@ class Attends(Protocol):
 
 
 @contextlib.contextmanager
-def attending(who: Attends) -> Iterator[None]:
+def attending(who: AttentionHandler) -> Iterator[None]:
     """Calls of this thread go to `who`. Components may work inside each other: the innermost takes them."""
     stack = _stack()
     stack.append(who)
@@ -66,12 +66,12 @@ def attending(who: Attends) -> Iterator[None]:
         _replacement.settle()
 
 
-def attenders() -> tuple[Attends, ...]:
+def attenders() -> tuple[AttentionHandler, ...]:
     """Who takes this thread's calls, the innermost last."""
     return tuple(_stack())
 
 
-def only_attend(who: Sequence[Attends]) -> None:
+def only_attend(who: Sequence[AttentionHandler]) -> None:
     """None but `who` take this thread's calls, even where an interruption kept others from saying that they end."""
     _stack()[:] = who
     _replacement.settle()
@@ -88,7 +88,7 @@ class _Replacement:
 
     def __init__(self) -> None:
         self.before: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
-        self.stacks: dict[int, list[Attends]] = {}  # of each thread, who takes its calls
+        self.stacks: dict[int, list[AttentionHandler]] = {}  # of each thread, who takes its calls
         self._lock = threading.Lock()
         self._changed: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # owner, name, old, new
 
@@ -114,7 +114,7 @@ class _Replacement:
 _replacement = _Replacement()
 
 
-def _stack() -> list[Attends]:
+def _stack() -> list[AttentionHandler]:
     """Those that take the calls of this thread; the innermost is the last."""
     return _replacement.stacks.setdefault(threading.get_ident(), [])
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.activations.outputs import combine
-from tightfit.apply.disguise import disguise
+from tightfit.apply.disguise import override_class_members
 from tightfit.errors import RunError
 from tightfit.measure.modules import compiled_around, find_units
 
@@ -190,7 +190,7 @@ def chunk_blocks(
     compiled = compiled_around(network)
     for block in find_units(network).values():
         if id(block) not in compiled:
-            undo.callback(disguise(block, forward=in_turn(type(block).forward)))
+            undo.callback(override_class_members(block, forward=in_turn(type(block).forward)))
 
 
 def _some_by_some(

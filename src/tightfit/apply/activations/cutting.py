@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from tightfit.apply.activations.slicing import sliced
-from tightfit.apply.activations.strips.method import NotAlone, Strips
+from tightfit.apply.activations.strips.method import NotAlone, StripExecutor
 from tightfit.apply.activations.tiling import tiled
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
@@ -31,13 +31,13 @@ def cut_up(
     """
     strips = None
     if plan.strips is not None:
-        strips = Strips(original, plan.strips, plan.maps, device, recorder)
+        strips = StripExecutor(original, plan.strips, plan.feature_maps, device, recorder)
         undo.callback(strips.close)
     methods = [method for method in ("encode", "decode") if hasattr(original, method)]  # some only decode
     return {method: _cut(getattr(original, method), method, plan, strips, recorder) for method in methods}
 
 
-def _cut(plain: Method, method: str, plan: VaePlan, strips: Strips | None, recorder: Recorder) -> Method:
+def _cut(plain: Method, method: str, plan: VaePlan, strips: StripExecutor | None, recorder: Recorder) -> Method:
     first = list(inspect.signature(plain).parameters)[1]
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.activations.agreement import agree
-from tightfit.apply.disguise import disguise
+from tightfit.apply.disguise import override_class_members
 from tightfit.measure.modules import compiled_around, find_units
 
 __all__ = ["chunk_feed_forwards", "find_feed_forwards", "inside_feed_forwards"]
@@ -36,7 +36,7 @@ def chunk_feed_forwards(network: nn.Module, size: int, undo: ExitStack) -> None:
     should stay on the device meanwhile: `inside_feed_forwards` tells who has to wait for whom.
     """
     for module, width in dict(find_feed_forwards(network)).items():  # one may be in several blocks
-        undo.callback(disguise(module, forward=_in_chunks(type(module).forward, width, size)))
+        undo.callback(override_class_members(module, forward=_in_chunks(type(module).forward, width, size)))
 
 
 def find_feed_forwards(network: nn.Module) -> Iterator[tuple[nn.Module, int]]:

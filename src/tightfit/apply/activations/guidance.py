@@ -24,7 +24,7 @@ from tightfit.apply.activations.agreement import agree, are_equal
 from tightfit.apply.activations.batches import Batch, find_batch, why_whole
 from tightfit.apply.activations.outputs import combine
 
-__all__ = ["joined"]
+__all__ = ["batch_cfg_calls"]
 
 SMALL = 4096  # numbers, up to which tensors are compared by value (timesteps, tables of positions)
 TOLERANCE = 2.0**-5  # of the largest number: above what bfloat16 rounds in a whole network
@@ -32,7 +32,9 @@ MOST_KNOWN = 16  # pairs of tensors that are known to be equal
 MISSES = 3  # of what was foreseen, after which nothing is foreseen any more
 
 
-def joined(forward: Callable[..., Any], told: Callable[[str], object] = lambda what: None) -> Callable[..., Any]:
+def batch_cfg_calls(
+    forward: Callable[..., Any], told: Callable[[str], object] = lambda what: None
+) -> Callable[..., Any]:
     """`forward` of a network (which it takes first), two calls as one where they are foreseen to be a step's two.
 
     The same numbers up to rounding, with the activations of twice the batch. `told` is given a sentence where the two

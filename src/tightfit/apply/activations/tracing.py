@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
 from tightfit.apply.activations.exporting import HERE, NotExported, export, without_weights
 from tightfit.apply.activations.traced.call import by_name, split
-from tightfit.apply.activations.traced.file import Form, Manifest, Traced
+from tightfit.apply.activations.traced.file import ExportedFile, Manifest, TensorForm
 from tightfit.apply.activations.traced.graph import graph_of
 from tightfit.apply.activations.traced.marks import check_plain, marks_of
 from tightfit.errors import ModelError, PlanError, unknown_name
@@ -28,7 +28,7 @@ from tightfit.measure.modules import find_components, find_role, weight_tensors
 __all__ = ["find_denoiser", "first_call", "trace_denoiser", "trace_module"]
 
 
-def trace_denoiser(pipe: Any, call: Mapping[str, Any], name: str | None = None) -> Traced:
+def trace_denoiser(pipe: Any, call: Mapping[str, Any], name: str | None = None) -> ExportedFile:
     """Exports the denoiser of `pipe` for the shapes and settings that it is given first in `pipe(**call)`.
 
     The call is broken off there (a generator among its arguments has been used by then). `name` says which network is
@@ -82,7 +82,7 @@ def first_call(module: nn.Module, work: Callable[[], object]) -> tuple[tuple[Any
     raise ModelError(f"the call came to its end without its {type(module).__name__}: there is nothing to export")
 
 
-def trace_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Traced:
+def trace_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> ExportedFile:
     """Exports `module` for calls with arguments like these; of tensors, shapes and dtypes count."""
     check_plain(module)
     _check_weights(module)
@@ -92,12 +92,14 @@ def trace_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Traced:
     program = _exported(kind, without_weights(module), arguments)
     manifest = Manifest(
         **marks_of(module),
-        inputs={name: Form.of(tensor) for name, tensor in tensors.items()},
+        inputs={name: TensorForm.of(tensor) for name, tensor in tensors.items()},
         settings=settings,
         returns=_returns(kind, program.call_spec.out_spec),
     )
     graph = graph_of(program, [*tensors])
-    return Traced(manifest, graph, {name: _table(kind, name, program.constants[name]) for name in graph.constants})
+    return ExportedFile(
+        manifest, graph, {name: _table(kind, name, program.constants[name]) for name in graph.constants}
+    )
 
 
 def _table(kind: str, name: str, constant: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.apply.gates import wrap
-from tightfit.devices.depot import Crossing, Depot, Tape, bytes_of, is_dense
+from tightfit.devices.depot import ActivationHostPool, HostTape, HostTransfer, bytes_of, is_dense
 from tightfit.devices.memory import is_shared
 from tightfit.devices.seam import Device
 from tightfit.measure.modules import find_units
 from tightfit.measure.recorder import Recorder
 
-__all__ = ["move_waiting"]
+__all__ = ["offload_waiting_activations"]
 
 LEAST = 8192  # bytes that are worth a journey
 Journey = tuple[int, int]  # whose, and which of its journeys
@@ -33,14 +33,14 @@ _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 
 
-def move_waiting(module: Any, device: Device, recorder: Recorder, undo: ExitStack) -> None:
+def offload_waiting_activations(module: Any, device: Device, recorder: Recorder, undo: ExitStack) -> None:
     """Sends what the parts of the network `module` leave for later ones to host memory until it is needed.
 
     A network that is compiled as a whole has no parts to stop between: there nothing moves.
     """
     if module._compiled_call_impl is not None:
         return
-    hall = _Hall(device, recorder)
+    hall = _ActivationOffloader(device, recorder)
     undo.callback(hall.depot.close)
     undo.callback(module.register_forward_pre_hook(hall.open, prepend=True, with_kwargs=True).remove)
     undo.callback(module.register_forward_hook(hall.close, always_call=True).remove)
@@ -77,7 +77,7 @@ def _watch(part: nn.Module, enter: Callable[..., tuple[Any, Any]], leave: Callab
     wrap(part, around, undo.callback)
 
 
-class _Hall:
+class _ActivationOffloader:
     """Where one network's activations are between its parts.
 
     They are numbered in the order in which they are made, the same in each pass: a journey after which nobody wanted
@@ -86,9 +86,9 @@ class _Hall:
 
     def __init__(self, device: Device, recorder: Recorder) -> None:
         self.device, self.recorder = device, recorder
-        self.depot = Depot(device)
-        self._leaving: list[Tape] = []  # where guests are going while a part works
-        self._guests: weakref.WeakSet[_Guest] = weakref.WeakSet()
+        self.depot = ActivationHostPool(device)
+        self._leaving: list[HostTape] = []  # where guests are going while a part works
+        self._guests: weakref.WeakSet[_OffloadedActivation] = weakref.WeakSet()
         self._is_open = False  # whether the network works
         self._begun = False  # whether a block has
         self._strangers: set[int] = set()  # by id, what the network was given: that is its caller's
@@ -127,7 +127,7 @@ class _Hall:
         Nothing goes for a single layer beside the blocks, or before the first of these.
         """
         self._begun |= is_block
-        given = {id(leaf.guest) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _StandIn)}
+        given = {id(leaf.guest) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ActivationProxy)}
         if self._begun and not is_small:
             while self._leaving:
                 self._leaving.pop().sent()
@@ -140,7 +140,7 @@ class _Hall:
     def present(self, values: Any) -> Any:
         """`values` with guests in place of what stands for them; then those that came next the last time set out."""
         came = len(self.came)
-        present = tree_map_only(_StandIn, lambda stand_in: stand_in.guest.present(), values)
+        present = tree_map_only(_ActivationProxy, lambda stand_in: stand_in.guest.present(), values)
         if len(self.came) > came:
             self.turn += 1
             following = self._turns.get(next(reversed(self.came)), -2) + 1
@@ -159,9 +159,9 @@ class _Hall:
         guest = next((guest for guest in self._guests if guest.tensor is tensor), None)
         if guest is None:
             self._count += 1
-            guest = _Guest(tensor, self._count, self)
+            guest = _OffloadedActivation(tensor, self._count, self)
             self._guests.add(guest)
-        return _StandIn(guest)
+        return _ActivationProxy(guest)
 
     def _may_wait(self, tensor: torch.Tensor) -> bool:
         """Whether it is a plain tensor that is worth a journey."""
@@ -169,17 +169,17 @@ class _Hall:
         return plain and tensor.nbytes >= LEAST and tensor.device == self.device.torch_device
 
 
-class _Guest:
+class _OffloadedActivation:
     """One activation: on the device, or in host memory."""
 
-    def __init__(self, tensor: torch.Tensor, number: int, hall: _Hall) -> None:
+    def __init__(self, tensor: torch.Tensor, number: int, hall: _ActivationOffloader) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.hall, self.journey = hall, (number, 1)
-        self._tape: Tape | None = None  # where it is, if it is not here
-        self._coming: tuple[torch.Tensor, Crossing] | None = None
+        self._tape: HostTape | None = None  # where it is, if it is not here
+        self._coming: tuple[torch.Tensor, HostTransfer] | None = None
         self._form, self._dtype = (tensor.shape, tensor.stride()), tensor.dtype
 
-    def go(self) -> Tape | None:
+    def go(self) -> HostTape | None:
         """To host memory, unless it is there, or its memory on the device is not its own; where it is going."""
         if self.tensor is None or is_shared(self.tensor):
             return None
@@ -216,19 +216,19 @@ class _Guest:
         return self.tensor
 
 
-class _StandIn(torch.Tensor):
+class _ActivationProxy(torch.Tensor):
     """Stands for a guest: of the same shape, strides and dtype, on the device. What is made of it is a guest too."""
 
-    guest: _Guest
+    guest: _OffloadedActivation
 
     @staticmethod
-    def __new__(cls, guest: _Guest) -> _StandIn:
+    def __new__(cls, guest: _OffloadedActivation) -> _ActivationProxy:
         like = guest.present()
         return torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
         )
 
-    def __init__(self, guest: _Guest) -> None:
+    def __init__(self, guest: _OffloadedActivation) -> None:
         self.guest = guest
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -239,6 +239,6 @@ class _StandIn(torch.Tensor):
     ) -> Any:
         if func in _ALIASES:
             return cls(args[0].guest)
-        hall = next(leaf.guest.hall for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _StandIn))
+        hall = next(leaf.guest.hall for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ActivationProxy))
         args, kwargs = hall.present((args, kwargs or {}))
         return hall.leave(func(*args, **kwargs))

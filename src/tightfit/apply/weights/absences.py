@@ -8,58 +8,58 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.apply.weights.away import Absence, AwayWeight
+from tightfit.apply.weights.away import LazyWeight, OffloadedParameter
 from tightfit.apply.weights.homes import version_of, write_back
-from tightfit.apply.weights.parcels import Parcel
-from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.parcels import WeightGroup
+from tightfit.apply.weights.shelf import FileBackedWeights
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
-__all__ = ["Absences", "Versions", "versions_of"]
+__all__ = ["LazyWeights", "Versions", "versions_of"]
 
 Versions = list[tuple[Any, ...]]
 
 
-class Absences:
+class LazyWeights:
     """For each parcel a tensor for each of its weights, which fetches it by `fetch(parcel, number)`."""
 
     def __init__(
         self,
-        parcels: Sequence[Parcel],
+        parcels: Sequence[WeightGroup],
         device: Device,
         recorder: Recorder,
-        fetch: Callable[[Parcel, int], torch.Tensor],
+        fetch: Callable[[WeightGroup, int], torch.Tensor],
     ) -> None:
         self._device, self._recorder, self._fetch = device, recorder, fetch
-        self._of: dict[Parcel, list[AwayWeight]] = {}
-        self._absences: dict[Parcel, list[Absence]] = {}  # the same, where to look takes less time
+        self._of: dict[WeightGroup, list[OffloadedParameter]] = {}
+        self._absences: dict[WeightGroup, list[LazyWeight]] = {}  # the same, where to look takes less time
         for parcel in parcels:
             self.renew(parcel)
 
-    def __getitem__(self, parcel: Parcel) -> list[AwayWeight]:
+    def __getitem__(self, parcel: WeightGroup) -> list[OffloadedParameter]:
         return self._of[parcel]
 
-    def renew(self, parcel: Parcel) -> None:
+    def renew(self, parcel: WeightGroup) -> None:
         """The parcel's weights are laid out in another way by now."""
         self._of[parcel] = list(self._made(parcel))
         self._absences[parcel] = [away.absence for away in self._of[parcel]]
 
-    def _made(self, parcel: Parcel) -> Iterator[AwayWeight]:
+    def _made(self, parcel: WeightGroup) -> Iterator[OffloadedParameter]:
         for index, (master, like) in enumerate(zip(parcel.masters, parcel.likes, strict=True)):
-            away = AwayWeight.standing_for(like, self._device.torch_device, self._fetching(parcel, index))
+            away = OffloadedParameter.standing_for(like, self._device.torch_device, self._fetching(parcel, index))
             yield nn.Parameter(away, master.requires_grad)  # type: ignore[misc]
 
-    def _fetching(self, parcel: Parcel, index: int) -> Callable[[], torch.Tensor]:
+    def _fetching(self, parcel: WeightGroup, index: int) -> Callable[[], torch.Tensor]:
         return lambda: self._fetch(parcel, index)
 
-    def any_written(self, parcel: Parcel) -> bool:
+    def any_written(self, parcel: WeightGroup) -> bool:
         """Whether others wrote into one of the parcel's weights."""
         for absence in self._absences[parcel]:  # noqa: SIM110 - a generator takes three times as long
             if absence.written is not None:
                 return True
         return False
 
-    def with_written(self, parcel: Parcel, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def with_written(self, parcel: WeightGroup, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """`weights`, which have come from their home, with what others wrote in its place."""
         return [
             weight
@@ -68,14 +68,14 @@ class Absences:
             for away, weight in zip(self._of[parcel], weights, strict=True)
         ]
 
-    def keep_changed(self, parcel: Parcel, weights: list[nn.Parameter], versions: Versions) -> None:
+    def keep_changed(self, parcel: WeightGroup, weights: list[nn.Parameter], versions: Versions) -> None:
         """Somebody wrote into weights that will be forgotten (a LoRA fused in a callback, say)."""
         for away, weight, version in zip(self._of[parcel], weights, versions, strict=True):
             if versions_of([weight]) != [version]:
                 with torch.no_grad(), self._recorder.uncounted():
                     away.absence.written = weight.detach().clone()
 
-    def keep(self, parcel: Parcel) -> None:
+    def keep(self, parcel: WeightGroup) -> None:
         """What others wrote while the weights were here, or away, goes into the masters, or stays in RAM."""
         self._take_up(parcel)
         for away, master in zip(self._of[parcel], parcel.masters, strict=True):
@@ -84,13 +84,13 @@ class Absences:
                 continue
             with torch.no_grad(), self._recorder.uncounted():
                 if not parcel.home.writable:
-                    away.absence.written = self._device.store(written)
+                    away.absence.written = self._device.to_host(written)
                     continue
                 write_back(master, written, self._device)
                 self._recorder.moved(bytes_out=written.nbytes)
                 away.absence.written = None
 
-    def _take_up(self, parcel: Parcel) -> None:
+    def _take_up(self, parcel: WeightGroup) -> None:
         """What others put in the place of a weight that was away (`module.to(dtype)` may) has its home from now on."""
         if parcel.home.writable:
             ours = {*map(id, parcel.masters), *map(id, self._of[parcel])}
@@ -102,7 +102,7 @@ class Absences:
         for parcel in self._valueless():
             parcel.show(parcel.masters, self._of[parcel])
 
-    def give_back(self, shelf: Shelf | None = None) -> None:
+    def give_back(self, shelf: FileBackedWeights | None = None) -> None:
         """Masters without values have them again, as others wrote them, and modules find them.
 
         With a `shelf`, modules find shapes there, but for what others wrote into.
@@ -115,10 +115,10 @@ class Absences:
             self._write_back(parcel)
             parcel.show(self._of[parcel], parcel.masters)
 
-    def _valueless(self) -> Iterator[Parcel]:
+    def _valueless(self) -> Iterator[WeightGroup]:
         return (parcel for parcel in self._of if not parcel.home.writable)
 
-    def _write_back(self, parcel: Parcel) -> None:
+    def _write_back(self, parcel: WeightGroup) -> None:
         """The masters, which have come from their home, are as others wrote them."""
         for away, master in zip(self._of[parcel], parcel.masters, strict=True):
             written = away.absence.written

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Agenda", "Pass"]
+__all__ = ["CallOrder", "Pass"]
 
 Pass = tuple[str, str]  # a component, and its method
 
 
-class Agenda:
+class CallOrder:
     """The passes of a call in their order, as far as they are known, and where the call stands."""
 
     def __init__(self) -> None:

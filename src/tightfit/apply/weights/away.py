@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Absence", "AwayWeight"]
+__all__ = ["LazyWeight", "OffloadedParameter"]
 
 _aten = torch.ops.aten
 _DATA: Any = torch.Tensor.data
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 
 
-class Absence:
+class LazyWeight:
     """One weight that is away, for all its aliases together: how to fetch it, and what was written into it."""
 
     def __init__(self, fetch: Callable[[], torch.Tensor]) -> None:
@@ -30,7 +30,7 @@ class Absence:
 
     def take(self, data: torch.Tensor) -> None:
         """`data` stands for the weight from now on; what was written in place comes back like that (`+=`)."""
-        if not isinstance(data, AwayWeight):
+        if not isinstance(data, OffloadedParameter):
             self.written = data.detach()
         elif data.absence is not self:
             self.written = data.absence.value(data.device)
@@ -39,24 +39,26 @@ class Absence:
         return self._fetch() if self.written is None else self.written.to(device)
 
 
-class AwayWeight(torch.Tensor):
+class OffloadedParameter(torch.Tensor):
     """Stands for a weight of the same shape, strides and dtype on `device`."""
 
-    absence: Absence
+    absence: LazyWeight
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, device: torch.device, absence: Absence) -> AwayWeight:
+    def __new__(cls, like: torch.Tensor, device: torch.device, absence: LazyWeight) -> OffloadedParameter:
         return torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
         )
 
-    def __init__(self, like: torch.Tensor, device: torch.device, absence: Absence) -> None:
+    def __init__(self, like: torch.Tensor, device: torch.device, absence: LazyWeight) -> None:
         self.absence = absence
 
     @classmethod
-    def standing_for(cls, like: torch.Tensor, device: torch.device, fetch: Callable[[], torch.Tensor]) -> AwayWeight:
+    def standing_for(
+        cls, like: torch.Tensor, device: torch.device, fetch: Callable[[], torch.Tensor]
+    ) -> OffloadedParameter:
         """A weight laid out as `like`, which `fetch` brings to `device`."""
-        return cls(like, device, Absence(fetch))
+        return cls(like, device, LazyWeight(fetch))
 
     # no overriding of Python's torch functions: where they see one, some leave their fast path, and other bits come out
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -90,15 +92,17 @@ class AwayWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ALIASES:
-            return AwayWeight(args[0], args[0].device, args[0].absence)
+            return OffloadedParameter(args[0], args[0].device, args[0].absence)
         values: dict[int, torch.Tensor] = {}
 
-        def present(away: AwayWeight) -> torch.Tensor:
+        def present(away: OffloadedParameter) -> torch.Tensor:
             if id(away.absence) not in values:
                 values[id(away.absence)] = away.absence.value(away.device)
             return values[id(away.absence)]
 
-        result = func(*tree_map_only(AwayWeight, present, args), **tree_map_only(AwayWeight, present, kwargs))
+        result = func(
+            *tree_map_only(OffloadedParameter, present, args), **tree_map_only(OffloadedParameter, present, kwargs)
+        )
         back = {}
         for away in _written(func, args, kwargs):
             away.absence.written = values[id(away.absence)]
@@ -106,11 +110,11 @@ class AwayWeight(torch.Tensor):
         return tree_map_only(torch.Tensor, lambda tensor: back.get(id(tensor), tensor), result) if back else result
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[AwayWeight]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[OffloadedParameter]:
     """The weights that are away and that `func` writes into, by its schema."""
-    found: list[AwayWeight] = []
+    found: list[OffloadedParameter] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = kwargs.get(argument.name, args[place] if place < len(args) else None)
-            found += [value for value in tree_leaves(given) if isinstance(value, AwayWeight)]
+            found += [value for value in tree_leaves(given) if isinstance(value, OffloadedParameter)]
     return found

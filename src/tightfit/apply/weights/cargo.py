@@ -25,7 +25,7 @@ from tightfit.apply.weights.homes import (
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
-__all__ = ["Cargo"]
+__all__ = ["TensorLoader"]
 
 
 class _Slot(NamedTuple):
@@ -38,7 +38,7 @@ class _Slot(NamedTuple):
     version: tuple[Any, ...]
 
 
-class Cargo:
+class TensorLoader:
     """All weights and buffers below `module`, except those that `without` says when they are brought."""
 
     def __init__(
@@ -54,14 +54,14 @@ class Cargo:
         self._without = without
         self._slots: list[_Slot] = []
         self._bytes = 0
-        self.aboard = False
+        self.is_loaded = False
 
-    def bring(self) -> None:
+    def load(self) -> None:
         """Copies every weight to the device and lets the modules see the copies."""
-        if self.aboard:
+        if self.is_loaded:
             return
         self._slots = self._copies()
-        self.aboard = True
+        self.is_loaded = True
         for slot in self._slots:
             slot.table[slot.name] = slot.copy
         self._bytes = sum({id(slot.copy): slot.copy.nbytes for slot in self._slots}.values())
@@ -93,7 +93,7 @@ class Cargo:
         self._slots = []
         forget_casts()
         self._recorder.hold(self, 0)
-        self.aboard = False  # last: who is interrupted here is evicted again
+        self.is_loaded = False  # last: who is interrupted here is evicted again
 
     def _send_home(self, masters: set[int]) -> None:
         """What somebody put on the device in place of a weight goes to host memory."""
@@ -112,11 +112,11 @@ class Cargo:
             if not self._device.swaps_parameters:
                 relocate(tensor, HOST)
                 return tensor
-            stored = rebuilt(tensor, [self._device.store(part) for part in plain_parts(tensor.detach())])
+            stored = rebuilt(tensor, [self._device.to_host(part) for part in plain_parts(tensor.detach())])
         return nn.Parameter(stored, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stored
 
     def _copy(self, master: torch.Tensor) -> torch.Tensor:
-        copy = rebuilt(master, [self._device.bring(part) for part in plain_parts(master.detach())])
+        copy = rebuilt(master, [self._device.to_device(part) for part in plain_parts(master.detach())])
         if isinstance(master, nn.Parameter):
             return nn.Parameter(copy, requires_grad=master.requires_grad)
         return copy

@@ -18,22 +18,22 @@ from typing import Any
 
 import torch
 
-from tightfit.apply.weights.homes import ALIGNMENT, Home, Layout
-from tightfit.apply.weights.staging import Piece, Stager, send_pieces
+from tightfit.apply.weights.homes import ALIGNMENT, TensorLayout, WeightStore
+from tightfit.apply.weights.staging import ByteRange, Stager, send_pieces
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
-from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.lane import CopyHandle, CopyStream
 from tightfit.devices.memory import CACHE_LINE, OWN_MEMORY, arena, copy_alike
 from tightfit.errors import RunError
 from tightfit.files import write_at
 
-__all__ = ["DiskHome", "Spill", "Stored", "read_like", "read_stored"]
+__all__ = ["DiskStore", "FileTensor", "SpillFile", "read_like", "read_stored"]
 
 
 UNSETTLED = 64 * 2**20  # bytes of a file that may be in the page cache alone
 
 
 @dataclass(frozen=True)
-class Stored:
+class FileTensor:
     """A tensor in a file, in row-major order."""
 
     path: Path
@@ -47,14 +47,14 @@ class Stored:
         return self.shape.numel() * self.dtype.itemsize
 
 
-class DiskHome(Home):
+class DiskStore(WeightStore):
     """Plain tensors whose masters are what `stored` says."""
 
     writable = False
     alignment = SECTOR
 
     def __init__(
-        self, stored: Sequence[Stored], reader: DiskReader, stager: Stager | None = None, *, aligned: bool = False
+        self, stored: Sequence[FileTensor], reader: DiskReader, stager: Stager | None = None, *, aligned: bool = False
     ) -> None:
         """With a `stager`, what goes to another device is read and sent by that.
 
@@ -66,13 +66,13 @@ class DiskHome(Home):
         self._runs: list[tuple[Extent, int]] = []  # what is read, and to where
         places = _runs(stored, self._runs)
         self._read_size = max((place + _sectors(extent.size) for extent, place in self._runs), default=0)
-        self._pieces = [Piece(0, 0, self._read_size)]
+        self._pieces = [ByteRange(0, 0, self._read_size)]
         self.layouts = self._read_layouts = _layouts(stored, places)
         if aligned:
             self.layouts = _layouts(stored, _aligned(stored, places, self._pieces))
         self._aligned, self.size = aligned, self._pieces[-1].target + self._pieces[-1].size
 
-    def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
+    def send(self, lane: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
         if target.device.type == "cpu" and not self._aligned:
             return _Read(self._read(target))
         if self._stager is not None:
@@ -94,15 +94,15 @@ class DiskHome(Home):
         return [layout.view(region) for layout in self._read_layouts]
 
 
-def read_stored(stored: Stored, reader: DiskReader) -> torch.Tensor:
+def read_stored(stored: FileTensor, reader: DiskReader) -> torch.Tensor:
     """What a file holds, in memory of its own."""
     if not stored.size:
         return torch.empty(stored.shape, dtype=stored.dtype)
-    value = DiskHome([stored], reader).values()[0]
+    value = DiskStore([stored], reader).values()[0]
     return value if stored.size >= OWN_MEMORY else copy_alike(value)
 
 
-def read_like(like: torch.Tensor, stored: Stored, reader: DiskReader) -> torch.Tensor:
+def read_like(like: torch.Tensor, stored: FileTensor, reader: DiskReader) -> torch.Tensor:
     """What a file holds, laid out as `like` and in its dtype."""
     value = read_stored(stored, reader)
     if (value.dtype, value.stride()) == (like.dtype, like.stride()):
@@ -110,20 +110,20 @@ def read_like(like: torch.Tensor, stored: Stored, reader: DiskReader) -> torch.T
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(value)
 
 
-class _Read(Arrival):
+class _Read(CopyHandle):
     """What is read to where it is used: the host waits, because it is the host that computes."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
 
-    def settle(self) -> float:
+    def wait_on_device(self) -> float:
         return self._reading.wait()
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         self._reading.cancel()
 
 
-class Spill:
+class SpillFile:
     """A temporary file for weights that no file has as they are used. It goes when it is closed, or forgotten."""
 
     def __init__(self) -> None:
@@ -133,11 +133,11 @@ class Spill:
         self._end = self._settled = 0
         self._forget = weakref.finalize(self, _remove, handle, self.path)
 
-    def write(self, tensor: torch.Tensor) -> Stored:
+    def write(self, tensor: torch.Tensor) -> FileTensor:
         """Appends the plain, dense `tensor`; RunError where the disk is full."""
         flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
         self._end += tensor.data_ptr() % CACHE_LINE
-        stored = Stored(self.path, self._end, tensor.dtype, tensor.shape, tensor.stride())
+        stored = FileTensor(self.path, self._end, tensor.dtype, tensor.shape, tensor.stride())
         self._write(flat.view(torch.uint8).numpy().data)
         return stored
 
@@ -177,7 +177,7 @@ def _remove(handle: int, path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _runs(stored: Sequence[Stored], runs: list[tuple[Extent, int]]) -> list[int]:
+def _runs(stored: Sequence[FileTensor], runs: list[tuple[Extent, int]]) -> list[int]:
     """Fills `runs` with stretches of whole sectors, and where they go; returns where each tensor begins there."""
     places = [0] * len(stored)
     end = 0  # of the memory that the runs take
@@ -200,26 +200,26 @@ def _runs(stored: Sequence[Stored], runs: list[tuple[Extent, int]]) -> list[int]
     return places
 
 
-def _layouts(stored: Sequence[Stored], places: Sequence[int]) -> tuple[Layout, ...]:
+def _layouts(stored: Sequence[FileTensor], places: Sequence[int]) -> tuple[TensorLayout, ...]:
     return tuple(
-        Layout(place, each.dtype, each.shape, each.strides) for place, each in zip(places, stored, strict=True)
+        TensorLayout(place, each.dtype, each.shape, each.strides) for place, each in zip(places, stored, strict=True)
     )
 
 
-def _aligned(stored: Sequence[Stored], places: Sequence[int], pieces: list[Piece]) -> list[int]:
+def _aligned(stored: Sequence[FileTensor], places: Sequence[int], pieces: list[ByteRange]) -> list[int]:
     """Fills `pieces` with what is sent of what was read to `places`; returns where each tensor begins then.
 
     Of neighbours that lie as far apart as they should one piece is sent: mostly all of a file's.
     """
-    pieces[:] = [Piece(0, 0, 0)]
+    pieces[:] = [ByteRange(0, 0, 0)]
     aligned = [0] * len(stored)
     for index in sorted(range(len(stored)), key=lambda index: places[index]):
         begin, size, last = places[index], stored[index].size, pieces[-1]
         if last.size and (begin - last.source) % ALIGNMENT == 0 and begin - last.source - last.size < SECTOR:
-            pieces[-1] = Piece(last.source, last.target, max(last.size, begin - last.source + size))
+            pieces[-1] = ByteRange(last.source, last.target, max(last.size, begin - last.source + size))
         else:
             end = -(-(last.target + last.size) // ALIGNMENT) * ALIGNMENT
-            pieces[len(pieces) - (not last.size) :] = [Piece(begin, end, size)]
+            pieces[len(pieces) - (not last.size) :] = [ByteRange(begin, end, size)]
         aligned[index] = pieces[-1].target + begin - pieces[-1].source
     return aligned
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.apply.weights.page_lock import PageLock
 from tightfit.apply.weights.staging import Stager
-from tightfit.devices.lane import Arrival, Lane
+from tightfit.devices.lane import CopyHandle, CopyStream
 from tightfit.devices.memory import arena, move_into
 from tightfit.devices.seam import Device
 from tightfit.measure.modules import weight_tensors
@@ -25,9 +25,9 @@ __all__ = [
     "ALIGNMENT",
     "HOST",
     "Held",
-    "Home",
-    "HostHome",
-    "Layout",
+    "HostStore",
+    "TensorLayout",
+    "WeightStore",
     "forget_casts",
     "moved",
     "plain_parts",
@@ -43,7 +43,7 @@ ALIGNMENT = 256  # bytes: the most that libraries look at when they choose a ker
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """Where a plain tensor lies in a home's bytes. `offset` in bytes, a multiple of its items' size."""
 
     offset: int
@@ -60,13 +60,13 @@ class Layout:
         return region[: region.nbytes // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
 
 
-class Home(ABC):
+class WeightStore(ABC):
     """The masters of what moves together. `size` bytes are sent; `layouts` are of its plain tensors, in order."""
 
     size: int
     alignment = ALIGNMENT  # of the memory that it sends to
     writable: bool  # whether what somebody writes into a weight can be written into its master
-    layouts: tuple[Layout, ...]
+    layouts: tuple[TensorLayout, ...]
     lock_refused = False  # whether the masters should be page-locked and are not
 
     def lock_pages(self) -> bool:
@@ -81,11 +81,11 @@ class Home(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
+    def send(self, lane: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
         """Sends all to `target` (uint8, `size` bytes), beginning after `after`."""
 
 
-class HostHome(Home):
+class HostStore(WeightStore):
     """One flat buffer in host memory; `tensors`, plain, become views of it."""
 
     writable = True
@@ -94,7 +94,7 @@ class HostHome(Home):
         """With a `stager`, what is not page-locked is sent through it."""
         offset, layouts = 0, []
         for tensor in tensors:
-            layouts.append(Layout(offset, tensor.dtype, tensor.shape, tensor.stride()))
+            layouts.append(TensorLayout(offset, tensor.dtype, tensor.shape, tensor.stride()))
             offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         self.size, self.layouts = offset, tuple(layouts)
         shapes = any(tensor.is_meta for tensor in tensors)
@@ -120,7 +120,7 @@ class HostHome(Home):
             self._lock.release()
             self._lock = None
 
-    def send(self, lane: Lane, target: torch.Tensor, after: Any) -> Arrival:
+    def send(self, lane: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
         if self._lock is not None or self._stager is None:
             return lane.send(target, self._buffer, after)
         return self._stager.send(lane, target, after, self._fill)
@@ -136,11 +136,11 @@ class HostHome(Home):
             for tensor, layout in zip(tensors, self.layouts, strict=True)
         )
 
-    def anew(self, tensors: Sequence[torch.Tensor]) -> HostHome:
+    def anew(self, tensors: Sequence[torch.Tensor]) -> HostStore:
         """A home for what `tensors` are by now, page-locked if this one should be, which is given up."""
         locked = self._wants_lock
         self.unlock_pages()
-        home = HostHome(tensors, self._device, self._stager)
+        home = HostStore(tensors, self._device, self._stager)
         if locked:
             home.lock_pages()
         return home
@@ -148,7 +148,7 @@ class HostHome(Home):
 
 def write_back(master: torch.Tensor, written: torch.Tensor, device: Device) -> None:
     """`master`, in host memory, becomes what somebody made of it on `device`, in whatever dtype that is."""
-    stored = device.store(written)
+    stored = device.to_host(written)
     if stored.is_meta and not master.is_meta:  # a pretend card may know shapes alone
         stored = torch.zeros_like(stored, device=master.device)
     if (stored.dtype, stored.shape) == (master.dtype, master.shape):

@@ -8,25 +8,25 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from tightfit.apply.weights.disk import DiskHome, Spill, Stored, read_like, read_stored
+from tightfit.apply.weights.disk import DiskStore, FileTensor, SpillFile, read_like, read_stored
 from tightfit.apply.weights.eight_bits import StoredWeight
-from tightfit.apply.weights.homes import Home, HostHome, plain_parts
-from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.homes import HostStore, WeightStore, plain_parts
+from tightfit.apply.weights.shelf import FileBackedWeights
 from tightfit.apply.weights.staging import Stager
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.seam import Device
 from tightfit.records import ComponentPlan
 
-__all__ = ["Housing"]
+__all__ = ["StoreFactory"]
 
 
-class Housing:
+class StoreFactory:
     """Of the weights that come to `device`; the `shelf` has what is in files alone."""
 
-    def __init__(self, device: Device, shelf: Shelf) -> None:
+    def __init__(self, device: Device, shelf: FileBackedWeights) -> None:
         self._device, self._shelf = device, shelf
-        self._aside: dict[int, tuple[torch.Tensor, Stored]] = {}  # which were written to the disk already, by id
-        self._spill: Spill | None = None
+        self._aside: dict[int, tuple[torch.Tensor, FileTensor]] = {}  # which were written to the disk already, by id
+        self._spill: SpillFile | None = None
         self._reader: DiskReader | None = None
         self._stager: Stager | None = None
 
@@ -48,11 +48,11 @@ class Housing:
         if self._spill is not None:
             self._spill.finish()
 
-    def homes(self, plan: ComponentPlan, undo: ExitStack) -> Callable[[list[nn.Parameter]], Home]:
+    def homes(self, plan: ComponentPlan, undo: ExitStack) -> Callable[[list[nn.Parameter]], WeightStore]:
         """How to find a home for masters of a component that follows `plan`."""
-        if plan.home == "host":
+        if plan.offload_to == "cpu":
             stager = self._staging(undo) if self._device.plain_copies_block else None
-            return lambda masters: HostHome(_plain(masters), self._device, stager)
+            return lambda masters: HostStore(_plain(masters), self._device, stager)
         stager = self._staging(undo) if self._device.separate and self._device.takes_threads else None
         if self._reader is None:
             self._reader = DiskReader()
@@ -60,13 +60,13 @@ class Housing:
         reader = self._reader
         aligned = self._device.separate and self._device.torch_device.type != "cpu"
 
-        def home(masters: list[nn.Parameter]) -> Home:
+        def home(masters: list[nn.Parameter]) -> WeightStore:
             stored = [self._on_disk(part, reader) for part in _plain(masters)]
-            return DiskHome(stored, reader, stager, aligned=aligned)
+            return DiskStore(stored, reader, stager, aligned=aligned)
 
         return home
 
-    def _on_disk(self, tensor: torch.Tensor, reader: DiskReader) -> Stored:
+    def _on_disk(self, tensor: torch.Tensor, reader: DiskReader) -> FileTensor:
         """Where `tensor` is as it is used; it is written where it is in no file, or not like that."""
         if id(tensor) in self._aside:
             return self._aside.pop(id(tensor))[1]
@@ -78,7 +78,7 @@ class Housing:
             return stored
         return self._spilling().write(read_like(tensor, stored, reader))
 
-    def _spilling(self) -> Spill:
+    def _spilling(self) -> SpillFile:
         if self._spill is None:
             self._spill = self._shelf.spill()
         return self._spill

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from tightfit.apply.weights.homes import HostHome
-from tightfit.apply.weights.parcels import Parcel, parcels_of
+from tightfit.apply.weights.homes import HostStore
+from tightfit.apply.weights.parcels import WeightGroup, weight_groups_of
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.devices.seam import Device
 from tightfit.measure.modules import inspect_component
 from tightfit.measure.recorder import Recorder
-from tightfit.plan.flow import Overheads
+from tightfit.plan.flow import HostOverheads
 
 __all__ = ["layer_overheads"]
 
@@ -35,14 +35,14 @@ class _Layer(nn.Module):
         pass
 
 
-def layer_overheads(device: Device, launch_overhead: float) -> Overheads:
+def layer_overheads(device: Device, launch_overhead: float) -> HostOverheads:
     """Of the usual pass. To launch the copies of what streams takes `launch_overhead` each, which is not in it."""
     network = nn.ModuleList(_Layer() for _ in range(LAYERS))
-    parcels = parcels_of(
+    parcels = weight_groups_of(
         network,
         inspect_component("layers", network),
-        "leaf",
-        lambda masters: HostHome(masters, device),
+        "layer",
+        lambda masters: HostStore(masters, device),
         lambda master: master,
     )
     with ExitStack() as undo:
@@ -51,10 +51,10 @@ def layer_overheads(device: Device, launch_overhead: float) -> Overheads:
             undo.callback(parcel.unlock_pages)
         bare = statistics.median(_pass(network, device) for _ in range(PASSES))
         streamed, resident = (_seconds(network, parcels, stays, device) - bare for stays in ((), range(LAYERS)))
-    return Overheads(max(streamed / LAYERS - launch_overhead, 0.0), max(resident / LAYERS, 0.0))
+    return HostOverheads(max(streamed / LAYERS - launch_overhead, 0.0), max(resident / LAYERS, 0.0))
 
 
-def _seconds(network: nn.ModuleList, parcels: list[Parcel], stays: Collection[int], device: Device) -> float:
+def _seconds(network: nn.ModuleList, parcels: list[WeightGroup], stays: Collection[int], device: Device) -> float:
     """Of the host for a pass, once the order is known and what stays is there."""
     names, recorder = {parcels[index].name for index in stays}, Recorder(device, count_activations=False)
     streamer = Streamer(parcels, names, AHEAD * parcels[0].size, device, recorder)

@@ -9,21 +9,21 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from tightfit.apply.weights.disk import DiskHome
-from tightfit.apply.weights.homes import Home, HostHome, plain_parts, rebuilt
-from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.disk import DiskStore
+from tightfit.apply.weights.homes import HostStore, WeightStore, plain_parts, rebuilt
+from tightfit.apply.weights.shelf import FileBackedWeights
 from tightfit.devices.memory import copy_alike
 from tightfit.measure.modules import compiled_around, find_leaves
-from tightfit.plan.streaming import group_leaves, paths_to
-from tightfit.records import Component, Grain
+from tightfit.plan.streaming import group_layers, paths_to
+from tightfit.records import Component, Granularity
 
-__all__ = ["Parcel", "Place", "Table", "behind_gates", "expected_in", "parcels_of"]
+__all__ = ["Table", "TensorSlot", "WeightGroup", "behind_gates", "expected_in", "weight_groups_of"]
 
 Table = dict[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSlot:
     """One place in a module where a weight is looked up."""
 
     table: Table
@@ -35,15 +35,15 @@ class Place:
 
 
 @dataclass(eq=False)
-class Parcel:
+class WeightGroup:
     """The weights of some modules, `masters`, each with the places where it is looked up."""
 
     name: str
     gates: tuple[nn.Module, ...]  # whose forward passes need them; none is inside of what is compiled
     masters: list[nn.Parameter]
     likes: list[torch.Tensor]  # on "meta", laid out as the masters are
-    places: list[list[Place]]
-    home: Home
+    places: list[list[TensorSlot]]
+    home: WeightStore
     uses: int = 1  # one after another in each pass, as far as that is known
     unused: Collection[str] = ()  # methods of the component in which they have no work, as far as that is known
 
@@ -60,7 +60,7 @@ class Parcel:
 
     def keep_up(self) -> bool:
         """Looks whether somebody gave masters other data (`module.to(dtype)`, say), and moves house; whether it did."""
-        if not isinstance(self.home, HostHome):
+        if not isinstance(self.home, HostStore):
             return False
         plain = [part for master in self.masters for part in plain_parts(master)]
         if self.home.holds(plain):
@@ -78,9 +78,9 @@ class Parcel:
         for tensor in (part for master in self.masters for part in plain_parts(master)):
             tensor.data = copy_alike(plain.pop(0))
 
-    def shapes(self, shelf: Shelf) -> list[nn.Parameter]:
+    def shapes(self, shelf: FileBackedWeights) -> list[nn.Parameter]:
         """What stands for the masters, which are on the disk; those in a format of their own as they are, empty."""
-        assert isinstance(self.home, DiskHome)
+        assert isinstance(self.home, DiskStore)
         stored = iter(self.home.stored)
         found = []
         for master, like in zip(self.masters, self.likes, strict=True):
@@ -106,15 +106,15 @@ class Parcel:
                     place.table[place.name] = now
 
 
-def parcels_of(
+def weight_groups_of(
     module: nn.Module,
     component: Component,
-    grain: Grain,
-    home_of: Callable[[list[nn.Parameter]], Home],
+    grain: Granularity,
+    home_of: Callable[[list[nn.Parameter]], WeightStore],
     weight_of: Callable[[nn.Parameter], nn.Parameter],
     inside: Mapping[int, nn.Module] = MappingProxyType({}),
     unused: Mapping[str, Collection[str]] = MappingProxyType({}),
-) -> list[Parcel]:
+) -> list[WeightGroup]:
     """The parcels of `module` in the order of the model; `home_of` finds a home for the masters of each.
 
     A master that is only a shape is what `weight_of` says.
@@ -123,7 +123,7 @@ def parcels_of(
     For methods by name, some parts are `unused`, with all that is inside of them.
     """
     leaves, parcels, around = find_leaves(module), [], {**inside, **compiled_around(module)}
-    for name, members in group_leaves(component, grain).items():
+    for name, members in group_layers(component, grain).items():
         parts = [part for leaf in members for part in leaves[leaf]]
         masters, places = _places_of(parts)
         owners = parts if name in leaves else [module.get_submodule(name)]
@@ -137,35 +137,35 @@ def parcels_of(
             if not any(set(parts).isdisjoint(paths_to(member)) for member in members)
         ]
         uses = min(len(members), len(set(gates)))  # a layer that shares its weights with another is in use once
-        parcels.append(Parcel(name, gates, masters, likes, places, home, uses, without))
+        parcels.append(WeightGroup(name, gates, masters, likes, places, home, uses, without))
     return parcels
 
 
-def behind_gates(parcels: Iterable[Parcel]) -> dict[nn.Module, list[Parcel]]:
+def behind_gates(parcels: Iterable[WeightGroup]) -> dict[nn.Module, list[WeightGroup]]:
     """Which parcels each gate needs."""
-    behind: dict[nn.Module, list[Parcel]] = {}
+    behind: dict[nn.Module, list[WeightGroup]] = {}
     for parcel in parcels:
         for gate in dict.fromkeys(parcel.gates):
             behind.setdefault(gate, []).append(parcel)
     return behind
 
 
-def expected_in(method: str, parcels: Iterable[Parcel]) -> Iterator[Parcel]:
+def expected_in(method: str, parcels: Iterable[WeightGroup]) -> Iterator[WeightGroup]:
     """What `method` is guessed to use: an autoencoder's decoder has no part in encoding."""
     other = {"encode": "decoder", "decode": "encoder"}.get(method)
     used = (p for p in parcels if method not in p.unused and p.name.partition(".")[0] != other)
     return (parcel for parcel in used for _ in range(parcel.uses))
 
 
-def _places_of(parts: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[list[Place]]]:
+def _places_of(parts: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[list[TensorSlot]]]:
     """The parameters that `parts` own, each once, and all places of each."""
     masters: dict[int, nn.Parameter] = {}
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[TensorSlot]] = {}
     for part in parts:
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 masters[id(parameter)] = parameter
-                places.setdefault(id(parameter), []).append(Place(part._parameters, name))  # type: ignore[arg-type]
+                places.setdefault(id(parameter), []).append(TensorSlot(part._parameters, name))  # type: ignore[arg-type]
     return list(masters.values()), list(places.values())
 
 
@@ -173,7 +173,7 @@ def _like(master: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(master.shape, master.stride(), dtype=master.dtype, device="meta")
 
 
-def _emptied(master: nn.Parameter, weight: nn.Parameter, places: list[Place]) -> nn.Parameter:
+def _emptied(master: nn.Parameter, weight: nn.Parameter, places: list[TensorSlot]) -> nn.Parameter:
     """`weight`, which is `master` or takes its place, without values."""
     if weight is master:
         for part in plain_parts(master):

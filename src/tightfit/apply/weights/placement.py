@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from torch import nn
 
 from tightfit.apply.activations.feed_forward import inside_feed_forwards
-from tightfit.apply.weights.agenda import Agenda, Pass
-from tightfit.apply.weights.cargo import Cargo
+from tightfit.apply.weights.agenda import CallOrder, Pass
+from tightfit.apply.weights.cargo import TensorLoader
 from tightfit.apply.weights.eight_bits import StoredWeight
 from tightfit.apply.weights.homes import HOST, Held, moved
-from tightfit.apply.weights.housing import Housing
-from tightfit.apply.weights.parcels import Parcel, parcels_of
-from tightfit.apply.weights.rescue import rescue_blocks, rescued
-from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.housing import StoreFactory
+from tightfit.apply.weights.parcels import WeightGroup, weight_groups_of
+from tightfit.apply.weights.rescue import retry_blocks_on_oom, retry_on_oom
+from tightfit.apply.weights.shelf import FileBackedWeights
 from tightfit.apply.weights.storage import store_weights
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.devices.memory import trim_heap
@@ -24,31 +24,31 @@ from tightfit.devices.seam import Device
 from tightfit.measure.modules import find_units, inspect_component, leaf_weights, weight_bytes, weight_tensors
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.guests import ALTERNATIONS
-from tightfit.plan.streaming import settle_streaming
+from tightfit.plan.streaming import resolve_streaming
 from tightfit.records import ComponentPlan
 
-__all__ = ["Residency"]
+__all__ = ["OffloadManager"]
 
 
-class Residency:
+class OffloadManager:
     """Keeps the weights of a pipeline's components where the plan wants them.
 
     A component that comes for its phase goes when another starts to work, unless the two alternate (a
     ControlNet and its UNet): those stay together from then on.
     """
 
-    def __init__(self, device: Device, recorder: Recorder, shelf: Shelf) -> None:
+    def __init__(self, device: Device, recorder: Recorder, shelf: FileBackedWeights) -> None:
         self._device, self._shelf = device, shelf
-        self._housing = Housing(device, shelf)
+        self._housing = StoreFactory(device, shelf)
         self._elsewhere: set[str] = set()  # whose weights were not in host memory before
         self._held: Held = {}  # until all is in place
         self._recorder = recorder
-        self._cargo: dict[str, Cargo] = {}
+        self._cargo: dict[str, TensorLoader] = {}
         self._streamers: dict[str, Streamer] = {}
         self._turns: Counter[frozenset[str]] = Counter()
         self._together: set[frozenset[str]] = set()
         self._last: str | None = None
-        self._agenda = Agenda()
+        self._agenda = CallOrder()
         self._unused: Mapping[Pass, Sequence[str]] = {}  # parts that have no work, as far as that is known
         self._early: Mapping[Pass, int] = {}  # bytes that may come before their turn, where not all that find room do
         self._coming: Pass | None = None  # whose turn is next, and who comes already
@@ -60,8 +60,8 @@ class Residency:
         """
         self._look_where(name, module)
         if plan.placement == "resident" and self._device.swaps_parameters:
-            cargo = Cargo(module, self._device, self._recorder)
-            cargo.bring()
+            cargo = TensorLoader(module, self._device, self._recorder)
+            cargo.load()
             undo.callback(cargo.evict)
         elif plan.placement == "resident" or not self._device.separate:
             undo.callback(moved(module, self._device.torch_device, self._held))
@@ -86,7 +86,7 @@ class Residency:
         if plan.storage == "as-loaded":
             return
         self._look_where(name, module)
-        passing = leaf_weights(module) if plan.home == "disk" and plan.placement != "resident" else set()
+        passing = leaf_weights(module) if plan.offload_to == "disk" and plan.placement != "resident" else set()
 
         def aside(original: nn.Parameter, weight: StoredWeight) -> None:
             if id(original) in passing:
@@ -98,31 +98,31 @@ class Residency:
 
     def stream(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
         """Lets the weights of `module`, the component `name`, come and go as it works."""
-        if plan.placement == "resident" or not (self._device.separate or plan.home == "disk"):
+        if plan.placement == "resident" or not (self._device.separate or plan.offload_to == "disk"):
             return
         component = inspect_component(name, module)
-        if plan.placement == "per-unit":
-            plan = settle_streaming(component, plan)
-        inside = inside_feed_forwards(module) if plan.feed_forward else {}
+        if plan.placement == "stream":
+            plan = resolve_streaming(component, plan)
+        inside = inside_feed_forwards(module) if plan.ffn_chunk else {}
         unused = {method: parts for (whose, method), parts in self._unused.items() if whose == name}
         homes, weight_of = self._housing.homes(plan, undo), self._shelf.weight_of
-        parcels = parcels_of(module, component, plan.grain or "leaf", homes, weight_of, inside, unused)
+        parcels = weight_groups_of(module, component, plan.granularity or "layer", homes, weight_of, inside, unused)
         self._housing.settle(module)
         if plan.pinned:
             self._lock(name, parcels, undo)
-        stays = {parcel.name for parcel in parcels} if plan.placement == "per-phase" else plan.stays or ()
-        streamer = Streamer(parcels, stays, plan.ring or 0, self._device, self._recorder)
+        stays = {parcel.name for parcel in parcels} if plan.placement == "offload" else plan.resident_layers or ()
+        streamer = Streamer(parcels, stays, plan.ring_buffer or 0, self._device, self._recorder)
         streamer.hook(undo.callback)
         self._streamers[name] = streamer
         if self._device.separate:
-            rescue_blocks(find_units(module), lambda block: self.make_more_room(name, block), undo)
-        if plan.home == "disk":
+            retry_blocks_on_oom(find_units(module), lambda block: self.make_more_room(name, block), undo)
+        if plan.offload_to == "disk":
             streamer.set_aside()
             undo.callback(self._give_back, name)
         if self._device.separate:
-            self._cargo[name] = Cargo(module, self._device, self._recorder, without=streamer.owned)
+            self._cargo[name] = TensorLoader(module, self._device, self._recorder, without=streamer.owned)
         else:  # what is small is in RAM anyway, and what is large no more
-            self._count(-sum(leaf.bytes for leaf in component.leaves), undo)
+            self._count(-sum(leaf.bytes for leaf in component.layers), undo)
 
     def _count(self, size: int, undo: ExitStack) -> None:
         """`size` bytes more are on the device until `undo`."""
@@ -134,7 +134,7 @@ class Residency:
         goes_on = self._shelf.stays and name not in self._elsewhere
         self._streamers[name].give_back(self._shelf if goes_on else None)
 
-    def _lock(self, name: str, parcels: list[Parcel], undo: ExitStack) -> None:
+    def _lock(self, name: str, parcels: list[WeightGroup], undo: ExitStack) -> None:
         """Page-locks the masters, as far as the system lets us."""
         for count, parcel in enumerate(parcels):
             if not parcel.home.lock_pages():
@@ -187,14 +187,14 @@ class Residency:
 
         def come() -> None:
             if name in self._cargo:
-                self._cargo[name].bring()
+                self._cargo[name].load()
             if name in self._streamers:
                 self._streamers[name].begin(method, self._let_come if self._coming else None)
 
         after = self._agenda.next
         takes_over = after is not None and after[0] in self._streamers and not self._shared(name, after[0])
         self._coming = after if takes_over else None
-        rescued(come, lambda: self.make_more_room(name, ""))()
+        retry_on_oom(come, lambda: self.make_more_room(name, ""))()
 
     def _let_come(self, limit: int) -> None:
         """Of who works next, what fits into `limit` bytes starts to come."""
@@ -264,7 +264,7 @@ class Residency:
     def _evict(self, name: str) -> None:
         if self._streamers[name].aboard:
             self._streamers[name].clear()
-        if name in self._cargo and self._cargo[name].aboard:
+        if name in self._cargo and self._cargo[name].is_loaded:
             self._cargo[name].evict()
 
     def _take_turns(self, pair: frozenset[str]) -> None:
@@ -281,7 +281,7 @@ class Residency:
     def rest(self) -> None:
         """What is small goes, so that at the next call the modules are looked through for new weights."""
         for cargo in self._cargo.values():
-            if cargo.aboard:
+            if cargo.is_loaded:
                 cargo.evict()
 
     def clear(self) -> None:

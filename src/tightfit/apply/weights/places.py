@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tightfit.apply.weights.placement import Residency
-from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.placement import OffloadManager
+from tightfit.apply.weights.shelf import FileBackedWeights
 from tightfit.devices.seam import Device
 from tightfit.measure.joint import JointRecorder
 from tightfit.records import Plan
 
-__all__ = ["Places"]
+__all__ = ["DeviceOffloadManagers"]
 
 
-class Places:
+class DeviceOffloadManagers:
     """Where the components of a pipeline that follows `plan` are, on each of `devices` by name."""
 
     def __init__(
@@ -21,19 +21,21 @@ class Places:
         plan: Plan,
         devices: Mapping[str, Device],
         recorder: JointRecorder,
-        shelf: Shelf,
+        shelf: FileBackedWeights,
     ) -> None:
         self._plan = plan
-        self._all = {name: Residency(device, recorder.of(name), shelf) for name, device in devices.items()}
-        if plan.order:
-            passes = [(each.component, each.method) for each in plan.order for _ in range(each.runs)]
-            unused = {(each.component, each.method): each.unused for each in plan.order}
-            early = {(each.component, each.method): each.early for each in plan.order if each.early is not None}
+        self._all = {name: OffloadManager(device, recorder.of(name), shelf) for name, device in devices.items()}
+        if plan.schedule:
+            passes = [(each.component, each.method) for each in plan.schedule for _ in range(each.runs)]
+            unused = {(each.component, each.method): each.unused_blocks for each in plan.schedule}
+            early = {
+                (each.component, each.method): each.prefetch for each in plan.schedule if each.prefetch is not None
+            }
             steps = plan.request.steps if plan.request is not None else None
             for name, residency in self._all.items():
                 residency.expect(steps, [each for each in passes if plan.device_of(each[0]) == name], unused, early)
 
-    def of(self, name: str) -> Residency:
+    def of(self, name: str) -> OffloadManager:
         """That of the component `name`."""
         return self._all[self._plan.device_of(name)]
 

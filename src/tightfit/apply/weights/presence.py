@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tightfit.apply.weights.absences import Absences, Versions, versions_of
-from tightfit.apply.weights.parcels import Parcel, Table
-from tightfit.devices.lane import Arrival
+from tightfit.apply.weights.absences import LazyWeights, Versions, versions_of
+from tightfit.apply.weights.parcels import Table, WeightGroup
+from tightfit.devices.lane import CopyHandle
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.ring import Lease
 
-__all__ = ["Presence"]
+__all__ = ["LoadedGroup"]
 
 
 @dataclass(eq=False)
-class Presence:
+class LoadedGroup:
     """A parcel at one place on the device: there, or on its way, since its latest `arrival`.
 
     It is kept for the next time that the parcel comes to the same place: to make parameters takes the host 17 us.
     """
 
-    parcel: Parcel
+    parcel: WeightGroup
     region: torch.Tensor
-    arrival: Arrival = field(default_factory=Arrival)
+    arrival: CopyHandle = field(default_factory=CopyHandle)
     lease: Lease | None = None  # its place in the ring; None: it stays, or has memory of its own
     users: int = 0
     visible: bool = False  # whether modules see the weights
@@ -35,9 +35,9 @@ class Presence:
     _seen_at: list[tuple[Table, str, torch.Tensor, nn.Parameter]] | None = None  # with what is there meanwhile
     _others: bool = False  # whether others wrote some of the weights
 
-    def show(self, away: Absences, recorder: Recorder) -> None:
+    def show(self, away: LazyWeights, recorder: Recorder) -> None:
         """Modules find the weights, with what others wrote into what stood for them."""
-        if waited := self.arrival.settle():
+        if waited := self.arrival.wait_on_device():
             recorder.waited(waited)
         if self._seen_at is None or away.any_written(self.parcel):
             self._look(away, recorder)
@@ -46,7 +46,7 @@ class Presence:
             if table.get(name) is gone:  # what others put there stays
                 table[name] = weight
 
-    def _look(self, away: Absences, recorder: Recorder) -> None:
+    def _look(self, away: LazyWeights, recorder: Recorder) -> None:
         with recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
             if self._views is None:
                 self._views = self.parcel.views(self.region)
@@ -61,7 +61,7 @@ class Presence:
         self.users -= 1
         return not self.users
 
-    def hide(self, away: Absences) -> None:
+    def hide(self, away: LazyWeights) -> None:
         """Modules find what stands for the weights: what others do between two uses is done to that, and known."""
         if not self.visible:
             return

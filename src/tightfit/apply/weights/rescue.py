@@ -17,25 +17,25 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tightfit.apply.disguise import disguise
+from tightfit.apply.disguise import override_class_members
 from tightfit.apply.gates import wrap
 from tightfit.devices.cuda import release_unused
 from tightfit.devices.exhaustion import is_out_of_memory
 
-__all__ = ["rescue_blocks", "rescued"]
+__all__ = ["retry_blocks_on_oom", "retry_on_oom"]
 
 
-def rescue_blocks(blocks: dict[str, nn.Module], shed: Callable[[str], bool], undo: ExitStack) -> None:
+def retry_blocks_on_oom(blocks: dict[str, nn.Module], shed: Callable[[str], bool], undo: ExitStack) -> None:
     """Lets each of `blocks` run again as long as `shed` (given its name) says that there is more room now."""
     for name, block in blocks.items():
         give_way = functools.partial(shed, name)
         if block._compiled_call_impl is None:
-            undo.callback(disguise(block, forward=rescued(type(block).forward, give_way)))
+            undo.callback(override_class_members(block, forward=retry_on_oom(type(block).forward, give_way)))
         else:
-            wrap(block, functools.partial(rescued, shed=give_way), undo.callback)
+            wrap(block, functools.partial(retry_on_oom, shed=give_way), undo.callback)
 
 
-def rescued(method: Callable[..., Any], shed: Callable[[], bool]) -> Callable[..., Any]:
+def retry_on_oom(method: Callable[..., Any], shed: Callable[[], bool]) -> Callable[..., Any]:
     """`method`, run again each time that memory runs out, while `shed` makes room and its inputs are as they were."""
 
     @functools.wraps(method)

@@ -6,38 +6,38 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from tightfit.apply.weights.parcels import Parcel
-from tightfit.apply.weights.presence import Presence
+from tightfit.apply.weights.parcels import WeightGroup
+from tightfit.apply.weights.presence import LoadedGroup
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.parts import chunks
 from tightfit.plan.ring import ALIGNMENT, Lease, Ring
 
-__all__ = ["Rooms"]
+__all__ = ["DeviceWeightPool"]
 
 PLACES = 32  # in the ring for which a parcel's parameters are kept: pass after pass they soon are the same few
 
 
-class Rooms:
+class DeviceWeightPool:
     """Taken for a while, in few large pieces, and counted: a place for each that `stays`, and a ring."""
 
     def __init__(
-        self, parcels: Sequence[Parcel], stays: Collection[str], ring: int, device: Device, recorder: Recorder
+        self, parcels: Sequence[WeightGroup], stays: Collection[str], ring: int, device: Device, recorder: Recorder
     ) -> None:
         self._device, self._recorder = device, recorder
         self._stays = [parcel for parcel in parcels if parcel.name in stays]
         self._passing = [parcel for parcel in parcels if parcel.name not in stays]
         self._planned = self._ring_size = ring
         self._made_for = _size(self._passing)  # bytes
-        self._lent: list[Parcel] = []
+        self._lent: list[WeightGroup] = []
         self.stays = set(self._stays)  # those that have a place, or will have one
         self._forget()
 
     def _forget(self) -> None:
-        self._expected: list[list[Parcel]] = []  # what stays, by the pieces that are not taken yet
-        self._chunks: list[tuple[torch.Tensor, list[Parcel]]] = []
-        self._places: dict[Parcel, Presence] = {}
-        self._known: dict[Parcel, dict[int, Presence]] = {}  # by the offset in the ring
+        self._expected: list[list[WeightGroup]] = []  # what stays, by the pieces that are not taken yet
+        self._chunks: list[tuple[torch.Tensor, list[WeightGroup]]] = []
+        self._places: dict[WeightGroup, LoadedGroup] = {}
+        self._known: dict[WeightGroup, dict[int, LoadedGroup]] = {}  # by the offset in the ring
         self._ring: Ring | None = None
         self._ring_room = torch.empty(0, dtype=torch.uint8)
         self._counted = 0
@@ -48,7 +48,7 @@ class Rooms:
         grown = _size(self._passing) > self._made_for
         self._ring_size = self._ring_for(self._passing) if grown else self._planned
 
-    def _ring_for(self, passing: Sequence[Parcel]) -> int:
+    def _ring_for(self, passing: Sequence[WeightGroup]) -> int:
         """The bytes in which about as many of `passing` lie as was planned, the largest of them at least."""
         largest = max(-(-parcel.size // ALIGNMENT) * ALIGNMENT for parcel in passing)
         return max(self._planned * _size(passing) // self._made_for, largest)
@@ -61,7 +61,7 @@ class Rooms:
             if not self._take_chunk():
                 return
 
-    def take(self) -> list[Parcel]:
+    def take(self) -> list[WeightGroup]:
         """Takes all that is missing; returns those of `stays` for which there was no memory."""
         while self._expected and self._take_chunk():
             pass
@@ -84,7 +84,7 @@ class Rooms:
         self._chunks.append((room, chunk))
         offset = 0
         for parcel in chunk:
-            self._places[parcel] = Presence(parcel, room[offset : offset + parcel.size])
+            self._places[parcel] = LoadedGroup(parcel, room[offset : offset + parcel.size])
             offset += _aligned(parcel)
         return True
 
@@ -97,7 +97,7 @@ class Rooms:
     def extra(self, size: int) -> torch.Tensor:
         """`size` bytes that are nobody's, for a single use."""
         with self._recorder.uncounted(), torch.inference_mode(False):  # other calls, in another mode, use it too
-            return self._device.room(size)
+            return self._device.allocate(size)
 
     def _room_or_none(self, size: int) -> torch.Tensor | None:
         try:
@@ -111,11 +111,11 @@ class Rooms:
         self._counted += size
         self._recorder.hold(self, self._counted)
 
-    def place(self, parcel: Parcel) -> Presence | None:
+    def place(self, parcel: WeightGroup) -> LoadedGroup | None:
         """Where `parcel`, which stays, has its place; None while that is not taken."""
         return self._places.get(parcel)
 
-    def lease(self, parcel: Parcel) -> Presence | None:
+    def lease(self, parcel: WeightGroup) -> LoadedGroup | None:
         """A place in the ring; None while there is none."""
         lease = None if self._ring is None else self._ring.take(parcel.size)
         if lease is None:
@@ -126,7 +126,7 @@ class Rooms:
             if len(known) >= PLACES:
                 known.clear()
             region = self._ring_room[lease.offset : lease.offset + parcel.size]
-            found = known[lease.offset] = Presence(parcel, region)
+            found = known[lease.offset] = LoadedGroup(parcel, region)
         found.lease = lease
         return found
 
@@ -135,7 +135,7 @@ class Rooms:
         if self._ring is not None:
             self._ring.give_back(lease, mark)
 
-    def give_up(self, idle: Callable[[Parcel], bool]) -> list[Parcel]:
+    def give_up(self, idle: Callable[[WeightGroup], bool]) -> list[WeightGroup]:
         """Gives up the latest piece whose parcels are all `idle`; returns these: they do not stay any more."""
         for index, (room, parcels) in reversed(list(enumerate(self._chunks))):
             if all(map(idle, parcels)):
@@ -147,7 +147,7 @@ class Rooms:
                 return parcels
         return []
 
-    def lend(self, idle: Callable[[Parcel], bool]) -> list[Parcel]:
+    def lend(self, idle: Callable[[WeightGroup], bool]) -> list[WeightGroup]:
         """As `give_up`, but until `clear`."""
         lent = self.give_up(idle)
         self._lent += lent
@@ -171,9 +171,9 @@ class Rooms:
         self._recorder.hold(self, 0)
 
 
-def _size(chunk: Iterable[Parcel]) -> int:
+def _size(chunk: Iterable[WeightGroup]) -> int:
     return sum(map(_aligned, chunk))
 
 
-def _aligned(parcel: Parcel) -> int:
+def _aligned(parcel: WeightGroup) -> int:
     return -(-parcel.size // parcel.home.alignment) * parcel.home.alignment

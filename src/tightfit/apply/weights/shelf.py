@@ -12,29 +12,29 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tightfit.apply.weights.disk import Spill, Stored, read_like
+from tightfit.apply.weights.disk import FileTensor, SpillFile, read_like
 from tightfit.devices.disk import DiskReader
 
-__all__ = ["Shelf"]
+__all__ = ["FileBackedWeights"]
 
 
 class _Entry(NamedTuple):
     shape: nn.Parameter  # on "meta"
-    stored: Stored
+    stored: FileTensor
     weight: nn.Parameter  # what stands in its place once it has values, or is read as it is used
 
 
-class Shelf:
+class FileBackedWeights:
     """Of one pipeline, whatever plans it follows."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by id of the shape
         self._asked: set[int] = set()  # of these, what the pipeline's plan needs there
-        self._spills: list[Spill] = []
-        self._earlier: list[Spill] = []  # of plans before
+        self._spills: list[SpillFile] = []
+        self._earlier: list[SpillFile] = []  # of plans before
         self.stays = False  # whether what is in files is left there, because another plan follows
 
-    def put(self, shape: nn.Parameter, stored: Stored, weight: nn.Parameter | None = None) -> nn.Parameter:
+    def put(self, shape: nn.Parameter, stored: FileTensor, weight: nn.Parameter | None = None) -> nn.Parameter:
         """`shape` means what `stored` says, and becomes `weight` (None: a new parameter) when that is wanted."""
         if weight is None:
             weight = nn.Parameter(torch.empty(0, dtype=shape.dtype), shape.requires_grad)
@@ -42,12 +42,12 @@ class Shelf:
         self._asked.add(id(shape))
         return shape
 
-    def shape_of(self, weight: nn.Parameter, like: torch.Tensor, stored: Stored) -> nn.Parameter:
+    def shape_of(self, weight: nn.Parameter, like: torch.Tensor, stored: FileTensor) -> nn.Parameter:
         """What means `weight`, laid out as `like`, that has no values any more."""
         shape = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
         return self.put(nn.Parameter(shape, weight.requires_grad), stored, weight)
 
-    def where(self, shape: torch.Tensor) -> Stored | None:
+    def where(self, shape: torch.Tensor) -> FileTensor | None:
         """Which file has what `shape` means; None of what has values."""
         entry = self._entries.get(id(shape))
         if entry is None:
@@ -83,9 +83,9 @@ class Shelf:
                 for table, name, shape in waiting:
                     table[name] = self.filled(shape, reader)
 
-    def spill(self) -> Spill:
+    def spill(self) -> SpillFile:
         """A new file for weights that none has as they are used."""
-        self._spills.append(Spill())
+        self._spills.append(SpillFile())
         return self._spills[-1]
 
     def begin(self) -> None:

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 import torch
 
 from tightfit.apply.weights.page_lock import PageLock
-from tightfit.devices.lane import Arrival, Copy, Lane
+from tightfit.devices.lane import CopyHandle, CopyStream, PendingCopy
 from tightfit.devices.memory import arena
 from tightfit.devices.seam import Device
 from tightfit.plan.ring import Lease, Ring
 
-__all__ = ["Piece", "Stager", "send_pieces"]
+__all__ = ["ByteRange", "Stager", "send_pieces"]
 
 SIZE = 64 * 2**20  # bytes of the buffer, where nothing larger passes through
 
 
-class Piece(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes that are sent together, from one offset to another."""
 
     source: int
@@ -35,28 +35,30 @@ class Piece(NamedTuple):
     size: int
 
 
-def send_pieces(lane: Lane, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[Piece], after: Any) -> Copy:
+def send_pieces(
+    lane: CopyStream, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[ByteRange], after: Any
+) -> PendingCopy:
     """Sends `pieces` of `source` to `target`, as `lane` does."""
     arrivals = [lane.send(target[to : to + size], source[begin : begin + size], after) for begin, to, size in pieces]
     return arrivals[0] if len(arrivals) == 1 else _Several(arrivals)
 
 
-class _Several(Copy):
+class _Several(PendingCopy):
     """Copies that are waited for together."""
 
-    def __init__(self, arrivals: Sequence[Copy]) -> None:
+    def __init__(self, arrivals: Sequence[PendingCopy]) -> None:
         self._arrivals = arrivals
 
-    def settle(self) -> float:
-        return sum(arrival.settle() for arrival in self._arrivals)
+    def wait_on_device(self) -> float:
+        return sum(arrival.wait_on_device() for arrival in self._arrivals)
 
-    def land(self) -> None:
+    def synchronize(self) -> None:
         for arrival in self._arrivals:
-            arrival.land()
+            arrival.synchronize()
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         for arrival in self._arrivals:
-            arrival.abandon()
+            arrival.cancel()
 
 
 class Stager:
@@ -69,18 +71,18 @@ class Stager:
 
     def send(
         self,
-        lane: Lane,
+        lane: CopyStream,
         target: torch.Tensor,
         after: Any,
         fill: Callable[[torch.Tensor], None],
-        pieces: Sequence[Piece] = (),
+        pieces: Sequence[ByteRange] = (),
         size: int | None = None,
-    ) -> Arrival:
+    ) -> CopyHandle:
         """Sends to `target` (uint8, on the device), as `lane` does, what `fill` puts into a tensor of that size.
 
         Or into one of `size` bytes, of which `pieces` are sent.
         """
-        whole = pieces or [Piece(0, 0, target.nbytes)]
+        whole = pieces or [ByteRange(0, 0, target.nbytes)]
         size = target.nbytes if size is None else size
         return _Staged(self._thread.submit(self._buffer.send, lane, target, after, fill, whole, size))
 
@@ -97,17 +99,17 @@ class _Buffer:
         self._device = device
         self._ring, self._memory = Ring(0), torch.empty(0, dtype=torch.uint8)
         self._lock: PageLock | None = None
-        self._under_way: deque[tuple[Lease, Copy]] = deque()
+        self._under_way: deque[tuple[Lease, PendingCopy]] = deque()
 
     def send(
         self,
-        lane: Lane,
+        lane: CopyStream,
         target: torch.Tensor,
         after: Any,
         fill: Callable[[torch.Tensor], None],
-        pieces: Sequence[Piece],
+        pieces: Sequence[ByteRange],
         size: int,
-    ) -> Copy:
+    ) -> PendingCopy:
         with torch.inference_mode():  # it writes bytes, whatever mode their tensors were made in
             lease = self._lease(size)
             part = self._memory[lease.offset : lease.offset + size]
@@ -130,7 +132,7 @@ class _Buffer:
 
     def _await_one(self) -> None:
         lease, arrival = self._under_way.popleft()
-        arrival.land()
+        arrival.synchronize()
         self._ring.give_back(lease)
 
     def _grow(self, size: int) -> None:
@@ -148,20 +150,20 @@ class _Buffer:
         self._ring, self._memory, self._lock = Ring(0), torch.empty(0, dtype=torch.uint8), None
 
 
-class _Staged(Arrival):
+class _Staged(CopyHandle):
     """A copy that a thread will give to the card."""
 
-    def __init__(self, given: Future[Copy]) -> None:
+    def __init__(self, given: Future[PendingCopy]) -> None:
         self._given = given
 
-    def settle(self) -> float:
+    def wait_on_device(self) -> float:
         start = time.perf_counter()
         arrival = self._given.result()
-        return time.perf_counter() - start + arrival.settle()
+        return time.perf_counter() - start + arrival.wait_on_device()
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         if self._given.cancel():
             return
         wait([self._given])
         if self._given.exception() is None:
-            self._given.result().abandon()
+            self._given.result().cancel()

@@ -15,7 +15,7 @@ from tightfit.apply.weights.disk import read_like
 from tightfit.apply.weights.eight_bits import Entry, StoredWeight, storable
 from tightfit.apply.weights.fp8 import Float8Weight
 from tightfit.apply.weights.homes import HOST, plain_parts, rebuilt
-from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.shelf import FileBackedWeights
 from tightfit.devices.depot import is_dense
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.memory import own_room
@@ -50,7 +50,7 @@ def check_kinds(components: Mapping[str, nn.Module], plan: Plan, device_of: Call
     """
     for name, module in components.items():
         chosen, device = plan.components.get(name, ComponentPlan()), device_of(name)
-        host_is_home = not device.separate and chosen.home != "disk"
+        host_is_home = not device.separate and chosen.offload_to != "disk"
         stays = (chosen.placement == "resident" or host_is_home) and not device.swaps_parameters
         for path, weight in module.named_parameters():
             kind = type(weight)
@@ -69,7 +69,7 @@ def storable_in(module: nn.Module, plan: ComponentPlan) -> list[Entry]:
     """What `plan` stores in eight bits: matrices and kernels; as int8 the matrices of linear layers only."""
     if plan.storage == "as-loaded":
         return []
-    return list(storable(module, plan.skip, nn.Linear if plan.storage == "int8" else nn.Module))
+    return list(storable(module, plan.skip_patterns, nn.Linear if plan.storage == "int8" else nn.Module))
 
 
 def left_in_files(network: nn.Module, chosen: ComponentPlan, *, separate: bool) -> set[int]:
@@ -80,7 +80,7 @@ def left_in_files(network: nn.Module, chosen: ComponentPlan, *, separate: bool) 
     weights = {id(weight) for _, _, weight in storable_in(network, chosen)}
     if chosen.placement == "resident":
         return set() if separate else weights
-    if chosen.home == "disk" and chosen.compute_dtype is None:  # else all that is not stored is converted
+    if chosen.offload_to == "disk" and chosen.compute_dtype is None:  # else all that is not stored is converted
         weights |= leaf_weights(network)
     return {id(weight) for weight in network.parameters() if weight.is_meta}.intersection(weights)
 
@@ -88,7 +88,7 @@ def left_in_files(network: nn.Module, chosen: ComponentPlan, *, separate: bool) 
 def store_weights(
     module: nn.Module,
     plan: ComponentPlan,
-    shelf: Shelf,
+    shelf: FileBackedWeights,
     *,
     originals_in_ram: bool,
     aside: Callable[[nn.Parameter, StoredWeight], None] = lambda original, weight: None,
@@ -158,7 +158,9 @@ def _put_back_on_failure(weights: Mapping[int, nn.Parameter], places: Mapping[in
         raise
 
 
-def _set_aside(originals: Mapping[int, nn.Parameter], shelf: Shelf, *, in_ram: bool) -> dict[int, nn.Parameter]:
+def _set_aside(
+    originals: Mapping[int, nn.Parameter], shelf: FileBackedWeights, *, in_ram: bool
+) -> dict[int, nn.Parameter]:
     """What stands for `originals`, by key, while others are in their places: themselves, or shapes on the `shelf`."""
     file, kept = None, dict(originals)
     for key, original in originals.items():

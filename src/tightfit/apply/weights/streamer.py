@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 from tightfit.apply.gates import watch
-from tightfit.apply.weights.absences import Absences
-from tightfit.apply.weights.fetcher import Fetcher
+from tightfit.apply.weights.absences import LazyWeights
+from tightfit.apply.weights.fetcher import OnDemandLoader
 from tightfit.apply.weights.homes import forget_casts
-from tightfit.apply.weights.parcels import Parcel, behind_gates, expected_in
-from tightfit.apply.weights.presence import Presence
-from tightfit.apply.weights.rooms import Rooms
-from tightfit.apply.weights.shelf import Shelf
+from tightfit.apply.weights.parcels import WeightGroup, behind_gates, expected_in
+from tightfit.apply.weights.presence import LoadedGroup
+from tightfit.apply.weights.rooms import DeviceWeightPool
+from tightfit.apply.weights.shelf import FileBackedWeights
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
-from tightfit.plan.order import Order
+from tightfit.plan.order import PrefetchOrder
 
 __all__ = ["Streamer"]
 
@@ -33,22 +33,22 @@ class Streamer:
     """Brings `parcels`, those in `stays` once, and the others through a ring of `ring` bytes."""
 
     def __init__(
-        self, parcels: Sequence[Parcel], stays: Collection[str], ring: int, device: Device, recorder: Recorder
+        self, parcels: Sequence[WeightGroup], stays: Collection[str], ring: int, device: Device, recorder: Recorder
     ) -> None:
         self._parcels = list(parcels)
         self._device, self._recorder = device, recorder
         self.aboard = False  # whether it has memory on the device
         self._complete = False  # whether it has all that it will take
         self._make_way: Callable[[int], None] | None = None  # told in the last pass how many bytes were given up
-        self._lane = device.lane()
-        self._orders: dict[str, Order[Parcel]] = {}
-        self._order: Order[Parcel] = Order(self._parcels)
-        self._away = Absences(parcels, device, recorder, self.fetch)
+        self._lane = device.copy_stream()
+        self._orders: dict[str, PrefetchOrder[WeightGroup]] = {}
+        self._order: PrefetchOrder[WeightGroup] = PrefetchOrder(self._parcels)
+        self._away = LazyWeights(parcels, device, recorder, self.fetch)
         self._behind = behind_gates(self._parcels)
         self._entered: Counter[nn.Module] = Counter()  # gates in whose forward passes parcels are in use, and how often
-        self._here: dict[Parcel, Presence] = {}
-        self._rooms = Rooms(parcels, stays, ring, device, recorder)
-        self._fetcher = Fetcher(self._rooms, self._lane, recorder)
+        self._here: dict[WeightGroup, LoadedGroup] = {}
+        self._rooms = DeviceWeightPool(parcels, stays, ring, device, recorder)
+        self._fetcher = OnDemandLoader(self._rooms, self._lane, recorder)
         self._began: Any = None  # marks when memory was taken
 
     def owned(self) -> Iterator[torch.Tensor]:
@@ -100,7 +100,7 @@ class Streamer:
     def _choose_order(self, method: str) -> None:
         order = self._orders.get(method)
         if order is None:
-            order = self._orders[method] = Order(list(expected_in(method, self._parcels)))
+            order = self._orders[method] = PrefetchOrder(list(expected_in(method, self._parcels)))
         if order is not self._order:
             self._order = order
             order.rewind()
@@ -128,7 +128,7 @@ class Streamer:
             self._need_all(parcels)
         self._entered[gate] += 1
 
-    def _need_all(self, parcels: Sequence[Parcel]) -> None:
+    def _need_all(self, parcels: Sequence[WeightGroup]) -> None:
         used = []
         try:
             for parcel in parcels:
@@ -146,7 +146,7 @@ class Streamer:
             for parcel in self._behind[gate]:
                 self._done(parcel)
 
-    def _need(self, parcel: Parcel) -> None:
+    def _need(self, parcel: WeightGroup) -> None:
         """`parcel` is used from now on, until it is `_done`."""
         if not self._complete:
             self.begin()
@@ -166,7 +166,7 @@ class Streamer:
                 raise
         here.users += 1
 
-    def _done(self, parcel: Parcel) -> None:
+    def _done(self, parcel: WeightGroup) -> None:
         here = self._here.get(parcel)
         if here is None or not here.let_go():
             return
@@ -188,7 +188,7 @@ class Streamer:
         """Where masters have no values, modules find what fetches them, from now on."""
         self._away.set_aside()
 
-    def give_back(self, shelf: Shelf | None = None) -> None:
+    def give_back(self, shelf: FileBackedWeights | None = None) -> None:
         """The masters have their own values again, or are on a `shelf`, and what was written in the meantime."""
         self._away.give_back(shelf)
 
@@ -196,7 +196,7 @@ class Streamer:
         """Everything goes, and modules find the masters again; whatever state an interruption left."""
         for parcel in self._parcels:
             if (here := self._here.get(parcel)) is not None:
-                here.arrival.abandon()
+                here.arrival.cancel()
                 here.hide(self._away)
             self._away.keep(parcel)
             if parcel.home.writable:
@@ -215,7 +215,7 @@ class Streamer:
     def _send_ahead(self) -> None:
         self._order.look_ahead(self._send_if_room)
 
-    def _send_if_room(self, parcel: Parcel) -> bool:
+    def _send_if_room(self, parcel: WeightGroup) -> bool:
         if parcel in self._here:
             return True
         stays = parcel in self._rooms.stays
@@ -226,16 +226,16 @@ class Streamer:
         self._send(place, self._began if after is None else after)
         return True
 
-    def _send_now(self, parcel: Parcel) -> None:
+    def _send_now(self, parcel: WeightGroup) -> None:
         """What was not foreseen: others that only wait make room for it."""
         self._recorder.unforeseen(learning=not self._order.known)
         if self._send_if_room(parcel):
             return
         self._drop(lambda other: other is not parcel)
         if not self._send_if_room(parcel):  # several at once, more than the ring was made for
-            self._send(Presence(parcel, self._rooms.extra(parcel.size)), self._lane.mark())
+            self._send(LoadedGroup(parcel, self._rooms.extra(parcel.size)), self._lane.mark())
 
-    def _send(self, here: Presence, after: Any) -> None:
+    def _send(self, here: LoadedGroup, after: Any) -> None:
         parcel = here.parcel
         if parcel not in self._rooms.stays:
             self._device.send_layer()
@@ -245,10 +245,10 @@ class Streamer:
         here.users = 0
         self._here[parcel] = here
 
-    def fetch(self, parcel: Parcel, index: int) -> torch.Tensor:
+    def fetch(self, parcel: WeightGroup, index: int) -> torch.Tensor:
         """One weight that code looks at while nobody has said that it is needed."""
         if (here := self._here.get(parcel)) is not None:
-            self._recorder.waited(here.arrival.settle())
+            self._recorder.waited(here.arrival.wait_on_device())
             return here.copy_of(index)
         return self._fetcher.fetch(parcel, index)
 
@@ -294,24 +294,24 @@ class Streamer:
             self._order.spoil()
         return sum(parcel.size for parcel in left)
 
-    def _idle(self, parcel: Parcel) -> bool:
+    def _idle(self, parcel: WeightGroup) -> bool:
         return parcel not in self._here or not self._here[parcel].users
 
-    def _leave(self, parcels: Iterable[Parcel]) -> None:
+    def _leave(self, parcels: Iterable[WeightGroup]) -> None:
         """What is on the device of `parcels` goes, needed or not."""
         for parcel in parcels:
             if parcel in self._here:
-                self._here[parcel].arrival.abandon()
+                self._here[parcel].arrival.cancel()
                 self._release(parcel)
 
-    def _release(self, parcel: Parcel) -> None:
+    def _release(self, parcel: WeightGroup) -> None:
         here = self._here.pop(parcel)
         here.hide(self._away)
         forget_casts()
         if here.lease is not None:
             self._rooms.give_back(here.lease, self._lane.mark())
 
-    def _drop(self, which: Callable[[Parcel], bool]) -> None:
+    def _drop(self, which: Callable[[WeightGroup], bool]) -> None:
         """Gives up what was sent ahead into the ring and nobody uses, where `which` says so."""
         idle = [p for p in self._here if self._idle(p) and p not in self._rooms.stays and which(p)]
         self._leave(idle)

@@ -27,22 +27,22 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.activations.bundle import part_of, write_bundle
-from tightfit.apply.activations.strips.capture import NotTakenApart
-from tightfit.apply.activations.strips.course import Course, find_course
+from tightfit.apply.activations.strips.capture import UnsupportedGraph
+from tightfit.apply.activations.strips.course import StripPlan, find_strip_plan
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.written import (
     check_program,
-    read_course,
-    read_program,
-    written_course,
-    written_program,
+    program_from_json,
+    program_to_json,
+    strip_plan_from_json,
+    strip_plan_to_json,
 )
-from tightfit.decisions import Maps
+from tightfit.decisions import FeatureMaps
 from tightfit.errors import ModelError
 from tightfit.files import cache_folder, code_mark, mark_of_modules
-from tightfit.measure.shadow import mark_of
+from tightfit.measure.shadow import fingerprint
 
-__all__ = ["SHIPPED", "kept_course", "kept_program", "mark_of_call", "mark_of_makers"]
+__all__ = ["SHIPPED", "kept_program", "kept_strip_plan", "mark_of_call", "mark_of_makers"]
 
 MOST_BYTES = 2**26  # of all files in a folder; a picture's program has some ten thousand
 _PROGRAM, _CONSTANTS, _COURSE = "program.json", "constants.safetensors", "course.json"
@@ -73,7 +73,7 @@ def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequen
     `double` is the network without weights, `arguments` are those of `method` in the nest that `form` describes. Of
     tensors among them shapes and dtypes count, of tables that are part of the network their values.
     """
-    network = mark_of(double)
+    network = fingerprint(double)
     given = list(map(_described, arguments))
     if not network or None in given:
         return ""
@@ -110,33 +110,33 @@ def kept_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], m
         if isinstance(kept, Program):
             return kept
         if kept is not None:
-            raise NotTakenApart(kept)
+            raise UnsupportedGraph(kept)
     try:
         program = make()
-    except NotTakenApart as reason:
+    except UnsupportedGraph as reason:
         if own is not None and not _is_passing(reason):
             _write(own / name, {"mark": mark, "reason": str(reason)}, {})
         raise
     if own is not None:
         with contextlib.suppress(ModelError):  # it does what no file can say
-            _write(own / name, {"mark": mark, **written_program(program)}, program.constants)
+            _write(own / name, {"mark": mark, **program_to_json(program)}, program.constants)
     return program
 
 
-def kept_course(mark: str, program: Program, working: int, maps: Maps, *, moves: bool = False) -> Course:
+def kept_strip_plan(mark: str, program: Program, working: int, maps: FeatureMaps, *, moves: bool = False) -> StripPlan:
     """The course of `program`, which is kept under `mark`; as soon as it is found, it is kept too.
 
     One that is found here keeps its `moves`, if these are wanted.
     """
     folder = _folder("courses")
     if not mark or folder is None:
-        return find_course(program, working, maps, moves=moves)
+        return find_strip_plan(program, working, maps, moves=moves)
     mark = f"{mark}-{code_mark():.16}-{working}-{maps}"
     file = folder / f"{mark}.zip"
     with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # whatever is wrong with it
-        return read_course(_words(file, bundle, _COURSE, mark), program)
-    course = find_course(program, working, maps, moves=moves)
-    _write_parts(file, {_COURSE: json.dumps({"mark": mark, **written_course(course)})})
+        return strip_plan_from_json(_words(file, bundle, _COURSE, mark), program)
+    course = find_strip_plan(program, working, maps, moves=moves)
+    _write_parts(file, {_COURSE: json.dumps({"mark": mark, **strip_plan_to_json(course)})})
     return course
 
 
@@ -147,7 +147,7 @@ def _folder(name: str) -> Path | None:
     return None
 
 
-def _is_passing(reason: NotTakenApart) -> bool:
+def _is_passing(reason: UnsupportedGraph) -> bool:
     """Whether it may be none the next time."""
     cause = reason.__cause__ and reason.__cause__.__cause__
     return isinstance(cause, MemoryError | OSError | RecursionError)
@@ -159,7 +159,7 @@ def _read(file: Path, mark: str, double: nn.Module, inputs: Sequence[torch.Tenso
         written = _words(file, bundle, _PROGRAM, mark)
         if "reason" in written:
             return str(written["reason"])
-        program = read_program(written, load(part_of(bundle, _CONSTANTS)))
+        program = program_from_json(written, load(part_of(bundle, _CONSTANTS)))
         check_program(program, _weights(double), inputs)
         return program
     return None

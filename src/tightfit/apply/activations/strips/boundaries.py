@@ -8,27 +8,27 @@ from typing import NamedTuple
 
 from tightfit.apply.activations.strips.rows import Span
 
-__all__ = ["Kept", "Peak"]
+__all__ = ["BoundaryState", "StripPeak"]
 
 
-class Peak(NamedTuple):
+class StripPeak(NamedTuple):
     """Bytes of maps at most, inputs aside: on the device, and in host memory. What has no rows is small beside them."""
 
     device: int
     host: int
 
-    def higher(self, other: Peak) -> Peak:
+    def higher(self, other: StripPeak) -> StripPeak:
         """The higher of the two, on the device and in host memory."""
-        return Peak(max(self.device, other.device), max(self.host, other.host))
+        return StripPeak(max(self.device, other.device), max(self.host, other.host))
 
 
-class Kept(NamedTuple):
+class BoundaryState(NamedTuple):
     """What stages keep for each other: bytes, and which strips the maps on the device lie in (None: not known).
 
     Beside those bytes, how many of each node are still on their way to host memory, or already on their way back.
     """
 
-    bytes: Peak
+    bytes: StripPeak
     strips: Mapping[int, Sequence[Span]] | None
     leaving: Mapping[int, int] = MappingProxyType({})
     coming: Mapping[int, int] = MappingProxyType({})

@@ -24,7 +24,7 @@ from tightfit.apply.activations.exporting import NotExported, export
 from tightfit.apply.activations.strips.program import Node, Program, Ref, replace_refs
 from tightfit.apply.activations.strips.steady import Unsteady, continued, operations_in, operations_of, short_lengths
 
-__all__ = ["NotTakenApart", "capture"]
+__all__ = ["UnsupportedGraph", "capture"]
 
 # what changes nothing here: dropout is off, and nothing is written into what these copy
 _SAME = {
@@ -37,7 +37,7 @@ MOST_OPERATIONS = 20_000  # a few milliseconds each, to export
 _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._check")
 
 
-class NotTakenApart(Exception):
+class UnsupportedGraph(Exception):
     """A method that cannot be run in strips, and why."""
 
 
@@ -60,7 +60,9 @@ def _check_length(work: _Entry, inputs: Sequence[torch.Tensor]) -> None:
     with contextlib.suppress(NotExported):  # exporting says why
         count = len(operations_of(lambda: work(*inputs)))
         if count > MOST_OPERATIONS:
-            raise NotTakenApart(f"it does {count} operations, and to export more than {MOST_OPERATIONS} takes too long")
+            raise UnsupportedGraph(
+                f"it does {count} operations, and to export more than {MOST_OPERATIONS} takes too long"
+            )
 
 
 def _at_two_heights(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program:
@@ -79,7 +81,7 @@ def _at_two_heights(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program:
     close = math.gcd(rows, MOST_GRANULE)
     heights = [2 * rows, rows + close] + ([rows - close] if rows > close else [])
     for height in heights[:-1]:
-        with contextlib.suppress(NotTakenApart):
+        with contextlib.suppress(UnsupportedGraph):
             return compared(height)
     return compared(heights[-1])
 
@@ -126,7 +128,7 @@ def _export(work: _Entry, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
     try:
         return export(work, inputs, {}, functional=True)
     except NotExported as error:
-        raise NotTakenApart(f"torch.export: {error}") from error
+        raise UnsupportedGraph(f"torch.export: {error}") from error
 
 
 def _nodes(exported: ExportedProgram) -> Program:
@@ -142,7 +144,7 @@ def _nodes(exported: ExportedProgram) -> Program:
         if isinstance(value, list | tuple):
             return [ours(item) for item in value]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise NotTakenApart(f"a size that depends on values: {value}")
+            raise UnsupportedGraph(f"a size that depends on values: {value}")
         return value
 
     constants: dict[str, torch.Tensor] = {}
@@ -161,7 +163,7 @@ def _nodes(exported: ExportedProgram) -> Program:
                 constants[str(spec.target)] = exported.constants[str(spec.target)]
                 nodes.append(_leaf(node, "constant", str(spec.target)))
             else:
-                raise NotTakenApart(f"torch.export: an input of kind {spec.kind.name}")
+                raise UnsupportedGraph(f"torch.export: an input of kind {spec.kind.name}")
             place[node] = len(nodes) - 1
         elif str(node.target).startswith(_CHECKS):
             continue
@@ -183,7 +185,7 @@ def _operation(node: fx.Node, ours: Callable[[Any], Any]) -> Node:
         maker, output = node.args
         target, args, kwargs = maker.target, maker.args, maker.kwargs
     if not isinstance(target, torch._ops.OpOverload):
-        raise NotTakenApart(f"torch.export: {target} is none of torch's operators")
+        raise UnsupportedGraph(f"torch.export: {target} is none of torch's operators")
     value = node.meta["val"]
     several = not isinstance(value, torch.Tensor)  # whose outputs are taken one by one, by getitem
     shape, dtype = ((), torch.uint8) if several else (tuple(value.shape), value.dtype)
@@ -201,14 +203,14 @@ def _taller(x: torch.Tensor, rows: int, taller: int) -> torch.Tensor:
 def _with_axes(nodes: Sequence[Node], others: Sequence[Node]) -> tuple[Node, ...]:
     """`nodes` with what their counterparts for another height tell about their axes."""
     if len(nodes) != len(others):
-        raise NotTakenApart(f"it does {len(nodes)} things at one height and {len(others)} at another")
+        raise UnsupportedGraph(f"it does {len(nodes)} things at one height and {len(others)} at another")
     return tuple(_compared(one, other) for one, other in zip(nodes, others, strict=True))
 
 
 def _compared(one: Node, other: Node) -> Node:
     """`one` with what its counterpart for another height tells about its axis."""
     if one.op != other.op or one.sources != other.sources or len(one.shape) != len(other.shape):
-        raise NotTakenApart(f"{one.op} at one height is {other.op} at another")
+        raise UnsupportedGraph(f"{one.op} at one height is {other.op} at another")
     differs = [axis for axis, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
     varying = (one.args, one.kwargs) != (other.args, other.kwargs)
     return replace(one, axis=differs[0] if differs else None, varying=varying)

@@ -8,15 +8,15 @@ from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tightfit.apply.activations.strips.boundaries import Kept, Peak
+from tightfit.apply.activations.strips.boundaries import BoundaryState, StripPeak
 from tightfit.apply.activations.strips.peaks import peak_of, taken
 from tightfit.apply.activations.strips.program import Program
-from tightfit.apply.activations.strips.schedule import Step, make_schedule
-from tightfit.apply.activations.strips.stages import Graph, Stage, find_stages
-from tightfit.decisions import Maps
-from tightfit.pretend.history import least_capacity, steps_of
+from tightfit.apply.activations.strips.schedule import ScheduleStep, make_schedule
+from tightfit.apply.activations.strips.stages import Stage, StageGraph, find_stages
+from tightfit.decisions import FeatureMaps
+from tightfit.pretend.history import allocator_events_of, least_capacity
 
-__all__ = ["Course", "Pass", "find_course", "passes_of", "peak_of_passes"]
+__all__ = ["PlannedStage", "StripPlan", "find_strip_plan", "peak_of_stages", "planned_stages_of"]
 
 FIRST = 5  # strips that tell what the others will take
 PRICES = (math.inf, *(10 ** (-step / 4) for step in range(4, 25)), 0.0)  # bytes kept, for an operation not done again
@@ -25,22 +25,22 @@ ROUGH = 0.01  # by how much more an allocator may be said to need than it does
 WORTH = 0.98  # of the peak: more strips have to come below it, or they are not worth their overhead
 
 
-class Pass(NamedTuple):
+class PlannedStage(NamedTuple):
     """A stage in strips; `ahead`, what it stores is sent and what comes next is fetched while others are computed."""
 
     stage: Stage
-    strips: Sequence[Sequence[Step]]
+    strips: Sequence[Sequence[ScheduleStep]]
     ahead: bool
 
 
 @dataclass(frozen=True)
-class Course:
+class StripPlan:
     """Everything that is decided about a run of a program."""
 
-    graph: Graph
+    graph: StageGraph
     in_host: frozenset[int]  # what is kept in host memory
-    passes: tuple[Pass, ...]
-    peak: Peak  # bytes beside weights and inputs, and what kernels hold for themselves
+    passes: tuple[PlannedStage, ...]
+    peak: StripPeak  # bytes beside weights and inputs, and what kernels hold for themselves
     moves: Sequence[int] | None = field(default=None, compare=False, repr=False)  # of `peak_of_passes`, if kept
 
     def room(self, *, expandable: bool = True) -> int:
@@ -52,19 +52,19 @@ class Course:
         moves = self.moves
         if moves is None:
             moves = array("q")
-            peak_of_passes(self.graph, self.in_host, self.passes, moves)
-        return least_capacity(list(steps_of(moves)), expandable=expandable, within=ROUGH)
+            peak_of_stages(self.graph, self.in_host, self.passes, moves)
+        return least_capacity(list(allocator_events_of(moves)), expandable=expandable, within=ROUGH)
 
     @property
     def most_strips(self) -> int:
         return max(len(strips) for _, strips, _ in self.passes)
 
 
-def find_course(program: Program, working: int, maps: Maps, *, moves: bool = False) -> Course:
+def find_strip_plan(program: Program, working: int, maps: FeatureMaps, *, moves: bool = False) -> StripPlan:
     """How to run `program` with at most `working` bytes for strips, beside what is kept between stages.
 
     Where even the smallest strips take more, they are as small as helps. What is kept waits on the device, or in host
-    memory; "again" keeps at most `working` bytes, where that can be, and computes the rest again. Stages can be formed
+    memory; "recompute" keeps at most `working` bytes, where that can be, and computes the rest again. Stages can be formed
     as early as can be, or as the program does things, whichever costs less. With `moves` it keeps what is taken and
     given back.
     """
@@ -72,30 +72,30 @@ def find_course(program: Program, working: int, maps: Maps, *, moves: bool = Fal
     return min(drafts, key=lambda draft: draft.cost(working)).course(moves=moves)
 
 
-def _graphs_of(program: Program) -> list[Graph]:
+def _graphs_of(program: Program) -> list[StageGraph]:
     """One for each order in which stages can be formed, where these are not the same."""
     if "graphs" not in program.derived:
-        early, in_order = Graph(program), Graph(program, in_order=True)
+        early, in_order = StageGraph(program), StageGraph(program, in_order=True)
         program.derived["graphs"] = [early] if early.level == in_order.level else [early, in_order]
-    graphs: list[Graph] = program.derived["graphs"]
+    graphs: list[StageGraph] = program.derived["graphs"]
     return graphs
 
 
-def passes_of(graph: Graph, planned: Iterable[tuple[Stage, int, bool]]) -> tuple[Pass, ...]:
+def planned_stages_of(graph: StageGraph, planned: Iterable[tuple[Stage, int, bool]]) -> tuple[PlannedStage, ...]:
     """Stages, each in so many strips."""
-    return tuple(Pass(stage, make_schedule(graph, stage, count), ahead) for stage, count, ahead in planned)
+    return tuple(PlannedStage(stage, make_schedule(graph, stage, count), ahead) for stage, count, ahead in planned)
 
 
 @dataclass(frozen=True)
 class _Draft:
     """Stages, in how many strips and whether ahead each is done, with the likely peak."""
 
-    graph: Graph
+    graph: StageGraph
     in_host: frozenset[int]
     stages: list[tuple[Stage, int, bool]]
-    peak: Peak
+    peak: StripPeak
 
-    def cost(self, working: int) -> tuple[int, int, int, Peak]:
+    def cost(self, working: int) -> tuple[int, int, int, StripPeak]:
         """The less the better, the first of these first.
 
         How many operations of arithmetic it takes, about; by how many tenths its peak is above `working` bytes; the
@@ -112,16 +112,19 @@ class _Draft:
         ways = [sum(nodes[i].bytes for i in self.in_host.intersection(way)) for way in (stage.reads, stage.stores)]
         return max(ways) if ahead else sum(ways)
 
-    def course(self, *, moves: bool) -> Course:
-        passes, told = passes_of(self.graph, self.stages), array("q") if moves else None
-        return Course(self.graph, self.in_host, passes, peak_of_passes(self.graph, self.in_host, passes, told), told)
+    def course(self, *, moves: bool) -> StripPlan:
+        passes, told = planned_stages_of(self.graph, self.stages), array("q") if moves else None
+        return StripPlan(self.graph, self.in_host, passes, peak_of_stages(self.graph, self.in_host, passes, told), told)
 
 
-def peak_of_passes(
-    graph: Graph, in_host: frozenset[int], passes: Sequence[Pass], moves: MutableSequence[int] | None = None
-) -> Peak:
+def peak_of_stages(
+    graph: StageGraph,
+    in_host: frozenset[int],
+    passes: Sequence[PlannedStage],
+    moves: MutableSequence[int] | None = None,
+) -> StripPeak:
     """The peak of a whole run; what is taken and given back on the device goes to `moves`."""
-    kept, most = Kept(Peak(0, 0), {}), Peak(0, 0)
+    kept, most = BoundaryState(StripPeak(0, 0), {}), StripPeak(0, 0)
     following = [taken(stage, strips[0]) for stage, strips, _ in passes[1:]]
     for (stage, strips, ahead), first in zip(passes, [*following, {}], strict=True):
         peak, kept = peak_of(graph, stage, strips, in_host, kept, first, ahead=ahead, moves=moves)
@@ -129,11 +132,11 @@ def peak_of_passes(
     return most
 
 
-def _draft(graph: Graph, working: int, maps: Maps) -> _Draft:
-    stages = _stages_within(graph, working) if maps == "again" else graph.stages
+def _draft(graph: StageGraph, working: int, maps: FeatureMaps) -> _Draft:
+    stages = _stages_within(graph, working) if maps == "recompute" else graph.stages
     movable = {index for stage in stages for index in stage.stores if not graph.needed_whole(index)}
     in_host = frozenset(movable if maps == "host" else ())
-    chosen, kept, most = [], Kept(Peak(0, 0), None), Peak(0, 0)
+    chosen, kept, most = [], BoundaryState(StripPeak(0, 0), None), StripPeak(0, 0)
     for stage in stages:
         for ahead in (True, False) if in_host.intersection((*stage.reads, *stage.stores)) else (False,):
             count, peak, after = _count(graph, stage, in_host, kept, working, ahead=ahead)
@@ -144,7 +147,7 @@ def _draft(graph: Graph, working: int, maps: Maps) -> _Draft:
     return _Draft(graph, in_host, chosen, most)
 
 
-def _stages_within(graph: Graph, most: int) -> list[Stage]:
+def _stages_within(graph: StageGraph, most: int) -> list[Stage]:
     """Stages that keep at most `most` bytes between them, and do as little as can be again for it."""
     for price in PRICES:
         stages = find_stages(graph, price)
@@ -153,7 +156,7 @@ def _stages_within(graph: Graph, most: int) -> list[Stage]:
     return stages
 
 
-def _most_kept(graph: Graph, stages: Sequence[Stage]) -> int:
+def _most_kept(graph: StageGraph, stages: Sequence[Stage]) -> int:
     kept = most = 0
     for stage in stages:
         kept += sum(graph.program.nodes[index].bytes for index in stage.stores)
@@ -163,8 +166,8 @@ def _most_kept(graph: Graph, stages: Sequence[Stage]) -> int:
 
 
 def _count(
-    graph: Graph, stage: Stage, in_host: frozenset[int], kept: Kept, working: int, *, ahead: bool
-) -> tuple[int, Peak, Kept]:
+    graph: StageGraph, stage: Stage, in_host: frozenset[int], kept: BoundaryState, working: int, *, ahead: bool
+) -> tuple[int, StripPeak, BoundaryState]:
     """In how few strips `stage` keeps within `working`; the likely peak, and what is kept after it."""
     rows = max((graph.program.nodes[index].rows for index in (*stage.strips, *stage.reads)), default=1)
     found, after = peak_of(graph, stage, make_schedule(graph, stage, 1), in_host, kept, ahead=ahead)
@@ -185,12 +188,19 @@ def _count(
 
 
 def _likely_peak(
-    graph: Graph, stage: Stage, count: int, in_host: frozenset[int], kept: Kept, after: Kept, *, ahead: bool
-) -> Peak:
+    graph: StageGraph,
+    stage: Stage,
+    count: int,
+    in_host: frozenset[int],
+    kept: BoundaryState,
+    after: BoundaryState,
+    *,
+    ahead: bool,
+) -> StripPeak:
     """The peak of `count` strips, by the first of them: from then on, what is made stands for what is given up."""
     strips = make_schedule(graph, stage, count, FIRST + 1)[:FIRST]
     peak, _ = peak_of(graph, stage, strips, in_host, kept, ahead=ahead)
     outputs = sum(graph.program.nodes[index].bytes for index in stage.outputs)  # there from the start
     (device, host), (least, least_host) = after.bytes, kept.bytes
     grown = max(0, device - least - outputs), max(0, host - least_host)
-    return Peak(peak.device + grown[0], peak.host + grown[1])
+    return StripPeak(peak.device + grown[0], peak.host + grown[1])

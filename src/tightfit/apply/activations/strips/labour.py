@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 
 import torch
 
-from tightfit.apply.activations.strips.course import Course
+from tightfit.apply.activations.strips.course import StripPlan
 from tightfit.apply.activations.strips.layouts import (
     DeviceLayouts,
     GivenLayout,
@@ -20,38 +20,38 @@ from tightfit.apply.activations.strips.layouts import (
     joining,
 )
 from tightfit.apply.activations.strips.program import Node
-from tightfit.apply.activations.strips.rows import Piece, Span, caller
-from tightfit.apply.activations.strips.schedule import Step
-from tightfit.apply.activations.strips.stages import Argument, Stage
+from tightfit.apply.activations.strips.rows import RowSlice, Span, caller
+from tightfit.apply.activations.strips.schedule import ScheduleStep
+from tightfit.apply.activations.strips.stages import Stage, StageArgument
 from tightfit.apply.activations.strips.statistics import Statistics
-from tightfit.apply.activations.strips.trials import Account, Layout, Trials, dense
+from tightfit.apply.activations.strips.trials import OpCostCache, OpLayout, StageCost, dense
 from tightfit.apply.activations.strips.windows import Windows
-from tightfit.footprint import Leg
+from tightfit.footprint import StripStageProfile
 
-__all__ = ["legs_of"]
+__all__ = ["profile_stages"]
 
 BORDER = 16  # rows from it, beyond which what is padded knows nothing of it
 NOTHING = Span(0, 0)
 
 
-def legs_of(course: Course, trials: Trials, leaves: Mapping[str, str]) -> Iterator[Leg]:
+def profile_stages(course: StripPlan, trials: OpCostCache, leaves: Mapping[str, str]) -> Iterator[StripStageProfile]:
     """What a run of `course` gives a card to do, stage by stage; `leaves` names, by path, modules that own weights."""
-    return _Labour(course, trials, leaves).legs()
+    return _CostEstimator(course, trials, leaves).legs()
 
 
-class _Labour:
+class _CostEstimator:
     """A run without tensors."""
 
-    def __init__(self, course: Course, trials: Trials, leaves: Mapping[str, str]) -> None:
+    def __init__(self, course: StripPlan, trials: OpCostCache, leaves: Mapping[str, str]) -> None:
         self._course, self._graph, self._trials = course, course.graph, trials
         program = course.graph.program
         self._nodes, self._kinds = program.nodes, program.kinds
         self._leaves = [_leaves_of(node, self._nodes, leaves) for node in self._nodes]
         self._fixed = {index: _new_output(node) for index, node in enumerate(self._nodes) if node.op in _FIXED}
-        self._values: dict[int, Layout] = {}
+        self._values: dict[int, OpLayout] = {}
         self._maps: dict[int, MapLayout] = {}
-        self._outputs: dict[int, Layout] = {}
-        self._windows = Windows[Layout](self._nodes, self._join, self._last)
+        self._outputs: dict[int, OpLayout] = {}
+        self._windows = Windows[OpLayout](self._nodes, self._join, self._last)
         self._groups: dict[int, int] = {}  # of what is measured in this stage
         self._measured: set[int] = set()  # of which rows were seen
         self._reads: set[int] = set()  # of the stage
@@ -62,13 +62,13 @@ class _Labour:
             if self._nodes[index].axis is not None:
                 self._maps[index] = GivenLayout(whole, self._nodes[index].axis or 0)
 
-    def legs(self) -> Iterator[Leg]:
+    def legs(self) -> Iterator[StripStageProfile]:
         for stage, strips, ahead in self._course.passes:
-            once = _Turns((index, self._leaves[index]) for index in stage.whole)
+            once = _LayerOrder((index, self._leaves[index]) for index in stage.whole)
             made = (step.node for step in strips[0])
             reads = set(stage.reads)
-            turns = _Turns((index, () if index in reads else self._leaves[index]) for index in made)
-            self._account = Account(self._trials)
+            turns = _LayerOrder((index, () if index in reads else self._leaves[index]) for index in made)
+            self._account = StageCost(self._trials)
             self._reads, self._stores, self._dropped = set(stage.reads), set(stage.stores), set(stage.drops)
             self._begin(stage, once)
             for number, strip in enumerate(strips):
@@ -79,7 +79,7 @@ class _Labour:
             self._end(stage)
             yield self._account.leg(once.leaves, turns.leaves, len(strips), ahead=ahead)
 
-    def _begin(self, stage: Stage, turns: _Turns) -> None:
+    def _begin(self, stage: Stage, turns: _LayerOrder) -> None:
         for index, used_up in zip(stage.whole, self._graph.used_up(stage), strict=True):
             self._account.at(turns.places[index])
             self._values[index] = self._make_whole(index)
@@ -91,14 +91,14 @@ class _Labour:
         self._groups = {index: self._graph.groups(index) for index in stage.measured}
         self._measured = set()
 
-    def _make_whole(self, index: int) -> Layout:
+    def _make_whole(self, index: int) -> OpLayout:
         node = self._nodes[index]
         layouts = [self._all(source) for source in node.sources]
         places = tuple(map(node.sources.index, node.sources))
 
         def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
             changed = {"device": tensors[-1].device} if node.makes else {}
-            return lambda: caller(node, **changed)([Piece(tensors[place], NOTHING) for place in places])
+            return lambda: caller(node, **changed)([RowSlice(tensors[place], NOTHING) for place in places])
 
         return self._account.do(("whole", self._kinds[index], *layouts), [*layouts, ANYTHING], prepare)
 
@@ -120,14 +120,14 @@ class _Labour:
             self._maps.pop(index, None)
             self._values.pop(index, None)
 
-    def _all(self, index: int) -> Layout:
+    def _all(self, index: int) -> OpLayout:
         """All of a node's output."""
         if index in self._fixed:
             return self._fixed[index]
         kept = self._maps.get(index)
         return kept.whole if isinstance(kept, GivenLayout) else self._values[index]
 
-    def _do(self, stage: Stage, step: Step) -> None:
+    def _do(self, stage: Stage, step: ScheduleStep) -> None:
         index, span = step.node, step.span
         rows = self._rows(stage, step) if span.hi > span.lo else None
         for other, first in step.trims:
@@ -135,7 +135,7 @@ class _Labour:
         if rows is not None and index in self._stores:
             self._maps[index].put(rows, span, self._account)
 
-    def _rows(self, stage: Stage, step: Step) -> Layout:
+    def _rows(self, stage: Stage, step: ScheduleStep) -> OpLayout:
         index, span = step.node, step.span
         kept = index in self._reads
         rows = self._maps[index].take(span, self._account) if kept else self._made(index, span)
@@ -149,7 +149,7 @@ class _Labour:
             self._maps[index].forget(span.hi)
         return rows
 
-    def _made(self, index: int, span: Span) -> Layout:
+    def _made(self, index: int, span: Span) -> OpLayout:
         spans, layouts, places, beyond = [], [], [], list[int]()
         uncut: dict[int, int] = {}  # who is given as it is, the same tensor at each place
         for place, argument in enumerate(self._graph.arguments[index]):
@@ -166,43 +166,43 @@ class _Labour:
         key: Hashable = self._kinds[index], span.hi - span.lo, *beyond, *places, *layouts
 
         def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
-            given = [Piece(tensors[place], has) for place, has in zip(places, spans, strict=True)]
+            given = [RowSlice(tensors[place], has) for place, has in zip(places, spans, strict=True)]
             return self._making(index, span, given, tensors[-1])
 
         return self._account.do(key, [*layouts, ANYTHING], prepare)
 
-    def _there(self, argument: Argument, wanted: Span) -> Layout:
+    def _there(self, argument: StageArgument, wanted: Span) -> OpLayout:
         """What the rows that are `wanted` of an argument are taken of."""
         if argument.needs is not None and wanted.lo == wanted.hi:  # beyond the border
             return _new_output(self._nodes[argument.source]).narrowed(argument.axis, 0)
         return self._windows[argument.source][1] if argument.by_rows else self._all(argument.source)
 
     def _making(
-        self, index: int, span: Span, pieces: list[Piece], anything: torch.Tensor
+        self, index: int, span: Span, pieces: list[RowSlice], anything: torch.Tensor
     ) -> Callable[[], torch.Tensor]:
         rule, node = self._graph.rules[index], self._nodes[index]
         assert rule is not None
         if rule.statistics:
             count = self._graph.groups(node.sources[0]) * node.shape[0]
-            pieces.append(Piece(torch.ones((2, count), device=anything.device), NOTHING))
+            pieces.append(RowSlice(torch.ones((2, count), device=anything.device), NOTHING))
         if rule.makes:
-            pieces.append(Piece(anything, NOTHING))
+            pieces.append(RowSlice(anything, NOTHING))
         return lambda: rule.make(pieces, span)
 
-    def _measure(self, index: int, rows: Layout) -> None:
+    def _measure(self, index: int, rows: OpLayout) -> None:
         groups, again = self._groups[index], index in self._measured
         self._measured.add(index)
         self._account.do(("measure", groups, again, rows), [rows], _measuring(groups, again=again))
 
-    def _join(self, parts: tuple[Layout, Layout], axis: int) -> Layout:
+    def _join(self, parts: tuple[OpLayout, OpLayout], axis: int) -> OpLayout:
         return self._account.do(("join", axis, *parts), parts, joining(axis))
 
-    def _last(self, rows: Layout, axis: int, count: int) -> Layout:
+    def _last(self, rows: OpLayout, axis: int, count: int) -> OpLayout:
         rest = rows.narrowed(axis, count)
         return self._account.do(("clone", rest), [rest], cloning)
 
 
-class _Turns:
+class _LayerOrder:
     """Nodes in their order, and the leaves that each needs → whose turn it is when, and in which turn each node is.
 
     Neighbours that need the same one, or none (""), share a turn.
@@ -222,7 +222,7 @@ _FIXED = ("weight", "constant")
 ANYTHING = dense((), torch.float32)  # tells on which card to make a tensor
 
 
-def _new_output(node: Node) -> Layout:
+def _new_output(node: Node) -> OpLayout:
     """How what it gives lies, made at once."""
     return dense(node.shape, node.dtype)
 

@@ -12,7 +12,7 @@ import torch
 
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Span
-from tightfit.apply.activations.strips.trials import Account, Layout, dense
+from tightfit.apply.activations.strips.trials import OpLayout, StageCost, dense
 
 __all__ = ["DeviceLayouts", "GivenLayout", "HostLayouts", "MapLayout"]
 
@@ -20,10 +20,10 @@ __all__ = ["DeviceLayouts", "GivenLayout", "HostLayouts", "MapLayout"]
 class MapLayout(Protocol):
     """Rows of one node's output."""
 
-    def put(self, rows: Layout, span: Span, account: Account) -> None:
+    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
         """Keeps `rows`, which are those of `span`."""
 
-    def take(self, span: Span, account: Account) -> Layout:
+    def take(self, span: Span, account: StageCost) -> OpLayout:
         """These rows, on the device."""
 
     def forget(self, before: int) -> None:
@@ -33,14 +33,14 @@ class MapLayout(Protocol):
 class GivenLayout:
     """All rows are there, in one piece."""
 
-    def __init__(self, whole: Layout, axis: int) -> None:
+    def __init__(self, whole: OpLayout, axis: int) -> None:
         self.whole, self._axis = whole, axis
 
-    def put(self, rows: Layout, span: Span, account: Account) -> None:
+    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
         layouts = self.take(span, account), rows
         account.do(("copy", *layouts), layouts, copying)
 
-    def take(self, span: Span, account: Account) -> Layout:
+    def take(self, span: Span, account: StageCost) -> OpLayout:
         return self.whole.narrowed(self._axis, span.hi - span.lo)
 
     def forget(self, before: int) -> None:
@@ -52,12 +52,12 @@ class DeviceLayouts:
 
     def __init__(self, axis: int) -> None:
         self._axis = axis
-        self._strips: list[tuple[Span, Layout]] = []
+        self._strips: list[tuple[Span, OpLayout]] = []
 
-    def put(self, rows: Layout, span: Span, account: Account) -> None:
+    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
         self._strips.append((span, rows if rows.alone else account.do(("clone", rows), [rows], cloning)))
 
-    def take(self, span: Span, account: Account) -> Layout:
+    def take(self, span: Span, account: StageCost) -> OpLayout:
         parts = []
         for has, strip in self._strips:
             lo, hi = max(span.lo, has.lo), min(span.hi, has.hi)
@@ -76,11 +76,11 @@ class HostLayouts:
     def __init__(self, node: Node) -> None:
         self._node, self._axis = node, node.axis or 0
 
-    def put(self, rows: Layout, span: Span, account: Account) -> None:
+    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
         account.do(("lay", self._axis, rows), [rows], _moving(self._axis, 0))
         account.send(span.lo * self._node.row_bytes, (span.hi - span.lo) * self._node.row_bytes)
 
-    def take(self, span: Span, account: Account) -> Layout:
+    def take(self, span: Span, account: StageCost) -> OpLayout:
         shape, axis = self._node.shape, self._axis
         lying = dense((span.hi - span.lo, *shape[:axis], *shape[axis + 1 :]), self._node.dtype)
         account.bring(span.lo * self._node.row_bytes, (span.hi - span.lo) * self._node.row_bytes)

@@ -8,13 +8,13 @@ import torch
 
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Span
-from tightfit.devices.depot import Crossing, Depot, bytes_of
+from tightfit.devices.depot import ActivationHostPool, HostTransfer, bytes_of
 from tightfit.measure.recorder import Recorder
 
-__all__ = ["DeviceMap", "GivenMap", "HostMap", "Map"]
+__all__ = ["DeviceMapBuffer", "FeatureMapBuffer", "HostMapBuffer", "InputMapBuffer"]
 
 
-class Map(Protocol):
+class FeatureMapBuffer(Protocol):
     """Rows of one node's output, along `axis`."""
 
     def put(self, rows: torch.Tensor, span: Span) -> None:
@@ -33,7 +33,7 @@ class Map(Protocol):
         """Rows `before` this one are not needed any more."""
 
 
-class GivenMap:
+class InputMapBuffer:
     """A tensor that somebody else keeps, or that is needed in one piece: all its rows are there."""
 
     def __init__(self, whole: torch.Tensor, axis: int) -> None:
@@ -55,7 +55,7 @@ class GivenMap:
         return None
 
 
-class DeviceMap:
+class DeviceMapBuffer:
     """Strips on the device, as they were made; each goes when its last row is not needed any more."""
 
     def __init__(self, axis: int) -> None:
@@ -89,18 +89,18 @@ class DeviceMap:
             del self._strips[0]
 
 
-class HostMap:
+class HostMapBuffer:
     """Rows in host memory; who counts is told what crosses.
 
     There they lie one after another, so that any of them are one piece. Those that were put last are still on their
     way until they are waited for, and those that are expected are on theirs: the device keeps both for that.
     """
 
-    def __init__(self, node: Node, depot: Depot, recorder: Recorder) -> None:
+    def __init__(self, node: Node, depot: ActivationHostPool, recorder: Recorder) -> None:
         self._node, self._axis = node, node.axis or 0
         self._depot, self._recorder = depot, recorder
         self._tape = depot.tape(node.bytes)
-        self._coming: tuple[Span, torch.Tensor, Crossing] | None = None
+        self._coming: tuple[Span, torch.Tensor, HostTransfer] | None = None
 
     def put(self, rows: torch.Tensor, span: Span) -> None:
         lying = rows.movedim(self._axis, 0).contiguous()
@@ -122,7 +122,7 @@ class HostMap:
         assert found == span  # nothing else was expected
         return rows.movedim(0, self._axis).contiguous()
 
-    def _fetch(self, span: Span) -> tuple[Span, torch.Tensor, Crossing]:
+    def _fetch(self, span: Span) -> tuple[Span, torch.Tensor, HostTransfer]:
         node, axis = self._node, self._axis
         shape = (span.hi - span.lo, *node.shape[:axis], *node.shape[axis + 1 :])
         rows = torch.empty(shape, dtype=node.dtype, device=self._depot.place)

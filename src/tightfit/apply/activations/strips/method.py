@@ -15,21 +15,21 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tightfit.apply.activations.exporting import HERE, NotExported, play, without_weights
 from tightfit.apply.activations.outputs import take_apart
 from tightfit.apply.activations.strips.archive import kept_program, mark_of_call
-from tightfit.apply.activations.strips.capture import NotTakenApart, capture
+from tightfit.apply.activations.strips.capture import UnsupportedGraph, capture
 from tightfit.apply.activations.strips.noise import rewinder
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.runner import Runner
-from tightfit.apply.activations.strips.ways import Way
+from tightfit.apply.activations.strips.ways import StripConfig
 from tightfit.apply.activations.strips.weights import LiveWeights
 from tightfit.apply.activations.strips.workarounds import work_around
-from tightfit.apply.again import let_go
-from tightfit.decisions import Maps
-from tightfit.devices.depot import Depot
+from tightfit.apply.again import without_frames
+from tightfit.decisions import FeatureMaps
+from tightfit.devices.depot import ActivationHostPool
 from tightfit.devices.exhaustion import is_out_of_memory
 from tightfit.devices.seam import Device
 from tightfit.measure.recorder import Recorder
 
-__all__ = ["NotAlone", "Strips", "program_of"]
+__all__ = ["NotAlone", "StripExecutor", "program_of"]
 
 Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -42,23 +42,25 @@ class NotAlone(Exception):
 class _Prepared:
     """How calls with inputs of certain shapes are run, and their results put together."""
 
-    planned: Way
-    way: Way  # less, once memory has run out
+    planned: StripConfig
+    way: StripConfig  # less, once memory has run out
     weights: LiveWeights
     rebuild: Rebuild
 
 
-class Strips:
+class StripExecutor:
     """Runs methods of one autoencoder in strips: at most `working` bytes for them, beside the maps that are kept.
 
     `kind` is the class that the module had before anybody fitted it. What cannot be taken apart is left to
     `otherwise`, and the recorder is told why. Where the device runs out of memory, the call is done again with less.
     """
 
-    def __init__(self, kind: type[nn.Module], working: int, maps: Maps, device: Device, recorder: Recorder) -> None:
+    def __init__(
+        self, kind: type[nn.Module], working: int, maps: FeatureMaps, device: Device, recorder: Recorder
+    ) -> None:
         self._kind, self._working, self._maps = kind, working, maps
         self._device, self._recorder = device, recorder
-        self._depot: Depot | None = None  # as soon as maps wait in host memory
+        self._depot: ActivationHostPool | None = None  # as soon as maps wait in host memory
         self._known: dict[Any, _Prepared | str] = {}  # or why not, by kind of call
 
     def bound(
@@ -103,7 +105,7 @@ class Strips:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                failure = let_go(error, handled)
+                failure = without_frames(error, handled)
             else:
                 prepared.way = way
                 return outputs
@@ -114,10 +116,10 @@ class Strips:
             self._device.release_cache()
             way = less
 
-    def _run_once(self, way: Way, weights: LiveWeights, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _run_once(self, way: StripConfig, weights: LiveWeights, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         course = way.course
         if self._depot is None and way.maps == "host" and self._device.separate:
-            self._depot = Depot(self._device)
+            self._depot = ActivationHostPool(self._device)
         runner = Runner(course.graph, course.in_host, self._depot, weights, self._recorder)
         return runner.run(inputs, course.passes)
 
@@ -129,7 +131,7 @@ class Strips:
             try:
                 with self._recorder.uncounted():
                     self._known[key] = self._take_apart(module, method, first, leaves, form)
-            except NotTakenApart as reason:
+            except UnsupportedGraph as reason:
                 self._known[key] = str(reason)
         return self._known[key]
 
@@ -137,7 +139,7 @@ class Strips:
         self, module: nn.Module, method: str, first: torch.Tensor, leaves: list[Any], form: Any
     ) -> _Prepared:
         program, mark, rebuild = program_of(module, self._kind, method, first, leaves, form)
-        planned = Way(program, self._working, self._maps, mark)
+        planned = StripConfig(program, self._working, self._maps, mark)
         return _Prepared(planned, planned, LiveWeights(module, program), rebuild)
 
 
@@ -162,7 +164,7 @@ def program_of(
         try:
             double = without_weights(module, kind)
         except NotExported as error:
-            raise NotTakenApart(str(error)) from error
+            raise UnsupportedGraph(str(error)) from error
     mark = mark_of_call(double, method, form, (first, *leaves))
     work_around(double)
     program = kept_program(mark, double, given, lambda: capture(double, call, given))

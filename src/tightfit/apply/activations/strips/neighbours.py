@@ -9,7 +9,7 @@ import torch
 
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import (
-    Piece,
+    RowSlice,
     Rule,
     Sources,
     Span,
@@ -57,7 +57,7 @@ def convolution(node: Node, sources: Sources) -> Rule | None:
     def needs(span: Span) -> Span:
         return _window(span, kernel, stride[place], dilation[place], padding[place])
 
-    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+    def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
         tensor, weight = pieces[0].tensor, pieces[1].tensor
         bias = pieces[2].tensor if biased else None
         reach, beyond = needs(span), padding[place]
@@ -92,7 +92,7 @@ def transposed(node: Node, sources: Sources) -> Rule | None:
     def needs(span: Span) -> Span:
         return Span(-(-(span.lo + pad - reach) // step), (span.hi - 1 + pad) // step + 1)
 
-    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+    def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
         (tensor, has), bias = pieces[0], pieces[2].tensor if biased else None
         made = function(tensor, pieces[1].tensor, bias, stride, inner, beyond, groups, dilation)
         first = has.lo * step - pad
@@ -151,7 +151,7 @@ def pad(node: Node, sources: Sources) -> Rule | None:
         origins = [origin(row) for row in range(span.lo, span.hi)]
         return Span(min(origins), max(origins) + 1)
 
-    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+    def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
         tensor, has = pieces[0]
         height, inside = span.hi - span.lo, has.hi - has.lo
         above = min(max(before - span.lo, 0), height)
@@ -174,7 +174,7 @@ def nearest(node: Node, sources: Sources) -> Rule | None:
         return None
     factor, size, function = node.rows // source.rows, list(node.shape[2:]), node.function
 
-    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+    def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
         tensor, has = pieces[0]
         own = [(has.hi - has.lo) * factor if i == axis - 2 else side for i, side in enumerate(size)]
         return crop(function(tensor, own, None), axis, times(has, factor), span)

@@ -7,31 +7,31 @@ from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tightfit.apply.activations.strips.boundaries import Kept, Peak
+from tightfit.apply.activations.strips.boundaries import BoundaryState, StripPeak
 from tightfit.apply.activations.strips.rows import Span
-from tightfit.apply.activations.strips.schedule import Step
-from tightfit.apply.activations.strips.stages import Graph, Stage
+from tightfit.apply.activations.strips.schedule import ScheduleStep
+from tightfit.apply.activations.strips.stages import Stage, StageGraph
 
 __all__ = ["peak_of", "taken"]
 
 
-def taken(stage: Stage, strip: Sequence[Step]) -> dict[int, Span]:
+def taken(stage: Stage, strip: Sequence[ScheduleStep]) -> dict[int, Span]:
     """Which rows a strip takes of what was kept, by node."""
     reads = set(stage.reads)
     return {step.node: step.span for step in strip if step.node in reads and step.span.hi > step.span.lo}
 
 
 def peak_of(
-    graph: Graph,
+    graph: StageGraph,
     stage: Stage,
-    strips: Sequence[Sequence[Step]],
+    strips: Sequence[Sequence[ScheduleStep]],
     in_host: frozenset[int],
-    start: Kept,
+    start: BoundaryState,
     following: Mapping[int, Span] | None = None,
     *,
     ahead: bool = False,
     moves: MutableSequence[int] | None = None,
-) -> tuple[Peak, Kept]:
+) -> tuple[StripPeak, BoundaryState]:
     """The peak while `stage` runs in `strips`, where `start` is kept already, and what is kept after it.
 
     What is `in_host` is kept in host memory; with `ahead`, what was put there last is still under way, and so is what
@@ -40,14 +40,14 @@ def peak_of(
     themselves while they run comes on top; it is among the `moves`: all bytes that are taken, one after another, and
     (below zero) given back.
     """
-    count = _Count(graph, stage, in_host, start, ahead, moves)
+    count = _MemoryEstimator(graph, stage, in_host, start, ahead, moves)
     rows = [*(taken(stage, strip) for strip in strips), following or {}]
     for strip, (now, then) in zip(strips, pairwise(rows), strict=True):
         count.expect(now, then)
         for step in strip:
             count.do(step, then)
         count.sent()
-    return Peak(count.most, count.most_host), count.end()
+    return StripPeak(count.most, count.most_host), count.end()
 
 
 @dataclass
@@ -58,15 +58,15 @@ class _Memory:
     users: int = 1
 
 
-class _Count:
+class _MemoryEstimator:
     """What the runner holds, step by step."""
 
     def __init__(
         self,
-        graph: Graph,
+        graph: StageGraph,
         stage: Stage,
         in_host: frozenset[int],
-        start: Kept,
+        start: BoundaryState,
         ahead: bool,
         moves: MutableSequence[int] | None,
     ) -> None:
@@ -171,7 +171,7 @@ class _Count:
         for index in self._leaving.keys() - self._stores:
             self._drop(self._leaving.pop(index))
 
-    def do(self, step: Step, then: Mapping[int, Span]) -> None:
+    def do(self, step: ScheduleStep, then: Mapping[int, Span]) -> None:
         index, span = step.node, step.span
         made = (span.hi - span.lo) * self._nodes[index].row_bytes
         if made:
@@ -288,7 +288,7 @@ class _Count:
             self._windows[index] = Span(first, hi)
             self._slices.discard(index)
 
-    def end(self) -> Kept:
+    def end(self) -> BoundaryState:
         """What is kept when the stage is over."""
         for memory in self._memory.values():
             self._leave(memory)
@@ -302,4 +302,4 @@ class _Count:
                 self._drop(0 if taken else self._nodes[index].bytes)
         strips = None if self._strips is None else {i: [span for span, _ in kept] for i, kept in self._strips.items()}
         self._live -= sum(self._leaving.values()) + sum(self._coming.values())
-        return Kept(Peak(self._live, self._host), strips, self._leaving, self._coming)
+        return BoundaryState(StripPeak(self._live, self._host), strips, self._leaving, self._coming)

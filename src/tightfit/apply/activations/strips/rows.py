@@ -16,7 +16,7 @@ from tightfit.apply.activations.strips.program import Node, Ref, replace_refs
 
 __all__ = [
     "Needs",
-    "Piece",
+    "RowSlice",
     "Rule",
     "Sources",
     "Span",
@@ -46,7 +46,7 @@ Sources = Sequence[Node]
 Needs = Callable[[Span], Span]
 
 
-class Piece(NamedTuple):
+class RowSlice(NamedTuple):
     """An argument as an operation gets it: these rows of it; all of it where it has no rows."""
 
     tensor: torch.Tensor
@@ -64,7 +64,7 @@ class Rule:
     """
 
     needs: tuple[Needs | None, ...]
-    make: Callable[[Sequence[Piece], Span], torch.Tensor]
+    make: Callable[[Sequence[RowSlice], Span], torch.Tensor]
     statistics: bool = False
     makes: bool = False
 
@@ -73,13 +73,13 @@ def same(span: Span) -> Span:
     return span
 
 
-def caller(node: Node, **changed: Any) -> Callable[[Sequence[Piece]], torch.Tensor]:
+def caller(node: Node, **changed: Any) -> Callable[[Sequence[RowSlice]], torch.Tensor]:
     """Runs the operation of `node` on tensors in place of its references, its other arguments as they are."""
     function, args, kwargs = node.function, node.args, node.kwargs | changed
     flat = [place for place, value in enumerate(args) if isinstance(value, Ref)]
     if len(flat) == len(node.sources):  # as nearly always: no reference lies deeper
 
-        def run(pieces: Sequence[Piece]) -> torch.Tensor:
+        def run(pieces: Sequence[RowSlice]) -> torch.Tensor:
             own = list(args)
             for place, piece in zip(flat, pieces, strict=True):
                 own[place] = piece.tensor
@@ -87,7 +87,7 @@ def caller(node: Node, **changed: Any) -> Callable[[Sequence[Piece]], torch.Tens
 
         return run
 
-    def run_nested(pieces: Sequence[Piece]) -> torch.Tensor:
+    def run_nested(pieces: Sequence[RowSlice]) -> torch.Tensor:
         left = iter(pieces)
         own, named = replace_refs((args, kwargs), lambda _: next(left).tensor)
         return function(*own, **named)  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from tightfit.apply.activations.strips.neighbours import (
 from tightfit.apply.activations.strips.program import Node, Program
 from tightfit.apply.activations.strips.rows import (
     Needs,
-    Piece,
+    RowSlice,
     Rule,
     Sources,
     Span,
@@ -103,7 +103,7 @@ def _slice(node: Node, sources: Sources) -> Rule | None:
     def needs(span: Span) -> Span:
         return Span(span.lo * step + start, (span.hi - 1) * step + start + 1)
 
-    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+    def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
         return torch.ops.aten.slice.Tensor(pieces[0].tensor, dim, 0, None, step)  # type: ignore[no-any-return]
 
     return Rule((needs,), make)
@@ -128,7 +128,7 @@ def _reshape(node: Node, sources: Sources) -> Rule | None:
         return None
     several = inner // outer
 
-    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+    def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
         (tensor, has), scaled = pieces[0], times(pieces[0].span, several)
         return crop(tensor.reshape(*before, (has.hi - has.lo) * several, *after), node.axis or 0, scaled, span)
 
@@ -168,7 +168,7 @@ def _meshgrid(node: Node, sources: Sources) -> Rule | None:
     own = 1 - given if swapped else given
     needs = tuple(same if place == given and own == axis else None for place in range(len(sources)))
 
-    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+    def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
         laid = pieces[given].tensor.reshape([-1 if i == own else 1 for i in range(len(shape))])
         return laid.expand([span.hi - span.lo if i == axis else size for i, size in enumerate(shape)])
 
@@ -220,7 +220,7 @@ def _group_norm(node: Node, sources: Sources) -> Rule | None:
     groups, eps = node.args[1], argument(node, 4, "eps", 1e-5)
     given = len(node.sources)
 
-    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+    def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
         affine = [piece.tensor for piece in pieces[1:given]]
         return normalise(pieces[0].tensor, pieces[-1].tensor, groups, eps, *affine)
 
@@ -231,7 +231,7 @@ def _filled(node: Node, value: Any) -> Rule:
     """Rows with `value` everywhere, or with anything where that is None."""
     axis, nothing = node.axis or 0, lambda span: Span(0, 0)
 
-    def make(pieces: Sequence[Piece], span: Span) -> torch.Tensor:
+    def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
         size = [span.hi - span.lo if dim == axis else side for dim, side in enumerate(node.shape)]
         made = torch.empty(size, dtype=node.dtype, device=pieces[-1].tensor.device)
         return made if value is None else made.fill_(value)

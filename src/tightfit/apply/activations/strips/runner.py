@@ -8,17 +8,17 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from tightfit.apply.activations.strips.course import Pass
-from tightfit.apply.activations.strips.maps import DeviceMap, GivenMap, HostMap, Map
+from tightfit.apply.activations.strips.course import PlannedStage
+from tightfit.apply.activations.strips.maps import DeviceMapBuffer, FeatureMapBuffer, HostMapBuffer, InputMapBuffer
 from tightfit.apply.activations.strips.peaks import taken
-from tightfit.apply.activations.strips.rows import Piece, Span, caller
-from tightfit.apply.activations.strips.schedule import Step
-from tightfit.apply.activations.strips.stages import Argument, Graph, Stage
+from tightfit.apply.activations.strips.rows import RowSlice, Span, caller
+from tightfit.apply.activations.strips.schedule import ScheduleStep
+from tightfit.apply.activations.strips.stages import Stage, StageArgument, StageGraph
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.weights import LiveWeights
 from tightfit.apply.activations.strips.windows import Windows
 from tightfit.apply.gates import at_work, foretell
-from tightfit.devices.depot import Depot
+from tightfit.devices.depot import ActivationHostPool
 from tightfit.measure.recorder import Recorder
 
 __all__ = ["Runner"]
@@ -31,16 +31,16 @@ class Runner:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: StageGraph,
         in_host: frozenset[int],
-        depot: Depot | None,
+        depot: ActivationHostPool | None,
         weights: LiveWeights,
         recorder: Recorder,
     ) -> None:
         self._graph, self._nodes = graph, graph.program.nodes
         self._in_host, self._depot = in_host, depot
         self._weights, self._recorder = weights, recorder
-        self._maps: dict[int, Map] = {}
+        self._maps: dict[int, FeatureMapBuffer] = {}
         self._values: dict[int, torch.Tensor] = {}  # of what was done whole
         self._known: dict[int, torch.Tensor] = {}  # statistics, of whose rows they are
         self._outputs: dict[int, torch.Tensor] = {}
@@ -49,14 +49,14 @@ class Runner:
         nodes = self._nodes
         self._watched = [weights.watched(nodes[source] for source in node.sources) for node in nodes]
 
-    def run(self, inputs: Sequence[torch.Tensor], passes: Sequence[Pass]) -> list[torch.Tensor]:
+    def run(self, inputs: Sequence[torch.Tensor], passes: Sequence[PlannedStage]) -> list[torch.Tensor]:
         """What the program gives for `inputs`."""
         program = self._graph.program
         self._like = inputs[0]
         for index, tensor in zip(program.inputs, inputs, strict=True):
             self._values[index] = tensor
             if self._nodes[index].axis is not None:
-                self._maps[index] = GivenMap(tensor, self._nodes[index].axis or 0)
+                self._maps[index] = InputMapBuffer(tensor, self._nodes[index].axis or 0)
         upcoming = [taken(stage, strip) for stage, strips, _ in passes for strip in strips][1:]
         following = iter([*upcoming, {}])
         foretell(self._layers(passes))
@@ -73,14 +73,14 @@ class Runner:
                 self._depot.settle()
         return [self._outputs[index] if index in self._outputs else self._values[index] for index in program.outputs]
 
-    def _layers(self, passes: Sequence[Pass]) -> Iterator[nn.Module]:
+    def _layers(self, passes: Sequence[PlannedStage]) -> Iterator[nn.Module]:
         """The layers that will be at work, and the modules around them, in this order."""
         for stage, strips, _ in passes:
             made = (s.node for strip in strips for s in strip if s.span.hi > s.span.lo and s.node not in stage.reads)
             for index in (*stage.whole, *made):
                 yield from self._watched[index]
 
-    def _work(self, stage: Stage, strip: Sequence[Step], following: Mapping[int, Span], *, ahead: bool) -> None:
+    def _work(self, stage: Stage, strip: Sequence[ScheduleStep], following: Mapping[int, Span], *, ahead: bool) -> None:
         """One strip; from what is kept, the one after it takes the rows `following`."""
         if ahead:
             now = taken(stage, strip)
@@ -108,7 +108,7 @@ class Runner:
         node = self._nodes[index]
         changed = {"device": self._like.device} if node.makes else {}
         with self._at_work(index):
-            return caller(node, **changed)([Piece(self._all(source), NOTHING) for source in node.sources])
+            return caller(node, **changed)([RowSlice(self._all(source), NOTHING) for source in node.sources])
 
     def _at_work(self, index: int) -> ExitStack:
         """Until it is left, the layers whose weights the node takes are at work."""
@@ -117,14 +117,14 @@ class Runner:
             stack.enter_context(at_work(layer))
         return stack
 
-    def _new_map(self, index: int) -> Map:
+    def _new_map(self, index: int) -> FeatureMapBuffer:
         node = self._nodes[index]
         axis = node.axis or 0
         if self._graph.needed_whole(index):
-            return GivenMap(torch.empty(node.shape, dtype=node.dtype, device=self._like.device), axis)
+            return InputMapBuffer(torch.empty(node.shape, dtype=node.dtype, device=self._like.device), axis)
         if index in self._in_host and self._depot is not None:
-            return HostMap(node, self._depot, self._recorder)
-        return DeviceMap(axis)
+            return HostMapBuffer(node, self._depot, self._recorder)
+        return DeviceMapBuffer(axis)
 
     def _end(self, stage: Stage) -> None:
         for index, statistics in self._measuring.items():
@@ -143,11 +143,11 @@ class Runner:
         if node.op in ("weight", "constant"):
             return self._weights(node, self._like.device)
         kept = self._maps.get(index)
-        if isinstance(kept, GivenMap):
+        if isinstance(kept, InputMapBuffer):
             return kept.whole
         return self._values[index]
 
-    def _do(self, stage: Stage, step: Step, following: Mapping[int, Span]) -> None:
+    def _do(self, stage: Stage, step: ScheduleStep, following: Mapping[int, Span]) -> None:
         rows = self._rows(stage, step, following) if step.span.hi > step.span.lo else None
         if step.node not in stage.stores:
             rows = None
@@ -156,7 +156,7 @@ class Runner:
         if rows is not None:  # last: what they were made of has gone
             self._maps[step.node].put(rows, step.span)
 
-    def _rows(self, stage: Stage, step: Step, following: Mapping[int, Span]) -> torch.Tensor:
+    def _rows(self, stage: Stage, step: ScheduleStep, following: Mapping[int, Span]) -> torch.Tensor:
         """The rows of a step, made or taken, for whoever wants them in this stage."""
         index, span = step.node, step.span
         if index not in stage.reads:
@@ -186,25 +186,25 @@ class Runner:
         assert rule is not None
         pieces = [self._piece(argument, span) for argument in self._graph.arguments[index]]
         if rule.statistics:
-            pieces.append(Piece(self._known[node.sources[0]], NOTHING))
+            pieces.append(RowSlice(self._known[node.sources[0]], NOTHING))
         if rule.makes:
-            pieces.append(Piece(self._like, NOTHING))
+            pieces.append(RowSlice(self._like, NOTHING))
         return rule.make(pieces, span)
 
-    def _piece(self, argument: Argument, span: Span) -> Piece:
+    def _piece(self, argument: StageArgument, span: Span) -> RowSlice:
         """What is taken of an argument to make the rows `span`."""
         source, axis, rows, needs, by_rows = argument
         if needs is None:
-            return Piece(self._all(source), NOTHING)
+            return RowSlice(self._all(source), NOTHING)
         lo, hi = wanted = needs(span).within(rows)
         if lo == hi:  # beyond the border
             node = self._nodes[source]
             shape = [0 if dim == axis else size for dim, size in enumerate(node.shape)]
-            return Piece(self._like.new_empty(shape, dtype=node.dtype), wanted)
+            return RowSlice(self._like.new_empty(shape, dtype=node.dtype), wanted)
         first, there = self._windows[source] if by_rows else (0, self._all(source))
         if hi - lo < there.shape[axis]:
             there = there.narrow(axis, lo - first, hi - lo)
-        return Piece(there, wanted)
+        return RowSlice(there, wanted)
 
 
 def _last(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:

@@ -12,15 +12,15 @@ from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from tightfit.apply.activations.strips.rows import Needs, Span
-from tightfit.apply.activations.strips.stages import Graph, Stage
+from tightfit.apply.activations.strips.stages import Stage, StageGraph
 
-__all__ = ["Step", "make_schedule"]
+__all__ = ["ScheduleStep", "make_schedule"]
 
 TRIAL = 3  # strips that tell what is held from one to the next
 SHARE = 0.5  # of a strip's rows that are made again rather than held
 
 
-class Step(NamedTuple):
+class ScheduleStep(NamedTuple):
     """Rows `span` of `node` are made (or fetched, where they were kept); what it held begins at `held`.
 
     Then each of `trims` lets go of all rows before the given one.
@@ -32,7 +32,7 @@ class Step(NamedTuple):
     trims: tuple[tuple[int, int], ...]
 
 
-def make_schedule(graph: Graph, stage: Stage, count: int, first: int | None = None) -> list[list[Step]]:
+def make_schedule(graph: StageGraph, stage: Stage, count: int, first: int | None = None) -> list[list[ScheduleStep]]:
     """`stage` in `count` strips; only the `first` of them, where that is given.
 
     The first rows of what is wanted need more rows of what it is made of than later ones: so there are fewer of them.
@@ -43,10 +43,10 @@ def make_schedule(graph: Graph, stage: Stage, count: int, first: int | None = No
     return _Walk(graph, stage, count, min(first or count, count), trial.lead(), trial.derived()).strips()
 
 
-class _Ways:
+class _StageNodes:
     """The nodes of a stage in their order, and who takes what of whom: the same in any number of strips."""
 
-    def __init__(self, graph: Graph, stage: Stage) -> None:
+    def __init__(self, graph: StageGraph, stage: Stage) -> None:
         self._graph, self._stage, self._nodes = graph, stage, graph.program.nodes
         self.targets = {*stage.stores, *stage.measured, *stage.outputs} & {*stage.strips, *stage.reads}
         self.sources: dict[int, list[tuple[int, int]]] = {index: list(self._find(index)) for index in stage.strips}
@@ -96,11 +96,11 @@ class _Ways:
         return after
 
 
-def _ways_of(graph: Graph, stage: Stage) -> _Ways:
+def _ways_of(graph: StageGraph, stage: Stage) -> _StageNodes:
     key = "ways", stage
     if key not in graph.found:
-        graph.found[key] = _Ways(graph, stage)
-    ways: _Ways = graph.found[key]
+        graph.found[key] = _StageNodes(graph, stage)
+    ways: _StageNodes = graph.found[key]
     return ways
 
 
@@ -109,7 +109,7 @@ class _Walk:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: StageGraph,
         stage: Stage,
         count: int,
         first: int,
@@ -202,14 +202,14 @@ class _Walk:
             least = min(least, span.lo) if span else least
         return spans, needed
 
-    def strips(self) -> list[list[Step]]:
+    def strips(self) -> list[list[ScheduleStep]]:
         return [self._strip(strip) for strip in range(self._first)]
 
-    def _strip(self, strip: int) -> list[Step]:
+    def _strip(self, strip: int) -> list[ScheduleStep]:
         steps, needed = [], self._needed
         for index, after in zip(self._ways.order, self._ways.after, strict=True):
             span = self._spans[index][strip]
             held = min(needed[index][strip - 1], span.lo) if strip else span.lo
             trims = tuple([(other, needed[other][strip]) for other in after]) if after else ()
-            steps.append(Step(index, span, held, trims))
+            steps.append(ScheduleStep(index, span, held, trims))
         return steps

@@ -19,7 +19,7 @@ from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.rows import Needs, Rule
 from tightfit.apply.activations.strips.rules import rule_for
 
-__all__ = ["Argument", "Graph", "Stage", "find_stages"]
+__all__ = ["Stage", "StageArgument", "StageGraph", "find_stages"]
 
 # operations whose arithmetic is worth remembering; what others do is about as much work as to fetch it
 _HEAVY = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
@@ -47,7 +47,7 @@ class Stage:
     drops: tuple[int, ...]  # kept until now, or done at once, and needed no longer
 
 
-class Argument(NamedTuple):
+class StageArgument(NamedTuple):
     """What a node takes at one place of its arguments."""
 
     source: int
@@ -57,7 +57,7 @@ class Argument(NamedTuple):
     by_rows: bool  # whether it is made by rows too
 
 
-class Graph:
+class StageGraph:
     """A program with its rules, and the stage at which each node can be done first."""
 
     def __init__(self, program: Program, *, in_order: bool = False) -> None:
@@ -76,16 +76,16 @@ class Graph:
                 latest = self.level[index] = max(latest, self.level[index])
 
     @cached_property
-    def arguments(self) -> list[list[Argument]]:
+    def arguments(self) -> list[list[StageArgument]]:
         """For each node, what it takes."""
         places = (range(len(node.sources)) for node in self.program.nodes)
         return [[self._argument(index, place) for place in some] for index, some in enumerate(places)]
 
-    def _argument(self, index: int, place: int) -> Argument:
+    def _argument(self, index: int, place: int) -> StageArgument:
         number, rule = self.program.nodes[index].sources[place], self.rules[index]
         source = self.program.nodes[number]
         needs = None if rule is None or source.axis is None else rule.needs[place]
-        return Argument(number, source.axis or 0, source.rows, needs, self.taken_by_rows(index, place))
+        return StageArgument(number, source.axis or 0, source.rows, needs, self.taken_by_rows(index, place))
 
     def by_rows(self, index: int) -> bool:
         """Whether the node is done row by row."""
@@ -167,13 +167,13 @@ class Graph:
         return [[index for index, at in last.items() if at == place] for place in range(len(stage.whole))]
 
 
-def find_stages(graph: Graph, price: float = math.inf) -> list[Stage]:
+def find_stages(graph: StageGraph, price: float = math.inf) -> list[Stage]:
     """The stages of a program. `price` is what one operation that is done again costs, in bytes kept instead."""
     return _Planner(graph, price).stages()
 
 
 class _Planner:
-    def __init__(self, graph: Graph, price: float) -> None:
+    def __init__(self, graph: StageGraph, price: float) -> None:
         self._graph, self._price = graph, price
         self._program = graph.program
         self._nodes = graph.program.nodes

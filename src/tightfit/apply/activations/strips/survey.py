@@ -8,20 +8,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tightfit.apply.activations.strips.labour import legs_of
+from tightfit.apply.activations.strips.labour import profile_stages
 from tightfit.apply.activations.strips.method import program_of
-from tightfit.apply.activations.strips.trials import Trials
-from tightfit.apply.activations.strips.ways import Way as Strips
-from tightfit.decisions import Maps
-from tightfit.footprint import Way
+from tightfit.apply.activations.strips.trials import OpCostCache
+from tightfit.apply.activations.strips.ways import StripConfig as Strips
+from tightfit.decisions import FeatureMaps
+from tightfit.footprint import StripProfile
 from tightfit.measure.modules import find_leaves
 
-__all__ = ["Survey"]
+__all__ = ["StripOptionProfiler"]
 
 PAGES = 20 * 2**20  # bytes that an allocator may hold beside what else is there
 
 
-class Survey:
+class StripOptionProfiler:
     """How else a call of an autoencoder's method could be done: one item of a batch at a time, in strips."""
 
     def __init__(self, module: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -31,14 +31,16 @@ class Survey:
         alone = lambda x: x[:1] if isinstance(x, torch.Tensor) and x.ndim and len(x) == count else x  # noqa: E731
         leaves, form = tree_flatten(tree_map(alone, (tuple(others), kwargs)))  # as a call has them: its program is kept
         self._program, self.mark, _ = program_of(module, type(module), method, first[:1], leaves, form)
-        self._items, self._trials, self._homes = count, Trials(), _homes_of(module)
+        self._items, self._trials, self._homes = count, OpCostCache(), _homes_of(module)
 
     @property
     def operations(self) -> int:
         """How many there are to be done in strips."""
         return len(self._program.nodes)
 
-    def way(self, strips: int, maps: Maps, beside: int, outside: int, *, expandable: bool = True) -> Way | None:
+    def way(
+        self, strips: int, maps: FeatureMaps, beside: int, outside: int, *, expandable: bool = True
+    ) -> StripProfile | None:
         """It with `strips` bytes for strips and maps waiting where they are said to; None where none would wait there.
 
         `beside` bytes more are there all along, and `outside` bytes before or after. Segments of the allocator grow if
@@ -50,8 +52,15 @@ class Survey:
         made = (self._items - 1) * sum(self._program.nodes[index].bytes for index in self._program.outputs)
         room = max(beside + made + max(course.room(expandable=expandable), strips), outside) + PAGES
         with self._trials.working():
-            legs = tuple(legs_of(course, self._trials, self._homes))
-        return Way(strips=strips, maps=maps, room=room, host=course.peak.host, items=self._items, legs=legs)
+            legs = tuple(profile_stages(course, self._trials, self._homes))
+        return StripProfile(
+            strip_bytes=strips,
+            feature_maps=maps,
+            allocator_bytes=room,
+            host_bytes=course.peak.host,
+            batch_items=self._items,
+            stages=legs,
+        )
 
 
 def _homes_of(module: nn.Module) -> dict[str, str]:

@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 import torch
 
-from tightfit.apply.activations.attention import AttentionSeam
+from tightfit.apply.activations.attention import AttentionDispatcher
 from tightfit.devices.depot import PAGE
-from tightfit.devices.pretend import PretendDevice
-from tightfit.footprint import Leg, Turn, Workload
-from tightfit.measure.tally import Tally
+from tightfit.devices.pretend import SimulatedDevice
+from tightfit.footprint import KernelGroup, LayerWork, StripStageProfile
+from tightfit.measure.tally import KernelCounter
 from tightfit.plan.guesses import ANY_CARD
 from tightfit.pretend.backend import cards_in_use, use_cards
-from tightfit.pretend.card import Card
+from tightfit.pretend.card import SimulatedCard
 from tightfit.pretend.clock import Host
-from tightfit.pretend.kernels import Work
+from tightfit.pretend.kernels import KernelCost
 
-__all__ = ["Account", "Layout", "Trials", "dense"]
+__all__ = ["OpCostCache", "OpLayout", "StageCost", "dense"]
 
 ENDLESS = 2**60  # bytes: what is tried never runs out
 FEW = 2**16  # numbers: of larger tensors a card that keeps shapes keeps none
@@ -29,7 +29,7 @@ FEW = 2**16  # numbers: of larger tensors a card that keeps shapes keeps none
 Prepare = Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor | None]]
 
 
-class Layout(NamedTuple):
+class OpLayout(NamedTuple):
     """How a tensor lies in memory."""
 
     shape: tuple[int, ...]
@@ -37,12 +37,12 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     memory: int  # bytes, in which there may be more than this tensor
 
-    def narrowed(self, axis: int, rows: int) -> Layout:
+    def narrowed(self, axis: int, rows: int) -> OpLayout:
         """Some of its rows."""
         if rows == self.shape[axis]:
             return self
         shape = (*self.shape[:axis], rows, *self.shape[axis + 1 :])
-        return Layout(shape, self.strides, self.dtype, self.memory)
+        return OpLayout(shape, self.strides, self.dtype, self.memory)
 
     @property
     def alone(self) -> bool:
@@ -50,23 +50,23 @@ class Layout(NamedTuple):
         return self.memory <= math.prod(self.shape) * self.dtype.itemsize
 
 
-def dense(shape: Sequence[int], dtype: torch.dtype) -> Layout:
+def dense(shape: Sequence[int], dtype: torch.dtype) -> OpLayout:
     """Of a tensor as it is made."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return Layout(tuple(shape), tuple(reversed(strides)), dtype, math.prod(shape) * dtype.itemsize)
+    return OpLayout(tuple(shape), tuple(reversed(strides)), dtype, math.prod(shape) * dtype.itemsize)
 
 
 class _Outcome(NamedTuple):
     """What a trial gave, and the kernels that ran."""
 
-    layout: Layout
-    works: tuple[Work, ...]
+    layout: OpLayout
+    works: tuple[KernelCost, ...]
 
 
-class Trials:
+class OpCostCache:
     """Operations on a card of their own, with attention as an autoencoder's goes; what was tried is remembered."""
 
     def __init__(self) -> None:
@@ -76,30 +76,30 @@ class Trials:
     def working(self) -> Iterator[None]:
         """The card is in use, beside those that are: only inside is anything tried."""
         before = cards_in_use()
-        self._card = Card(len(before), ANY_CARD.model_copy(update={"bytes": ENDLESS}), Host())
+        self._card = SimulatedCard(len(before), ANY_CARD.model_copy(update={"bytes": ENDLESS}), Host())
         use_cards((*before, self._card))
         try:
-            device = PretendDevice(self._card.index)
+            device = SimulatedDevice(self._card.index)
             self._place = device.torch_device
-            with torch.no_grad(), AttentionSeam("auto", device).working():
+            with torch.no_grad(), AttentionDispatcher("auto", device).working():
                 yield
         finally:
             use_cards(before)
 
-    def outcome(self, key: Hashable, layouts: Sequence[Layout], prepare: Prepare) -> _Outcome:
+    def outcome(self, key: Hashable, layouts: Sequence[OpLayout], prepare: Prepare) -> _Outcome:
         """What comes of what `prepare` makes of tensors with these `layouts`: for the same `key` the same."""
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._tried(layouts, prepare)
         return found
 
-    def works(self, key: Hashable) -> tuple[Work, ...]:
+    def works(self, key: Hashable) -> tuple[KernelCost, ...]:
         """The kernels of what was tried."""
         return self._known[key].works
 
-    def _tried(self, layouts: Sequence[Layout], prepare: Prepare) -> _Outcome:
+    def _tried(self, layouts: Sequence[OpLayout], prepare: Prepare) -> _Outcome:
         tensors = [self._tensor(layout) for layout in layouts]
-        run, works = prepare(tensors), list[Work]()
+        run, works = prepare(tensors), list[KernelCost]()
         self._card.watchers.append(works.append)
         try:
             result = run()
@@ -107,21 +107,21 @@ class Trials:
             self._card.watchers.clear()
         return _Outcome(_layout_of(tensors[0] if result is None else result), tuple(works))
 
-    def _tensor(self, layout: Layout) -> torch.Tensor:
+    def _tensor(self, layout: OpLayout) -> torch.Tensor:
         count = layout.memory // layout.dtype.itemsize
         few = count <= FEW or not layout.dtype.is_floating_point  # their numbers are there, to be looked at
         whole = (torch.zeros if few else torch.empty)(count, dtype=layout.dtype, device=self._place)
         return whole.as_strided(layout.shape, layout.strides)
 
 
-def _layout_of(tensor: torch.Tensor) -> Layout:
-    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes())
+def _layout_of(tensor: torch.Tensor) -> OpLayout:
+    return OpLayout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes())
 
 
-class Account:
+class StageCost:
     """What is done in one stage, by turns."""
 
-    def __init__(self, trials: Trials) -> None:
+    def __init__(self, trials: OpCostCache) -> None:
         self._trials = trials
         self._turn = 0
         self._strips: dict[int, set[int]] = defaultdict(set)  # in which of them each turn comes
@@ -133,7 +133,7 @@ class Account:
         self._turn = turn
         self._strips[turn].add(strip)
 
-    def do(self, key: Hashable, layouts: Sequence[Layout], prepare: Prepare) -> Layout:
+    def do(self, key: Hashable, layouts: Sequence[OpLayout], prepare: Prepare) -> OpLayout:
         """An operation; returns how its result lies."""
         self._done[self._turn][key] += 1
         return self._trials.outcome(key, layouts, prepare).layout
@@ -148,23 +148,23 @@ class Account:
         self._bytes_out += size
         self._copies += _pages(start, size)
 
-    def leg(self, once: Sequence[str], leaves: Sequence[str], strips: int, *, ahead: bool) -> Leg:
+    def leg(self, once: Sequence[str], leaves: Sequence[str], strips: int, *, ahead: bool) -> StripStageProfile:
         """All of it: the turns of `once` came first, then those of `leaves` in so many strips."""
         turns = {
-            number: Turn(leaf=leaf, work=self._workloads(number))
+            number: LayerWork(layer=leaf, work=self._workloads(number))
             for number, leaf in enumerate((*once, *leaves))
             if number in self._strips
         }
         first = len(once)
-        return Leg(
-            strips=strips, ahead=ahead, once=tuple(turn for number, turn in turns.items() if number < first),
-            turns=tuple(turn for number, turn in turns.items() if number >= first),
-            runs=tuple(len(self._strips[number]) for number in turns if number >= first),
+        return StripStageProfile(
+            strips=strips, prefetches=ahead, before_strips=tuple(turn for number, turn in turns.items() if number < first),
+            layer_work=tuple(turn for number, turn in turns.items() if number >= first),
+            strip_counts=tuple(len(self._strips[number]) for number in turns if number >= first),
             copies=self._copies, bytes_in=self._bytes_in, bytes_out=self._bytes_out,
         )  # fmt: skip
 
-    def _workloads(self, turn: int) -> tuple[Workload, ...]:
-        tally = Tally()
+    def _workloads(self, turn: int) -> tuple[KernelGroup, ...]:
+        tally = KernelCounter()
         for key, count in self._done[turn].items():
             for work in self._trials.works(key):
                 tally.add(work, count)

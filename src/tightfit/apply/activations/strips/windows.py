@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from tightfit.apply.activations.strips.program import Node
-from tightfit.apply.activations.strips.schedule import Step
+from tightfit.apply.activations.strips.schedule import ScheduleStep
 
 __all__ = ["Windows"]
 
@@ -35,7 +35,7 @@ class Windows(Generic[Rows]):
     def __getitem__(self, index: int) -> tuple[int, Rows]:
         return self._held[index]
 
-    def hold(self, step: Step, rows: Rows) -> None:
+    def hold(self, step: ScheduleStep, rows: Rows) -> None:
         """The `rows` that a step made are held, after those of earlier strips that it still wants."""
         held = self._held.pop(step.node, None)
         if held is not None and step.held < step.span.lo:

@@ -9,17 +9,17 @@ import torch
 
 from tightfit.apply.activations.exporting import HERE
 from tightfit.apply.activations.operations import find_operation, read_argument, written_argument
-from tightfit.apply.activations.strips.boundaries import Peak
-from tightfit.apply.activations.strips.course import Course, passes_of
+from tightfit.apply.activations.strips.boundaries import StripPeak
+from tightfit.apply.activations.strips.course import StripPlan, planned_stages_of
 from tightfit.apply.activations.strips.program import Node, Program, Ref
-from tightfit.apply.activations.strips.stages import Graph, Stage
+from tightfit.apply.activations.strips.stages import Stage, StageGraph
 
-__all__ = ["check_program", "read_course", "read_program", "written_course", "written_program"]
+__all__ = ["check_program", "program_from_json", "program_to_json", "strip_plan_from_json", "strip_plan_to_json"]
 
 _LEAVES = ("input", "weight", "constant")
 
 
-def written_program(program: Program) -> dict[str, Any]:
+def program_to_json(program: Program) -> dict[str, Any]:
     """All of `program` but its constants' values. ModelError for what is not ATen's."""
     nodes = [_written(node) for node in program.nodes]
     return {"nodes": nodes, "inputs": list(program.inputs), "outputs": list(program.outputs)}
@@ -37,7 +37,7 @@ def _word(value: Any) -> Any:
     return written_argument(value, lambda item: item.node if isinstance(item, Ref) else None)
 
 
-def read_program(written: Mapping[str, Any], constants: dict[str, torch.Tensor]) -> Program:
+def program_from_json(written: Mapping[str, Any], constants: dict[str, torch.Tensor]) -> Program:
     """The Program that is `written`. For what is none it raises ModelError, or whatever Python has to say to it."""
     nodes = tuple(_read(*fields) for fields in written["nodes"])
     return Program(nodes, tuple(written["inputs"]), tuple(written["outputs"]), constants)
@@ -78,7 +78,7 @@ def check_program(program: Program, weights: Mapping[str, torch.Tensor], inputs:
         raise ValueError(f"outputs {program.outputs} of {len(program.nodes)} nodes")
 
 
-def written_course(course: Course) -> dict[str, Any]:
+def strip_plan_to_json(course: StripPlan) -> dict[str, Any]:
     """What is long to find of `course`: its stages, and in how many strips each is done."""
     passes = [[*map(list, vars(stage).values()), len(strips), ahead] for stage, strips, ahead in course.passes]
     return {
@@ -89,8 +89,10 @@ def written_course(course: Course) -> dict[str, Any]:
     }
 
 
-def read_course(written: Mapping[str, Any], program: Program) -> Course:
+def strip_plan_from_json(written: Mapping[str, Any], program: Program) -> StripPlan:
     """The course of `program` that is `written`. For what is none it raises whatever Python has to say to it."""
-    graph = Graph(program, in_order=written["in_order"])
+    graph = StageGraph(program, in_order=written["in_order"])
     planned = ((Stage(*map(tuple, indices)), count, ahead) for *indices, count, ahead in written["passes"])
-    return Course(graph, frozenset(written["in_host"]), passes_of(graph, planned), Peak(*written["peak"]))
+    return StripPlan(
+        graph, frozenset(written["in_host"]), planned_stages_of(graph, planned), StripPeak(*written["peak"])
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tightfit.apply.activations.traced.file import Form, Manifest
+from tightfit.apply.activations.traced.file import Manifest, TensorForm
 from tightfit.errors import RequestError
 
 __all__ = ["by_name", "check_call", "split"]
@@ -77,7 +77,7 @@ def _said(values: Mapping[str, Any], name: str) -> str:
     if name not in values:
         return "not given"
     value = values[name]
-    return str(Form.of(value)) if isinstance(value, torch.Tensor) else str(value)
+    return str(TensorForm.of(value)) if isinstance(value, torch.Tensor) else str(value)
 
 
 def _other(name: str, here: str, there: str) -> RequestError:

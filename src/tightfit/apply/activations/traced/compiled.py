@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from tightfit.apply.activations.traced.file import Traced
-from tightfit.apply.activations.traced.program import Program
+from tightfit.apply.activations.traced.file import ExportedFile
+from tightfit.apply.activations.traced.program import ExportedNetwork
 from tightfit.devices.choice import choose_device
 from tightfit.errors import PlanError, RunError
 
@@ -39,10 +39,10 @@ class CompiledProgram:
     how long that took in this process.
     """
 
-    def __init__(self, traced: Traced, folder: Path) -> None:
+    def __init__(self, traced: ExportedFile, folder: Path) -> None:
         self._traced = traced
         self._folder = folder
-        self._program = Program(traced)
+        self._program = ExportedNetwork(traced)
         self._packages: dict[torch.device, Package] = {}
         self.seconds = 0.0
 
@@ -104,7 +104,7 @@ class CompiledProgram:
         digest = hashlib.sha256(traced.manifest.to_json().encode())
         digest.update(traced.graph.to_json().encode())
         digest.update(save(traced.constants))
-        facts = (torch.__version__, device.type, card.title(), card.compute_capability(), _instructions())
+        facts = (torch.__version__, device.type, card.product_name(), card.compute_capability(), _instructions())
         digest.update(repr((*facts, torch.get_num_threads())).encode())
         return digest.hexdigest()
 
@@ -112,7 +112,7 @@ class CompiledProgram:
 class _Lifted(nn.Module):
     """A program as a module that is given its weights."""
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    def __init__(self, program: ExportedNetwork, device: torch.device) -> None:
         super().__init__()
         self._program = program
         self._device = device
@@ -127,7 +127,7 @@ def _plain(name: str, weight: torch.Tensor, device: torch.device) -> torch.Tenso
         return plain
     there = f"on {plain.device}" if type(plain) is torch.Tensor else f"a {type(plain).__name__}"
     raise PlanError(
-        f"{name} is {there}, and compiled code takes weights as loaded, on {device}: placement=per-phase or resident "
+        f"{name} is {there}, and compiled code takes weights as loaded, on {device}: placement=offload or resident "
         "and storage=as-loaded would do, or leave compiled out",
         name=name,
     )

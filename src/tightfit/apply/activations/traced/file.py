@@ -16,17 +16,17 @@ import torch
 from safetensors.torch import load, save
 
 from tightfit.apply.activations.bundle import DAMAGED, part_of, write_bundle
-from tightfit.apply.activations.traced.graph import Graph
+from tightfit.apply.activations.traced.graph import ExportedGraph
 from tightfit.errors import InputError, ModelError
 from tightfit.record import Record
 
-__all__ = ["FORMAT", "Form", "Manifest", "Traced", "read_traced", "write_traced"]
+__all__ = ["FORMAT", "ExportedFile", "Manifest", "TensorForm", "read_traced", "write_traced"]
 
 FORMAT = 1
 _MANIFEST, _GRAPH, _CONSTANTS = "manifest.json", "graph.json", "constants.safetensors"
 
 
-class Form(Record):
+class TensorForm(Record):
     """A tensor without its values."""
 
     error: ClassVar[type[InputError]] = ModelError
@@ -35,7 +35,7 @@ class Form(Record):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
         return cls(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
     def __str__(self) -> str:
@@ -51,19 +51,19 @@ class Manifest(Record):
     versions: dict[str, str]  # of libraries
     class_name: str
     config: dict[str, Any]
-    weights: dict[str, Form]  # all parameters and buffers
+    weights: dict[str, TensorForm]  # all parameters and buffers
     parts: dict[str, str]  # module path → class, and a digest of its settings
-    inputs: dict[str, Form]  # tensors that a call gives, by dotted names
+    inputs: dict[str, TensorForm]  # tensors that a call gives, by dotted names
     settings: dict[str, Any]  # all else that a call gives: None, numbers, words
     returns: Literal["tensor", "tuple"]
 
 
 @dataclass(frozen=True)
-class Traced:
+class ExportedFile:
     """An exported network: what it takes, what it does, and the tensors that its code had in it."""
 
     manifest: Manifest
-    graph: Graph
+    graph: ExportedGraph
     constants: dict[str, torch.Tensor]
 
     def save(self, path: str | Path) -> None:
@@ -71,12 +71,12 @@ class Traced:
         write_traced(self, Path(path))
 
     @classmethod
-    def load(cls, path: str | Path) -> Traced:
+    def load(cls, path: str | Path) -> ExportedFile:
         """What the file at `path` holds; ModelError where that is no exported network of this format."""
         return read_traced(Path(path))
 
 
-def write_traced(traced: Traced, path: Path) -> None:
+def write_traced(traced: ExportedFile, path: Path) -> None:
     """Writes `traced` to `path`, whole or not at all. InputError where that cannot be done."""
     parts: dict[str, str | bytes] = {
         _MANIFEST: traced.manifest.to_json(indent=1),
@@ -89,7 +89,7 @@ def write_traced(traced: Traced, path: Path) -> None:
         raise InputError(f"cannot write {path}: {error.strerror or error}", path=str(path)) from None
 
 
-def read_traced(path: Path) -> Traced:
+def read_traced(path: Path) -> ExportedFile:
     """What the file at `path` holds; ModelError where that is no exported network of this format."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -103,7 +103,7 @@ def read_traced(path: Path) -> Traced:
         said = " ".join(str(error).split())
         raise ModelError(f"{path} is no exported denoiser, or not all of one: {said}", path=str(path)) from None
     try:
-        return Traced(Manifest.from_mapping(manifest), Graph.from_mapping(graph), constants)
+        return ExportedFile(Manifest.from_mapping(manifest), ExportedGraph.from_mapping(graph), constants)
     except ModelError as error:
         raise ModelError(f"{path} is no exported denoiser: {error}", **error.facts | {"path": str(path)}) from None
 

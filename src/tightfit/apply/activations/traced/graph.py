@@ -19,7 +19,7 @@ from tightfit.apply.activations.operations import find_operation, read_argument,
 from tightfit.errors import InputError, ModelError
 from tightfit.record import Record
 
-__all__ = ["Graph", "Operation", "Step", "filled", "graph_of", "ready", "steps_of"]
+__all__ = ["ExportedGraph", "GraphStep", "Operation", "filled", "graph_of", "ready", "steps_of"]
 
 _DROPPED = torch.ops.aten._assert_tensor_metadata.default  # what it asks is known of inputs and weights beforehand
 
@@ -35,7 +35,7 @@ class Operation(Record):
     inside: str = ""  # the module at work, by its path
 
 
-class Graph(Record):
+class ExportedGraph(Record):
     """What a network does with its inputs."""
 
     error: ClassVar[type[InputError]] = ModelError
@@ -50,7 +50,7 @@ class Graph(Record):
 # exported program → Graph
 
 
-def graph_of(program: ExportedProgram, inputs: list[str]) -> Graph:
+def graph_of(program: ExportedProgram, inputs: list[str]) -> ExportedGraph:
     """What `program`, exported on HERE, does with its tensor `inputs`. ModelError for what is not ATen's."""
     numbers, names = _numbered(program, inputs)
     operations = []
@@ -64,7 +64,7 @@ def graph_of(program: ExportedProgram, inputs: list[str]) -> Graph:
     changed = [spec.kind for spec in program.graph_signature.output_specs if spec.kind is not OutputKind.USER_OUTPUT]
     if changed:
         raise ModelError(f"the network changes what it is given ({changed[0].name}), which cannot be exported")
-    return Graph(**names, operations=tuple(operations), outputs=_written(outputs, numbers))
+    return ExportedGraph(**names, operations=tuple(operations), outputs=_written(outputs, numbers))
 
 
 _KINDS = {
@@ -123,7 +123,7 @@ class _Here:
     """Stands for the device on which the network works."""
 
 
-class Step(NamedTuple):
+class GraphStep(NamedTuple):
     """An operation, ready to be called; afterwards the values numbered `over` are not needed any more."""
 
     call: Callable[..., Any]
@@ -154,7 +154,7 @@ def filled(argument: Any, value: Callable[[int], Any], device: torch.device) -> 
     return device if kind is _Here else argument
 
 
-def steps_of(graph: Graph) -> list[Step]:
+def steps_of(graph: ExportedGraph) -> list[GraphStep]:
     """The operations of `graph` in their order. ModelError for what this torch does not know or a graph cannot say."""
     first = len(graph.inputs) + len(graph.weights) + len(graph.constants)
     used = [sorted(set(_numbers([op.args, [*op.kwargs.values()]]))) for op in graph.operations]
@@ -168,7 +168,7 @@ def steps_of(graph: Graph) -> list[Step]:
         if number not in kept:
             over.setdefault(last.get(number, max(number - first, 0)), []).append(number)
     return [
-        Step(
+        GraphStep(
             _called(op.op),
             ready(op.args),
             {key: ready(value) for key, value in op.kwargs.items()},

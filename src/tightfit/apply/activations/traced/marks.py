@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tightfit.apply.activations.traced.file import Form, Manifest
+from tightfit.apply.activations.traced.file import Manifest, TensorForm
 from tightfit.errors import AlreadyFitted, ModelError
 from tightfit.measure.modules import HANDLE
 
@@ -29,7 +29,7 @@ def marks_of(module: nn.Module) -> dict[str, Any]:
         "versions": _versions(),
         "class_name": type(module).__name__,
         "config": _config(module),
-        "weights": {name: Form.of(tensor) for name, tensor in weights},
+        "weights": {name: TensorForm.of(tensor) for name, tensor in weights},
         "parts": {path: f"{type(part).__name__} {_digest(part)}" for path, part in module.named_modules()},
     }
 

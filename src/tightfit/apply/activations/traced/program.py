@@ -15,18 +15,18 @@ from torch import nn
 
 from tightfit.apply import gates
 from tightfit.apply.activations.traced.call import by_name, check_call
-from tightfit.apply.activations.traced.file import Traced
+from tightfit.apply.activations.traced.file import ExportedFile
 from tightfit.apply.activations.traced.graph import filled, ready, steps_of
 from tightfit.apply.activations.traced.marks import check_marks, check_plain
 from tightfit.errors import ModelError, RunError
 
-__all__ = ["Program", "Runs", "traced_forward"]
+__all__ = ["ExportedCallable", "ExportedNetwork", "traced_forward"]
 
 Weight = Callable[[int], torch.Tensor]
 Chain = tuple[nn.Module, ...]  # a module and those around it, the outermost first, without the network itself
 
 
-class Runs(Protocol):
+class ExportedCallable(Protocol):
     """Whatever does what an exported network says."""
 
     def run(
@@ -35,10 +35,10 @@ class Runs(Protocol):
         """The outputs on `device`. `weight` gives one by its place in the graph, `at` is told of each operation."""
 
 
-class Program:
+class ExportedNetwork:
     """The operations, ready to be done one by one. ModelError for a graph that does not hold together."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: ExportedFile) -> None:
         graph, manifest = traced.graph, traced.manifest
         for what, wanted, there in (
             ("input", graph.inputs, manifest.inputs.keys()),
@@ -74,7 +74,7 @@ class Program:
         return list(filled(self._outputs, value, device))
 
 
-def traced_forward(module: nn.Module, traced: Traced, runs: Runs | None = None) -> Callable[..., Any]:
+def traced_forward(module: nn.Module, traced: ExportedFile, runs: ExportedCallable | None = None) -> Callable[..., Any]:
     """A `forward(self, …)` for `module`'s class that does what `traced` says, with `module`'s own weights.
 
     ModelError where the two do not belong together. When it is called: RequestError, naming the input, for shapes,
@@ -86,7 +86,7 @@ def traced_forward(module: nn.Module, traced: Traced, runs: Runs | None = None) 
     """
     check_plain(module)
     check_marks(module, traced.manifest)
-    works = runs or Program(traced)
+    works = runs or ExportedNetwork(traced)
     tables = [_table(module, name) for name in traced.graph.weights]
     chains = _chains(module, [step.inside for step in traced.graph.operations])
     signature = inspect.signature(module.forward)
