@@ -29,12 +29,12 @@ import torch
 from activations_ladder import ladder
 from measuring import RESULTS, Peak, counting, write
 from tightfit import fit
-from tightfit.apply.activations.cutting import pixels_per_latent
+from tightfit.apply.activations.vae_tiling import pixels_per_latent
 from tightfit.apply.fitting import Fitted
 from tightfit.catalog.known import known_model
-from tightfit.decisions import FeatureMaps
-from tightfit.devices.choice import choose_device
-from tightfit.devices.seam import Device
+from tightfit.devices.choose import choose_device
+from tightfit.devices.device import Device
+from tightfit.schema.footprint import FeatureMaps
 
 NOTES = (
     "Weights are random: what a decoder makes of a latent then depends on far more of the picture than in a trained"

@@ -23,10 +23,10 @@ from tightfit import Request, fit
 from tightfit.apply.activations.tracing import trace_denoiser
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.loading import quietly
-from tightfit.devices.seam import Device
-from tightfit.measure.building import build_known
+from tightfit.devices.device import Device
+from tightfit.measure.build_models import build_known
 from tightfit.measure.modules import find_components
-from tightfit.run.request import Prompt, call_arguments
+from tightfit.run.call_arguments import Prompt, call_arguments
 
 MODEL = "sd-1.5"
 Row = dict[str, Any]

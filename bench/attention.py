@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from measuring import counting, side_by_side, write
 from tightfit.apply.activations.chunked_attention import chunked_attention
-from tightfit.plan.attention import block_bytes
+from tightfit.plan.kernel_choice import block_bytes
 
 HEADS, WIDTH = 2, 64
 LENGTHS = (1024, 2048, 4096, 8192)

@@ -1,4 +1,4 @@
-"""Budgets on pretend cards of exactly that size: what the planner accepts and refuses, and whether it comes true.
+"""Budgets on simulated cards of exactly that size: what the planner accepts and refuses, and whether it comes true.
 
     python bench/budgets.py [--models sdxl,flux.1-dev] [--cards rtx4090,rtx3060] [--shares 0.15,0.3,0.6,1,1.5]
     python bench/budgets.py --models all --cards rtx4090     every known model: hours on two cores the first time
@@ -6,7 +6,7 @@
 
 A budget is a share of the bytes of all of a pipeline's weights. The card has that and not a byte more, and refuses what
 does not fit. A step is what denoising takes, divided by the steps; the clock is exact, so it is measured once. Writes
-bench/results/budgets-pretend.json.
+bench/results/budgets-simulated.json.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from measuring import RESULTS, write
 from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
 from tightfit.catalog.known import known_card, known_model, model_names
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Accelerator, Footprint, Machine, Request
 from tightfit.report.summary import fold_phases
-from tightfit.run.stage import SimulationRun
+from tightfit.run.simulate import SimulationRun
+from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.machine import Accelerator, Machine
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 
 MODELS = "sd-1.5,sdxl,flux.1-dev"
 ROOM = 2**50
@@ -81,7 +81,7 @@ def main() -> None:
     options.add_argument("--keep", action="store_true", help="rows of other models that are written already")
     chosen = options.parse_args()
     models = model_names() if chosen.models == "all" else chosen.models.split(",")
-    written = json.loads((RESULTS / "budgets-pretend.json").read_text())["rows"] if chosen.keep else []
+    written = json.loads((RESULTS / "budgets-simulated.json").read_text())["rows"] if chosen.keep else []
     rows = [row for row in written if row["model"] not in models]
     for model in models:
         for asked in requests_of(model):
@@ -93,7 +93,7 @@ def main() -> None:
                     size = int(share * whole)
                     rows.append({**about, "budget": size, **row_of(model, asked, footprint, known_card(card), size)})
                     print(rows[-1], flush=True)
-            write("budgets-pretend", {"rows": rows})  # by and by
+            write("budgets-simulated", {"rows": rows})  # by and by
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     python bench/chart.py --models ''                                           levels, RAM and questions only
 
 Nothing is timed: all of it is planned for known cards from footprints. Also asks what `tightfit plan` says of a few
-questions that the guides explain. Writes bench/results/chart-pretend.json after each model.
+questions that the guides explain. Writes bench/results/chart-simulated.json after each model.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 
 from measuring import RESULTS, write
 from tightfit.catalog.known import known_model, model_called, model_names
-from tightfit.chart import Chart
 from tightfit.errors import BudgetTooSmall
-from tightfit.report.forecast import describe
+from tightfit.report.prediction import describe
 from tightfit.run.charting import CARDS, chart_of, level_table
-from tightfit.run.forecasts import forecast
-from tightfit.run.wishes import call_request, limits_of
+from tightfit.run.plan_options import call_request, limits_of
+from tightfit.run.predict import forecast
+from tightfit.schema.chart import Chart
 
 MODELS = "sd-1.5,sdxl,flux.1-dev,ltx-video-2b,cogvideox-2b"
 LEVELS = (("sdxl", "rtx4060"), ("flux.1-dev", "rtx3060"))
 WITH_RAM = (["sdxl", "flux.1-dev"], ["rtx4060", "rtx4090"], 16 * 10**9)
-FILE = RESULTS / "chart-pretend.json"
+FILE = RESULTS / "chart-simulated.json"
 
 
 class Question(NamedTuple):
@@ -104,11 +104,11 @@ def main() -> None:
     facts = {name: written.get(name) for name in ("with_ram", "levels", "plans")}
     for model in models:
         chart = joined(chart, chart_of([model], chosen.cards.split(","), told=told, usual_only=chosen.usual_only))
-        write("chart-pretend", {"chart": chart.to_mapping(), **facts})  # by and by
+        write("chart-simulated", {"chart": chart.to_mapping(), **facts})  # by and by
     facts["with_ram"] = chart_of(*WITH_RAM, told=told).to_mapping()
     facts["levels"] = [level_table(model, [card], told=told).to_mapping() for model, card in LEVELS]
     facts["plans"] = {name: question.answer() for name, question in QUESTIONS.items()}
-    write("chart-pretend", {"chart": chart.to_mapping() if chart else None, **facts})
+    write("chart-simulated", {"chart": chart.to_mapping() if chart else None, **facts})
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ import torch
 from torch import nn
 
 from measuring import write
-from tightfit.apply.weights.homes import HostStore
-from tightfit.apply.weights.parcels import WeightGroup, weight_groups_of
 from tightfit.apply.weights.streamer import Streamer
+from tightfit.apply.weights.weight_groups import WeightGroup, weight_groups_of
+from tightfit.apply.weights.weight_store import HostStore
 from tightfit.catalog.known import known_model
-from tightfit.devices.choice import choose_device
-from tightfit.devices.lane import CopyHandle, CopyStream
-from tightfit.devices.seam import Device, LoopbackDevice
-from tightfit.measure.building import build_part
+from tightfit.devices.choose import choose_device
+from tightfit.devices.copy_stream import CopyHandle, CopyStream
+from tightfit.devices.device import Device, LoopbackDevice
+from tightfit.measure.build_models import build_part
 from tightfit.measure.modules import inspect_component
 from tightfit.measure.recorder import Recorder
 

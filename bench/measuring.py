@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.devices.choice import find_machine
+from tightfit.devices.choose import find_machine
 from tightfit.files import replacing
 from tightfit.measure.meter import TensorMeter
 

@@ -35,12 +35,11 @@ from tightfit import fit
 from tightfit.catalog.known import known_card, known_model, model_names
 from tightfit.errors import TightfitError
 from tightfit.files import replacing
-from tightfit.measure.building import build_known
+from tightfit.measure.build_models import build_known
 from tightfit.measure.modules import find_components
-from tightfit.records import Request
-from tightfit.run.rehearsal import simulate_call
-from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.stand_ins import dummy_inputs
+from tightfit.run.call_arguments import Prompt, call_arguments, dummy_inputs
+from tightfit.run.simulate import simulate_call
+from tightfit.schema.footprint import Request
 
 GB = 10**9
 FILE = RESULTS / "peaks-cuda.json"

@@ -30,15 +30,15 @@ from typing import Any
 SHARES = "0.15,0.6,1.5"
 CARD = "rtx4090"
 PARTS = (  # module, of which class, what, under which name
-    ("tightfit.run.stage", "Stage", "__init__", "building"),
-    ("tightfit.run.stage", "Stage", "play", "playing"),
-    ("tightfit.measure.ledger", "Ledger", "phases", "rooms of phases"),
+    ("tightfit.run.simulate", "SimulationRun", "__init__", "building"),
+    ("tightfit.run.simulate", "SimulationRun", "play", "playing"),
+    ("tightfit.measure.call_profiler", "CallProfiler", "phases", "rooms of phases"),
     ("tightfit.run.footprints", "", "measure_variants", "variants, else"),
     ("tightfit.run.first_calls", "FirstCalls", "with_strips", "strips, else"),
-    ("tightfit.apply.activations.strips.survey", "", "program_of", "programs"),
-    ("tightfit.apply.activations.strips.ways", "", "kept_course", "courses"),
-    ("tightfit.apply.activations.strips.course", "Course", "room", "rooms of courses"),
-    ("tightfit.apply.activations.strips.survey", "", "legs_of", "legs"),
+    ("tightfit.apply.activations.strips.strip_options", "", "program_of", "programs"),
+    ("tightfit.apply.activations.strips.strip_config", "", "kept_strip_plan", "strip plans"),
+    ("tightfit.apply.activations.strips.strip_plan", "StripPlan", "room", "allocator bytes"),
+    ("tightfit.apply.activations.strips.strip_options", "", "profile_stages", "stages"),
 )
 
 
@@ -55,7 +55,7 @@ class Watch:
             self._inside.append(0.0)
             try:
                 found = work(*args, **kwargs)
-                return iter(list(found)) if name == "legs" else found  # they are made one by one
+                return iter(list(found)) if name == "stages" else found  # they are made one by one
             finally:
                 took = time.process_time() - begun
                 self.seconds[name] += took - self._inside.pop()
@@ -86,14 +86,15 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
     getattr(diffusers, pipeline)  # which is when diffusers imports it
 
     took = Took()
-    from tightfit.apply.activations.strips import archive
+    from tightfit.apply.activations.strips import graph_cache as archive
     from tightfit.errors import BudgetTooSmall
-    from tightfit.plan.guesses import computer_with
-    from tightfit.plan.workings import SearchCaches
-    from tightfit.records import Budget, Footprint, Request
-    from tightfit.run.experiences import CalibrationStore, PlanningInputs
+    from tightfit.plan.default_rates import computer_with
+    from tightfit.plan.search_cache import SearchCaches
+    from tightfit.run.calibration import CalibrationStore, PlanningInputs
     from tightfit.run.footprints import Measurer
-    from tightfit.run.wishes import Limits
+    from tightfit.run.plan_options import Limits
+    from tightfit.schema.footprint import Footprint, Request
+    from tightfit.schema.machine import Budget
 
     if exporting:
         archive.SHIPPED = "nowhere"
@@ -125,10 +126,11 @@ def known(model: str, share: float) -> dict[str, Any]:
     """In this process: what `tightfit plan MODEL --card` does, import and all."""
     took = Took()
     from tightfit.errors import BudgetTooSmall
-    from tightfit.records import Budget, Footprint, Request
-    from tightfit.run.forecasts import forecast
-    from tightfit.run.predictions import footprint_question, recalled_footprint
-    from tightfit.run.wishes import Limits
+    from tightfit.run.answer_cache import footprint_question, recalled_footprint
+    from tightfit.run.plan_options import Limits
+    from tightfit.run.predict import forecast
+    from tightfit.schema.footprint import Footprint, Request
+    from tightfit.schema.machine import Budget
     from tightfit.terminal import say
 
     imports = took.so_far()["cpu"]

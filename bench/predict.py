@@ -24,14 +24,14 @@ from tightfit import Request, fit
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import load_pipeline, quietly
-from tightfit.devices.choice import choose_device
-from tightfit.measure.building import build_known
+from tightfit.devices.choose import choose_device
+from tightfit.measure.build_models import build_known
 from tightfit.measure.modules import find_components
-from tightfit.records import Trace
-from tightfit.run.machines import measured_machine
+from tightfit.run.call_arguments import Prompt, call_arguments
 from tightfit.run.models import find_model
-from tightfit.run.rehearsal import simulate_call
-from tightfit.run.request import Prompt, call_arguments
+from tightfit.run.planning_context import measured_machine
+from tightfit.run.simulate import simulate_call
+from tightfit.schema.results import Trace
 
 DEMO = "the demo model"
 

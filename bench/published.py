@@ -19,13 +19,12 @@ from torch.nn import functional as F
 from measuring import write
 from tightfit import fit
 from tightfit.catalog.known import known_card, known_model
-from tightfit.measure.building import build_part
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.pretend.storage import free_dead_tensors
-from tightfit.records import Request
-from tightfit.run.rehearsal import simulate_call
+from tightfit.measure.build_models import build_part
+from tightfit.run.simulate import simulate_call
+from tightfit.schema.footprint import Request
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.storage import free_dead_tensors
 
 GIB = 2**30
 BFLOAT16 = torch.bfloat16
@@ -160,7 +159,7 @@ def predicted(row: Row) -> tuple[float, float, float]:
     use_cards([card])
     started = time.perf_counter()
     part = build_part(row.part, known_model(row.model).components[row.part], row.dtype)
-    fitted = fit(part, level=0, device="pretend:0")
+    fitted = fit(part, level=0, device="simulated:0")
     free_dead_tensors()
     before = card.allocator.reserved.now
     call = part if row.method == "forward" else getattr(part, row.method)

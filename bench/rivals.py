@@ -3,13 +3,13 @@
     python bench/rivals.py [--budgets 6,8,12,16,24] [--card rtx4090]
     python bench/rivals.py --models sdxl,flux.1-dev --keep      the other rows stay as they were
 
-One pretend card, which has a budget (GiB) and not a byte more, and plenty of RAM; weights are shapes and the clock is
+One simulated card, which has a budget (GiB) and not a byte more, and plenty of RAM; weights are shapes and the clock is
 exact. Everybody's pipeline is the unmodified one in bfloat16. Everybody calls it twice, and the second call counts:
 whatever is learned or page-locked the first time is there. Where the autoencoder is what does not fit, a rival tries
 again with diffusers' tiles, whose pictures are others. Others than tightfit do a few steps; the rest are taken to be
 like the last two. What hooks cost the host in Python is not counted, which favours those who have many.
 
-diffusers-mm is compared where it is installed. Writes bench/results/rivals-pretend.json.
+diffusers-mm is compared where it is installed. Writes bench/results/rivals-simulated.json.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from rivals_contenders import CONTENDERS, MODELS, OURS, STEPS, Clock, Row, reque
 from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
 from tightfit.catalog.known import known_card, known_model
 from tightfit.checkpoint.loading import quietly
-from tightfit.measure.building import build_known
+from tightfit.measure.build_models import build_known
+from tightfit.measure.meta_copy import PROMPT
 from tightfit.measure.modules import find_components
-from tightfit.measure.shadow import PROMPT
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.pretend.operations import SMALL
-from tightfit.pretend.pinning import mark_valueless
-from tightfit.records import Accelerator, Footprint, Machine, Request
-from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.stage import SimulationRun
+from tightfit.run.call_arguments import Prompt, call_arguments
+from tightfit.run.simulate import SimulationRun
+from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.machine import Accelerator, Machine
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.host_memory import mark_valueless
+from tightfit.simulator.operations import SMALL
 
-NAME = "rivals-pretend"
+NAME = "rivals-simulated"
 ROOM = 2**50
 DTYPE = torch.bfloat16
 

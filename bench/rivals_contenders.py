@@ -12,7 +12,7 @@ import torch
 
 from tightfit.catalog.known import known_model
 from tightfit.measure.modules import find_components, find_role
-from tightfit.records import Request
+from tightfit.schema.footprint import Request
 
 Row = dict[str, Any]
 Contender = Callable[[Any, torch.device], Any]  # takes a pipeline in RAM, returns it ready to be called
@@ -110,7 +110,7 @@ def automatic(pipe: Any, device: torch.device) -> Any:
 
 
 def _teach(manager: ModuleType, device: torch.device) -> None:
-    """Lets diffusers-mm, which asks `torch.cuda` and knows no other cards, ask the pretend ones in the same way."""
+    """Lets diffusers-mm, which asks `torch.cuda` and knows no other cards, ask the simulated ones in the same way."""
     asked = torch.get_device_module(device)
 
     def properties(of: Any) -> SimpleNamespace:

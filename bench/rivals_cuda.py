@@ -37,10 +37,10 @@ from rivals_contenders import CONTENDERS, OURS, ROOMY, Row
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.loading import quietly
 from tightfit.files import replacing
-from tightfit.measure.building import build_known
+from tightfit.measure.build_models import build_known
+from tightfit.measure.meta_copy import PROMPT
 from tightfit.measure.modules import find_components
-from tightfit.measure.shadow import PROMPT
-from tightfit.run.request import Prompt, call_arguments
+from tightfit.run.call_arguments import Prompt, call_arguments
 
 FILE = RESULTS / "rivals_cuda.json"
 MODELS = "sdxl,flux.1-dev,cogvideox-5b,qwen-image,wan-2.1-14b"
@@ -120,7 +120,7 @@ def let_values_be() -> None:
 def let_ram_be_plenty() -> None:
     import psutil
 
-    from tightfit.devices import seam
+    from tightfit.devices import device as seam
 
     real = psutil.virtual_memory
     psutil.virtual_memory = lambda: SimpleNamespace(  # type: ignore[assignment]

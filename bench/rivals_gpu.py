@@ -28,13 +28,13 @@ from rivals_contenders import CONTENDERS, MODELS, OURS, STEPS, Clock, Row, reque
 from tightfit import Budget, fit, make_plan, measure_footprint
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.loading import quietly
-from tightfit.devices.choice import choose_device
-from tightfit.measure.building import build_known
+from tightfit.devices.choose import choose_device
+from tightfit.measure.build_models import build_known
+from tightfit.measure.meta_copy import PROMPT
 from tightfit.measure.modules import find_components
-from tightfit.measure.shadow import PROMPT
-from tightfit.records import Footprint, Request
-from tightfit.run.machines import machine_of, measured_machine
-from tightfit.run.request import Prompt, call_arguments
+from tightfit.run.call_arguments import Prompt, call_arguments
+from tightfit.run.planning_context import machine_of, measured_machine
+from tightfit.schema.footprint import Footprint, Request
 from weights_gpu import forked
 
 NAME = "rivals-cuda"

@@ -1,10 +1,10 @@
-"""Two pretend cards, each of exactly its budget: what is planned for both, whether it comes true, and what it gains.
+"""Two simulated cards, each of exactly its budget: what is planned for both, whether it comes true, and what it gains.
 
     python bench/several.py [--models sdxl,flux.1-dev] [--cards rtx4090,rtx4090] [--shares 0.15,0.3,0.6]
 
 A budget is a share of the bytes of all of a pipeline's weights, the same for both cards; the same call on the first of
 them alone stands beside. Cards refuse what does not fit; their clock is exact. Writes
-bench/results/several-pretend.json.
+bench/results/several-simulated.json.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from budgets import ROOM, STEPS, requests_of
 from measuring import write
 from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
 from tightfit.catalog.known import known_card
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Footprint, Machine, Plan, Request
 from tightfit.report.summary import fold_phases
-from tightfit.run.stage import SimulationRun
+from tightfit.run.simulate import SimulationRun
+from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.machine import Machine
+from tightfit.schema.plan import Plan
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 
 MODELS = "sd-1.5,sdxl,sd3-medium,flux.1-dev,cogvideox-2b,wan-2.1-1.3b"
 
@@ -31,7 +32,7 @@ MODELS = "sd-1.5,sdxl,sd3-medium,flux.1-dev,cogvideox-2b,wan-2.1-1.3b"
 def planned(footprint: Footprint, names: list[str], size: int) -> Plan | BudgetTooSmall:
     """For as many of the cards called `names` as there are, each with `size` bytes."""
     cards = tuple(
-        known_card(name).model_copy(update={"bytes": ROOM, "name": f"pretend:{place}"})
+        known_card(name).model_copy(update={"bytes": ROOM, "name": f"simulated:{place}"})
         for place, name in enumerate(names)
     )
     machine = Machine(accelerators=cards, ram=ROOM, pinnable=ROOM, cores=1)
@@ -59,7 +60,7 @@ def row_of(model: str, asked: Request, plan: Plan | BudgetTooSmall, names: list[
     }
     try:
         stage = SimulationRun(
-            model, next(card for card in cards if f"pretend:{card.index}" == plan.device), plan, asked
+            model, next(card for card in cards if f"simulated:{card.index}" == plan.device), plan, asked
         )
         stage.play()
     except torch.OutOfMemoryError as error:
@@ -95,7 +96,7 @@ def main() -> None:
                 plan = planned(footprint, some, size)
                 rows.append({**about, "used": len(some), **row_of(model, asked, plan, some, size)})
                 print(rows[-1], flush=True)
-            write("several-pretend", {"rows": rows})  # by and by
+            write("several-simulated", {"rows": rows})  # by and by
 
 
 if __name__ == "__main__":

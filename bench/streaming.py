@@ -1,4 +1,4 @@
-"""Streaming on the pretend clock: full-size denoisers that do not fit, on cards that nobody has here.
+"""Streaming on the simulated clock: full-size denoisers that do not fit, on cards that nobody has here.
 
     python bench/streaming.py [--models flux.1-dev,…] [--cards rtx4090,rtx3060] [--shares 0.05,0.25,0.5,0.75]
 
@@ -9,7 +9,7 @@ denoiser that is all there, not a byte more, and refuses what does not fit. A st
 - the same with memory in mind: in any stretch of a step, what is used there must come in, but for what can be there
   already. Where layers that are long to bring and short to compute stand together, this bound is the higher one.
 
-The clock is exact, so every figure is measured once. Writes bench/results/streaming-pretend.json.
+The clock is exact, so every figure is measured once. Writes bench/results/streaming-simulated.json.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from measuring import write
 from tightfit import PlanError, fit
 from tightfit.catalog.known import known_card, known_model
 from tightfit.checkpoint.loading import quietly
-from tightfit.measure.building import build_known
+from tightfit.measure.build_models import build_known
+from tightfit.measure.meta_copy import PROMPT
 from tightfit.measure.modules import find_components, find_leaves, find_role, inspect_component
-from tightfit.measure.shadow import PROMPT
-from tightfit.plan.pace import CostModel
-from tightfit.plan.streaming import resolve_streaming
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Accelerator, ComponentPlan, Request
+from tightfit.plan.cost_model import CostModel
+from tightfit.plan.layer_selection import resolve_streaming
+from tightfit.run.call_arguments import Prompt, call_arguments
 from tightfit.run.footprints import measure_footprint
-from tightfit.run.request import Prompt, call_arguments
+from tightfit.schema.footprint import Request
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import ComponentPlan
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.units import format_bytes
 
 MODELS = "sdxl,flux.1-dev,cogvideox-5b,wan-2.1-14b"
@@ -71,7 +72,7 @@ def play(model: str, accelerator: Accelerator, chosen: dict[str, Any]) -> Run:
     name = denoiser_of(parts)
     request = Request(**{key: value for key, value in known.request if value is not None} | {"steps": STEPS})
     others = {other: {"placement": "stream"} for other in parts if other != name}
-    fitted = fit(pipe, plan={"components": others | {name: chosen}}, request=request, device="pretend:0")
+    fitted = fit(pipe, plan={"components": others | {name: chosen}}, request=request, device="simulated:0")
     run = Run()
 
     def note(leaf: str) -> Any:
@@ -164,7 +165,7 @@ def main() -> None:
     options.add_argument("--models", default=MODELS)
     options.add_argument("--cards", default="rtx4090,rtx3060")
     options.add_argument("--shares", default="0.05,0.25,0.5,0.75")
-    options.add_argument("--name", default="streaming-pretend")
+    options.add_argument("--name", default="streaming-simulated")
     asked = options.parse_args()
     rows: list[dict[str, Any]] = []
     for model in asked.models.split(","):

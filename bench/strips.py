@@ -1,4 +1,4 @@
-"""Full-size autoencoders strip by strip within a card's memory, on the pretend accelerator: peak and time to whole.
+"""Full-size autoencoders strip by strip within a card's memory, on the simulated accelerator: peak and time to whole.
 
 Nothing is computed: shapes, the allocator and the clock are real, and the card has no more memory than is said. The
 weights are on the card, in the dtype that is said; the latents too.
@@ -20,17 +20,16 @@ import torch
 from measuring import RESULTS, write
 from tightfit import fit
 from tightfit.catalog.known import known_card, known_model
-from tightfit.decisions import FeatureMaps
-from tightfit.measure.building import build_part
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
+from tightfit.measure.build_models import build_part
+from tightfit.schema.footprint import FeatureMaps
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.units import format_bytes
 
 CARD = "rtx4090"
 MB, GB = 10**6, 10**9
 ROOM = 2**50
-NAME = "strips-pretend"
+NAME = "strips-simulated"
 Row = dict[str, Any]
 
 
@@ -79,7 +78,7 @@ def decoded(case: Case, memory: int, vae: dict[str, Any]) -> Row:
     card = SimulatedCard(0, known_card(CARD).model_copy(update={"bytes": memory}), Host())
     use_cards([card])
     part = build_part("vae", known_model(case.model).components["vae"], case.dtype)
-    fitted = fit(part, plan={"vae": vae}, device="pretend:0")
+    fitted = fit(part, plan={"vae": vae}, device="simulated:0")
     latents = torch.empty(1, *case.latents, dtype=case.dtype, device="privateuseone:0")
     taken = time.monotonic()
     try:

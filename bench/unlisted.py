@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # for the tiny pipelines
 from tightfit.catalog.known import KnownComponent, known_model
-from tightfit.measure.building import build_part
+from tightfit.measure.build_models import build_part
 from tiny_pipelines import CASES
 
 MODELS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {  # the known one, the tiny one, and what differs

@@ -13,7 +13,7 @@ from torch import nn
 
 from measuring import fill_at_random
 from tightfit.catalog.known import KnownComponent, known_model
-from tightfit.measure.building import build_part
+from tightfit.measure.build_models import build_part
 from tightfit.measure.modules import weight_bytes
 
 HOST_COPIES = 2.3  # RAM for each byte of weights: the masters, a page-locked copy, and what is on its way

@@ -25,7 +25,7 @@ from torch import nn
 
 from inspection import assert_same, imprint
 from tightfit import fit
-from tightfit.records import Trace
+from tightfit.schema.results import Trace
 from tiny_autoencoders import CASES, TinyAutoencoder, decode, encode
 
 PAGE = Path(__file__).parent.parent / "docs/exact-tiling.md"

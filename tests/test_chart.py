@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tightfit import chart
-from tightfit.chart import Cell, Chart, ChartedCard, ChartedModel, Largest, LevelRow, LevelTable, Preset
 from tightfit.errors import PlanError
-from tightfit.record import Record
-from tightfit.records import Request
+from tightfit.schema.base import Record
+from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, Largest, LevelRow, LevelTable, Preset
+from tightfit.schema.footprint import Request
 
 GIB = 2**30
 REQUEST = Request(height=480, width=720, frames=49, steps=50, guidance=6.0)

@@ -10,8 +10,8 @@ from PIL import Image
 
 from make_guides import GUIDES, ROOT, WORDS, facts, fill, pages, the_chart
 from tightfit.catalog.known import card_names, model_names
-from tightfit.chart import Chart, LevelTable
 from tightfit.report.heatmap import _compose
+from tightfit.schema.chart import Chart, LevelTable
 
 PLACEHOLDER = r"\{\{ .+? \}\}"
 # digits that are no numbers: names of levels, techniques, models and cards

@@ -15,38 +15,33 @@ from pydantic import ValidationError
 
 from tightfit import records
 from tightfit.errors import InputError, PlanError, RequestError, unknown_name
-from tightfit.records import (
-    TECHNIQUES,
-    Accelerator,
+from tightfit.schema.base import Record
+from tightfit.schema.footprint import (
     BlockUse,
-    Budget,
-    CallMeasurement,
     Component,
     ComponentCall,
-    ComponentPlan,
-    ComponentRun,
     Footprint,
     KernelGroup,
     LayerWork,
-    Machine,
     Phase,
-    PhaseForecast,
-    PhaseMeasurement,
-    PhaseTrace,
-    Plan,
-    Prediction,
-    Reason,
-    Record,
     Request,
-    Sample,
     StripProfile,
     StripStageProfile,
-    Trace,
-    VaePlan,
     Variant,
     WeightBlock,
+)
+from tightfit.schema.machine import Accelerator, Budget, Machine
+from tightfit.schema.plan import (
+    TECHNIQUES,
+    ComponentPlan,
+    ComponentRun,
+    PhaseForecast,
+    Plan,
+    Reason,
+    VaePlan,
     check_techniques,
 )
+from tightfit.schema.results import CallMeasurement, PhaseMeasurement, PhaseTrace, Prediction, Sample, Trace
 
 # one of each, every field different from its default
 
@@ -73,9 +68,21 @@ UNIT = WeightBlock(
 )  # fmt: skip
 LEAF = WeightBlock(name="transformer_blocks.0.ff.net.2", bytes=567, dtypes={"bfloat16": 567})
 COMPONENT = Component(
-    name="unet", class_name="UNet", role="denoiser", bytes=1234, allocator_bytes=2345, dtypes={"bfloat16": 1234}, blocks=(UNIT,),
-    layers=(LEAF,), small_tensor_bytes=3, has_skip_connections=True, compiled=True, convolves=True, has_forward=False, head_widths=(40, 80),
-)  # fmt: skip
+    name="unet",
+    class_name="UNet",
+    role="denoiser",
+    bytes=1234,
+    allocator_bytes=2345,
+    dtypes={"bfloat16": 1234},
+    blocks=(UNIT,),
+    layers=(LEAF,),
+    small_tensor_bytes=3,
+    has_skip_connections=True,
+    compiled=True,
+    convolves=True,
+    has_forward=False,
+    head_widths=(40, 80),
+)
 WORKLOAD = KernelGroup(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
 TURN = LayerWork(layer="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), host_waits=True)
 USE = BlockUse(block="transformer_blocks.0", live_bytes_at_start=32, peak=64, layer_work=(TURN,))
@@ -94,22 +101,47 @@ WAY = StripProfile(
     strip_bytes=2**26, feature_maps="host", allocator_bytes=4, host_bytes=5, batch_items=2, stages=(LEG,)
 )
 STRETCH = Phase(
-    name="denoise", peak=66, peak_between_calls=65, allocator_bytes=67, calls=(PASS,), call_order=(0, 0), other_work=(WORKLOAD,),
-    unused_blocks=("unet.a",), conditional_blocks=("unet.b",), strip_options=(WAY,),
-)  # fmt: skip
+    name="denoise",
+    peak=66,
+    peak_between_calls=65,
+    allocator_bytes=67,
+    calls=(PASS,),
+    call_order=(0, 0),
+    other_work=(WORKLOAD,),
+    unused_blocks=("unet.a",),
+    conditional_blocks=("unet.b",),
+    strip_options=(WAY,),
+)
 VARIANT = Variant(cfg="sequential", max_batch=2, ffn_chunk=2**20, by_blocks=True, phases=(STRETCH,))
 FOOTPRINT = Footprint(
-    pipeline="FluxPipeline", components=(COMPONENT,), request=REQUEST, phases=(STRETCH,), variants=(VARIANT,),
-    not_measured=("variants",), from_call_log=True,
-)  # fmt: skip
+    pipeline="FluxPipeline",
+    components=(COMPONENT,),
+    request=REQUEST,
+    phases=(STRETCH,),
+    variants=(VARIANT,),
+    not_measured=("variants",),
+    from_call_log=True,
+)
 REASON = Reason(decision="transformer stream", because="it is larger than “the card”")
 VAE = VaePlan(slicing=True, strips=2**28, feature_maps="host", tile=512, overlap=0.125)
 STORED = ComponentPlan(
-    device="cuda:0", placement="stream", offload_to="disk", pinned=False, weight_memory=4 * 2**30, granularity="block", ring_buffer=2**30,
-    resident_layers=("transformer_blocks.0", "proj_out"), storage="float8_e4m3fn", compute_dtype="bfloat16",
-    skip_patterns=("norm", "^proj_out$"), channels_last=True, max_batch=2, cfg="batched", ffn_chunk=2**20,
+    device="cuda:0",
+    placement="stream",
+    offload_to="disk",
+    pinned=False,
+    weight_memory=4 * 2**30,
+    granularity="block",
+    ring_buffer=2**30,
+    resident_layers=("transformer_blocks.0", "proj_out"),
+    storage="float8_e4m3fn",
+    compute_dtype="bfloat16",
+    skip_patterns=("norm", "^proj_out$"),
+    channels_last=True,
+    max_batch=2,
+    cfg="batched",
+    ffn_chunk=2**20,
     attention="chunked",
-)  # fmt: skip
+)
 TRACED = ComponentPlan(exported="unet.trace", compiled=True)
 STINT = ComponentRun(component="vae", method="decode", runs=2, unused_blocks=("encoder", "quant_conv"), prefetch=2**20)
 FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68, other_devices={"cuda:0": 7})
@@ -465,7 +497,11 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (ComponentPlan, {"storage": "int4"}, f"{STORAGES}'int4'"),
         (ComponentPlan, {"compute_dtype": "int8"}, f"{DTYPES}'int8'"),
         (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None}, f"skip_patterns {STORED_ONLY}"),
-        (ComponentPlan, {"storage": "as-loaded", "compute_dtype": None, "skip_patterns": []}, f"skip_patterns {STORED_ONLY}"),
+        (
+            ComponentPlan,
+            {"storage": "as-loaded", "compute_dtype": None, "skip_patterns": []},
+            f"skip_patterns {STORED_ONLY}",
+        ),
         (ComponentPlan, {"storage": "as-loaded", "skip_patterns": None}, f"compute_dtype {STORED_ONLY}"),
         (ComponentPlan, {"offload_to": "moon"}, "offload_to must be 'cpu' or 'disk', not 'moon'"),
         (ComponentPlan, {"offload_to": None}, "offload_to must be 'cpu' or 'disk', not None"),
@@ -480,11 +516,24 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         *[
             (ComponentPlan, STREAMED | {"placement": other, field: value}, f"{field} {PER_UNIT_ONLY}")
             for other in ("resident", "offload")
-            for field, value in {"weight_memory": 1, "granularity": "layer", "ring_buffer": 0, "resident_layers": []}.items()
+            for field, value in {
+                "weight_memory": 1,
+                "granularity": "layer",
+                "ring_buffer": 0,
+                "resident_layers": [],
+            }.items()
         ],
         (WeightBlock, {"name": None}, "name must be a valid string, not None"),
-        (StripStageProfile, {"strips": 2, "layer_work": [{"layer": "a", "work": []}], "strip_counts": []}, "1 turns in 2 strips cannot come []"),
-        (StripStageProfile, {"strips": 2, "layer_work": [{"layer": "a", "work": []}], "strip_counts": [3]}, "cannot come [3] times"),
+        (
+            StripStageProfile,
+            {"strips": 2, "layer_work": [{"layer": "a", "work": []}], "strip_counts": []},
+            "1 turns in 2 strips cannot come []",
+        ),
+        (
+            StripStageProfile,
+            {"strips": 2, "layer_work": [{"layer": "a", "work": []}], "strip_counts": [3]},
+            "cannot come [3] times",
+        ),
         (Component, {"layers": [{"bytes": -2}]}, "bytes must be greater than or equal to 0, not -2"),
         (Plan, {"level": -1}, "level must be greater than or equal to 0, not -1"),
         (Plan, {"level": True}, "level must be a valid integer, not True"),
@@ -506,7 +555,7 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (Trace, {"seconds": math.nan}, "seconds must be a finite number, not nan"),
         (Trace, {"phases": [{"peak_bytes": -1}]}, "peak_bytes must be greater than or equal to 0, not -1"),
     ],
-)  # fmt: skip
+)
 def test_an_illegal_value_is_named_with_what_would_be_legal(kind: type[Record], fields: Any, message: str) -> None:
     assert message in str(complaint(kind, completed(kind, fields)))
 
@@ -655,8 +704,8 @@ def test_an_unknown_name_comes_with_the_nearest_or_all(known: list[str], sentenc
 def test_a_plan_says_everything_it_decides() -> None:
     assert str(PLAN).splitlines() == [
         "plan: level 3 on cuda:1",
-        "  transformer: on cuda:0, stream, from disk, by block, 2 resident, ring buffer of 1 GiB, stored as float8_e4m3fn, "
-        "channels-last, at most 2 items at a time, batched guidance, feed-forward within 1 MiB, attention by chunked",
+        "  transformer: on cuda:0, stream, from disk, by block, 2 resident, ring buffer of 1 GiB, "
+        "stored as float8_e4m3fn, channels-last, at most 2 items at a time, batched guidance, feed-forward within 1 MiB, attention by chunked",
         "  autoencoder: exact strips within 256 MiB, feature maps kept in host memory, "
         "tiles of 512 px where strips are not possible, one item at a time",
         "  waiting activations: moved to host memory",

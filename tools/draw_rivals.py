@@ -1,4 +1,4 @@
-"""bench/results/rivals-pretend.json → docs/beside-others.png: who takes how long within which budget.
+"""bench/results/rivals-simulated.json → docs/beside-others.png: who takes how long within which budget.
 
 bench/results/rivals_cuda.json → docs/beside-others-cuda.png: who runs on which card, by how many bytes a step.
 """
@@ -48,7 +48,7 @@ Cell = Callable[[Axes, float, int, dict[str, Any], dict[str, Any]], None]  # dra
 def draw_rivals(rows: list[dict[str, Any]], card: str, path: Path) -> None:
     """Writes the picture of `rows`, which were played on `card`, to `path` (.png)."""
     title = "A call within a budget, beside others"
-    said = f"Whole calls with tightfit, and how many times as long with others: so many GiB of a pretend {card}."
+    said = f"Whole calls with tightfit, and how many times as long with others: so many GiB of a simulated {card}."
     _draw_grid(rows, (title, said), _cell, STEPS, path)
 
 

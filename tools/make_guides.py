@@ -1,4 +1,4 @@
-"""bench/results/chart-pretend.json and tools/guides/*.md → docs/*.md and docs/chart.png: every number in them.
+"""bench/results/chart-simulated.json and tools/guides/*.md → docs/*.md and docs/chart.png: every number in them.
 
 python tools/make_guides.py          # write them
 python tools/make_guides.py --check  # exit 1 if that would change a page
@@ -18,12 +18,12 @@ from draw_rivals import draw_rivals, draw_rivals_cuda
 from make_readme import OURS, all_budgets, read, rivals_by_budget, table
 from tightfit.catalog.cuda import CONTEXT, workspace_bytes
 from tightfit.catalog.known import card_names, known_card, model_names
-from tightfit.chart import Cell, Chart, ChartedCard, LevelTable
-from tightfit.plan.guesses import GUESSED_DISK
-from tightfit.plan.levels import LEVEL_TILE
+from tightfit.plan.default_rates import GUESSED_DISK
 from tightfit.plan.planner import SPARE
+from tightfit.plan.presets import LEVEL_TILE
 from tightfit.report.chart import NONE, as_markdown, card_words, largest_words, levels_as_markdown, numbers
 from tightfit.report.heatmap import draw_chart
+from tightfit.schema.chart import Cell, Chart, ChartedCard, LevelTable
 from tightfit.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ WORST = 8  # rows of what offloading costs most
 
 @functools.cache
 def facts() -> dict[str, Any]:
-    return read("chart-pretend")
+    return read("chart-simulated")
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def slowest() -> str:
 def offloading() -> str:
     """What a step costs with less memory, where it costs most."""
     steps: dict[tuple[str, str, str], dict[float, float]] = {}
-    for row in read("budgets-pretend")["rows"]:
+    for row in read("budgets-simulated")["rows"]:
         if "played" in row:
             about = row["model"], row["request"], row["card"]
             steps.setdefault(about, {})[row["share"]] = row["played"]["denoise"]
@@ -123,7 +123,7 @@ def _times(ratio: float | None) -> str:
 def several() -> str:
     """What two cards do beside one, share by share."""
     by: dict[tuple[str, str, float], dict[int, dict[str, Any]]] = {}
-    for row in read("several-pretend")["rows"]:
+    for row in read("several-simulated")["rows"]:
         by.setdefault((row["model"], row["request"], row["share"]), {})[row["used"]] = row
     rows = []
     for (model, request, share), (one, two) in ((about, both.values()) for about, both in by.items()):
@@ -167,13 +167,13 @@ def _beside(here: dict[str, dict[str, Any]], name: str) -> str:
 
 def rivals_steps() -> str:
     """The requests, with their steps."""
-    rows = read("rivals-pretend")["rows"]
+    rows = read("rivals-simulated")["rows"]
     asked = dict.fromkeys((row["model"], row["request"], row["steps"]) for row in rows)
     return "; ".join(f"{model} {request}, {steps} steps" for model, request, steps in asked)
 
 
 def rivals_versions() -> str:
-    facts = read("rivals-pretend")
+    facts = read("rivals-simulated")
     versions = facts["machine"] | facts
     return ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "diffusers-mm") if name in versions)
 
@@ -273,7 +273,7 @@ WORDS: dict[str, Callable[..., str]] = {
     "plan_exit": plan_exit,
     "ram": ram,
     "rivals": rivals,
-    "rivals.card": lambda: str(read("rivals-pretend")["card"]),
+    "rivals.card": lambda: str(read("rivals-simulated")["card"]),
     "rivals.requests": rivals_steps,
     "rivals_cuda": rivals_cuda,
     "rivals_cuda.versions": rivals_cuda_versions,
@@ -316,7 +316,7 @@ def main() -> None:
             page.write_text(pages()[page])
     if not check:
         draw_chart(the_chart(), ROOT / "docs/chart.png", "png")
-        beside = read("rivals-pretend")
+        beside = read("rivals-simulated")
         draw_rivals(beside["rows"], beside["card"], ROOT / "docs/beside-others.png")
         draw_rivals_cuda(read("rivals_cuda")["rows"], ROOT / "docs/beside-others-cuda.png")
     sys.exit(1 if check and stale else 0)

@@ -19,12 +19,12 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
-from tightfit.apply.activations.strips.archive import SHIPPED, mark_of_makers
+from tightfit.apply.activations.strips.graph_cache import SHIPPED, mark_of_makers
 from tightfit.catalog.known import model_names
-from tightfit.plan.guesses import ANY_CARD
-from tightfit.records import Request
+from tightfit.plan.default_rates import ANY_CARD
 from tightfit.run.first_calls import FirstCalls
-from tightfit.run.stage import SimulationRun, roomy_card
+from tightfit.run.simulate import SimulationRun, roomy_card
+from tightfit.schema.footprint import Request
 
 FOLDER = Path(__file__).parent.parent / "src/tightfit" / SHIPPED
 

@@ -144,7 +144,7 @@ def predict(kind: str) -> str:
 
 def streaming() -> str:
     rows: dict[tuple[str, str], dict[float, dict[str, Any]]] = {}
-    for row in read("streaming-pretend")["rows"]:
+    for row in read("streaming-simulated")["rows"]:
         rows.setdefault((row["model"], row["card"]), {})[row["share"]] = row
     shares = sorted({share for cells in rows.values() for share in cells})
     cells = [
@@ -161,12 +161,12 @@ def _bounds(row: dict[str, Any]) -> str:
 
 def budgets() -> str:
     """A few models at their usual requests, and what became of all of them."""
-    usual = {row["model"]: row["request"] for row in reversed(read("budgets-pretend")["rows"])}
+    usual = {row["model"]: row["request"] for row in reversed(read("budgets-simulated")["rows"])}
     return all_budgets(lambda model, request: model in SHOWN and usual[model] == request)
 
 
 def all_budgets(shown: Callable[[str, str], bool] = lambda model, request: True) -> str:
-    found = read("budgets-pretend")["rows"]
+    found = read("budgets-simulated")["rows"]
     shares = sorted({row["share"] for row in found})
     rows = []
     for about in dict.fromkeys((row["model"], row["request"], row["card"]) for row in found):
@@ -218,7 +218,7 @@ def rivals() -> str:
 def rivals_by_budget() -> dict[tuple[str, str, int], dict[str, dict[str, Any]]]:
     """By model, request and budget, everybody's row by name."""
     found: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
-    for row in read("rivals-pretend")["rows"]:
+    for row in read("rivals-simulated")["rows"]:
         found.setdefault((row["model"], row["request"], row["budget"]), {})[row["contender"]] = row
     return found
 
@@ -253,7 +253,7 @@ def weights(kind: str) -> str:
 
 def strips() -> str:
     rows = []
-    for row in read("strips-pretend")["rows"]:
+    for row in read("strips-simulated")["rows"]:
         whole, mine = row["whole"], row["in_strips"]
         taken = (mine["failed"],) if "failed" in mine else (format_bytes(mine["peak"]), f"{row['time_ratio']:.2f} ×")
         memory, maps = format_bytes(row["memory"]), row["maps"]

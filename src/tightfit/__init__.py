@@ -16,11 +16,14 @@ if TYPE_CHECKING:
         TightfitError,
     )
     from tightfit.plan.planner import make_plan
-    from tightfit.records import Budget, Footprint, Machine, Plan, Request, Trace
     from tightfit.report.summary import Report
     from tightfit.run.fit import fit
     from tightfit.run.footprints import measure_footprint
     from tightfit.run.load import Loaded, load
+    from tightfit.schema.footprint import Footprint, Request
+    from tightfit.schema.machine import Budget, Machine
+    from tightfit.schema.plan import Plan
+    from tightfit.schema.results import Trace
 
 __all__ = [
     "AlreadyFitted",
@@ -48,16 +51,17 @@ __all__ = [
 ]
 
 # the last four bring torch and diffusers, which takes seconds
-_HOMES = (
-    "errors", "records", "report.summary", "plan.planner", "run.fit", "apply.fitting", "run.footprints", "run.load",
+_MODULES = (
+    "errors", "schema.footprint", "schema.machine", "schema.plan", "schema.results", "report.summary", "plan.planner",
+    "run.fit", "apply.fitting", "run.footprints", "run.load",
 )  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Public names are looked up when they are first asked for, so that `tightfit --help` need not load torch."""
     if name in __all__:
-        for home in _HOMES:
-            module = import_module(f"tightfit.{home}")
+        for name_of_module in _MODULES:
+            module = import_module(f"tightfit.{name_of_module}")
             if name in module.__all__:
                 globals()[name] = value = getattr(module, name)
                 return value

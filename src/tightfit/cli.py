@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from tightfit.errors import InputError
-from tightfit.run.examples import (
+from tightfit.run.help_texts import (
     CHART_EXAMPLES,
     EXAMPLES,
     MACHINE_EXAMPLES,
@@ -21,7 +21,7 @@ from tightfit.run.examples import (
     RUN_EXAMPLES,
     TRACE_EXAMPLES,
 )
-from tightfit.run.wishes import call_request, limits_of, plan_fields
+from tightfit.run.plan_options import call_request, limits_of, plan_fields
 from tightfit.terminal import errors_as_lines, log_to_stderr, quiet_transformers, say, showing_steps
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ def run(
             choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
         with say("starting"):
+            from tightfit.run.call_arguments import Prompt
             from tightfit.run.job import Job  # brings torch and diffusers, which takes seconds
-            from tightfit.run.request import Prompt
 
         job = Job(
             prompt=Prompt(words[-1], random.randrange(2**32) if seed is None else seed, negative),
@@ -157,9 +157,9 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     with errors_as_lines(as_json):
-        from tightfit.report.forecast import as_report, describe, to_mapping
+        from tightfit.report.prediction import as_report, describe, to_mapping
         from tightfit.run.files import check_timeline
-        from tightfit.run.forecasts import forecast
+        from tightfit.run.predict import forecast
 
         if timeline is not None:
             check_timeline(timeline)
@@ -190,7 +190,7 @@ def machine(
     with errors_as_lines(as_json):
         with say("starting"):
             from tightfit.report.machine import describe_machine
-            from tightfit.run.machines import measured_machine
+            from tightfit.run.planning_context import measured_machine
         with showing_steps() as told:
             found = measured_machine(again=again, told=told)
         typer.echo(describe_machine(found))
@@ -217,7 +217,7 @@ def trace(
     with errors_as_lines(as_json):
         asked = call_request({}, height=height, width=width, frames=frames, guidance=guidance, batch=batch, steps=None)
         with say("exporting"), quiet_transformers():
-            from tightfit.run.tracing_job import trace_model
+            from tightfit.run.export_job import trace_model
 
             inputs = {} if negative is None else {"negative_prompt": negative}
             traced = trace_model(model, out, asked, name=component, device=device, dtype=dtype, inputs=inputs)
@@ -240,8 +240,7 @@ def chart(
     as_json: AsJson = False,
 ) -> None:
     with errors_as_lines(as_json):
-        from tightfit.run.chart_files import chart_text, check_out, write_chart
-        from tightfit.run.charting import asked_chart
+        from tightfit.run.charting import asked_chart, chart_text, check_out, write_chart
 
         if out is not None:
             check_out(out, levels=level_table is not None)
@@ -256,8 +255,7 @@ def chart(
 
 
 def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:
-    from tightfit.run.interrupts import heeding_interrupts
-    from tightfit.run.progress import showing_progress
+    from tightfit.run.progress import heeding_interrupts, showing_progress
 
     job.prepare()
     for warning in job.warnings():

@@ -11,7 +11,7 @@ import torch
 
 from inspection import assert_same, imprint
 from tightfit import fit
-from tightfit.apply.activations.tiling import tiled
+from tightfit.apply.activations.vae_tiling import tiled
 from tightfit.measure.modules import find_components, find_role
 from tiny_pipelines import CASES, TinyCase, run
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-from tightfit.apply import again
-from tightfit.apply.again import OutputReplayCache, RngState
-from tightfit.devices.depot import PAGE
-from tightfit.devices.lane import LateCopyStream
-from tightfit.devices.pretend import SimulatedDevice
-from tightfit.devices.seam import CpuDevice, LoopbackDevice
+from tightfit.apply import output_replay as again
+from tightfit.apply.output_replay import OutputReplayCache, RngState
+from tightfit.devices.activation_pool import PAGE
+from tightfit.devices.copy_stream import LateCopyStream
+from tightfit.devices.device import CpuDevice, LoopbackDevice
+from tightfit.devices.simulated import SimulatedDevice
 from tightfit.errors import RunError
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Accelerator, ComponentRun
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import ComponentRun
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 
 
 class Work:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tightfit.apply.weights.agenda import CallOrder
-from tightfit.plan.order import PrefetchOrder
+from tightfit.apply.weights.call_order import CallOrder
+from tightfit.plan.prefetch import PrefetchOrder
 
 
 def played(agenda: CallOrder, passes: str, steps: int | None = None) -> list[str | None]:

@@ -28,15 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
-from pretend.conftest import ACCELERATOR
+from simulator.conftest import ACCELERATOR
 from tightfit import PlanError
-from tightfit.apply.activations.attention import AttentionDispatcher
-from tightfit.apply.activations.attention_scores import Scores
-from tightfit.devices.pretend import SimulatedDevice
-from tightfit.devices.seam import CpuDevice
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
+from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
+from tightfit.apply.activations.chunked_attention import Scores
+from tightfit.devices.device import CpuDevice
+from tightfit.devices.simulated import SimulatedDevice
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import CASES, TinyCase, run
 
 ATTENTION = F.scaled_dot_product_attention
@@ -462,7 +461,7 @@ def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def pretend_card(capability: str) -> Iterator[SimulatedCard]:
+def simulated_card(capability: str) -> Iterator[SimulatedCard]:
     card = SimulatedCard(0, ACCELERATOR.model_copy(update={"compute_capability": capability}), Host(), "real")
     use_cards([card])
     try:
@@ -482,7 +481,7 @@ def test_xformers(mask: str) -> None:
     elif mask in ("added", "unaligned"):
         settings["attn_mask"] = torch.randn(1, 1, 64, keys)
     wanted = attend(*parts, **settings)
-    with pretend_card("8.0"):
+    with simulated_card("8.0"):
         there = {
             name: part.to("privateuseone") if isinstance(part, torch.Tensor) else part
             for name, part in settings.items()
@@ -499,7 +498,7 @@ def test_sage_only_by_name_and_only_what_it_takes() -> None:
     told: list[str] = []
     parts = drawn(1, 2, 64, 64, dtype=torch.bfloat16)
     wanted = attend(*parts)
-    with pretend_card("8.0"), torch.no_grad():
+    with simulated_card("8.0"), torch.no_grad():
         there = [part.to("privateuseone") for part in parts]
         sage, auto = (
             AttentionDispatcher("sage", SimulatedDevice(), told.append),
@@ -517,11 +516,11 @@ def test_sage_only_by_name_and_only_what_it_takes() -> None:
     assert auto.calls == {"torch": 1}
 
 
-def test_an_old_pretend_card_needs_no_scores() -> None:
+def test_an_old_simulated_card_needs_no_scores() -> None:
     """bfloat16 on compute capability 7.5, for which torch has no fused kernel."""
     parts, peaks = drawn(1, 2, 512, 64, dtype=torch.bfloat16), []
     for wanted in ("torch", "auto"):
-        with pretend_card("7.5") as card, torch.no_grad():
+        with simulated_card("7.5") as card, torch.no_grad():
             there = [part.to("privateuseone") for part in parts]
             one = AttentionDispatcher(wanted, SimulatedDevice(), block=2**16)
             before = card.live.now

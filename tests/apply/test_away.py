@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tightfit.apply.weights.away import OffloadedParameter
+from tightfit.apply.weights.offloaded_parameter import OffloadedParameter
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CPU = torch.device("cpu")

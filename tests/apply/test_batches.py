@@ -16,9 +16,9 @@ from torch import nn
 from inspection import assert_same, imprint, relative_error
 from more_pipelines import MORE_CASES
 from tightfit import RunError, fit
-from tightfit.apply.activations.batches import chunk_blocks, in_chunks
-from tightfit.apply.disguise import override_class_members
-from tightfit.devices.seam import LoopbackDevice
+from tightfit.apply.activations.max_batch import chunk_blocks, in_chunks
+from tightfit.apply.method_overrides import override_class_members
+from tightfit.devices.device import LoopbackDevice
 from tightfit.measure.modules import find_units
 from tightfit.measure.recorder import Recorder
 from tiny_pipelines import CASES, TinyCase, _unet, heads

@@ -78,7 +78,7 @@ def test_a_network_compiled_whole_is_interrupted_by_layers_and_right(after: bool
 
 
 def test_out_of_memory_in_a_compiled_block_is_rescued(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 8192)
+    monkeypatch.setattr("tightfit.plan.component_cost.CHUNK", 8192)
     pipe, wanted = compiled("blocks")
     left = [2]
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tightfit.apply.weights.disk import DiskStore, FileTensor, SpillFile, read_stored
-from tightfit.apply.weights.staging import Stager
+from tightfit.apply.weights.disk_store import DiskStore, FileTensor, SpillFile, read_stored
+from tightfit.apply.weights.pinned_staging import Stager
+from tightfit.devices.copy_stream import HostCopyStream
+from tightfit.devices.device import LoopbackDevice
 from tightfit.devices.disk import DiskReader
-from tightfit.devices.lane import HostCopyStream
 from tightfit.devices.memory import OWN_MEMORY
-from tightfit.devices.seam import LoopbackDevice
 
 SHAPES = {"a": (3, 64), "b": (5,), "c": (64, 7), "d": (16, 16), "e": (2, 3), "f": (1024, 600), "g": (0, 4)}
 

@@ -10,9 +10,9 @@ from diffusers.models.attention import FeedForward
 from torch import nn
 
 from tightfit import fit
-from tightfit.apply.gates import at_work, watch
-from tightfit.devices.lane import CopyHandle, HostCopyStream
-from tightfit.devices.seam import LoopbackDevice
+from tightfit.apply.module_hooks import at_work, watch
+from tightfit.devices.copy_stream import CopyHandle, HostCopyStream
+from tightfit.devices.device import LoopbackDevice
 
 WIDTH, BLOCKS = 32, 6
 

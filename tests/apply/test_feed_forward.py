@@ -14,9 +14,9 @@ from torch import nn
 from inspection import assert_same, imprint, relative_error
 from more_pipelines import MORE_CASES
 from tightfit import fit
-from tightfit.apply.activations.feed_forward import chunk_feed_forwards, find_feed_forwards, inside_feed_forwards
-from tightfit.apply.weights import parcels
-from tightfit.records import PhaseTrace
+from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards, find_feed_forwards, inside_feed_forwards
+from tightfit.apply.weights import weight_groups as parcels
+from tightfit.schema.results import PhaseTrace
 from tiny_pipelines import CASES, TinyCase
 
 WIDTH = 32

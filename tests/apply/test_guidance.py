@@ -13,9 +13,8 @@ from torch import nn
 from inspection import imprint, relative_error
 from more_pipelines import MORE_CASES
 from tightfit import fit
-from tightfit.apply.activations.agreement import are_equal
-from tightfit.apply.activations.guidance import batch_cfg_calls
-from tightfit.apply.disguise import override_class_members
+from tightfit.apply.activations.cfg_batching import are_equal, batch_cfg_calls
+from tightfit.apply.method_overrides import override_class_members
 from tiny_pipelines import CASES, TinyCase
 
 ROUNDING = 1e-5  # relative, float32
@@ -229,7 +228,7 @@ def test_in_each_step_only_what_is_made_anew_is_compared(monkeypatch: pytest.Mon
         compared.append(tuple(one.shape))
         return are_equal(one, other)
 
-    monkeypatch.setattr("tightfit.apply.activations.guidance.are_equal", counted)
+    monkeypatch.setattr("tightfit.apply.activations.cfg_batching.are_equal", counted)
     case = named("Flux")
     pipe: Any = case.make()
     watched(pipe.transformer, batch_cfg_calls)
@@ -238,7 +237,7 @@ def test_in_each_step_only_what_is_made_anew_is_compared(monkeypatch: pytest.Mon
 
 
 def test_prompts_of_different_sizes_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.apply.activations.guidance.are_equal", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr("tightfit.apply.activations.cfg_batching.are_equal", lambda *_: pytest.fail("compared"))
     case, notes = named("QwenImage"), list[str]()
     pipe: Any = case.make()
     watched(pipe.transformer, lambda forward: batch_cfg_calls(forward, notes.append))

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tightfit import fit
-from tightfit.apply.weights.absences import LazyWeights
-from tightfit.apply.weights.parcels import WeightGroup
-from tightfit.devices.seam import LoopbackDevice
+from tightfit.apply.weights.offloaded_parameter import LazyWeights
+from tightfit.apply.weights.weight_groups import WeightGroup
+from tightfit.devices.device import LoopbackDevice
 
 LAYERS, PASSES = 9, 12
 X = torch.randn(2, 512, generator=torch.Generator().manual_seed(1))

@@ -14,13 +14,13 @@ from torch import nn
 
 from inspection import assert_same, imprint, relative_error
 from tightfit import PlanError, apply_plan, fit
-from tightfit.apply.weights.eight_bits import storable
-from tightfit.apply.weights.homes import plain_parts
-from tightfit.apply.weights.shelf import FileBackedWeights
-from tightfit.apply.weights.storage import store_weights
+from tightfit.apply.weights.file_weights import FileBackedWeights
+from tightfit.apply.weights.quantize import store_weights
+from tightfit.apply.weights.quantized_tensor import storable
+from tightfit.apply.weights.weight_store import plain_parts
 from tightfit.measure.modules import find_components, find_leaves, find_role, inspect_component, weight_bytes
-from tightfit.plan.streaming import AHEAD, resolve_streaming
-from tightfit.records import ComponentPlan, Plan
+from tightfit.plan.layer_selection import AHEAD, resolve_streaming
+from tightfit.schema.plan import ComponentPlan, Plan
 from tiny_pipelines import CASES, run
 
 pytest.importorskip("torchao")

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from tightfit import fit
-from tightfit.devices.seam import LoopbackDevice
+from tightfit.devices.device import LoopbackDevice
 from tightfit.errors import PlanError
 from tightfit.measure.modules import inspect_component
-from tightfit.plan.streaming import group_layers, resolve_streaming, weight_group_sizes
-from tightfit.records import ComponentPlan
+from tightfit.plan.layer_selection import group_layers, resolve_streaming, weight_group_sizes
+from tightfit.schema.plan import ComponentPlan
 
 X = torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
 BLOCKS, PASSES = 6, 4

@@ -11,21 +11,19 @@ import pytest
 import torch
 
 from apply.test_strips import prepared
-from pretend.conftest import ACCELERATOR
+from simulator.conftest import ACCELERATOR
 from tightfit import fit
-from tightfit.apply.activations.strips.survey import StripOptionProfiler
-from tightfit.footprint import STRIPS, BlockUse, ComponentCall, KernelGroup, StripProfile
+from tightfit.apply.activations.strips.strip_options import StripOptionProfiler
+from tightfit.measure.kernel_counter import KernelCounter
 from tightfit.measure.modules import inspect_component
-from tightfit.measure.tally import KernelCounter
-from tightfit.plan.pace import CostModel
-from tightfit.plan.parts import ComponentCost
-from tightfit.plan.streaming import weight_group_sizes
-from tightfit.plan.strips import strip_seconds_without_weights
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.pretend.kernels import KernelCost
-from tightfit.records import ComponentPlan
+from tightfit.plan.component_cost import ComponentCost
+from tightfit.plan.cost_model import CostModel, strip_seconds_without_weights
+from tightfit.plan.layer_selection import weight_group_sizes
+from tightfit.schema.footprint import STRIPS, BlockUse, ComponentCall, KernelGroup, StripProfile
+from tightfit.schema.plan import ComponentPlan
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.kernel_costs import KernelCost
 from tiny_autoencoders import CASES, TinyAutoencoder, decode
 
 WHOLE = 800_000  # bytes, of which strips get a quarter, a 16th and a 64th
@@ -91,7 +89,7 @@ def played(
 ) -> Played:
     plan = {"level": 0} if weights is None else {"components": {"model": weights.to_mapping()}}
     fitted = fit(
-        model, plan={**plan, "vae": {"strips": way.strip_bytes, "feature_maps": way.feature_maps}}, device="pretend:0"
+        model, plan={**plan, "vae": {"strips": way.strip_bytes, "feature_maps": way.feature_maps}}, device="simulated:0"
     )
     given, works, came = latents.to("privateuseone:0"), list[KernelCost](), list[int]()
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from tightfit.apply.activations.exporting import without_weights
-from tightfit.apply.activations.strips import capture as capturing
-from tightfit.apply.activations.strips.capture import capture
+from tightfit.apply.activations.strips import export_graph as capturing
+from tightfit.apply.activations.strips.export_graph import capture
+from tightfit.apply.activations.strips.long_clips import short_lengths
 from tightfit.apply.activations.strips.program import Program
-from tightfit.apply.activations.strips.steady import short_lengths
 from tiny_autoencoders import CASES
 
 

@@ -11,21 +11,20 @@ import torch
 
 from apply.test_strips import prepared, program_of
 from devices.late import LateCard
-from pretend.conftest import ACCELERATOR
-from tightfit.apply.activations.strips.course import PlannedStage, find_strip_plan, peak_of_stages
-from tightfit.apply.activations.strips.maps import HostMapBuffer
+from simulator.conftest import ACCELERATOR
+from tightfit.apply.activations.strips.feature_maps import HostMapBuffer
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Span
 from tightfit.apply.activations.strips.runner import Runner
+from tightfit.apply.activations.strips.strip_plan import PlannedStage, find_strip_plan, peak_of_stages
 from tightfit.apply.activations.strips.weights import LiveWeights
-from tightfit.devices.depot import ActivationHostPool
-from tightfit.devices.pretend import SimulatedDevice
-from tightfit.devices.seam import Device, LoopbackDevice
+from tightfit.devices.activation_pool import ActivationHostPool
+from tightfit.devices.device import Device, LoopbackDevice
+from tightfit.devices.simulated import SimulatedDevice
 from tightfit.measure.recorder import Recorder
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import PhaseTrace
+from tightfit.schema.results import PhaseTrace
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 
 ROWS = 8
 WORKING = 20_000  # bytes: a dozen strips in the longest stage

@@ -12,8 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tightfit import fit
-from tightfit.devices.lane import CopyStream, LateCopyStream
-from tightfit.devices.seam import LoopbackDevice
+from tightfit.devices.copy_stream import CopyStream, LateCopyStream
+from tightfit.devices.device import LoopbackDevice
 from tightfit.measure.modules import leaf_weights
 
 PLAN = {"components": {"model": {"placement": "stream", "pinned": True}}}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tightfit import fit
-from tightfit.devices.seam import CpuDevice
+from tightfit.devices.device import CpuDevice
 from tightfit.measure.modules import find_components, weight_bytes
 from tiny_pipelines import CASES, run
 
@@ -26,7 +26,7 @@ def test_the_cap_is_a_number_until_it_is_undone() -> None:
 @pytest.mark.parametrize("beyond", [0, 1, 10**12])
 def test_what_stays_goes_where_the_process_holds_more(beyond: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk where that is enough; all of them, and a word about it, where nothing is; the picture is the same."""
-    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 2**13)
+    monkeypatch.setattr("tightfit.plan.component_cost.CHUNK", 2**13)
     case = next(case for case in CASES if case.name == "StableDiffusion")
     pipe = case.make()
     untouched = run(pipe, case)

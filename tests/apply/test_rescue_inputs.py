@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tightfit.apply.weights.rescue import retry_on_oom
+from tightfit.apply.weights.oom_retry import retry_on_oom
 
 
 class Once:

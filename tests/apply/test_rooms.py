@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tightfit.apply.weights.rooms import DeviceWeightPool
-from tightfit.devices.seam import LoopbackDevice
+from tightfit.apply.weights.device_pool import DeviceWeightPool
+from tightfit.devices.device import LoopbackDevice
 from tightfit.measure.recorder import Recorder
 
 KIB = 2**10

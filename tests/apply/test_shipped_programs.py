@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.apply.activations.strips import method
-from tightfit.apply.activations.strips.archive import SHIPPED, mark_of_makers
+from tightfit.apply.activations.strips import executor as method
+from tightfit.apply.activations.strips.graph_cache import SHIPPED, mark_of_makers
 from tightfit.apply.activations.strips.program import Program
 from tightfit.catalog.known import model_names
-from tightfit.plan.guesses import ANY_CARD
-from tightfit.records import Request
+from tightfit.plan.default_rates import ANY_CARD
 from tightfit.run.first_calls import FirstCalls
-from tightfit.run.stage import SimulationRun, roomy_card
+from tightfit.run.simulate import SimulationRun, roomy_card
+from tightfit.schema.footprint import Request
 
 FOLDER = Path(str(files("tightfit"))) / SHIPPED
 MADE = json.loads((FOLDER / "made.json").read_text())

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tightfit import ModelError
-from tightfit.apply.weights import staging
-from tightfit.apply.weights.staging import Stager
-from tightfit.devices.lane import CopyHandle, HostCopyStream, LateCopyStream
-from tightfit.devices.seam import LoopbackDevice
+from tightfit.apply.weights import pinned_staging as staging
+from tightfit.apply.weights.pinned_staging import Stager
+from tightfit.devices.copy_stream import CopyHandle, HostCopyStream, LateCopyStream
+from tightfit.devices.device import LoopbackDevice
 
 KILO = 1024
 

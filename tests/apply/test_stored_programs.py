@@ -21,18 +21,20 @@ from torch import nn
 from apply.test_strips import program_of
 from tightfit import fit
 from tightfit.apply.activations.exporting import NotExported, without_weights
-from tightfit.apply.activations.strips import archive, method
-from tightfit.apply.activations.strips.archive import kept_program, mark_of_call
-from tightfit.apply.activations.strips.capture import UnsupportedGraph
-from tightfit.apply.activations.strips.course import StripPlan, find_strip_plan
-from tightfit.apply.activations.strips.program import Node, Program, Ref
-from tightfit.apply.activations.strips.written import (
+from tightfit.apply.activations.strips import executor as method
+from tightfit.apply.activations.strips import graph_cache as archive
+from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
+from tightfit.apply.activations.strips.graph_cache import (
+    kept_program,
+    mark_of_call,
     program_from_json,
     program_to_json,
     strip_plan_from_json,
     strip_plan_to_json,
 )
-from tightfit.decisions import FeatureMaps
+from tightfit.apply.activations.strips.program import Node, Program, Ref
+from tightfit.apply.activations.strips.strip_plan import StripPlan, find_strip_plan
+from tightfit.schema.footprint import FeatureMaps
 
 X = torch.randn(1, 4, 6, 5, generator=torch.Generator().manual_seed(1))
 

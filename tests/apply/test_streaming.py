@@ -15,13 +15,13 @@ from a_few import a_few
 from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
 from tightfit import fit
-from tightfit.apply.weights import housing
-from tightfit.apply.weights.fp8 import Float8Weight, storable
+from tightfit.apply.weights import file_weights as housing
+from tightfit.apply.weights.quantized_tensor import Float8Weight, storable
+from tightfit.devices.copy_stream import LateCopyStream
+from tightfit.devices.device import LoopbackDevice
 from tightfit.devices.disk import DiskReader
-from tightfit.devices.lane import LateCopyStream
-from tightfit.devices.seam import LoopbackDevice
 from tightfit.measure.modules import find_components, find_role, inspect_component
-from tightfit.plan.streaming import group_layers
+from tightfit.plan.layer_selection import group_layers
 from tiny_pipelines import CASES, TinyCase, run
 
 QUICK = (

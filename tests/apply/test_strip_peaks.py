@@ -11,16 +11,15 @@ from torch.utils._pytree import tree_flatten
 
 from apply.test_labour import ROWS, on
 from apply.test_strips import prepared
-from pretend.conftest import ACCELERATOR
+from simulator.conftest import ACCELERATOR
 from tightfit import fit
-from tightfit.apply.activations.strips.capture import UnsupportedGraph
-from tightfit.apply.activations.strips.course import peak_of_stages
-from tightfit.apply.activations.strips.method import program_of
-from tightfit.apply.activations.strips.ways import StripConfig
-from tightfit.decisions import FeatureMaps
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
+from tightfit.apply.activations.strips.executor import program_of
+from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
+from tightfit.apply.activations.strips.strip_config import StripConfig
+from tightfit.apply.activations.strips.strip_plan import peak_of_stages
+from tightfit.schema.footprint import FeatureMaps
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_autoencoders import CASES, decode
 
 STRIPS = 50_000  # bytes
@@ -41,7 +40,7 @@ def planned_and_asked(name: str, maps: FeatureMaps, card: SimulatedCard) -> tupl
     case, model = prepared(name)
     rows = case.only_rows or max(ROWS // case.granule * case.granule, case.least_rows)
     latents = case.latents(rows, 1)
-    fitted = fit(model, plan={"level": 0, "vae": {"strips": STRIPS, "feature_maps": maps}}, device="pretend:0")
+    fitted = fit(model, plan={"level": 0, "vae": {"strips": STRIPS, "feature_maps": maps}}, device="simulated:0")
     there = replace(case, decode_kwargs=lambda batch: {k: on(v) for k, v in case.decode_kwargs(batch).items()})
     given = latents.to("privateuseone:0")
     decode(model, there, given, 1)  # constants come to the card

@@ -15,13 +15,13 @@ from torch import nn
 from inspection import assert_same, imprint
 from tightfit import Plan, PlanError, fit
 from tightfit.apply.activations.exporting import without_weights
-from tightfit.apply.activations.strips import capture as capturing
-from tightfit.apply.activations.strips.capture import UnsupportedGraph, capture
-from tightfit.apply.activations.strips.course import find_strip_plan
+from tightfit.apply.activations.strips import export_graph as capturing
+from tightfit.apply.activations.strips.export_graph import UnsupportedGraph, capture
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.statistics import Statistics, normalise
+from tightfit.apply.activations.strips.strip_plan import find_strip_plan
 from tightfit.apply.activations.strips.workarounds import avg_pool3d
-from tightfit.decisions import FeatureMaps
+from tightfit.schema.footprint import FeatureMaps
 from tiny_autoencoders import CASES, TinyAutoencoder, decode, encode
 
 ROUNDING = 1e-5  # of the largest value, float32
@@ -324,7 +324,7 @@ def test_where_tiles_are_allowed_they_stand_in(tmp_path: Path) -> None:
     fitted = fit(model, plan={"vae": {"strips": 1, "tile": 16}}, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where the reason is kept
-        patch.setattr("tightfit.apply.activations.strips.method.capture", broken)
+        patch.setattr("tightfit.apply.activations.strips.executor.capture", broken)
         decode(model, case, case.latents(8, 1), 1)
     trace = fitted.report().trace
     fitted.undo()

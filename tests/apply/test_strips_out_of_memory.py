@@ -12,18 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from pretend.conftest import ACCELERATOR
+from simulator.conftest import ACCELERATOR
 from tightfit import fit
-from tightfit.apply.activations.strips import method
+from tightfit.apply.activations.strips import executor as method
 from tightfit.apply.activations.strips.noise import rewinder
 from tightfit.apply.activations.strips.program import Program
-from tightfit.apply.activations.strips.ways import StripConfig
-from tightfit.decisions import FeatureMaps
+from tightfit.apply.activations.strips.strip_config import StripConfig
 from tightfit.measure.meter import TensorMeter
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.blocks import Block
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
+from tightfit.schema.footprint import FeatureMaps
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.blocks import Block
+from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.units import format_bytes
 
 ROUNDING = 1e-5  # of the largest value, float32
@@ -201,7 +200,7 @@ def test_noise_that_cannot_be_drawn_again_is_not(
 
 @pytest.fixture
 def limit_card() -> Iterator[Callable[[int], None]]:
-    """On a pretend card with real values, allows so many bytes beside what is there."""
+    """On a simulated card with real values, allows so many bytes beside what is there."""
     card = SimulatedCard(0, ACCELERATOR, Host(), "real")
     use_cards([card])
     malloc, limit = card.malloc, 2**40
@@ -223,7 +222,7 @@ def limit_card() -> Iterator[Callable[[int], None]]:
 def test_maps_leave_a_card_where_strips_alone_do_not_do(
     limit_card: Callable[[int], None], fitted: Callable[..., Fitted]
 ) -> None:
-    case = fitted(device="pretend:0")
+    case = fitted(device="simulated:0")
     smallest, in_host = case.peak(1), case.peak(1, "host")
     assert in_host < smallest / 2
     limit_card((smallest + in_host) // 2)

@@ -19,21 +19,20 @@ from torch.utils._pytree import tree_map_only
 
 from inspection import assert_same, imprint, relative_error
 from more_pipelines import MORE_CASES
-from pretend.conftest import ACCELERATOR
+from simulator.conftest import ACCELERATOR
 from tightfit import fit
 from tightfit.apply.activations.traced.compiled import CompiledProgram
 from tightfit.apply.activations.traced.file import ExportedFile
 from tightfit.apply.activations.traced.graph import Operation
 from tightfit.apply.activations.traced.program import traced_forward
 from tightfit.apply.activations.tracing import find_denoiser, trace_denoiser, trace_module
-from tightfit.apply.disguise import override_class_members
-from tightfit.apply.gates import watch
+from tightfit.apply.method_overrides import override_class_members
+from tightfit.apply.module_hooks import watch
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.errors import AlreadyFitted, InputError, ModelError, PlanError, RequestError, RunError
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
 from tightfit.run.models import find_model
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import CASES, TinyCase, run
 
 PIXART = next(case for case in MORE_CASES if case.name == "PixArtSigma")
@@ -95,7 +94,7 @@ DRAW = """
 import sys, torch
 from tightfit.apply.activations.traced.file import Traced
 from tightfit.apply.activations.traced.program import traced_forward
-from tightfit.apply.disguise import disguise
+from tightfit.apply.method_overrides import disguise
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.run.models import find_model
 pipe = load_pipeline(find_model(None), torch.float32)
@@ -519,7 +518,7 @@ class Line(nn.Module):
         return (x * self.weight).tanh()
 
 
-def pretend_to_compile(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def simulated_to_compile(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Compiling takes half a minute: what it makes is as short as a file can be, and calls of it are the program's."""
     made: list[Any] = []
 
@@ -554,7 +553,7 @@ def check_compiled(folder: Path) -> None:
 
 
 def test_compiled_once_it_is_kept_where_nobody_else_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, folder = pretend_to_compile(monkeypatch), tmp_path / "cache" / "compiled"
+    made, folder = simulated_to_compile(monkeypatch), tmp_path / "cache" / "compiled"
     check_compiled(folder)
     assert len(made) == 1
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import tightfit
-from pretend.conftest import ACCELERATOR
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
+from simulator.conftest import ACCELERATOR
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import CASES, run
 
 CASE = next(case for case in CASES if case.name == "StableDiffusionXL")
@@ -24,7 +23,7 @@ def upcasting() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*upcast_vae")
-@pytest.mark.parametrize("device", ["loopback", "pretend:0"])
+@pytest.mark.parametrize("device", ["loopback", "simulated:0"])
 @pytest.mark.parametrize("placement", ["stream", "offload", "resident"])
 def test_every_call_decodes_in_float32_and_leaves_float16(placement: str, device: str) -> None:
     use_cards([SimulatedCard(0, ACCELERATOR, Host(), values="real")])
@@ -34,7 +33,7 @@ def test_every_call_decodes_in_float32_and_leaves_float16(placement: str, device
     fitted = tightfit.fit(pipe, plan={"device": device, "components": {"vae": {"placement": placement}}})
     for untouched in wanted:
         found = run(pipe, CASE).cpu()
-        assert (found - untouched).abs().max() <= 2e-3  # attention by other kernels on a pretend card
+        assert (found - untouched).abs().max() <= 2e-3  # attention by other kernels on a simulated card
         assert {weight.dtype for weight in pipe.vae.parameters()} == {torch.float16}
         assert not fitted.report().trace.notes  # nothing was fetched layer by layer
     fitted.undo()

@@ -15,14 +15,14 @@ from torch import nn
 from devices.late import LateCard
 from inspection import assert_same, imprint
 from tightfit import fit
-from tightfit.apply.activations.waiting import offload_waiting_activations
-from tightfit.devices.seam import Device, LoopbackDevice
+from tightfit.apply.activations.activation_offload import offload_waiting_activations
+from tightfit.devices.device import Device, LoopbackDevice
 from tightfit.measure.modules import find_units
 from tightfit.measure.recorder import Recorder
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Accelerator, PhaseTrace
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.results import PhaseTrace
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import _unet, heads
 
 Inputs = dict[str, Any]
@@ -320,7 +320,7 @@ LINK = 8e9  # bytes a second
 def slow_link() -> Iterator[SimulatedCard]:
     """A card whose link is as slow as its arithmetic."""
     rates: dict[str, Any] = {"arithmetic_rates": {"float32": 1e12}, "memory_rate": 1e11, "link_rate": LINK}
-    like = Accelerator(name="a card", kind="pretend", bytes=2**40, compute_capability="8.9", **rates)
+    like = Accelerator(name="a card", kind="simulated", bytes=2**40, compute_capability="8.9", **rates)
     card = SimulatedCard(0, like, Host(), "shapes")
     use_cards([card])
     yield card
@@ -332,7 +332,7 @@ def test_from_the_second_pass_on_copies_pass_beside_the_arithmetic(slow_link: Si
     network, inputs = made("unconditional")
     sample, seconds = inputs["sample"].repeat(1, 1, 4, 4).to("privateuseone:0"), {}
     for moved in (False, True):
-        fitted = fit(network, plan={"offload_activations": moved}, device="pretend:0")
+        fitted = fit(network, plan={"offload_activations": moved}, device="simulated:0")
         for number in range(3):
             network(sample, 3)
             trace = fitted.report().trace
@@ -349,12 +349,12 @@ def test_on_a_card_of_its_own_memory() -> None:
     """Where host memory is not the device's, whatever came back too late would be an error."""
     network, inputs = made("unconditional")
     rates: dict[str, Any] = {"arithmetic_rates": {"float32": 50e12}, "memory_rate": 1e12, "link_rate": 25e9}
-    like = Accelerator(name="a card", kind="pretend", bytes=2**40, compute_capability="8.9", **rates)
+    like = Accelerator(name="a card", kind="simulated", bytes=2**40, compute_capability="8.9", **rates)
     use_cards([SimulatedCard(0, like, Host(), "real")])
     try:
         outputs, gone = [], []
         for moved in (False, True):
-            fitted = fit(network, plan={"offload_activations": moved}, device="pretend:0")
+            fitted = fit(network, plan={"offload_activations": moved}, device="simulated:0")
             outputs.append(network(inputs["sample"].to("privateuseone:0"), 3).sample.to("cpu"))
             gone.append(fitted.report().trace.phases[0].bytes_out)
             fitted.undo()

@@ -9,11 +9,10 @@ from torch import nn
 
 from inspection import assert_same, imprint, relative_error
 from tightfit import fit
-from tightfit.apply.weights.cargo import TensorLoader
-from tightfit.apply.weights.disk import SpillFile
-from tightfit.apply.weights.eight_bits import StoredWeight
-from tightfit.apply.weights.fp8 import Float8Weight, storable
-from tightfit.devices.seam import CpuDevice, LoopbackDevice
+from tightfit.apply.weights.disk_store import SpillFile
+from tightfit.apply.weights.quantized_tensor import Float8Weight, StoredWeight, storable
+from tightfit.apply.weights.tensor_loader import TensorLoader
+from tightfit.devices.device import CpuDevice, LoopbackDevice
 from tightfit.measure.modules import find_parts, find_units, weight_bytes
 from tightfit.measure.recorder import Recorder
 from tiny_pipelines import CASES

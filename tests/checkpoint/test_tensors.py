@@ -18,11 +18,11 @@ from safetensors.torch import save, save_file
 from torch import nn
 
 from tightfit.checkpoint.folder import ModelFolder, check_folder
+from tightfit.checkpoint.lazy_loading import build_folder
 from tightfit.checkpoint.loading import load_pipeline
-from tightfit.checkpoint.shapes import build_folder
 from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, place_weights, read_places
 from tightfit.errors import ModelError
-from tightfit.measure.building import build_network
+from tightfit.measure.build_models import build_network
 from tiny_pipelines import CASES, TinyCase
 
 # no two are alike: that would be a damage that nobody can see

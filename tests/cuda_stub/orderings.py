@@ -17,14 +17,14 @@ __all__ = ["Ordering", "all_orderings", "leave_out", "notice"]
 
 SRC = Path(__file__).parents[2] / "src" / "tightfit"
 ELSEWHERE = {
-    "pretend.py",  # simulated cards have waits of their own
-    "overheads.py",  # its waits are for the sake of times alone
+    "simulated.py",  # simulated cards have waits of their own
+    "host_overheads.py",  # its waits are for the sake of times alone
 }
 TIMING = {"seconds", "synchronize"}  # methods that are asked for the sake of times alone
 NOT_ON_CARDS = {  # what other devices do instead, and how often in the function
-    ("devices/lane.py", "Lane.follow", 1),  # CudaLane has its own
-    ("devices/lane.py", "_Late.settle", 1),  # a lane of the tests
-    ("apply/weights/disk.py", "DiskHome.send", 2),  # without a stager, which devices have that take threads
+    ("devices/copy_stream.py", "CopyStream.follow", 1),  # CudaCopyStream has its own
+    ("devices/copy_stream.py", "_LateCopy.wait_on_device", 1),  # a stream of the tests
+    ("apply/weights/disk_store.py", "DiskStore.send", 2),  # without a stager, which devices have that take threads
 }
 WAITS = {
     "abandon", "follow", "land", "mark", "precede", "record_event", "sent", "settle", "synchronize", "wait_event",

@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @contextmanager
 def rates_without_numbers() -> Iterator[None]:
     """Rates are those of the stub's clock: nobody needs the products."""
-    from tightfit.run import machines
+    from tightfit.run import planning_context as machines
 
     measured = {name: getattr(machines, name) for name in ("measure_rates", "layer_overheads")}
 

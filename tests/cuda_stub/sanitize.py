@@ -25,7 +25,7 @@ from cuda_stub.compute import computing
 from cuda_stub.orderings import all_orderings, leave_out
 from cuda_stub.plugin import rates_without_numbers
 from tightfit.measure.modules import find_components
-from tightfit.run.shape import request_of
+from tightfit.run.call_arguments import request_of
 from tiny_pipelines import CASES, run
 
 STREAMED = {"placement": "stream"}

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
 from cuda_stub import driver
-from tightfit.apply.activations.waiting import offload_waiting_activations
-from tightfit.apply.weights import staging
+from tightfit.apply.activations.activation_offload import offload_waiting_activations
+from tightfit.apply.weights import pinned_staging as staging
 from tightfit.devices.cuda import CudaDevice
 from tightfit.measure.modules import find_components
 from tightfit.measure.recorder import Recorder
-from tightfit.plan import parts
-from tightfit.run.shape import request_of
+from tightfit.plan import component_cost as parts
+from tightfit.run.call_arguments import request_of
 from tiny_autoencoders import CASES as AUTOENCODERS
 from tiny_pipelines import CASES, run
 

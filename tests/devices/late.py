@@ -6,8 +6,8 @@ import weakref
 
 import torch
 
-from tightfit.devices.lane import CopyHandle, CopyStream
-from tightfit.devices.seam import LoopbackDevice
+from tightfit.devices.copy_stream import CopyHandle, CopyStream
+from tightfit.devices.device import LoopbackDevice
 
 __all__ = ["LateCard", "LateLane"]
 

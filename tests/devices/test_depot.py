@@ -9,22 +9,21 @@ import pytest
 import torch
 
 from devices.late import LateCard
-from pretend.conftest import ACCELERATOR
-from tightfit.devices import depot as depots
-from tightfit.devices.depot import ActivationHostPool, bytes_of, is_dense
-from tightfit.devices.pages import PinnedPool
-from tightfit.devices.pretend import SimulatedDevice
-from tightfit.devices.seam import Device, LoopbackDevice
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard, Values
-from tightfit.pretend.clock import Host
+from simulator.conftest import ACCELERATOR
+from tightfit.devices import activation_pool as depots
+from tightfit.devices.activation_pool import ActivationHostPool, bytes_of, is_dense
+from tightfit.devices.device import Device, LoopbackDevice
+from tightfit.devices.pinned_pool import PinnedPool
+from tightfit.devices.simulated import SimulatedDevice
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard, Values
 
 LINK = 25e9  # bytes a second
 
 
 @pytest.fixture
-def pretend() -> Iterator[Callable[..., SimulatedDevice]]:
-    """Makes a pretend card whose link is as fast one way as the other, until the test is over."""
+def simulated() -> Iterator[Callable[..., SimulatedDevice]]:
+    """Makes a simulated card whose link is as fast one way as the other, until the test is over."""
 
     def make(values: Values = "real") -> SimulatedDevice:
         like = ACCELERATOR.model_copy(update={"link_rate": LINK, "launch_overhead": 0.0})
@@ -39,10 +38,10 @@ def numbers(count: int, device: Device, start: int = 0) -> torch.Tensor:
     return (torch.arange(start, start + count) % 251).to(torch.uint8).to(device.torch_device)
 
 
-@pytest.mark.parametrize("where", ["loopback", "late", "pretend"])
-def test_what_went_comes_back(where: str, pretend: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["loopback", "late", "simulated"])
+def test_what_went_comes_back(where: str, simulated: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(depots, "PAGE", 64)  # so that most pieces lie on several
-    device = {"loopback": LoopbackDevice, "late": LateCard, "pretend": pretend}[where]()
+    device = {"loopback": LoopbackDevice, "late": LateCard, "simulated": simulated}[where]()
     depot = ActivationHostPool(device)
     for size in (1, 64, 1000):
         tape = depot.tape(size)
@@ -172,10 +171,10 @@ def test_pages_serve_calls_in_any_mode() -> None:
 
 @pytest.mark.parametrize("values", ["real", "shapes"])
 def test_copies_take_their_time_beside_the_arithmetic(
-    values: Values, pretend: Callable[[Values], SimulatedDevice], monkeypatch: pytest.MonkeyPatch
+    values: Values, simulated: Callable[[Values], SimulatedDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(depots, "PAGE", 5_000_000)
-    device = pretend(values)
+    device = simulated(values)
     depot, size = ActivationHostPool(device), 25_000_000  # a millisecond over the link
     out, back = depot.tape(size), depot.tape(size)
     sources = [torch.zeros(size, dtype=torch.uint8, device="privateuseone") for _ in range(2)]

@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.apply.weights.disk import SpillFile, read_stored
+from tightfit.apply.weights.disk_store import SpillFile, read_stored
 from tightfit.devices import disk
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
 from tightfit.devices.memory import arena

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tightfit.apply.weights.rescue import retry_on_oom
-from tightfit.devices.exhaustion import is_out_of_memory
+from tightfit.apply.weights.oom_retry import retry_on_oom
 from tightfit.devices.memory import RamExceeded
+from tightfit.devices.out_of_memory import is_out_of_memory
 
 # word for word from reports of users
 SAYINGS = [

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from tightfit.apply.weights.staging import Stager
-from tightfit.devices.pages import ASK_EVERY, PinnedPool
-from tightfit.devices.seam import LoopbackDevice
+from tightfit.apply.weights.pinned_staging import Stager
+from tightfit.devices.device import LoopbackDevice
+from tightfit.devices.pinned_pool import ASK_EVERY, PinnedPool
 
 MIB = 2**20
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tightfit.devices import choice
-from tightfit.devices.choice import choose_device
+from tightfit.devices import choose as choice
+from tightfit.devices.choose import choose_device
 from tightfit.devices.cuda_support import unusable_card, usable_cards
 from tightfit.errors import InputError
 

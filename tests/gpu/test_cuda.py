@@ -11,9 +11,9 @@ import torch
 from inspection import assert_same, imprint, relative_error
 from tightfit import fit
 from tightfit.catalog.cuda import WORKSPACE_STAYS, workspace_bytes
-from tightfit.devices.choice import choose_device, find_machine
+from tightfit.devices.choose import choose_device, find_machine
 from tightfit.devices.cuda_support import cuda_count
-from tightfit.run.machines import measured_machine
+from tightfit.run.planning_context import measured_machine
 from tiny_pipelines import CASES, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tightfit.devices.cuda_support import cuda_count
-from tightfit.pretend.allocator import CachingAllocator, CardFull
-from tightfit.pretend.blocks import Block
+from tightfit.simulator.allocator import CachingAllocator, CardFull
+from tightfit.simulator.blocks import Block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
 MIB = 2**20

@@ -18,8 +18,8 @@ from tightfit import BudgetTooSmall
 from tightfit.apply.fitting import Fitted
 from tightfit.devices.cuda_support import cuda_count
 from tightfit.measure.modules import find_components, find_role, weight_tensors
-from tightfit.run.machines import measured_machine
-from tightfit.run.shape import request_of
+from tightfit.run.call_arguments import request_of
+from tightfit.run.planning_context import measured_machine
 from tiny_pipelines import CASES, PIXELS, TinyCase, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
@@ -75,7 +75,7 @@ HALF = marked((*CASES, *MORE_CASES), ("StableDiffusionInpaint", "StableDiffusion
 
 @pytest.mark.parametrize("case", LEAST, ids=lambda case: case.name)
 def test_the_least_budget_gives_what_level_0_gives(case: TinyCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 64 * 1024)
+    monkeypatch.setattr("tightfit.plan.component_cost.CHUNK", 64 * 1024)
     pipe: Any = case.make()
     passes = add_past(pipe, case)
     before = imprint(pipe)

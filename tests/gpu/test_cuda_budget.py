@@ -9,7 +9,7 @@ import tightfit
 from inspection import assert_same, imprint
 from tightfit.devices.cuda_support import cuda_count
 from tightfit.measure.modules import find_components, find_role
-from tightfit.run.shape import request_of
+from tightfit.run.call_arguments import request_of
 from tiny_pipelines import CASES, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]

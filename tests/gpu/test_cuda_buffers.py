@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from pretend.conftest import make_cards  # noqa: F401  a fixture
-from pretend.layouts import CUDA_ONLY, OTHERS, POINTWISE, Layout, pairs
+from simulator.conftest import make_cards  # noqa: F401  a fixture
+from simulator.layouts import CUDA_ONLY, OTHERS, POINTWISE, Layout, pairs
 from tightfit.devices.cuda_support import cuda_count
-from tightfit.devices.pretend import SimulatedDevice
-from tightfit.pretend import operations
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.storage import free_dead_tensors
+from tightfit.devices.simulated import SimulatedDevice
+from tightfit.simulator import operations
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.storage import free_dead_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
 # whose buffers are not simulated: cuFFT's and cub's, batch norm's own, what only training needs

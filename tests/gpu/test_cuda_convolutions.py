@@ -13,12 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pretend.conftest import make_cards  # noqa: F401  a fixture
-from pretend.layouts import convolved, kernel, pairs
+from simulator.conftest import make_cards  # noqa: F401  a fixture
+from simulator.layouts import convolved, kernel, pairs
 from tightfit.devices.cuda_support import cuda_count
-from tightfit.devices.pretend import SimulatedDevice
-from tightfit.pretend import operations
-from tightfit.pretend.storage import free_dead_tensors
+from tightfit.devices.simulated import SimulatedDevice
+from tightfit.simulator import operations
+from tightfit.simulator.storage import free_dead_tensors
 
 pytestmark = [
     pytest.mark.gpu,

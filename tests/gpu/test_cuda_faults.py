@@ -18,7 +18,7 @@ from card_state import assert_nothing_left, card_state, fill_cache
 from cuda_stub import driver
 from inspection import assert_same, imprint, relative_error
 from tightfit.errors import TightfitError
-from tightfit.run.shape import request_of
+from tightfit.run.call_arguments import request_of
 from tiny_pipelines import CASES, TinyCase, run
 
 pytestmark = [

@@ -21,7 +21,7 @@ from anonymous_memory import anonymous_bytes, highest_anonymous
 from own_process import started, told
 from tightfit.catalog.known import known_model
 from tightfit.devices.cuda_support import cuda_count
-from tightfit.measure.building import build_known
+from tightfit.measure.build_models import build_known
 from tightfit.measure.modules import find_components, weight_tensors
 
 pytestmark = [

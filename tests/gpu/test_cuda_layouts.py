@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from pretend.conftest import make_cards  # noqa: F401  a fixture
-from pretend.layouts import CONVOLUTIONS, CUDA_ONLY, OTHERS, POINTWISE, differences, pairs
+from simulator.conftest import make_cards  # noqa: F401  a fixture
+from simulator.layouts import CONVOLUTIONS, CUDA_ONLY, OTHERS, POINTWISE, differences, pairs
 from tightfit.devices.cuda_support import cuda_count
-from tightfit.devices.pretend import SimulatedDevice
-from tightfit.pretend import operations
+from tightfit.devices.simulated import SimulatedDevice
+from tightfit.simulator import operations
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]
 ALL = POINTWISE | OTHERS | CONVOLUTIONS | CUDA_ONLY

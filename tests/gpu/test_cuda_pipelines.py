@@ -18,8 +18,8 @@ from inspection import assert_same, imprint, relative_error
 from tightfit.devices.cuda_support import cuda_count
 from tightfit.errors import BudgetTooSmall
 from tightfit.measure.modules import find_components
-from tightfit.run.machines import measured_machine
-from tightfit.run.shape import request_of
+from tightfit.run.call_arguments import request_of
+from tightfit.run.planning_context import measured_machine
 from tiny_pipelines import CASES, FRAMES, TinyCase, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_count(), reason="needs a CUDA card")]

@@ -26,7 +26,7 @@ from cuda_stub.compute import computing
 from cuda_stub.plugin import rates_without_numbers
 from inspection import assert_same, imprint
 from own_process import started, told
-from tightfit.run.shape import request_of
+from tightfit.run.call_arguments import request_of
 from tiny_pipelines import CASES, TinyCase, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not driver.loaded(), reason="a real card cannot be let fail")]

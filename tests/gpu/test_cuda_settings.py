@@ -9,7 +9,7 @@ import torch
 
 import tightfit
 from tightfit.devices import cuda
-from tightfit.devices.choice import choose_device
+from tightfit.devices.choose import choose_device
 from tightfit.devices.cuda import CudaDevice
 from tightfit.devices.cuda_support import cuda_count
 from tiny_pipelines import CASES, run

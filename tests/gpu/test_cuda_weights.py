@@ -12,8 +12,8 @@ from torch import nn
 from inspection import assert_same, imprint
 from replaced_weights import PLACEMENTS, check_renewed
 from tightfit import fit
-from tightfit.apply.weights import staging
-from tightfit.apply.weights.homes import plain_parts
+from tightfit.apply.weights import pinned_staging as staging
+from tightfit.apply.weights.weight_store import plain_parts
 from tightfit.devices.cuda import CudaDevice
 from tightfit.devices.cuda_support import cuda_count
 from tightfit.measure.modules import find_components, weight_bytes
@@ -34,7 +34,7 @@ HOMES: dict[str, dict[str, Any]] = {
 def test_every_home_gives_the_bits_of_a_resident_model(
     name: str, home: str, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 64 * 1024)
+    monkeypatch.setattr("tightfit.plan.component_cost.CHUNK", 64 * 1024)
     monkeypatch.setattr(staging, "SIZE", 64 * 1024)
     case = next(case for case in CASES if case.name == name)
     pipe = case.make()

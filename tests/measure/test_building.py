@@ -14,7 +14,7 @@ from torch import nn
 
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.loading import quietly
-from tightfit.measure.building import StandInTokenizer, build_network, build_part
+from tightfit.measure.build_models import StandInTokenizer, build_network, build_part
 
 
 class Strict(transformers.T5EncoderModel):  # type: ignore[misc]

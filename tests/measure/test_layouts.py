@@ -11,9 +11,9 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
 
-from tightfit.devices.seam import CpuDevice
-from tightfit.measure import layouts
-from tightfit.measure.layouts import channels_last_gain, layout_gains
+from tightfit.devices.device import CpuDevice
+from tightfit.measure import layout_gains as layouts
+from tightfit.measure.layout_gains import channels_last_gain, layout_gains
 from tightfit.measure.modules import convolves, head_widths
 
 FULL = torch.float32

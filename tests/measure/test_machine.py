@@ -19,22 +19,22 @@ import torch
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from pretend.conftest import ACCELERATOR
+from simulator.conftest import ACCELERATOR
 from tightfit import cli, fit
-from tightfit.devices import choice, seam
-from tightfit.devices.choice import choose_device, find_machine
-from tightfit.devices.seam import CpuDevice, LoopbackDevice, pinnable_bytes, ram_bytes, ram_free, ram_limit
+from tightfit.devices import choose as choice
+from tightfit.devices import device as seam
+from tightfit.devices.choose import choose_device, find_machine
+from tightfit.devices.device import CpuDevice, LoopbackDevice, pinnable_bytes, ram_bytes, ram_free, ram_limit
 from tightfit.files import cache_folder
 from tightfit.measure import rates
-from tightfit.measure.kept import known_accelerator
+from tightfit.measure.kept_rates import known_accelerator
 from tightfit.measure.rates import Work, device_rates, disk_rate, measure_rates, rate_of
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Accelerator, Machine
 from tightfit.report.machine import describe_machine
-from tightfit.run import machines
-from tightfit.run.machines import measured_machine
+from tightfit.run import planning_context as machines
+from tightfit.run.planning_context import measured_machine
+from tightfit.schema.machine import Accelerator, Machine
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 
 KINDS, DTYPES = ("matmul", "convolution", "attention"), ("float32", "float16", "bfloat16")
 GIB = 2**30
@@ -108,19 +108,19 @@ def test_the_rate_explains_the_time_of_other_work(kind: str, measured: Measured)
     assert 1 / 6 < taken / (operations / rate) < 6
 
 
-def test_a_pretend_cards_rates_are_those_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulated_cards_rates_are_those_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "MOST_RUNS", 3)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)  # time enough for the largest work
     like = ACCELERATOR.model_copy(update={"arithmetic_rates": {"float32": 50e12, "attention.bfloat16": 90e12}})
     use_cards([SimulatedCard(0, like, Host(), "shapes")])
-    found, notes = device_rates(choose_device("pretend:0"), 0.5, lambda name: None)
-    card = Accelerator(name="measured", kind="pretend", bytes=1, **found)
+    found, notes = device_rates(choose_device("simulated:0"), 0.5, lambda name: None)
+    card = Accelerator(name="measured", kind="simulated", bytes=1, **found)
     for kind, dtype in itertools.product(KINDS, DTYPES):
         assert card.arithmetic_rate(kind, dtype) == pytest.approx(like.arithmetic_rate(kind, dtype), rel=0.01)
     assert 0.49 < card.link_rate / like.link_rate < 1.01  # half where host memory is pageable to it
     assert card.launch_overhead == pytest.approx(like.launch_overhead, rel=0.01)
     assert 0.6 < card.memory_rate / like.memory_rate < 1.01  # it counts what is copied to as read, too
-    assert [note.partition(" not measured: ")[0] for note in notes] == ["pretend:0: link rate out"]  # has no numbers
+    assert [note.partition(" not measured: ")[0] for note in notes] == ["simulated:0: link rate out"]  # has no numbers
 
 
 def test_a_link_is_measured_in_both_directions() -> None:
@@ -301,10 +301,10 @@ def test_a_layout_that_is_left_open_is_settled_by_what_was_kept(count: list[Mach
         measured_machine()
 
 
-def test_what_is_known_of_a_pretend_card_is_what_it_was_given() -> None:
+def test_what_is_known_of_a_simulated_card_is_what_it_was_given() -> None:
     like = ACCELERATOR.model_copy(update=GAINS)
     use_cards([SimulatedCard(0, like, Host(), "shapes")])
-    assert known_accelerator(choose_device("pretend:0")) == like
+    assert known_accelerator(choose_device("simulated:0")) == like
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from tightfit.devices.seam import CpuDevice, LoopbackDevice
+from tightfit.devices.device import CpuDevice, LoopbackDevice
 from tightfit.measure.meter import TensorMeter
 from tightfit.measure.recorder import MAX_SAMPLES, Recorder
 

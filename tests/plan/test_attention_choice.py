@@ -11,9 +11,9 @@ import torch
 
 from tightfit import PlanError
 from tightfit.catalog.attention import AttentionCall, torch_kernel
-from tightfit.plan.attention import block_bytes, check_wanted, choose
-from tightfit.pretend import attention as pretend
-from tightfit.records import Attention
+from tightfit.plan.kernel_choice import block_bytes, check_wanted, choose
+from tightfit.schema.plan import Attention
+from tightfit.simulator import attention as simulated
 
 LARGE = AttentionCall(
     device="cuda",
@@ -59,7 +59,7 @@ def calls() -> Iterator[AttentionCall]:
 
 
 def described(call: AttentionCall) -> AttentionCall:
-    """`call` as a pretend card describes tensors of that kind."""
+    """`call` as a simulated card describes tensors of that kind."""
     dtype = getattr(torch, call.dtype)
     shapes = (
         (call.heads, call.queries, call.width),
@@ -71,10 +71,10 @@ def described(call: AttentionCall) -> AttentionCall:
     if call.mask != "none":
         kind = torch.bool if call.mask == "bool" else dtype
         mask = torch.empty((1,) * (call.mask_dimensions - 2) + (call.queries, call.keys), dtype=kind, device="meta")
-    return pretend._describe(*parts, mask, call.dropout, call.causal, call.grouped)
+    return simulated._describe(*parts, mask, call.dropout, call.causal, call.grouped)
 
 
-def test_a_plan_says_of_a_card_what_a_pretend_card_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_says_of_a_card_what_a_simulated_card_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """It describes a call alike and, in the order that torch itself has, takes the same kernel; or there is none."""
     titles = {
         "flash": "torch's flash attention",
@@ -83,9 +83,9 @@ def test_a_plan_says_of_a_card_what_a_pretend_card_does(monkeypatch: pytest.Monk
     }
     seen = set()
     for call in calls():
-        monkeypatch.setattr(pretend, "_capability", lambda _, call=call: call.capability)
+        monkeypatch.setattr(simulated, "_capability", lambda _, call=call: call.capability)
         assert described(call) == call
-        kernel = pretend._choose(call)
+        kernel = simulated._choose(call)
         name, because = choose(call)
         seen.add(kernel)
         assert kernel == torch_kernel(call).kernel

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from plan.test_planner import CARD, GIB, MIB, component, legs_of, passes_of, phase
-from tightfit.chart import Cell, ChartedModel, Largest, Preset
 from tightfit.errors import BudgetTooSmall
-from tightfit.plan.brief import summarize, there_while_working
-from tightfit.plan.cells import cell_of, charted_card, fits_card, host_bytes, level_rows, plan_on, preset_plan
-from tightfit.records import Accelerator, ComponentPlan, Footprint, Plan, Request, StripProfile, VaePlan
+from tightfit.plan.chart_cells import cell_of, charted_card, fits_card, host_bytes, level_rows, plan_on, preset_plan
+from tightfit.plan.explain import summarize, there_while_working
+from tightfit.schema.chart import Cell, ChartedModel, Largest, Preset
+from tightfit.schema.footprint import Footprint, Request, StripProfile
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import ComponentPlan, Plan, VaePlan
 
 CONTEXT = 512 * MIB
 REQUEST = Request(height=1024, width=1024, steps=8)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tightfit.plan.differences import differences
-from tightfit.records import ComponentPlan, Plan, VaePlan
+from tightfit.plan.explain import differences
+from tightfit.schema.plan import ComponentPlan, Plan, VaePlan
 
 MIB = 2**20
 STREAMS = ComponentPlan(placement="stream", granularity="layer", resident_layers=("a",), ring_buffer=MIB)

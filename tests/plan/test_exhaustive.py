@@ -12,23 +12,14 @@ from hypothesis import strategies as st
 
 from plan.test_planner import CARD, GIB, HERE, MIB, component, legs_of, passes_of, phase, planned, seconds, variants
 from tightfit.errors import BudgetTooSmall
+from tightfit.plan.component_cost import SEGMENT
 from tightfit.plan.forecast import add_forecast
+from tightfit.plan.layer_selection import weight_group_sizes
 from tightfit.plan.options import GRAINS
-from tightfit.plan.parts import SEGMENT
 from tightfit.plan.planner import make_plan
-from tightfit.plan.streaming import weight_group_sizes
-from tightfit.records import (
-    Budget,
-    Component,
-    ComponentPlan,
-    Footprint,
-    Granularity,
-    Plan,
-    Request,
-    StripProfile,
-    VaePlan,
-    Variant,
-)
+from tightfit.schema.footprint import Component, Footprint, Request, StripProfile, Variant
+from tightfit.schema.machine import Budget
+from tightfit.schema.plan import ComponentPlan, Granularity, Plan, VaePlan
 
 WITHIN = 1.03  # times as long as the best
 
@@ -46,12 +37,15 @@ def small_footprints(draw: st.DrawFn) -> Footprint:
         done = passes_of(part, work, runs, room)
         ways = tuple(
             StripProfile(
-                strip_bytes=room // share, feature_maps="device", allocator_bytes=room // 2 + room // share, host_bytes=0,
+                strip_bytes=room // share,
+                feature_maps="device",
+                allocator_bytes=room // 2 + room // share,
+                host_bytes=0,
                 stages=legs_of(done, share, 300 * share),
             )
             for share in (4, 16)
             if role == "autoencoder" and draw(st.booleans())
-        )  # fmt: skip
+        )
         others = draw(variants(part, work, runs, room)) if role == "denoiser" else others
         parts.append(part)
         phases.append(phase(stretch, done, room, ways))

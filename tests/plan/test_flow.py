@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.plan.flow import HostOverheads, TransferSimulator
-from tightfit.plan.stretches import ComputeSegment, seconds_without_weights
+from tightfit.plan.timeline import ComputeSegment, HostOverheads, TransferSimulator, seconds_without_weights
 
 RATE = 1e9
 

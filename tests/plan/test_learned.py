@@ -25,24 +25,14 @@ from plan.test_planner import (
     seconds,
 )
 from tightfit.errors import BudgetTooSmall
+from tightfit.plan.calibration import SEVERAL, calibrate, measurement_of, most_beside, stored_in
 from tightfit.plan.forecast import add_forecast, simulate
-from tightfit.plan.learned import SEVERAL, calibrate, measurement_of, most_beside, stored_in
 from tightfit.plan.options import variant_of
 from tightfit.plan.planner import make_plan
-from tightfit.records import (
-    Accelerator,
-    Budget,
-    CallMeasurement,
-    ComponentPlan,
-    Footprint,
-    Machine,
-    PhaseMeasurement,
-    PhaseTrace,
-    Plan,
-    Request,
-    Trace,
-    Variant,
-)
+from tightfit.schema.footprint import Footprint, Request, Variant
+from tightfit.schema.machine import Accelerator, Budget, Machine
+from tightfit.schema.plan import ComponentPlan, Plan
+from tightfit.schema.results import CallMeasurement, PhaseMeasurement, PhaseTrace, Trace
 
 
 def call_of(footprint: Footprint, plan: Plan, device: Accelerator, call: int = 2, more: int = 0, **facts: Any) -> Trace:

@@ -9,18 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.errors import PlanError, RequestError
-from tightfit.plan.levels import LEVEL_TILE, plan_for
-from tightfit.records import (
-    Accelerator,
-    Component,
-    ComponentPlan,
-    Footprint,
-    Plan,
-    Reason,
-    Request,
-    VaePlan,
-    WeightBlock,
-)
+from tightfit.plan.presets import LEVEL_TILE, plan_for
+from tightfit.schema.footprint import Component, Footprint, Request, WeightBlock
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import ComponentPlan, Plan, Reason, VaePlan
 
 GIB = 2**30
 ENCODER = Component(
@@ -34,13 +26,20 @@ ENCODER = Component(
 BLOCKS = [f"blocks.{index}" for index in range(10)]
 UP, DOWN = 3 * GIB // 2, GIB // 2
 DENOISER = Component(
-    name="transformer", class_name="FluxTransformer2DModel", role="denoiser", bytes=22 * GIB,
+    name="transformer",
+    class_name="FluxTransformer2DModel",
+    role="denoiser",
+    bytes=22 * GIB,
     blocks=(*(WeightBlock(name=block, bytes=2 * GIB) for block in BLOCKS), WeightBlock(name="", bytes=2 * GIB)),
     layers=(  # and 1 GiB of what is small
         WeightBlock(name="embedder", bytes=GIB),
-        *(WeightBlock(name=f"{block}.{leaf}", bytes=size) for block in BLOCKS for leaf, size in (("up", UP), ("down", DOWN))),
+        *(
+            WeightBlock(name=f"{block}.{leaf}", bytes=size)
+            for block in BLOCKS
+            for leaf, size in (("up", UP), ("down", DOWN))
+        ),
     ),
-)  # fmt: skip
+)
 AUTOENCODER = Component(name="vae", class_name="AutoencoderKL", role="autoencoder", bytes=GIB // 4)
 FLUX = Footprint(pipeline="FluxPipeline", components=(ENCODER, DENOISER, AUTOENCODER))
 UNET = DENOISER.model_copy(update={"name": "unet", "has_skip_connections": True})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tightfit.plan.component_cost import SEGMENT
 from tightfit.plan.forecast import most_weights, needed_bytes
-from tightfit.plan.parts import SEGMENT
-from tightfit.records import Accelerator
+from tightfit.schema.machine import Accelerator
 
 MIB = 2**20
 CARD = Accelerator(name="cuda:0", kind="cuda", bytes=2**35, compute_capability="8.9")

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan.test_planner import CARD, CPU, GIB, MIB, budgets, component, footprints, passes_of, phase
-from tightfit.plan.menus import Option, OptionSet
+from tightfit.plan.device_search import DeviceSearch
+from tightfit.plan.option_search import Option, OptionSet
 from tightfit.plan.options import ComponentWorkload, Where
-from tightfit.plan.search import DeviceSearch
-from tightfit.records import Accelerator, Footprint
+from tightfit.schema.footprint import Footprint
+from tightfit.schema.machine import Accelerator
 
 
 def fastest(menu: OptionSet, size: int) -> Option | None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tightfit.plan.order import PrefetchOrder
+from tightfit.plan.prefetch import PrefetchOrder
 
 KEYS = st.sampled_from("abcdef")
 UNIQUE = st.lists(KEYS, unique=True)

@@ -11,26 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.errors import BudgetTooSmall, PlanError
-from tightfit.plan.parts import SEGMENT
+from tightfit.plan.component_cost import SEGMENT
 from tightfit.plan.planner import make_plan
-from tightfit.records import (
-    Accelerator,
+from tightfit.schema.footprint import (
     BlockUse,
-    Budget,
     Component,
     ComponentCall,
     Footprint,
     KernelGroup,
     LayerWork,
-    Machine,
     Phase,
-    Plan,
     Request,
     StripProfile,
     StripStageProfile,
     Variant,
     WeightBlock,
 )
+from tightfit.schema.machine import Accelerator, Budget, Machine
+from tightfit.schema.plan import Plan
 from tightfit.units import format_bytes
 
 MIB = 2**20
@@ -152,13 +150,16 @@ def footprints(draw: st.DrawFn) -> Footprint:
         others = draw(variants(part, work, done.runs, room)) if role == "denoiser" else others
         ways = tuple(
             StripProfile(
-                strip_bytes=room // share, feature_maps=maps, allocator_bytes=room // share + room // 8 * (maps == "device"), host_bytes=room // 2,
+                strip_bytes=room // share,
+                feature_maps=maps,
+                allocator_bytes=room // share + room // 8 * (maps == "device"),
+                host_bytes=room // 2,
                 stages=legs_of(done, share, 100 * share, room * (maps == "host")),
             )
             for share in (4, 16)
             for maps in ("device", "host")
             if role == "autoencoder" and room > 64
-        )  # fmt: skip
+        )
         parts.append(part)
         phases.append(phase(stretch, done, room, ways))
     return Footprint(

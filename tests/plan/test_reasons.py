@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tightfit.plan.levels import plan_for
-from tightfit.records import Accelerator, Component, Footprint, WeightBlock
+from tightfit.plan.presets import plan_for
+from tightfit.schema.footprint import Component, Footprint, WeightBlock
+from tightfit.schema.machine import Accelerator
 
 MIB = 2**20
 ENCODER = Component(
@@ -19,13 +20,25 @@ ENCODER = Component(
     head_widths=(64,),
 )
 UNET = Component(
-    name="unet", class_name="U", role="denoiser", bytes=200 * MIB, dtypes={"bfloat16": 200 * MIB}, has_skip_connections=True,
-    layers=(WeightBlock(name="a", bytes=50 * MIB), WeightBlock(name="b", bytes=150 * MIB)), convolves=True, head_widths=(40, 80),
-)  # fmt: skip
+    name="unet",
+    class_name="U",
+    role="denoiser",
+    bytes=200 * MIB,
+    dtypes={"bfloat16": 200 * MIB},
+    has_skip_connections=True,
+    layers=(WeightBlock(name="a", bytes=50 * MIB), WeightBlock(name="b", bytes=150 * MIB)),
+    convolves=True,
+    head_widths=(40, 80),
+)
 VAE = Component(
-    name="vae", class_name="V", role="autoencoder", bytes=10 * MIB, dtypes={"bfloat16": 10 * MIB}, convolves=True,
+    name="vae",
+    class_name="V",
+    role="autoencoder",
+    bytes=10 * MIB,
+    dtypes={"bfloat16": 10 * MIB},
+    convolves=True,
     head_widths=(512,),
-)  # fmt: skip
+)
 PIPELINE = Footprint(pipeline="P", components=(ENCODER, UNET, VAE))
 CARD = Accelerator(name="cuda:0", kind="cuda", bytes=2**34, product_name="RTX 4090", compute_capability="8.9")
 CPU = Accelerator(name="cpu", kind="cpu", bytes=2**34, product_name="Xeon")
@@ -54,8 +67,16 @@ ITEMS = "unet: at most 2 items at a time"
         ({"vae": {"strips": MIB}}, "strips within 1 MiB", "the peak of a large picture; in strips the numbers stay"),
         ({"vae": {"strips": MIB, "tile": 256}}, "tiles of 256 px where strips cannot be", "less than a whole picture"),
         ({"vae": {"strips": MIB}}, "maps between strips stay on the device", "nothing is copied"),
-        ({"vae": {"strips": MIB, "feature_maps": "host"}}, "maps between strips wait in host memory", "crosses the link twice"),
-        ({"vae": {"strips": MIB, "feature_maps": "recompute"}}, "maps between strips wait as far as they fit", "computed again"),
+        (
+            {"vae": {"strips": MIB, "feature_maps": "host"}},
+            "maps between strips wait in host memory",
+            "crosses the link twice",
+        ),
+        (
+            {"vae": {"strips": MIB, "feature_maps": "recompute"}},
+            "maps between strips wait as far as they fit",
+            "computed again",
+        ),
         (of("unet", storage="int8"), "unet stored in int8", "most weights take one byte instead of 2"),
         (of("unet", max_batch=2), ITEMS, "a larger batch makes no more activations at once"),
         (of("unet", max_batch=1), "unet: at most 1 item at a time", "a larger batch makes no more activations at once"),
@@ -64,13 +85,21 @@ ITEMS = "unet: at most 2 items at a time"
         (of("unet", cfg="batched"), "unet: a step's two predictions together", "once for both"),
         (of("unet", ffn_chunk=MIB), "unet: feed-forwards within 1 MiB", "several times as wide"),
         (of("unet", exported="{}.trace"), "unet as exported in {}.trace", "that graph works in place of the"),
-        (of("unet", exported="u", compiled=True), "unet as exported in u, compiled", "machine code of it works in place"),
+        (
+            of("unet", exported="u", compiled=True),
+            "unet as exported in u, compiled",
+            "machine code of it works in place",
+        ),
         (of("vae", placement="offload"), "vae offload", "its 10 MiB are only needed while it works"),
         (of("unet", placement="stream"), "unet stream", "one layer at a time needs 150 MiB of its 200 MiB"),
         ({"offload_activations": True}, "skips of unet moved to host memory", "for the second half of a step"),
-        ({"offload_activations": True} | of("unet", exported="u"), "no activations are moved", "no component keeps any"),
+        (
+            {"offload_activations": True} | of("unet", exported="u"),
+            "no activations are moved",
+            "no component keeps any",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_decision_has_its_reason(choices: dict[str, Any], decision: str, because: str) -> None:
     assert because in said(choices)[decision]
 

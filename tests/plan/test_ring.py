@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.plan.ring import ALIGNMENT, Lease, Ring
+from tightfit.plan.prefetch import ALIGNMENT, Lease, Ring
 
 PAGES = st.integers(1, 12)
 SIZES = st.integers(1, 4) | PAGES

@@ -8,28 +8,24 @@ from hypothesis import strategies as st
 
 from plan.test_planner import CARD, CPU, HERE, MIB, component, passes_of, phase, workload
 from tightfit.errors import BudgetTooSmall
+from tightfit.plan.candidates import candidates
+from tightfit.plan.component_cost import SEGMENT, ComponentCost
+from tightfit.plan.cost_model import CostModel
+from tightfit.plan.layer_selection import WeightGroupSizes, weight_group_sizes
 from tightfit.plan.options import ComponentWorkload, Where
-from tightfit.plan.pace import CostModel
-from tightfit.plan.parts import SEGMENT, ComponentCost
 from tightfit.plan.planner import make_plan
-from tightfit.plan.sketches import candidates
-from tightfit.plan.streaming import WeightGroupSizes, weight_group_sizes
-from tightfit.records import (
-    Accelerator,
+from tightfit.schema.footprint import (
     BlockUse,
-    Budget,
     Component,
     ComponentCall,
-    ComponentPlan,
     Footprint,
-    Granularity,
     LayerWork,
-    OffloadTarget,
     Request,
-    Storage,
     Variant,
     WeightBlock,
 )
+from tightfit.schema.machine import Accelerator, Budget
+from tightfit.schema.plan import ComponentPlan, Granularity, OffloadTarget, Storage
 
 DONE = phase("denoise", passes_of(component("unet", "denoiser", [MIB], 0), [1], 1, 1), 1)
 VARIANTS = (
@@ -101,11 +97,15 @@ def test_compiled_blocks_come_as_a_whole() -> None:
     )  # fmt: skip
     uses = tuple(
         BlockUse(
-            block=unit.name, live_bytes_at_start=0, peak=MIB,
-            layer_work=tuple(LayerWork(layer=leaf.name, work=(workload(10**9),)) for leaf in leaves if unit.name in leaf.name),
+            block=unit.name,
+            live_bytes_at_start=0,
+            peak=MIB,
+            layer_work=tuple(
+                LayerWork(layer=leaf.name, work=(workload(10**9),)) for leaf in leaves if unit.name in leaf.name
+            ),
         )
         for unit in units
-    )  # fmt: skip
+    )
     footprint = called(part, ComponentCall(component="unet", method="forward", runs=4, peak=MIB, block_uses=uses))
     with pytest.raises(BudgetTooSmall) as error:
         make_plan(footprint, HERE, Budget(device=100 * MIB))

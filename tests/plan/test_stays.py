@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tightfit.errors import PlanError
-from tightfit.plan.ring import Lease, Ring
-from tightfit.plan.streaming import (
+from tightfit.plan.layer_selection import (
     AHEAD,
     ALIGNMENT,
     BLOCKS_FROM,
@@ -22,7 +21,9 @@ from tightfit.plan.streaming import (
     group_layers,
     resolve_streaming,
 )
-from tightfit.records import Component, ComponentPlan, Granularity, OffloadTarget, WeightBlock
+from tightfit.plan.prefetch import Lease, Ring
+from tightfit.schema.footprint import Component, WeightBlock
+from tightfit.schema.plan import ComponentPlan, Granularity, OffloadTarget
 
 PAGE = ALIGNMENT
 BARE = PAGE - PADDING  # bytes of a leaf that takes one page in the ring

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.plan import strips
-from tightfit.plan.flow import TransferSimulator
-from tightfit.plan.stretches import ComputeSegment, StripStageTiming
-from tightfit.plan.strips import work_in_strips
+from tightfit.plan import cost_model as strips
+from tightfit.plan.cost_model import work_in_strips
+from tightfit.plan.timeline import ComputeSegment, StripStageTiming, TransferSimulator
 
 MB = 10**6
 RATE = 1e9  # bytes a second

@@ -13,11 +13,12 @@ from plan.test_exhaustive import WITHIN, every_plan_of, small_footprints
 from plan.test_planner import CARD, CPU, GIB, HERE, MIB, component, footprints, passes_of, phase, seconds
 from plan.test_turns import pipeline as turns
 from tightfit.errors import BudgetTooSmall, PlanError
-from tightfit.plan.forecast import add_forecast, add_joint_forecast
+from tightfit.plan.forecast import add_forecast, add_joint_forecast, share_of
+from tightfit.plan.multi_device_search import DeviceBudget, MultiDeviceSearch
 from tightfit.plan.planner import make_plan
-from tightfit.plan.shares import share_of
-from tightfit.plan.team import DeviceBudget, MultiDeviceSearch
-from tightfit.records import Accelerator, Budget, Footprint, Machine, Plan, Request, VaePlan
+from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.machine import Accelerator, Budget, Machine
+from tightfit.schema.plan import Plan, VaePlan
 
 OTHER = CARD.model_copy(update={"name": "cuda:1"})
 SLOW = CARD.model_copy(update={"name": "cuda:1", "arithmetic_rates": {"float16": 2e12}, "link_rate": 4e9})

@@ -7,12 +7,13 @@ import itertools
 import pytest
 
 from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned, seconds
+from tightfit.plan.component_order import CoResidencyTracker, coming_early, schedule_of
+from tightfit.plan.device_search import DeviceSearch
 from tightfit.plan.forecast import add_forecast
-from tightfit.plan.guests import CoResidencyTracker
 from tightfit.plan.planner import make_plan
-from tightfit.plan.search import DeviceSearch
-from tightfit.plan.turns import coming_early, schedule_of
-from tightfit.records import Budget, ComponentPlan, ComponentRun, Footprint, Phase, Plan, Request
+from tightfit.schema.footprint import Footprint, Phase, Request
+from tightfit.schema.machine import Budget
+from tightfit.schema.plan import ComponentPlan, ComponentRun, Plan
 
 
 def pipeline(encoding: int = 10**9) -> Footprint:

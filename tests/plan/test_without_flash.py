@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from tightfit.catalog.attention import AttentionCall, torch_kernel
-from tightfit.plan.attention import choose, foresee
-from tightfit.records import Accelerator, Component, ComponentPlan
+from tightfit.plan.kernel_choice import choose, foresee
+from tightfit.schema.footprint import Component
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import ComponentPlan
 
 GROUPED = AttentionCall(
     device="cuda", capability=(8, 9), dtype="bfloat16", items=1, heads=32, key_heads=8, value_heads=8,

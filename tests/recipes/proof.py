@@ -113,7 +113,7 @@ def _on_card(case: TinyCase) -> float:
 def _at_level_0(case: TinyCase) -> float:
     with card_of(2**40):
         pipe = made(case, 1)
-        tightfit.fit(pipe, device="pretend:0", level=0)
+        tightfit.fit(pipe, device="simulated:0", level=0)
         pipe(**case.call(PIXELS))
     return 0.0
 
@@ -129,14 +129,14 @@ def _least(case: TinyCase, scale: int) -> int:
     """Bytes that a plan names as enough, at once or, where none can be made before the first call, at that or after."""
     pipe = made(case, scale)
     try:
-        tightfit.fit(pipe, device="pretend:0", budget=1, example=case.call(PIXELS)).undo()
+        tightfit.fit(pipe, device="simulated:0", budget=1, example=case.call(PIXELS)).undo()
     except BudgetTooSmall as error:
         if enough := _enough(error, 0):
             return enough
     size = 64 * MIB
     while True:
         pipe = made(case, scale)
-        fitted: Fitted = tightfit.fit(pipe, device="pretend:0", budget=size)
+        fitted: Fitted = tightfit.fit(pipe, device="simulated:0", budget=size)
         try:
             pipe(**case.call(PIXELS))
             pipe(**case.call(PIXELS))

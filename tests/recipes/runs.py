@@ -16,13 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 import tightfit
 from inspection import Imprint, assert_same, imprint
-from pretend.conftest import ACCELERATOR
+from simulator.conftest import ACCELERATOR
 from tightfit import BudgetTooSmall
 from tightfit.apply.fitting import Fitted
 from tightfit.measure.modules import find_components, weight_tensors
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import PIXELS, TinyCase
 
 MIB = 2**20
@@ -138,7 +137,7 @@ def run_fitted(untouched: Untouched, **fields: Any) -> tuple[list[tuple[int, Num
     """
     case, pipe, lossy = untouched.case, made(untouched.case, untouched.scale), False
     found, before = list[tuple[int, Numbers]](), imprint(pipe)
-    fitted: Fitted = tightfit.fit(pipe, device="pretend:0", **fields)
+    fitted: Fitted = tightfit.fit(pipe, device="simulated:0", **fields)
     try:
         for height in (PIXELS, PIXELS, OTHER):
             try:

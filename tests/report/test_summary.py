@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from tightfit.records import Budget, ComponentPlan, PhaseTrace, Plan, Reason, Sample, Trace
 from tightfit.report.summary import Report, fold_phases
+from tightfit.schema.machine import Budget
+from tightfit.schema.plan import ComponentPlan, Plan, Reason
+from tightfit.schema.results import PhaseTrace, Sample, Trace
 
 MIB = 2**20
 ENCODE = PhaseTrace(

@@ -15,11 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from tightfit.errors import InputError
-from tightfit.records import Budget, ComponentPlan, PhaseTrace, Plan, Sample, Trace
-from tightfit.report.curve import BINS, Curve, bytes_scale, seconds_scale
-from tightfit.report.labels import spread
+from tightfit.report.figure import BINS, Curve, bytes_scale, seconds_scale, spread
 from tightfit.report.summary import Report
 from tightfit.report.timeline import _compose, draw_timeline
+from tightfit.schema.machine import Budget
+from tightfit.schema.plan import ComponentPlan, Plan
+from tightfit.schema.results import PhaseTrace, Sample, Trace
 
 GIB = 2**30
 

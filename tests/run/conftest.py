@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pretend.conftest import make_cards  # noqa: F401  another folder's fixture
+from simulator.conftest import make_cards  # noqa: F401  another folder's fixture
 from tightfit import Fitted, fit
-from tightfit.pretend.backend import use_cards
+from tightfit.simulator.backend import use_cards
 from tiny_pipelines import CASES
 
 

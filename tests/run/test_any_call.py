@@ -20,12 +20,11 @@ import recipes
 import tightfit
 from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
-from pretend.conftest import MakeCards
+from simulator.conftest import MakeCards
 from tightfit import BudgetTooSmall, PlanError, RequestError
-from tightfit.run.arguments import Given, described, dummy_value
+from tightfit.run.argument_values import Given, described, dummy_value
+from tightfit.run.call_arguments import Prompt, call_arguments, request_of, shape_of
 from tightfit.run.footprints import Measurer
-from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.shape import request_of, shape_of
 from tiny_pipelines import CASES, run
 
 MIB = 2**20
@@ -89,12 +88,12 @@ def drawn(pipe: Any, size: int = 32) -> tuple[torch.Tensor, int]:
 
 def test_a_pipeline_that_nobody_has_seen(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first call runs within the cap, and what that did is planned for; numbers are those of no plan."""
-    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 64 * 1024)
+    monkeypatch.setattr("tightfit.plan.component_cost.CHUNK", 64 * 1024)
     wanted, larger = drawn(unseen()), drawn(unseen(), 48)
     (card,) = make_cards(capacity=(budget := 96 * MIB))
     pipe = unseen()
     before = imprint(pipe)
-    fitted = tightfit.fit(pipe, budget=budget, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget=budget, device="simulated:0")
     assert "first call" in fitted.plan.reasons[0].decision
     for size, expected, foreseen in ((32, wanted, False), (32, wanted, True), (48, larger, False), (48, larger, True)):
         picture, more = drawn(pipe, size)
@@ -117,7 +116,7 @@ def test_what_the_pipeline_refuses_is_its_own_error(make_cards: MakeCards) -> No
     pipe: Any = case.make()
     with pytest.raises(Exception, match="divisible by") as untouched:
         pipe(**case.call() | {"height": 63})
-    tightfit.fit(pipe, budget=512 * MIB, device="pretend:0")
+    tightfit.fit(pipe, budget=512 * MIB, device="simulated:0")
     with pytest.raises(type(untouched.value), match="divisible by") as caught:
         pipe(**case.call() | {"height": 63})
     assert str(caught.value) == str(untouched.value)
@@ -130,15 +129,15 @@ def test_an_example_is_planned_for_at_once(make_cards: MakeCards) -> None:
     case = TINY["FluxImg2Img"]
     pipe: Any = case.make()
     wanted = run(case.make(), case)
-    fitted = tightfit.fit(pipe, budget=512 * MIB, device="pretend:0", example=case.call())
+    fitted = tightfit.fit(pipe, budget=512 * MIB, device="simulated:0", example=case.call())
     plan = fitted.plan
     assert plan.forecast
     assert torch.equal(run(pipe, case).cpu(), wanted)
     assert fitted.plan is plan
     with pytest.raises(RequestError, match=r"promt.*prompt"):
-        tightfit.fit(pipe, budget=512 * MIB, device="pretend:0", example={"promt": "a fox"})
+        tightfit.fit(pipe, budget=512 * MIB, device="simulated:0", example={"promt": "a fox"})
     with pytest.raises(PlanError, match="not both"):
-        tightfit.fit(pipe, budget=512 * MIB, device="pretend:0", example=case.call(), request={"height": 64})
+        tightfit.fit(pipe, budget=512 * MIB, device="simulated:0", example=case.call(), request={"height": 64})
 
 
 def test_a_pipeline_may_ask_what_arguments_its_denoiser_takes(make_cards: MakeCards) -> None:
@@ -154,14 +153,14 @@ def test_a_pipeline_may_ask_what_arguments_its_denoiser_takes(make_cards: MakeCa
             return super().__call__(*args, **kwargs)
 
     pipe.__class__ = Asking
-    assert tightfit.fit(pipe, budget=512 * MIB, device="pretend:0", example=case.call()).plan.forecast
+    assert tightfit.fit(pipe, budget=512 * MIB, device="simulated:0", example=case.call()).plan.forecast
 
 
 def test_a_call_that_was_measured_is_not_measured_again(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:
     make_cards(capacity=512 * MIB)
     case = TINY["Flux"]
     pipe: Any = case.make()
-    tightfit.fit(pipe, budget=512 * MIB, device="pretend:0", example=case.call())
+    tightfit.fit(pipe, budget=512 * MIB, device="simulated:0", example=case.call())
     monkeypatch.setattr("tightfit.run.footprints._measure_call", None)
     run(pipe, case)
     pipe(**case.call() | {"prompt": "a blue owl on a branch", "guidance_scale": 5.0, "generator": None})
@@ -177,7 +176,7 @@ def test_measuring_draws_no_numbers_of_the_users_own(make_cards: MakeCards) -> N
         np.random.seed(5)
         random.seed(5)
         if budget:
-            tightfit.fit(pipe, budget=budget, device="pretend:0", example=case.call() | {"generator": None})
+            tightfit.fit(pipe, budget=budget, device="simulated:0", example=case.call() | {"generator": None})
         picture = pipe(**case.call() | {"generator": None})[0].cpu()
         drawn.append((picture, torch.rand(1), np.random.rand(), random.random()))
     assert torch.equal(drawn[0][0], drawn[1][0])
@@ -194,7 +193,7 @@ def test_callbacks_are_not_called_while_measuring(make_cards: MakeCards) -> None
         steps.append(step)
         return kwargs
 
-    tightfit.fit(pipe, budget=512 * MIB, device="pretend:0")
+    tightfit.fit(pipe, budget=512 * MIB, device="simulated:0")
     pipe(**case.call() | {"callback_on_step_end": count})
     assert steps == [0, 1]
 
@@ -261,9 +260,9 @@ def test_a_plan_from_what_one_call_did_is_no_reason_to_refuse_the_next(
 
     make_cards(capacity=64 * MIB)
     pipe = unseen()
-    fitted = tightfit.fit(pipe, budget=64 * MIB, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget=64 * MIB, device="simulated:0")
     wanted = drawn(pipe)
-    monkeypatch.setattr("tightfit.run.experiences.make_plan", too_small)
+    monkeypatch.setattr("tightfit.run.calibration.make_plan", too_small)
     assert torch.equal(drawn(pipe)[0], wanted[0])
     assert fitted.plan.level == 3
 
@@ -277,12 +276,12 @@ def test_nor_is_one_that_is_kept(make_cards: MakeCards, monkeypatch: pytest.Monk
     make_cards(capacity=64 * MIB)
     case = recipes.cases()["HiDreamImage"]
     pipe: Any = case.make(2)
-    tightfit.fit(pipe, budget=64 * MIB, device="pretend:0")
+    tightfit.fit(pipe, budget=64 * MIB, device="simulated:0")
     run(pipe, case)
     wanted = run(pipe, case)
-    monkeypatch.setattr("tightfit.run.experiences.make_plan", too_small)
+    monkeypatch.setattr("tightfit.run.calibration.make_plan", too_small)
     other: Any = case.make(2)
-    fitted = tightfit.fit(other, budget=64 * MIB, device="pretend:0")
+    fitted = tightfit.fit(other, budget=64 * MIB, device="simulated:0")
     assert torch.equal(run(other, case), wanted)
     assert fitted.plan.level == 3
     assert "no plan is sure to do with less" in str(fitted.report())
@@ -344,7 +343,7 @@ def test_numbers_that_are_asked_for_after_the_last_pass_decide_nothing(between: 
     wanted = made()(between=between)
     make_cards()
     pipe = made()
-    fitted = tightfit.fit(pipe, budget="1GB", device="pretend:0", example={"between": between})
+    fitted = tightfit.fit(pipe, budget="1GB", device="simulated:0", example={"between": between})
     assert bool(fitted.plan.forecast) is not between
     assert ("could not be measured" in fitted.plan.reasons[0].because) is between
     assert np.abs(pipe(between=between) - wanted).max() < 1e-5
@@ -378,7 +377,7 @@ def test_weights_that_are_only_read_stay_on_the_device(wish: dict[str, Any], mak
     pipe = ReadingPipeline(unet, DDIMScheduler(), Statistics())
     wanted = pipe()
     make_cards()
-    fitted = tightfit.fit(pipe, device="pretend:0", **wish)
+    fitted = tightfit.fit(pipe, device="simulated:0", **wish)
     for _ in range(2):
         assert np.abs(pipe() - wanted).max() < 1e-5
         assert fitted.plan.components["statistics"].placement == "resident"

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from more_pipelines import MORE_CASES
-from pretend.conftest import MakeCards
 from recipes import cases
+from simulator.conftest import MakeCards
 from tightfit import fit
 from tightfit.measure.block_replay import BlockReplay
-from tightfit.measure.ledger import CallProfiler
-from tightfit.measure.shadow import meta_copy
-from tightfit.pretend.operations import NAME
-from tightfit.records import Footprint, Phase, Request
+from tightfit.measure.call_profiler import CallProfiler
+from tightfit.measure.meta_copy import meta_copy
 from tightfit.run.footprints import Measurer
+from tightfit.schema.footprint import Footprint, Phase, Request
+from tightfit.simulator.operations import NAME
 from tiny_pipelines import CASES
 
 WIDTH, DEPTH = 64, 5
@@ -100,7 +100,7 @@ def counts(block: Block, tokens: torch.Tensor) -> torch.Tensor:
 def measured(network: nn.Module, make_cards: MakeCards, *, replay: bool) -> tuple[tuple[Phase, ...], int, float]:
     (card,) = make_cards(values="shapes")
     network = meta_copy(network)  # whose numbers nobody knows
-    fit(network, level=0, device="pretend:0")
+    fit(network, level=0, device="simulated:0")
     tokens = torch.empty(64, 1024, WIDTH, device=NAME)  # too large for numbers
     ran.clear()
     with ExitStack() as undo, torch.no_grad():

@@ -1,4 +1,4 @@
-"""tightfit.fit(pipe, budget=…) on pretend cards of that size: it fits, takes as long as was said, changes no number."""
+"""tightfit.fit(pipe, budget=…) on simulated cards: it fits, takes as long as predicted, changes no number."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from PIL import Image
 
 import tightfit
 from more_pipelines import MORE_CASES
-from pretend.conftest import ACCELERATOR
+from simulator.conftest import ACCELERATOR
 from tightfit import Budget, BudgetTooSmall, InputError, PlanError
 from tightfit.catalog.known import known_card, known_model
-from tightfit.footprint import StripProfile
-from tightfit.measure.building import build_known
+from tightfit.measure.build_models import build_known
 from tightfit.measure.modules import inspect_pipeline
-from tightfit.plan.turns import schedule_of
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Accelerator, Trace
+from tightfit.plan.component_order import schedule_of
+from tightfit.run.call_arguments import Prompt, call_arguments, request_of, shape_of
 from tightfit.run.footprints import measure_footprint
-from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.shape import request_of, shape_of
+from tightfit.schema.footprint import StripProfile
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.results import Trace
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import CASES, TinyCase, run
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
@@ -57,7 +56,7 @@ def test_a_card_of_that_size_is_enough_and_steps_take_what_was_said(mib: int) ->
     card_of(mib * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))
     pipe.set_progress_bar_config(disable=True)
-    fitted = tightfit.fit(pipe, budget=mib * MIB, request=REQUEST, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget=mib * MIB, request=REQUEST, device="simulated:0")
     assert fitted.plan.lossless
     trace = called(fitted, pipe)
     assert not [note for note in trace.notes if "memory" in note]
@@ -73,7 +72,7 @@ def test_the_first_call_knows_who_comes_next() -> None:
     card_of(1000 * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))
     pipe.set_progress_bar_config(disable=True)
-    plan = tightfit.fit(pipe, budget="1000MiB", request=REQUEST, device="pretend:0").plan
+    plan = tightfit.fit(pipe, budget="1000MiB", request=REQUEST, device="simulated:0").plan
     assert [stint.component for stint in plan.schedule] == ["text_encoder", "unet", "vae"]
     told = {phase.name: phase.peak_bytes for phase in plan.forecast}
     seconds = []
@@ -97,7 +96,7 @@ def test_what_has_no_work_does_not_come() -> None:
         card_of(96 * MIB, ACCELERATOR, "real")
         pipe = case.make()
         plan = {"components": parts, "schedule": [stint.to_mapping() for stint in known]}
-        fitted = tightfit.fit(pipe, plan=plan, device="pretend:0")
+        fitted = tightfit.fit(pipe, plan=plan, device="simulated:0")
         pictures.append(run(pipe, case).cpu())
         brought.append(sum(phase.bytes_in for phase in fitted.report().trace.phases))
     text_encoder = next(c for c in inspect_pipeline(case.make()).components if c.name == "text_encoder")
@@ -112,7 +111,7 @@ def test_numbers_are_those_of_the_untouched_pipeline(case: TinyCase) -> None:
     card_of(96 * MIB, ACCELERATOR, "real")
     pipe = case.make()
     asked = {ours: case.call()[theirs] for theirs, ours in NAMES.items() if theirs in case.call()}
-    fitted = tightfit.fit(pipe, budget="96MiB", request=asked, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget="96MiB", request=asked, device="simulated:0")
     assert fitted.plan.expandable_segments
     found = run(pipe, case).cpu()
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
@@ -123,24 +122,24 @@ def test_numbers_are_those_of_the_untouched_pipeline(case: TinyCase) -> None:
 def test_a_second_budget_replaces_the_first_and_a_small_one_is_refused() -> None:
     card_of(4000 * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))
-    first = tightfit.fit(pipe, budget="3GiB", request=REQUEST, device="pretend:0")
+    first = tightfit.fit(pipe, budget="3GiB", request=REQUEST, device="simulated:0")
     assert {part.placement for part in first.plan.components.values()} == {"resident"}
-    second = tightfit.fit(pipe, budget=Budget(device="500MiB"), request=REQUEST, device="pretend:0")
+    second = tightfit.fit(pipe, budget=Budget(device="500MiB"), request=REQUEST, device="simulated:0")
     assert not first.fitted
     assert second.plan.components["unet"].placement == "stream"
     with pytest.raises(
         BudgetTooSmall, match=r"StableDiffusionPipeline cannot do 256×256 within 100 MiB on .* MiB would"
     ):
-        tightfit.fit(pipe, budget="100MiB", request=REQUEST, device="pretend:0")
+        tightfit.fit(pipe, budget="100MiB", request=REQUEST, device="simulated:0")
 
 
 def test_a_plan_is_a_file(tmp_path: Path) -> None:
     card_of(4000 * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))
-    plan = tightfit.fit(pipe, budget="500MiB", request=REQUEST, device="pretend:0").plan
+    plan = tightfit.fit(pipe, budget="500MiB", request=REQUEST, device="simulated:0").plan
     file = tmp_path / "plan.yaml"
     file.write_text(plan.to_yaml())
-    again = tightfit.fit(pipe, plan=file, device="pretend:0").plan
+    again = tightfit.fit(pipe, plan=file, device="simulated:0").plan
     assert again.components == plan.components
     assert (again.vae, again.budget, again.forecast) == (plan.vae, plan.budget, plan.forecast)
 
@@ -185,7 +184,7 @@ def test_a_call_that_asks_for_something_else_is_planned_for(monkeypatch: pytest.
     card_of(1200 * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))
     pipe.set_progress_bar_config(disable=True)
-    fitted = tightfit.fit(pipe, budget="1200MiB", request=REQUEST, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget="1200MiB", request=REQUEST, device="simulated:0")
     small = fitted.plan
     assert not called(fitted, pipe).notes
     assert fitted.plan is small
@@ -210,7 +209,7 @@ def test_a_budget_is_a_cap() -> None:
     """On a card with more memory, the allocator holds no more than the budget all the same."""
     card_of(4000 * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))
-    fitted = tightfit.fit(pipe, budget="700MiB", request=REQUEST, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget="700MiB", request=REQUEST, device="simulated:0")
     hog = [torch.empty(MIB, dtype=torch.uint8, device="privateuseone:0") for _ in range(600)]
     with pytest.raises(torch.OutOfMemoryError, match="has a capacity of 682 MiB"):  # torch may map 18 MiB more
         hog += [torch.empty(MIB, dtype=torch.uint8, device="privateuseone:0") for _ in range(101)]
@@ -223,7 +222,7 @@ def test_what_cannot_be_planned_for_leaves_all_as_it_was() -> None:
     card_of(500 * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))
     pipe.set_progress_bar_config(disable=True)
-    fitted = tightfit.fit(pipe, budget="300MiB", request=REQUEST, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget="300MiB", request=REQUEST, device="simulated:0")
     before = fitted.plan
     with pytest.raises(BudgetTooSmall, match="cannot do 1024×1024, 2 at once within 300 MiB"):
         pipe(["a fox", "an owl"], height=1024, width=1024)
@@ -235,7 +234,7 @@ def test_less_than_was_planned_for_is_not_planned_for_where_nothing_could_be_gai
     card_of(8000 * MIB, known_card("rtx3060"))
     pipe = build_known(known_model("sd-1.5"))
     pipe.set_progress_bar_config(disable=True)
-    fitted = tightfit.fit(pipe, request={"height": 512, "width": 512, "steps": 4}, device="pretend:0")
+    fitted = tightfit.fit(pipe, request={"height": 512, "width": 512, "steps": 4}, device="simulated:0")
     assert fitted.plan.budget is None
     assert "95% of what was free" in fitted.plan.reasons[3].because
     before = fitted.plan

@@ -12,16 +12,18 @@ from typer.testing import CliRunner
 
 from plan.test_cells import footprint_of
 from tightfit.catalog.known import known_card
-from tightfit.chart import Chart, LevelTable, Preset
 from tightfit.cli import app
 from tightfit.errors import InputError, ModelError
-from tightfit.records import Accelerator, Footprint, Request
-from tightfit.run import charting, forecasts, presets
-from tightfit.run.charting import CARDS, Sources, chart_of, level_table
+from tightfit.run import charting
+from tightfit.run import charting as presets
+from tightfit.run import predict as forecasts
+from tightfit.run.answer_cache import find_subject
+from tightfit.run.charting import CARDS, Sources, chart_of, level_table, simulated_preset
 from tightfit.run.footprints import measure_footprint
-from tightfit.run.predictions import find_subject
-from tightfit.run.presets import simulated_preset
-from tightfit.run.rehearsal import simulate_call
+from tightfit.run.simulate import simulate_call
+from tightfit.schema.chart import Chart, LevelTable, Preset
+from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.machine import Accelerator
 
 GIB = 2**30
 
@@ -140,7 +142,7 @@ def test_presets_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     made = Preset(level=1, needed_bytes=GIB, host_bytes=0)
     calls: list[Any] = []
     monkeypatch.setattr(presets, "_rehearsed", lambda *args: calls.append(args) or made)
-    card = Accelerator(name="any card", kind="pretend", bytes=1)
+    card = Accelerator(name="any card", kind="simulated", bytes=1)
     assert [simulated_preset("sdxl", 1, footprint_of(), card) for _ in range(2)] == [made, made]
     assert len(calls) == 1
     simulated_preset("sdxl", 1, footprint_of(), known_card("rtx4090"))

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import tightfit
 from tightfit.cli import app
-from tightfit.run.counting import reads_disk
-from tightfit.run.forecasts import forecast
-from tightfit.run.wishes import limits_of
+from tightfit.run.count import reads_disk
+from tightfit.run.plan_options import limits_of
+from tightfit.run.predict import forecast
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
 

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 import tightfit
-from pretend.conftest import ACCELERATOR
+from simulator.conftest import ACCELERATOR
 from tightfit import BudgetTooSmall
-from tightfit.devices.pretend import SimulatedDevice
-from tightfit.devices.seam import Device
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Request
+from tightfit.devices.device import Device
+from tightfit.devices.simulated import SimulatedDevice
 from tightfit.run.footprints import Measurer
+from tightfit.schema.footprint import Request
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import CASES, run
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
@@ -34,7 +33,7 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> SimulatedCard:
 
 
 def fitted_within(pipe: Any, size: int, asked: Request) -> Any:
-    return tightfit.fit(pipe, budget=size, request=asked, device="pretend:0")
+    return tightfit.fit(pipe, budget=size, request=asked, device="simulated:0")
 
 
 @pytest.mark.slow
@@ -66,6 +65,6 @@ def test_the_least_that_is_said_is_enough(fixed: SimulatedCard) -> None:
 
 def test_a_plan_that_wants_them_to_grow_says_that_they_do_not(fixed: SimulatedCard) -> None:
     pipe = CASE.make()
-    fitted = tightfit.fit(pipe, plan={"expandable_segments": True}, device="pretend:0")
+    fitted = tightfit.fit(pipe, plan={"expandable_segments": True}, device="simulated:0")
     run(pipe, CASE)
     assert any("cannot: a test says so" in note for note in fitted.report().trace.notes)

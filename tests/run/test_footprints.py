@@ -20,13 +20,13 @@ from a_few import a_few
 from tightfit import Request, fit, measure_footprint
 from tightfit.catalog.known import known_card, model_names
 from tightfit.errors import InputError, PlanError, RequestError
-from tightfit.footprint import Footprint, Phase
+from tightfit.measure.meta_copy import fingerprint
 from tightfit.measure.modules import find_components, find_units
-from tightfit.measure.shadow import fingerprint
 from tightfit.run import footprints
 from tightfit.run.footprints import Measurer
-from tightfit.run.rehearsal import simulate_call
-from tightfit.run.remembering import PassReplayer
+from tightfit.run.pass_replay import PassReplayer
+from tightfit.run.simulate import simulate_call
+from tightfit.schema.footprint import Footprint, Phase
 from tiny_pipelines import CASES, TinyCase, run
 
 every_case = pytest.mark.parametrize(

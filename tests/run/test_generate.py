@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from tightfit import Fitted, Plan, Report, Request, Trace, fit
-from tightfit.records import PhaseTrace, Sample
+from tightfit.run.call_arguments import Prompt
 from tightfit.run.generate import Result, generate, profiled, with_loading
-from tightfit.run.request import Prompt
+from tightfit.schema.results import PhaseTrace, Sample
 from tiny_pipelines import CASES
 
 SMALL = Request(height=64, width=64, steps=3)

@@ -12,11 +12,11 @@ from diffusers import DiffusionPipeline
 from a_few import a_few
 from tightfit import fit, load
 from tightfit.apply.choices import choices_of, decide
-from tightfit.apply.weights import shelf
-from tightfit.apply.weights.parcels import WeightGroup
-from tightfit.measure import building
+from tightfit.apply.weights import file_weights as shelf
+from tightfit.apply.weights.weight_groups import WeightGroup
+from tightfit.measure import build_models as building
 from tightfit.measure.modules import find_components
-from tightfit.records import Plan
+from tightfit.schema.plan import Plan
 from tiny_pipelines import CASES, run
 
 CASE = next(case for case in CASES if case.name == "StableDiffusion")

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tightfit.run.interrupts import heeding_interrupts
+from tightfit.run.progress import heeding_interrupts
 
 
 def test_an_interrupt_comes_at_once_and_if_it_was_swallowed_at_the_next_step() -> None:

@@ -11,9 +11,9 @@ from PIL import Image
 
 from tightfit import InputError, Request
 from tightfit.checkpoint.folder import check_folder
+from tightfit.run.call_arguments import Prompt
 from tightfit.run.job import Job
 from tightfit.run.models import stored_dtype
-from tightfit.run.request import Prompt
 from tiny_pipelines import CASES
 
 

@@ -8,8 +8,8 @@ from collections.abc import Collection
 import pytest
 
 from tightfit.catalog.known import known_model, model_names
-from tightfit.records import Request
-from tightfit.run.ladder import find_max_request, rungs_above, rungs_below
+from tightfit.run.max_request import find_max_request, rungs_above, rungs_below
+from tightfit.schema.footprint import Request
 
 PICTURE = Request(height=1024, width=1024, steps=28)
 CLIP = Request(height=480, width=720, frames=49)

@@ -10,13 +10,12 @@ import torch
 from diffusers import UNet2DConditionModel
 
 import tightfit
-from pretend.conftest import ACCELERATOR, MakeCards
-from tightfit.apply.weights.overheads import layer_overheads
-from tightfit.devices.pretend import SimulatedDevice
-from tightfit.devices.seam import LoopbackDevice
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
+from simulator.conftest import ACCELERATOR, MakeCards
+from tightfit.apply.weights.host_overheads import layer_overheads
+from tightfit.devices.device import LoopbackDevice
+from tightfit.devices.simulated import SimulatedDevice
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import CASES
 
 MIB = 2**20
@@ -49,7 +48,7 @@ def test_forecasts_and_played_times_agree(pipe: Any, budget: int, longer: float)
     for overhead in (0.0, 2e-4):
         rates = {"streamed_overhead": overhead, "resident_overhead": overhead / 2, "bytes": budget}
         use_cards([SimulatedCard(0, ACCELERATOR.model_copy(update=rates), Host(), values="shapes")])
-        fitted = tightfit.fit(pipe, budget=budget, request=ASKED | {"steps": STEPS}, device="pretend:0")
+        fitted = tightfit.fit(pipe, budget=budget, request=ASKED | {"steps": STEPS}, device="simulated:0")
         assert fitted.plan.components["unet"].placement == "stream"
         with torch.no_grad():
             pipe("a fox", **ASKED, num_inference_steps=STEPS, output_type="pt")

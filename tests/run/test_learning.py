@@ -15,27 +15,28 @@ from diffusers import UNet2DConditionModel
 
 import tightfit
 from a_few import a_few
-from pretend.conftest import ACCELERATOR
+from simulator.conftest import ACCELERATOR
 from tightfit import Fitted, Plan, Request, files
 from tightfit.catalog.known import known_card, known_model
-from tightfit.devices.choice import find_machine
-from tightfit.devices.seam import Device
-from tightfit.measure.building import build_known
+from tightfit.devices.choose import find_machine
+from tightfit.devices.device import Device
+from tightfit.measure.build_models import build_known
 from tightfit.measure.recorder import Recorder
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Accelerator, Budget, CallMeasurement, ComponentPlan, Machine, PhaseMeasurement, Trace
-from tightfit.run import experiences, footprints, forecasts, replanning
-from tightfit.run.experiences import MOST, CalibrationStore, forget
-from tightfit.run.forecasts import forecast
+from tightfit.run import calibration as experiences
+from tightfit.run import footprints, replanning
+from tightfit.run import predict as forecasts
+from tightfit.run.calibration import MOST, CalibrationRecorder, CalibrationStore, forget
+from tightfit.run.call_arguments import Prompt
 from tightfit.run.generate import profiled
 from tightfit.run.job import Job
-from tightfit.run.machines import machine_now
-from tightfit.run.pupil import CalibrationRecorder
-from tightfit.run.request import Prompt
-from tightfit.run.wishes import Limits
-from tightfit.run.within import PlannedFolder, plan_within
+from tightfit.run.plan_options import Limits
+from tightfit.run.planning_context import PlannedFolder, machine_now, plan_within
+from tightfit.run.predict import forecast
+from tightfit.schema.machine import Accelerator, Budget, Machine
+from tightfit.schema.plan import ComponentPlan
+from tightfit.schema.results import CallMeasurement, PhaseMeasurement, Trace
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import CASES
 
 MIB = 2**20
@@ -66,7 +67,7 @@ def pipe() -> Any:
 
 
 def fit(pipe: Any, size: int = BUDGET, **more: Any) -> Fitted:
-    return tightfit.fit(pipe, budget=size, request=REQUEST, device="pretend:0", **more)
+    return tightfit.fit(pipe, budget=size, request=REQUEST, device="simulated:0", **more)
 
 
 def call(pipe: Any, **more: Any) -> Any:
@@ -163,7 +164,7 @@ def test_a_network_that_comes_and_computes_long(monkeypatch: pytest.MonkeyPatch)
     pipe.set_progress_bar_config(disable=True)
     ratios = []
     for _ in range(2):
-        fitted = tightfit.fit(pipe, budget=1000 * MIB, request={"steps": 8}, device="pretend:0")
+        fitted = tightfit.fit(pipe, budget=1000 * MIB, request={"steps": 8}, device="simulated:0")
         assert fitted.plan.components["unet"].placement != "resident"
         for _ in range(2):
             call(pipe, height=512, width=512, num_inference_steps=8)
@@ -256,8 +257,15 @@ def test_eight_calls_are_enough(pipe: Any) -> None:
 QUESTION = {"model": "a", "request": {"height": 64}, "dtype": None}
 CARD = ACCELERATOR.model_copy(update={"product_name": "a card"})
 LIVED = PhaseMeasurement(
-    name="denoise", runs=4, predicted_seconds=1.0, seconds=2.0, predicted_bytes=5, peak_bytes=4, activations=3, time_scale=2.0
-)  # fmt: skip
+    name="denoise",
+    runs=4,
+    predicted_seconds=1.0,
+    seconds=2.0,
+    predicted_bytes=5,
+    peak_bytes=4,
+    activations=3,
+    time_scale=2.0,
+)
 SEEN = CallMeasurement(plan="a", phases=(LIVED,))
 
 

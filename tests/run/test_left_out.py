@@ -12,16 +12,16 @@ import torch
 
 import tightfit
 from a_few import a_few
-from pretend.conftest import ACCELERATOR, MakeCards
+from simulator.conftest import ACCELERATOR, MakeCards
 from tightfit import Budget, BudgetTooSmall, Footprint, Plan, make_plan
-from tightfit.footprint import LEFT_OUT, STRIPS, Phase, Variant
-from tightfit.plan.guesses import computer_with
+from tightfit.plan.default_rates import computer_with
 from tightfit.plan.missing import GAIN
 from tightfit.plan.planner import find_missing
-from tightfit.run.experiences import CalibrationStore, PlanningInputs
+from tightfit.run.calibration import CalibrationStore, PlanningInputs
 from tightfit.run.first_calls import FirstCalls
 from tightfit.run.footprints import Measurer
-from tightfit.run.wishes import Limits
+from tightfit.run.plan_options import Limits
+from tightfit.schema.footprint import LEFT_OUT, STRIPS, Phase, Variant
 from tiny_pipelines import CASES, run
 
 MIB = 2**20
@@ -35,7 +35,7 @@ CARD = ACCELERATOR.model_copy(update={"bytes": 2**40, "fixed_bytes": 0})
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Margins and rings as small as the pipelines, and strips that are measured one by one, as of clips."""
-    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 64 * 1024)
+    monkeypatch.setattr("tightfit.plan.component_cost.CHUNK", 64 * 1024)
     monkeypatch.setattr("tightfit.run.first_calls.QUICK", 0)
 
 
@@ -196,12 +196,12 @@ def test_what_was_left_out_is_measured_of_the_same_call_once_memory_is_short(
     (card,) = make_cards(capacity=2**31)
     pipe = SDXL.make(12)
     wanted = run(pipe, SDXL)
-    fitted = tightfit.fit(pipe, budget=2**30, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget=2**30, device="simulated:0")
     assert torch.allclose(run(pipe, SDXL).cpu(), wanted, atol=1e-5)
     assert done == []
     before = fitted.plan
     card.allocator.empty_cache()
-    card.allocator.capacity = int(0.7 * before.predicted_peak("pretend:0"))
+    card.allocator.capacity = int(0.7 * before.predicted_peak("simulated:0"))
     assert torch.allclose(run(pipe, SDXL).cpu(), wanted, atol=1e-5)
     assert fitted.plan != before
     assert done

@@ -12,8 +12,8 @@ from diffusers import DiffusionPipeline
 
 from a_few import a_few
 from tightfit import Budget, BudgetTooSmall, PlanError, Request, fit, load
-from tightfit.apply.weights import storage
-from tightfit.measure import building
+from tightfit.apply.weights import quantize as storage
+from tightfit.measure import build_models as building
 from tightfit.measure.modules import find_components, find_role
 from tightfit.run import load as loading
 from tiny_pipelines import CASES, TinyCase, run
@@ -25,14 +25,25 @@ PLANS: dict[str, dict[str, Any]] = {
     "int8 on the disk": {"placement": "stream", "offload_to": "disk", "storage": "int8"},
     "fp8 for bfloat16": {"placement": "offload", "storage": "float8_e5m2", "compute_dtype": "bfloat16"},
     "fp8 on the disk for bfloat16": {
-        "placement": "stream", "offload_to": "disk", "storage": "float8_e5m2", "compute_dtype": "bfloat16",
+        "placement": "stream",
+        "offload_to": "disk",
+        "storage": "float8_e5m2",
+        "compute_dtype": "bfloat16",
     },
-    "fp8 that skips": {"placement": "stream", "offload_to": "disk", "storage": "float8_e4m3fn", "skip_patterns": ["to_q", "ff"]},
+    "fp8 that skips": {
+        "placement": "stream",
+        "offload_to": "disk",
+        "storage": "float8_e4m3fn",
+        "skip_patterns": ["to_q", "ff"],
+    },
     "on the disk, channels-last": {"placement": "stream", "offload_to": "disk", "channels_last": True},
     "fp8 on the disk, channels-last": {
-        "placement": "stream", "offload_to": "disk", "storage": "float8_e4m3fn", "channels_last": True,
+        "placement": "stream",
+        "offload_to": "disk",
+        "storage": "float8_e4m3fn",
+        "channels_last": True,
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

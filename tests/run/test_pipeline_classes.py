@@ -22,7 +22,7 @@ def test_a_small_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     Variants of denoisers' work are left out, as most of what measuring takes.
     """
-    monkeypatch.setattr("tightfit.plan.parts.CHUNK", 64 * 1024)
+    monkeypatch.setattr("tightfit.plan.component_cost.CHUNK", 64 * 1024)
     monkeypatch.setattr("tightfit.run.footprints.measure_variants", lambda footprint, play: ())
     row = prove(cases()[name], scale=2, levels=(0, 3), shares=())
     cells = [*row["levels"].values(), *row["budgets"].values()]
@@ -41,5 +41,5 @@ def test_a_pipeline_that_asks_its_first_weight_where_to_compute() -> None:
     wanted = numbers_of(made(case, 1)(**case.call(PIXELS)))
     with card_of(2**40):
         pipe = made(case, 1)
-        tightfit.fit(pipe, level=3, device="pretend:0")
+        tightfit.fit(pipe, level=3, device="simulated:0")
         assert difference(numbers_of(pipe(**case.call(PIXELS))), wanted) <= CLOSE

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tightfit
-from pretend.conftest import MakeCards
+from simulator.conftest import MakeCards
 from tightfit import measure_footprint, progress
 from tightfit.progress import ProgressTracker, listening, showing
 from tiny_pipelines import CASES, run
@@ -71,7 +71,7 @@ def test_the_first_call_shows_a_bar(
     make_cards(capacity=2**30)
     pipe = CASES[0].make()
     pipe.set_progress_bar_config()
-    tightfit.fit(pipe, budget=512 * MIB, device="pretend:0")
+    tightfit.fit(pipe, budget=512 * MIB, device="simulated:0")
     run(pipe, CASES[0])
     assert "planning" in (shown := capsys.readouterr().err)
     assert "left" in shown

@@ -15,12 +15,12 @@ from a_few import a_few
 from run.test_learning import from_disk
 from run.test_shrinking import MIB, REQUEST, STEPS, draw, large_unet
 from tightfit import Budget, BudgetTooSmall, Request
+from tightfit.devices.device import CpuDevice
 from tightfit.devices.memory import RamExceeded, trim_heap
-from tightfit.devices.seam import CpuDevice
 from tightfit.measure.recorder import Recorder
+from tightfit.run.call_arguments import Prompt
 from tightfit.run.job import Job
-from tightfit.run.request import Prompt
-from tightfit.run.wishes import Limits
+from tightfit.run.plan_options import Limits
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
 

@@ -17,14 +17,16 @@ from tightfit.checkpoint.folder import check_folder
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.cli import app
 from tightfit.files import cache_folder
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Prediction, Request
-from tightfit.run import predictions, rehearsal, stage
-from tightfit.run.rehearsal import simulate_call
-from tightfit.run.remembering import PassReplayer
-from tightfit.run.request import Prompt, call_arguments
+from tightfit.run import answer_cache as predictions
+from tightfit.run import simulate as rehearsal
+from tightfit.run import simulate as stage
+from tightfit.run.call_arguments import Prompt, call_arguments
+from tightfit.run.pass_replay import PassReplayer
+from tightfit.run.simulate import simulate_call
+from tightfit.schema.footprint import Request
+from tightfit.schema.results import Prediction
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 
 QUESTION = ("plan", "sd-1.5", "--card", "rtx3060", "--steps", "2", "--json")
 
@@ -75,7 +77,7 @@ def test_a_folder_without_its_weights_is_predicted_as_it_runs(level: int, tiny_m
     use_cards([card])
     pipe = load_pipeline(folder, torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    fitted = fit(pipe, level=level, request=asked, device="pretend:0")
+    fitted = fit(pipe, level=level, request=asked, device="simulated:0")
     with torch.no_grad():
         pipe(**call_arguments(pipe, Prompt("a prompt", 0), asked), output_type="pt")
     for told_phase, phase in zip(told.trace.phases, fitted.report().trace.phases, strict=True):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tightfit import Fitted, Request, RequestError
-from tightfit.run import request as module
+from tightfit.run import call_arguments as module
+from tightfit.run.call_arguments import Prompt, call_arguments, size_multiple
 from tightfit.run.generate import generate
-from tightfit.run.request import Prompt, call_arguments, size_multiple
 from tiny_pipelines import CASES
 
 # latents of 4 pixels, here and there of 8, times the denoiser's patches

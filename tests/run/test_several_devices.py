@@ -1,4 +1,4 @@
-"""Components on several pretend cards: the numbers of one card, each within its budget, and what happens beyond."""
+"""Components on several simulated cards: the numbers of one card, each within its budget, and what happens beyond."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from PIL import Image
 
 import tightfit
 from a_few import a_few
-from pretend.conftest import ACCELERATOR
 from run.test_shrinking import MIB, REQUEST, draw, large_unet, shrink
+from simulator.conftest import ACCELERATOR
 from tightfit import Budget, BudgetTooSmall, InputError, PlanError
 from tightfit.catalog.known import known_card, known_model
-from tightfit.devices.pretend import SimulatedDevice
-from tightfit.measure.building import build_known
+from tightfit.devices.simulated import SimulatedDevice
+from tightfit.measure.build_models import build_known
 from tightfit.measure.modules import find_components, find_role
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Accelerator, Prediction
-from tightfit.report.forecast import describe
-from tightfit.run.forecasts import forecast
-from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.wishes import limits_of
+from tightfit.report.prediction import describe
+from tightfit.run.call_arguments import Prompt, call_arguments
+from tightfit.run.plan_options import limits_of
+from tightfit.run.predict import forecast
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.results import Prediction
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import CASES, TinyCase, run
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
 
-ONE, OTHER = "pretend:0", "pretend:1"
+ONE, OTHER = "simulated:0", "simulated:1"
 
 
 def cards_of(*sizes: int, like: Accelerator = ACCELERATOR, values: Any = "real") -> list[SimulatedCard]:
@@ -87,8 +87,8 @@ def test_cards_of_that_size_are_enough_and_steps_take_what_was_said(first: int, 
             assert peak <= told[phase.name].other_devices[name] <= fitted.plan.budget.devices[name]  # type: ignore[union-attr]
     (denoise,) = (phase for phase in report.trace.phases if phase.name == "denoise")
     assert told["denoise"].seconds == pytest.approx(denoise.seconds, rel=0.03)
-    assert "budget of pretend:0" in str(report)
-    assert "budget of pretend:1" in str(report)
+    assert "budget of simulated:0" in str(report)
+    assert "budget of simulated:1" in str(report)
 
 
 @pytest.mark.slow
@@ -226,16 +226,16 @@ def test_a_plan_for_several_cards_goes_through_a_file(tmp_path: Any) -> None:
 
 def test_devices_may_be_called_by_their_kind() -> None:
     cards_of(2**40, 2**40)
-    fitted = tightfit.fit(CASES[0].make(), plan={"device": OTHER, "components": {"vae": {"device": "pretend"}}})
+    fitted = tightfit.fit(CASES[0].make(), plan={"device": OTHER, "components": {"vae": {"device": "simulated"}}})
     assert fitted.plan.device_of("vae") == ONE
-    fitted = tightfit.fit(CASES[0].make(), plan={"device": ONE, "components": {"vae": {"device": "pretend"}}})
+    fitted = tightfit.fit(CASES[0].make(), plan={"device": ONE, "components": {"vae": {"device": "simulated"}}})
     assert fitted.plan.devices == (ONE,)
 
 
 def test_too_little_for_both_is_refused_before_anything_is_changed() -> None:
     cards_of(250 * MIB, 250 * MIB)
     pipe = large_unet()
-    with pytest.raises(BudgetTooSmall, match="cannot do 64×64 within 40 MiB on pretend:0 and 41 MiB on pretend:1"):
+    with pytest.raises(BudgetTooSmall, match="cannot do 64×64 within 40 MiB on simulated:0 and 41 MiB on simulated:1"):
         tightfit.fit(pipe, budget={ONE: "40MiB", OTHER: "41MiB"}, request=REQUEST)
     assert not hasattr(pipe, "tightfit")
 
@@ -243,7 +243,7 @@ def test_too_little_for_both_is_refused_before_anything_is_changed() -> None:
 @pytest.mark.parametrize(
     ("wishes", "error", "said"),
     [
-        ({"budget": {ONE: "1GB", "pretend:7": "1GB"}}, InputError, "pretend:7"),
+        ({"budget": {ONE: "1GB", "simulated:7": "1GB"}}, InputError, "simulated:7"),
         ({"budget": {ONE: "1GB", "cpu": "1GB"}}, PlanError, "for cards: cpu is none"),
         ({"budget": {}}, PlanError, "a budget needs device bytes"),
         ({"budget": {ONE: "1GB", OTHER: "much"}}, InputError, "much"),

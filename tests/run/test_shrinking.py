@@ -10,12 +10,11 @@ import torch
 from diffusers import UNet2DConditionModel
 
 import tightfit
-from pretend.conftest import ACCELERATOR
+from simulator.conftest import ACCELERATOR
 from tightfit import BudgetTooSmall
 from tightfit.measure.modules import find_components
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import CASES
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
@@ -85,7 +84,7 @@ def shrink(card: SimulatedCard, share: float, at: int) -> Callable[[int], None]:
 def test_the_picture_is_the_same(at: int, share: float) -> None:
     wanted = draw(large_unet())
     card, pipe = card_of(SIZE), large_unet()
-    fitted = tightfit.fit(pipe, budget=SIZE, request=REQUEST, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget=SIZE, request=REQUEST, device="simulated:0")
     assert fitted.plan.components["unet"].placement == "resident"
     found = draw(pipe, shrink(card, share, at))
     assert (found - wanted).abs().max() <= 1e-5
@@ -111,7 +110,7 @@ def test_generators_draw_the_same_again() -> None:
     asked = {"num_images_per_prompt": 2, "eta": 1.0}  # with noise in every step
     wanted = draw(large_unet(), generator=generators(), **asked)
     card, pipe = card_of(SIZE), large_unet()
-    fitted = tightfit.fit(pipe, budget=SIZE, request=REQUEST | {"batch": 2}, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget=SIZE, request=REQUEST | {"batch": 2}, device="simulated:0")
     found = draw(pipe, shrink(card, 0.5, 1), generator=generators(), **asked)
     assert any("planned anew within" in note for note in fitted.report().trace.notes)
     assert (found - wanted).abs().max() <= 1e-5
@@ -119,7 +118,7 @@ def test_generators_draw_the_same_again() -> None:
 
 def test_too_little_is_an_error_that_says_what_would_do() -> None:
     card, pipe = card_of(SIZE), large_unet()
-    fitted = tightfit.fit(pipe, budget=SIZE, request=REQUEST, device="pretend:0")
+    fitted = tightfit.fit(pipe, budget=SIZE, request=REQUEST, device="simulated:0")
     with pytest.raises(BudgetTooSmall, match=r"cannot do 64×64 within .* MiB would do") as error:
         draw(pipe, shrink(card, 0.95, 1))
     assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
@@ -129,7 +128,7 @@ def test_too_little_is_an_error_that_says_what_would_do() -> None:
 
 def test_what_is_being_handled_keeps_its_traceback() -> None:
     card, pipe = card_of(SIZE), large_unet()
-    tightfit.fit(pipe, budget=SIZE, request=REQUEST, device="pretend:0")
+    tightfit.fit(pipe, budget=SIZE, request=REQUEST, device="simulated:0")
     try:
         raise LookupError("an earlier one")
     except LookupError as error:

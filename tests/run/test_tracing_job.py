@@ -11,10 +11,10 @@ import torch
 from tightfit import InputError, PlanError, Request, RequestError
 from tightfit.apply.activations.traced.file import ExportedFile
 from tightfit.apply.activations.traced.program import traced_forward
-from tightfit.apply.disguise import override_class_members
+from tightfit.apply.method_overrides import override_class_members
 from tightfit.checkpoint.loading import load_pipeline
+from tightfit.run.export_job import trace_model
 from tightfit.run.models import find_model
-from tightfit.run.tracing_job import trace_model
 
 SIZE = {"height": 64, "width": 64}
 

@@ -13,7 +13,7 @@ import torch
 
 import tightfit
 from inspection import assert_same, imprint
-from pretend.conftest import MakeCards
+from simulator.conftest import MakeCards
 from tightfit import BudgetTooSmall, RequestError, RunError
 from tiny_pipelines import CASES, run
 
@@ -38,7 +38,7 @@ def test_it_runs_at_level_3_within_the_budget(hooked: Any, make_cards: MakeCards
     (card,) = make_cards(capacity=40 * MIB)
     wanted = run(hooked, CASE)
     before = imprint(hooked)
-    fitted = tightfit.fit(hooked, budget=40 * MIB, device="pretend:0", request={})
+    fitted = tightfit.fit(hooked, budget=40 * MIB, device="simulated:0", request={})
     assert (fitted.plan.level, fitted.plan.lossless, fitted.plan.forecast) == (3, True, ())
     assert torch.allclose(run(hooked, CASE).cpu(), wanted, atol=1e-5)
     assert card.held.peak <= 40 * MIB
@@ -50,12 +50,12 @@ def test_it_runs_at_level_3_within_the_budget(hooked: Any, make_cards: MakeCards
 def test_what_the_request_itself_forbids_is_an_error(hooked: Any, make_cards: MakeCards) -> None:
     make_cards(capacity=40 * MIB)
     with pytest.raises(RequestError, match="takes no frames"):
-        tightfit.fit(hooked, budget=40 * MIB, device="pretend:0", request={"frames": 5})
+        tightfit.fit(hooked, budget=40 * MIB, device="simulated:0", request={"frames": 5})
 
 
 def test_too_little_memory_is_said_with_the_reason(hooked: Any, make_cards: MakeCards) -> None:
     make_cards(capacity=40 * MIB)
-    tightfit.fit(hooked, budget=2 * MIB, device="pretend:0", request={})
+    tightfit.fit(hooked, budget=2 * MIB, device="simulated:0", request={})
     with pytest.raises(BudgetTooSmall, match=r"not enough for level 3.*KeyError"):
         run(hooked, CASE)
 
@@ -66,7 +66,7 @@ def test_a_default_that_the_model_cannot_do_does_not_stand_in_the_way(make_cards
     case = next(case for case in CASES if case.name == "Wan")
     pipe = case.make()
     wanted = run(pipe, case)
-    fitted = tightfit.fit(pipe, budget=512 * MIB, device="pretend:0", request={})
+    fitted = tightfit.fit(pipe, budget=512 * MIB, device="simulated:0", request={})
     assert fitted.plan.level == 3
     assert torch.allclose(run(pipe, case).cpu(), wanted, atol=1e-5)
     assert fitted.plan.forecast
@@ -82,7 +82,7 @@ def test_a_folder_whose_call_cannot_be_measured_is_loaded_all_the_same(
 
     make_cards(capacity=512 * MIB)
     monkeypatch.setattr("tightfit.run.footprints.Measurer.measure", needs_numbers)
-    pipe, fitted = tightfit.load(tiny_model, budget=512 * MIB, device="pretend:0")
+    pipe, fitted = tightfit.load(tiny_model, budget=512 * MIB, device="simulated:0")
     assert (fitted.plan.level, fitted.plan.forecast) == (3, ())
     assert "needs the numbers" in fitted.plan.reasons[0].because
     pipe("a fox", num_inference_steps=1, output_type="pt")

@@ -10,12 +10,11 @@ from plan.test_planner import component, passes_of, phase
 from tightfit import Budget, Footprint, Machine, Request, make_plan, measure_footprint
 from tightfit.catalog.known import known_card
 from tightfit.errors import BudgetTooSmall, PlanError
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import Phase, Variant
-from tightfit.run.stage import SimulationRun
+from tightfit.run.simulate import SimulationRun
 from tightfit.run.variants import measure_variants
+from tightfit.schema.footprint import Phase, Variant
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
 

@@ -12,16 +12,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import tightfit
-from pretend.conftest import ACCELERATOR, MakeCards
+from simulator.conftest import ACCELERATOR, MakeCards
 from tightfit import BudgetTooSmall, Fitted
-from tightfit.apply.weights.fp8 import Float8Weight
-from tightfit.devices.pretend import SimulatedDevice
+from tightfit.apply.weights.quantized_tensor import Float8Weight
+from tightfit.devices.simulated import SimulatedDevice
 from tightfit.measure.modules import inspect_component
 from tightfit.plan.eight_bits import widened_bytes
-from tightfit.pretend.backend import use_cards
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.clock import Host
-from tightfit.records import ComponentPlan
+from tightfit.schema.plan import ComponentPlan
+from tightfit.simulator.backend import use_cards
+from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import CASES
 
 MIB = 2**20
@@ -73,7 +72,7 @@ def pipe() -> Any:
 
 def on_a_card_of(size: int, pipe: Any) -> Fitted:
     use_cards([SimulatedCard(0, ACCELERATOR.model_copy(update={"bytes": size}), Host(), values="shapes")])
-    return tightfit.fit(pipe, budget=size, allow=("fp8",), request=REQUEST, device="pretend:0")
+    return tightfit.fit(pipe, budget=size, allow=("fp8",), request=REQUEST, device="simulated:0")
 
 
 @pytest.mark.slow

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from tightfit.apply.weights.storage import check_storage
-from tightfit.devices.choice import choose_device
-from tightfit.devices.seam import Device
+from tightfit.apply.weights.quantize import check_storage
+from tightfit.devices.choose import choose_device
+from tightfit.devices.device import Device
 from tightfit.errors import PlanError
-from tightfit.measure.kept import known_accelerator
+from tightfit.measure.kept_rates import known_accelerator
 from tightfit.measure.modules import inspect_pipeline
-from tightfit.plan.levels import plan_for
-from tightfit.records import Plan, Request
+from tightfit.plan.presets import plan_for
+from tightfit.schema.footprint import Request
+from tightfit.schema.plan import Plan
 
 __all__ = ["choices_of", "decide"]
 

@@ -15,35 +15,43 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.apply.activations.attention import AttentionDispatcher
-from tightfit.apply.activations.batches import chunk_blocks, in_chunks
-from tightfit.apply.activations.cutting import cut_up
-from tightfit.apply.activations.feed_forward import chunk_feed_forwards
-from tightfit.apply.activations.guidance import batch_cfg_calls
-from tightfit.apply.activations.layout import channels_last
-from tightfit.apply.activations.waiting import offload_waiting_activations
-from tightfit.apply.calls import CallObserver, CallRunner, ReplannerProtocol
+from tightfit.apply.activations.activation_offload import offload_waiting_activations
+from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
+from tightfit.apply.activations.cfg_batching import batch_cfg_calls
+from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards
+from tightfit.apply.activations.max_batch import chunk_blocks, in_chunks
+from tightfit.apply.activations.memory_format import channels_last
+from tightfit.apply.activations.vae_tiling import cut_up
+from tightfit.apply.allocator_limits import limit_allocators
+from tightfit.apply.call_runner import CallObserver, CallRunner, ReplannerProtocol
 from tightfit.apply.choices import choices_of, decide
-from tightfit.apply.crossing import CrossDeviceCall
-from tightfit.apply.disguise import override_class_members
-from tightfit.apply.gates import watch
-from tightfit.apply.limits import limit_allocators
-from tightfit.apply.methods import cast_at_home, computing, exported, refused, while_followed
-from tightfit.apply.others import refuse_offloaded
+from tightfit.apply.cross_device import CrossDeviceCall
+from tightfit.apply.method_overrides import (
+    cast_at_home,
+    computing,
+    exported,
+    override_class_members,
+    refused,
+    while_followed,
+)
+from tightfit.apply.module_hooks import watch
+from tightfit.apply.other_offloading import refuse_offloaded
 from tightfit.apply.session import Session
-from tightfit.apply.weights.places import DeviceOffloadManagers
-from tightfit.apply.weights.rescue import retry_on_oom
-from tightfit.apply.weights.shelf import FileBackedWeights
-from tightfit.apply.weights.storage import check_kinds, check_storage, left_in_files
-from tightfit.devices.choice import choose_device
-from tightfit.devices.seam import Device
+from tightfit.apply.weights.device_managers import DeviceOffloadManagers
+from tightfit.apply.weights.file_weights import FileBackedWeights
+from tightfit.apply.weights.oom_retry import retry_on_oom
+from tightfit.apply.weights.quantize import check_kinds, check_storage, left_in_files
+from tightfit.devices.choose import choose_device
+from tightfit.devices.device import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
-from tightfit.measure.joint import JointRecorder
+from tightfit.measure.joint_recorder import JointRecorder
 from tightfit.measure.modules import HANDLE, compiled_around, find_components, find_parts, find_role, has_skips
 from tightfit.measure.recorder import LiveNumbers, Recorder
 from tightfit.measure.shared import give_owners
-from tightfit.records import ComponentPlan, Plan, Request, Trace
 from tightfit.report.summary import Report
+from tightfit.schema.footprint import Request
+from tightfit.schema.plan import ComponentPlan, Plan
+from tightfit.schema.results import Trace
 
 __all__ = ["Fitted", "apply_plan", "fit"]
 

@@ -6,12 +6,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from tightfit.apply.activations.attention_functions import AttentionHandler, attenders, only_attend
-from tightfit.apply.weights.places import DeviceOffloadManagers
-from tightfit.footprint import Role
+from tightfit.apply.activations.sdpa_patch import AttentionHandler, attenders, only_attend
+from tightfit.apply.weights.device_managers import DeviceOffloadManagers
 from tightfit.measure.modules import find_phase
 from tightfit.measure.recorder import Recorder
-from tightfit.records import Trace
+from tightfit.schema.footprint import Role
+from tightfit.schema.results import Trace
 
 __all__ = ["Session"]
 

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import Field
 
 from tightfit.errors import InputError, unknown_name
-from tightfit.footprint import Positive
-from tightfit.record import Record
-from tightfit.records import Accelerator, Request
+from tightfit.schema.base import Positive, Record
+from tightfit.schema.footprint import Request
+from tightfit.schema.machine import Accelerator
 
 __all__ = [
     "KnownComponent",
@@ -107,7 +107,7 @@ def known_card(name: str) -> Accelerator:
     rates = {f"{kind}.{dtype}": share * rate for kind, share in SHARES.items() for dtype, rate in nominal.items()}
     return Accelerator(
         name=facts["title"],
-        kind="pretend",
+        kind="simulated",
         bytes=facts["bytes"],
         compute_capability=facts["compute_capability"],
         arithmetic_rates=rates,

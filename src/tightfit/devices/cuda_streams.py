@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tightfit.devices.lane import CopyStream, PendingCopy
+from tightfit.devices.copy_stream import CopyStream, PendingCopy
 
 __all__ = ["CudaCopyStream"]
 

@@ -1,4 +1,4 @@
-"""Blocks that are alike, on a pretend card: one of them works, and of the others the card sees what that one did.
+"""Blocks that are alike, on a simulated card: one of them works, and of the others the card sees what that one did.
 
 On shapes alone, what a block asks of the allocator and which kernels it runs depends on its layers and on the layouts
 that it is given. So the first of its kind is noted in each pass of a network, and repeated for all that are alike: to
@@ -18,16 +18,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from tightfit.measure.ledger import CallProfiler
-from tightfit.measure.likeness import REPEATS, ModuleEquivalence
+from tightfit.measure.call_profiler import CallProfiler
+from tightfit.measure.module_equivalence import REPEATS, ModuleEquivalence
 from tightfit.measure.modules import find_leaves, find_role
 from tightfit.measure.passes import OpenPass
-from tightfit.pretend.allocator import AllocatorEvent
-from tightfit.pretend.blocks import Block
-from tightfit.pretend.card import SimulatedCard
-from tightfit.pretend.kernels import KernelCost
-from tightfit.pretend.operations import NAME
-from tightfit.pretend.storage import Look, free_dead_tensors, store_of, tensors_in, view
+from tightfit.simulator.allocator import AllocatorEvent
+from tightfit.simulator.blocks import Block
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.kernel_costs import KernelCost
+from tightfit.simulator.operations import NAME
+from tightfit.simulator.storage import Look, free_dead_tensors, store_of, tensors_in, view
 
 __all__ = ["BlockReplay"]
 
@@ -221,7 +221,7 @@ def _is_within(leaf: str, path: str) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Whether it is an ordinary one on a pretend card."""
+    """Whether it is an ordinary one on a simulated card."""
     return type(value) is torch.Tensor and value.device.type == NAME
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from tightfit.errors import PlanError
-from tightfit.footprint import Component, Footprint, Role, WeightBlock
 from tightfit.measure.shared import give_owners
-from tightfit.pretend.allocator import AllocatorEvent
-from tightfit.pretend.history import replay
+from tightfit.schema.footprint import Component, Footprint, Role, WeightBlock
+from tightfit.simulator.allocator import AllocatorEvent
+from tightfit.simulator.allocator_replay import replay
 
 __all__ = [
     "HANDLE",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightfit.footprint import BlockUse, ComponentCall, LayerWork, Phase
-from tightfit.measure.tally import KernelCounter
-from tightfit.pretend.kernels import KernelCost
+from tightfit.measure.kernel_counter import KernelCounter
+from tightfit.schema.footprint import BlockUse, ComponentCall, LayerWork, Phase
+from tightfit.simulator.kernel_costs import KernelCost
 
 __all__ = ["OpenPass", "OpenPhase", "OpenUse"]
 

@@ -32,10 +32,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tightfit.devices.choice import choose_device
-from tightfit.devices.seam import Device
-from tightfit.measure.layouts import layout_gains
-from tightfit.records import Machine
+from tightfit.devices.choose import choose_device
+from tightfit.devices.device import Device
+from tightfit.measure.layout_gains import layout_gains
+from tightfit.schema.machine import Machine
 from tightfit.units import format_bytes
 
 __all__ = ["Told", "Work", "device_rates", "disk_rate", "measure_rates", "rate_of"]

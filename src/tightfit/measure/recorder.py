@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import psutil
 
-from tightfit.devices.seam import Device
+from tightfit.devices.device import Device
 from tightfit.measure.meter import TensorMeter
-from tightfit.records import PhaseTrace, Sample, Trace
+from tightfit.schema.results import PhaseTrace, Sample, Trace
 from tightfit.units import format_bytes
 
 __all__ = ["UNCOUNTED", "LiveNumbers", "Moment", "Recorder"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tightfit.measure.logged import LoggedPass, PassLog
+from tightfit.measure.call_log import LoggedPass, PassLog
 
 __all__ = ["Repeater"]
 

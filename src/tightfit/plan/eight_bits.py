@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tightfit.plan.strips import strip_profile_of
-from tightfit.records import Component, ComponentPlan, Footprint, Storage, VaePlan, WeightBlock
+from tightfit.plan.cost_model import strip_profile_of
+from tightfit.schema.footprint import Component, Footprint, WeightBlock
+from tightfit.schema.plan import ComponentPlan, Storage, VaePlan
 
 __all__ = ["DEFAULT_SKIP", "rooms_of", "stored_bytes", "widened_bytes"]
 

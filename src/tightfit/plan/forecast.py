@@ -1,26 +1,21 @@
-"""A footprint under a plan, on a machine's device → how long each phase takes, and how many bytes it needs there.
-
-What a phase needs are the weights that are there meanwhile and the room that its activations want of an allocator
-whose segments can grow.
-"""
+"""A footprint under a plan, on a machine's devices → seconds and bytes of each phase."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from tightfit.catalog.cuda import PAGE_TAIL, WORKSPACE_STAYS, product_workspaces, workspace_bytes
-from tightfit.plan.guests import CoResidencyTracker
+from tightfit.plan.component_cost import SEGMENT, ComponentCost, up
+from tightfit.plan.component_order import CoResidencyTracker, coming_early, worker_of
+from tightfit.plan.cost_model import CostModel, strip_profile_of
 from tightfit.plan.options import variant_of
-from tightfit.plan.pace import CostModel
-from tightfit.plan.parts import SEGMENT, ComponentCost, up
-from tightfit.plan.shares import share_of
-from tightfit.plan.stretches import seconds_without_weights, segment_of
-from tightfit.plan.strips import strip_profile_of
-from tightfit.plan.turns import coming_early, worker_of
-from tightfit.records import Accelerator, ComponentCall, Footprint, Phase, PhaseForecast, Plan
+from tightfit.plan.timeline import seconds_without_weights, segment_of
+from tightfit.schema.footprint import ComponentCall, Footprint, Phase, Variant
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import PhaseForecast, Plan
 
 __all__ = [
     "PhaseEstimate",
@@ -29,14 +24,16 @@ __all__ = [
     "most_weights",
     "needed_bytes",
     "room_within",
+    "share_of",
     "simulate",
     "simulate_jointly",
     "taken_by_others",
 ]
 
+
 PERCENT, MARGIN = 1, 32 * 2**20  # by which a peak may be higher than its parts say …
 MARGIN_CPU = 128 * 2**20  # … where libraries load code and keep buffers in the same memory
-PAGED = ("cuda", "pretend")  # kinds of devices that have CUDA's allocator, or simulate it
+PAGED = ("cuda", "simulated")  # kinds of devices that have CUDA's allocator, or simulate it
 
 
 class PhaseEstimate(NamedTuple):
@@ -205,3 +202,51 @@ class _CallSimulation:
     def _there(self) -> int:
         """Bytes of weights on the device, of what comes and goes."""
         return sum(self._parts[name].comes for name in self._guests.aboard)
+
+
+def share_of(footprint: Footprint, names: Collection[str], *, hosts: bool) -> Footprint:
+    """What a device sees of the call on which the components `names` compute, in the same phases.
+
+    With `hosts` it is the pipeline's own: what components are given waits there, what they return comes there, and what
+    is done between them is done there. Another holds what its components need while they work: that room was measured
+    with all that waits on the same device, so it is rather too much.
+    """
+    following = itertools.chain(footprint.phases[1:], [None])
+    phases = [_seen(phase, after, names, hosts) for phase, after in zip(footprint.phases, following, strict=True)]
+    variants = tuple(_seen_variant(variant, names) for variant in footprint.variants) if hosts else ()
+    components = tuple(component for component in footprint.components if component.name in names)
+    return footprint.model_copy(update={"components": components, "phases": tuple(phases), "variants": variants})
+
+
+def _seen_variant(variant: Variant, names: Collection[str]) -> Variant:
+    seen = tuple(_seen(phase, None, names, hosts=True) for phase in variant.phases)
+    return variant.model_copy(update={"phases": seen})
+
+
+def _seen(phase: Phase, after: Phase | None, names: Collection[str], hosts: bool) -> Phase:
+    kept = [index for index, done in enumerate(phase.calls) if done.component in names]
+    if len(kept) == len(phase.calls) and hosts:
+        return phase
+    if kept:
+        order = tuple(kept.index(index) for index in phase.call_order if index in kept)
+        passes = tuple(phase.calls[index] for index in kept)
+        between = phase.other_work if hosts else ()
+        return phase.model_copy(update={"calls": passes, "call_order": order, "other_work": between})
+    waiting = (
+        max([phase.peak_between_calls, *map(_given, phase.calls), *map(_given, after.calls if after else ())]) * hosts
+    )
+    nothing: dict[str, object] = dict.fromkeys(
+        ("calls", "call_order", "unused_blocks", "conditional_blocks", "strip_options"), ()
+    )
+    own = {
+        "peak": waiting,
+        "peak_between_calls": waiting,
+        "allocator_bytes": waiting,
+        "other_work": phase.other_work if hosts else (),
+    }
+    return phase.model_copy(update=nothing | own)
+
+
+def _given(done: ComponentCall) -> int:
+    """Bytes of activations that are there when a pass begins."""
+    return done.block_uses[0].live_bytes_at_start if done.block_uses else 0

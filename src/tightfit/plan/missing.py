@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tightfit.footprint import STRIPS
-from tightfit.plan.search import DeviceSearch
-from tightfit.records import FeatureMaps, Footprint, Phase
+from tightfit.plan.device_search import DeviceSearch
+from tightfit.schema.footprint import STRIPS, FeatureMaps, Footprint, Phase
 
 __all__ = ["GAIN", "missing_parts"]
 

@@ -10,28 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
-from tightfit.plan.guests import visits
-from tightfit.plan.leasts import LowerBounds, Runs
-from tightfit.plan.menus import LazyOption, Option, OptionSet
-from tightfit.plan.pace import CostModel
-from tightfit.plan.parts import ComponentCost, always, up
-from tightfit.plan.sketches import Candidate, candidates
-from tightfit.plan.streaming import WeightGroupSizes, small_tensor_bytes, weight_group_sizes
-from tightfit.plan.strips import strip_profile_of
-from tightfit.records import (
-    Accelerator,
-    Component,
-    ComponentCall,
-    ComponentPlan,
-    Footprint,
-    Granularity,
-    OffloadTarget,
-    Plan,
-    Reason,
-    Storage,
-    VaePlan,
-    Variant,
-)
+from tightfit.plan.candidates import Candidate, candidates
+from tightfit.plan.component_cost import ComponentCost, always, up
+from tightfit.plan.component_order import visits
+from tightfit.plan.cost_model import CostModel, strip_profile_of
+from tightfit.plan.layer_selection import WeightGroupSizes, small_tensor_bytes, weight_group_sizes
+from tightfit.plan.lower_bounds import LowerBounds, Runs
+from tightfit.plan.option_search import LazyOption, Option, OptionSet
+from tightfit.schema.footprint import Component, ComponentCall, Footprint, Variant
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import ComponentPlan, Granularity, OffloadTarget, Plan, Reason, Storage, VaePlan
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["ComponentWorkload", "Where", "variant_of", "why_there"]

@@ -7,27 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tightfit.errors import BudgetTooSmall, PlanError
-from tightfit.plan.branch import Solution
+from tightfit.plan.calibration import calibrate
+from tightfit.plan.component_order import schedule_of
+from tightfit.plan.default_rates import default_disk_rate, with_default_rates
+from tightfit.plan.device_search import DeviceSearch, Stored, storages_of
 from tightfit.plan.forecast import add_forecast, room_within, taken_by_others
-from tightfit.plan.guesses import default_disk_rate, with_default_rates
-from tightfit.plan.jointly import plan_jointly
-from tightfit.plan.learned import calibrate
-from tightfit.plan.levels import idle_plan, plan_for
 from tightfit.plan.missing import missing_parts
-from tightfit.plan.search import DeviceSearch, Stored, storages_of
-from tightfit.plan.turns import schedule_of
-from tightfit.plan.workings import SearchCaches
-from tightfit.records import (
-    Accelerator,
-    Budget,
-    CallMeasurement,
-    Footprint,
-    Machine,
-    OffloadTarget,
-    Plan,
-    Reason,
-    check_techniques,
-)
+from tightfit.plan.multi_device import plan_jointly
+from tightfit.plan.placement_search import Solution
+from tightfit.plan.presets import idle_plan, plan_for
+from tightfit.plan.search_cache import SearchCaches
+from tightfit.schema.footprint import Footprint
+from tightfit.schema.machine import Accelerator, Budget, Machine
+from tightfit.schema.plan import OffloadTarget, Plan, Reason, check_techniques
+from tightfit.schema.results import CallMeasurement
 from tightfit.units import format_bytes, format_enough
 
 __all__ = ["SPARE", "find_missing", "make_plan"]

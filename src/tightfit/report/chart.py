@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from tightfit.chart import Cell, Chart, ChartedCard, ChartedModel, Largest, LevelRow, LevelTable
-from tightfit.records import Request
 from tightfit.report.summary import align
+from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, Largest, LevelRow, LevelTable
+from tightfit.schema.footprint import Request
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = [

@@ -16,8 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from tightfit.chart import Cell, Chart, ChartedModel
 from tightfit.report.chart import ram_words
+from tightfit.schema.chart import Cell, Chart, ChartedModel
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["draw_chart"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tightfit.records import Accelerator, Machine
 from tightfit.report.summary import align
+from tightfit.schema.machine import Accelerator, Machine
 from tightfit.units import format_bytes
 
 __all__ = ["describe_machine"]

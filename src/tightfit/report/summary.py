@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tightfit.records import TECHNIQUES, PhaseTrace, Plan, Trace
+from tightfit.schema.plan import TECHNIQUES, Plan
+from tightfit.schema.results import PhaseTrace, Trace
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["MOST_ROWS", "Report", "align", "fold_phases"]

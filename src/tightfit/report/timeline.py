@@ -1,7 +1,7 @@
 """The picture of one call: bytes of weights and activations on the device over time, phase by phase.
 
-`draw_timeline` reads as the picture's parts. What is drawn comes from `tightfit.report.curve`, where names go from
-`tightfit.report.labels`.
+`draw_timeline` reads as the picture's parts. What is drawn comes from `tightfit.report.figure`, where names go from
+`tightfit.report.figure`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tightfit.errors import InputError
-from tightfit.records import PhaseTrace
-from tightfit.report.curve import Curve, Scale, bytes_scale, seconds_scale
-from tightfit.report.labels import Label, draw_labels, shorten
+from tightfit.report.figure import Curve, Label, Scale, bytes_scale, draw_labels, seconds_scale, shorten
 from tightfit.report.summary import MOST_ROWS, Report, fold_phases
+from tightfit.schema.results import PhaseTrace
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["draw_timeline"]

@@ -1,26 +1,39 @@
-"""Names of models and cards → a Chart, or one model's LevelTable, from footprints that are measured once and kept.
-
-Only footprints and rehearsals of levels take long, and neither depends on a card's size or speed (a level table's
-rehearsals do): whoever is interrupted goes on with what is kept.
-"""
+"""Names of models and cards → a Chart or one model's LevelTable, as text or as a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from tightfit.catalog.known import card_called, known_card, known_model, model_called, model_names
-from tightfit.chart import Cell, Chart, ChartedCard, ChartedModel, LevelTable, Preset
 from tightfit.errors import InputError
-from tightfit.plan.cells import cell_of, charted_card, fits_card, level_rows
-from tightfit.plan.guesses import ANY_CARD
-from tightfit.records import Accelerator, Footprint, Request
-from tightfit.run.ladder import find_max_request, rungs_above
-from tightfit.run.presets import LEVELS, simulated_preset
+from tightfit.files import replacing
+from tightfit.plan.chart_cells import cell_of, charted_card, fits_card, host_bytes, level_rows
+from tightfit.plan.default_rates import ANY_CARD
+from tightfit.report.chart import as_markdown, describe_chart, describe_levels, levels_as_markdown
+from tightfit.run.answer_cache import remembered
+from tightfit.run.max_request import find_max_request, rungs_above
+from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, LevelTable, Preset
+from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.machine import Accelerator
 from tightfit.units import parse_bytes
 
-__all__ = ["CARDS", "Sources", "Told", "asked_chart", "chart_of", "level_table"]
+__all__ = [
+    "CARDS",
+    "LEVELS",
+    "Sources",
+    "Told",
+    "asked_chart",
+    "chart_of",
+    "chart_text",
+    "check_out",
+    "level_table",
+    "simulated_preset",
+    "write_chart",
+]
+
 
 # one of each size
 CARDS = ("gtx1650", "rtx2060", "rtx4060", "rtx3080", "rtx3060", "rtx4080", "rtx4090", "rtx5090", "rtx6000-ada", "h100")
@@ -173,3 +186,63 @@ def _measured(model: str, asked: Request) -> Footprint:
     from tightfit.run.footprints import measure_footprint
 
     return measure_footprint(model, asked)
+
+
+LEVELS = (0, 1, 2, 3)
+
+
+def simulated_preset(model: str, level: int, footprint: Footprint, accelerator: Accelerator) -> Preset:
+    """`level` of `model`, whose usual request has `footprint`, on a card like `accelerator`. The answer is kept."""
+    endless = accelerator.model_copy(update={"bytes": 2**60})
+    question = {"model": model, "level": level, "card": endless.to_mapping()}
+    usual = known_model(model).request
+    return remembered(Preset, question, lambda: _rehearsed(model, level, footprint, endless, usual))
+
+
+def _rehearsed(model: str, level: int, footprint: Footprint, accelerator: Accelerator, asked: Request) -> Preset:
+    from tightfit.run.simulate import SimulationRun, roomy_card
+    from tightfit.simulator.allocator_replay import least_capacity
+
+    with roomy_card(accelerator) as card:
+        stage = SimulationRun(model, card, {"level": level}, asked)
+        stage.play()
+        plan, trace = stage.fitted.plan, stage.fitted.report().trace
+        return Preset(
+            level=level,
+            needed_bytes=least_capacity(card.allocator.history, expandable=plan.expandable_segments),
+            host_bytes=host_bytes(plan, footprint),
+            seconds=trace.seconds if accelerator.memory_rate else None,
+        )
+
+
+TEXTS, PICTURES = (".md", ".json"), (".png", ".svg")
+
+
+def check_out(out: Path, *, levels: bool) -> None:
+    """InputError now if a chart, or a level table, could not be written to `out` later."""
+    from tightfit.run.files import check_writable
+
+    kinds = TEXTS if levels else (*PICTURES, *TEXTS)
+    if out.suffix.lower() not in kinds:
+        what = "a level table" if levels else "a chart"
+        raise InputError(f"--out {out}: {what} is written as {', '.join(kinds[:-1])} or {kinds[-1]}", out=str(out))
+    check_writable(out)
+
+
+def chart_text(made: Chart | LevelTable) -> str:
+    """What a terminal shows."""
+    return describe_chart(made) if isinstance(made, Chart) else describe_levels(made)
+
+
+def write_chart(made: Chart | LevelTable, out: Path) -> None:
+    """Writes `out`, whose suffix was checked."""
+    kind = out.suffix.lower()
+    with replacing(out) as partial:
+        if kind == ".json":
+            partial.write_text(made.to_json(indent=2) + "\n")
+        elif kind == ".md":
+            partial.write_text(as_markdown(made) if isinstance(made, Chart) else levels_as_markdown(made))
+        elif isinstance(made, Chart):
+            from tightfit.report.heatmap import draw_chart
+
+            draw_chart(made, partial, kind.removeprefix("."))

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tightfit.apply.activations.exporting import NotExported, without_weights
-from tightfit.apply.activations.strips.capture import UnsupportedGraph
-from tightfit.apply.activations.strips.survey import StripOptionProfiler
-from tightfit.footprint import STRIPS, Footprint, Phase
+from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
+from tightfit.apply.activations.strips.strip_options import StripOptionProfiler
 from tightfit.measure.modules import find_role
+from tightfit.schema.footprint import STRIPS, Footprint, Phase
 
 __all__ = ["FirstCalls"]
 

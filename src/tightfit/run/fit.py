@@ -11,16 +11,17 @@ from torch import nn
 
 from tightfit.apply import fitting
 from tightfit.apply.fitting import Fitted, apply_plan
-from tightfit.apply.others import refuse_offloaded
-from tightfit.devices.seam import Device
+from tightfit.apply.other_offloading import refuse_offloaded
+from tightfit.devices.device import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE
-from tightfit.records import Plan, Request
+from tightfit.run.call_arguments import asked_by
+from tightfit.run.plan_options import Wish, asked_for, limits_for
+from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.replanning import Replanner
-from tightfit.run.shape import asked_by
-from tightfit.run.site import PlanTarget, plan_target_of
 from tightfit.run.unmeasured import plan_until_called
-from tightfit.run.wishes import Wish, asked_for, limits_for
+from tightfit.schema.footprint import Request
+from tightfit.schema.plan import Plan
 
 __all__ = ["fit"]
 

@@ -1,4 +1,4 @@
-"""A pipeline, a folder, a known model's name or one call of a module → its Footprint, measured on a pretend card."""
+"""A pipeline, a folder, a known model's name or one call of a module → its Footprint, measured on a simulated card."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from tightfit.apply.fitting import fit
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
 from tightfit.errors import InputError, unknown_name
-from tightfit.footprint import LEFT_OUT, STRIPS, Footprint
-from tightfit.measure.ledger import CallProfiler
-from tightfit.measure.logged import PassLog
+from tightfit.measure.call_log import PassLog
+from tightfit.measure.call_profiler import CallProfiler
+from tightfit.measure.meta_copy import fingerprint, meta_copy, without_hooks
 from tightfit.measure.modules import find_components, inspect_pipeline
-from tightfit.measure.shadow import fingerprint, meta_copy, without_hooks
-from tightfit.plan.guesses import ANY_CARD
-from tightfit.pretend.operations import NAME
+from tightfit.plan.default_rates import ANY_CARD
 from tightfit.progress import ProgressTracker
-from tightfit.records import Request
-from tightfit.run.arguments import Given
+from tightfit.run.answer_cache import Missing, find_subject, footprint_question, keep_footprint, recalled
+from tightfit.run.argument_values import Given
 from tightfit.run.first_calls import FirstCalls
 from tightfit.run.models import DTYPES
-from tightfit.run.predictions import Missing, find_subject, footprint_question, keep_footprint, recalled
-from tightfit.run.stage import Inputs as CallInputs
-from tightfit.run.stage import SimulationRun, roomy_card
+from tightfit.run.simulate import Inputs as CallInputs
+from tightfit.run.simulate import SimulationRun, roomy_card
 from tightfit.run.variants import VariantPlayer, measure_variants
+from tightfit.schema.footprint import LEFT_OUT, STRIPS, Footprint, Request
+from tightfit.simulator.operations import NAME
 
 __all__ = ["Measurer", "measure_footprint"]
 
@@ -231,7 +230,7 @@ def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint
     dtype = next((p.dtype for p in double.parameters() if p.is_floating_point()), torch.float32)
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     with roomy_card(ANY_CARD) as card, ExitStack() as undo, torch.no_grad(), quietly():
-        fit(double, level=0, device="pretend:0")
+        fit(double, level=0, device="simulated:0")
         given = [_placed(value, dtype) for value in args]
         named = {name: _placed(value, dtype) for name, value in kwargs.items()}
         ledger = CallProfiler(card)
@@ -241,7 +240,7 @@ def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint
 
 
 def _placed(value: Any, dtype: torch.dtype) -> Any:
-    """`value` on the pretend card, in the place of an argument."""
+    """`value` on the simulated card, in the place of an argument."""
     if isinstance(value, torch.Tensor):
         return torch.zeros_like(value, device=NAME) if value.is_meta else value.to(NAME)
     if isinstance(value, tuple) and value and all(type(length) is int for length in value):

@@ -13,9 +13,10 @@ import torch
 
 from tightfit.apply.fitting import Fitted
 from tightfit.errors import RequestError
-from tightfit.records import PhaseTrace, Request, Sample, Trace
 from tightfit.report.summary import Report
-from tightfit.run.request import Prompt, call_arguments
+from tightfit.run.call_arguments import Prompt, call_arguments
+from tightfit.schema.footprint import Request
+from tightfit.schema.results import PhaseTrace, Sample, Trace
 
 __all__ = ["Result", "generate", "with_loading"]
 

@@ -9,21 +9,22 @@ from typing import Any
 from tightfit.apply.fitting import Fitted
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.demo.grammar import WORDS, unknown_words
-from tightfit.devices.choice import choose_device
-from tightfit.devices.seam import Device
+from tightfit.devices.choose import choose_device
+from tightfit.devices.device import Device
 from tightfit.errors import InputError, unknown_name
 from tightfit.files import replacing
-from tightfit.records import Plan, Request
 from tightfit.report.summary import Report
 from tightfit.report.timeline import draw_timeline
+from tightfit.run.call_arguments import Prompt, call_arguments
 from tightfit.run.files import check_timeline, check_writable, output_paths, save_pictures
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
 from tightfit.run.load import load, load_made
 from tightfit.run.models import DTYPES, find_model, stored_dtype
-from tightfit.run.request import Prompt, call_arguments
-from tightfit.run.site import PlanTarget, plan_target_of
-from tightfit.run.wishes import Limits, demo_request
-from tightfit.run.within import plan_within
+from tightfit.run.plan_options import Limits, demo_request
+from tightfit.run.plan_target import PlanTarget, plan_target_of
+from tightfit.run.planning_context import plan_within
+from tightfit.schema.footprint import Request
+from tightfit.schema.plan import Plan
 
 __all__ = ["Job"]
 

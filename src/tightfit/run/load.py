@@ -10,19 +10,20 @@ import torch
 
 from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.fitting import Fitted
-from tightfit.apply.weights.shelf import FileBackedWeights
-from tightfit.apply.weights.storage import left_in_files
+from tightfit.apply.weights.file_weights import FileBackedWeights
+from tightfit.apply.weights.quantize import left_in_files
 from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.headers import names_in
-from tightfit.checkpoint.straight import LazyCheckpoint, build_lazily
-from tightfit.devices.seam import Device
+from tightfit.checkpoint.lazy_loading import LazyCheckpoint, build_lazily
+from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
-from tightfit.records import Plan, Request
 from tightfit.run.models import DTYPES, find_model, stored_dtype
+from tightfit.run.plan_options import Wish, asked_for, limits_for
+from tightfit.run.plan_target import PlanTarget, plan_target_of
+from tightfit.run.planning_context import PlannedFolder, plan_within
 from tightfit.run.replanning import Replanner
-from tightfit.run.site import PlanTarget, plan_target_of
-from tightfit.run.wishes import Wish, asked_for, limits_for
-from tightfit.run.within import PlannedFolder, plan_within
+from tightfit.schema.footprint import Request
+from tightfit.schema.plan import Plan
 
 __all__ = ["Loaded", "load", "load_made"]
 

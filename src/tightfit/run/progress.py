@@ -1,10 +1,13 @@
-"""A progress bar with the time left, and for those who watch, bytes and phase as they change."""
+"""A progress bar with the time left, and Ctrl-C that is never lost."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,7 +17,33 @@ from tightfit.apply.fitting import Fitted
 from tightfit.run.generate import Progress as Told
 from tightfit.units import format_bytes
 
-__all__ = ["showing_progress"]
+__all__ = ["heeding_interrupts", "showing_progress"]
+
+
+@contextlib.contextmanager
+def heeding_interrupts() -> Iterator[Callable[[], None]]:
+    """Ctrl-C interrupts as always; where that was swallowed, what is yielded raises KeyboardInterrupt when called.
+
+    Python swallows what is raised within callbacks of weak references and finalizers, of which a run has millions.
+    """
+    seen: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal.default_int_handler(number, frame)
+
+    def check() -> None:
+        if seen:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # signals are not its business
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -9,24 +9,24 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tightfit.devices.device import Device
 from tightfit.devices.memory import resident_bytes
-from tightfit.devices.seam import Device
 from tightfit.errors import BudgetTooSmall, RequestError
-from tightfit.measure.logged import PassLog
+from tightfit.measure.call_log import PassLog
 from tightfit.measure.modules import find_components, weight_tensors
+from tightfit.plan.component_cost import up
 from tightfit.plan.forecast import taken_by_others
-from tightfit.plan.parts import up
 from tightfit.progress import showing
-from tightfit.records import Budget, Machine, Plan, Request
-from tightfit.run.arguments import Given
-from tightfit.run.experiences import PlanningInputs, measured
+from tightfit.run.argument_values import Given
+from tightfit.run.calibration import CalibrationRecorder, PlanningInputs, measured
+from tightfit.run.call_arguments import CallShape, given_to, request_of, shape_of
 from tightfit.run.footprints import Measurer
-from tightfit.run.machines import machine_now, with_less_taken, with_taken
-from tightfit.run.pupil import CalibrationRecorder
-from tightfit.run.shape import CallShape, given_to, request_of, shape_of
-from tightfit.run.site import PlanTarget
+from tightfit.run.plan_target import PlanTarget
+from tightfit.run.planning_context import PlannedFolder, machine_now, with_less_taken, with_taken
 from tightfit.run.unmeasured import LEVEL, plan_unmeasured, with_reason
-from tightfit.run.within import PlannedFolder
+from tightfit.schema.footprint import Request
+from tightfit.schema.machine import Budget, Machine
+from tightfit.schema.plan import Plan
 from tightfit.units import format_bytes
 
 __all__ = ["Replanner"]

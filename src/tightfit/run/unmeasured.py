@@ -10,13 +10,15 @@ import contextlib
 from typing import Any
 
 from tightfit.apply.choices import decide
-from tightfit.devices.seam import Device
+from tightfit.devices.device import Device
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.measure.modules import find_components, inspect_pipeline
-from tightfit.plan.levels import idle_plan
-from tightfit.plan.streaming import resolve_streaming
-from tightfit.records import Budget, Component, ComponentPlan, OffloadTarget, Plan, Reason, Request
-from tightfit.run.site import PlanTarget
+from tightfit.plan.layer_selection import resolve_streaming
+from tightfit.plan.presets import idle_plan
+from tightfit.run.plan_target import PlanTarget
+from tightfit.schema.footprint import Component, Request
+from tightfit.schema.machine import Budget
+from tightfit.schema.plan import ComponentPlan, OffloadTarget, Plan, Reason
 from tightfit.units import format_bytes
 
 __all__ = ["LEVEL", "plan_unmeasured", "plan_until_called", "with_reason"]

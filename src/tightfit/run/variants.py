@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from tightfit.apply.activations.batches import chunk_blocks, in_chunks
-from tightfit.apply.activations.feed_forward import chunk_feed_forwards
-from tightfit.footprint import Footprint, Phase, Variant
+from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards
+from tightfit.apply.activations.max_batch import chunk_blocks, in_chunks
 from tightfit.measure.block_replay import BlockReplay
-from tightfit.measure.ledger import CallProfiler
+from tightfit.measure.call_profiler import CallProfiler
 from tightfit.measure.modules import find_role
-from tightfit.run.remembering import CallReplayer
-from tightfit.run.stage import Inputs, SimulationRun
+from tightfit.run.pass_replay import CallReplayer
+from tightfit.run.simulate import Inputs, SimulationRun
+from tightfit.schema.footprint import Footprint, Phase, Variant
 
 __all__ = ["VariantPlayer", "measure_variants"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tightfit.apply.activations.attention_functions import Settings
+from tightfit.apply.activations.sdpa_patch import Settings
 
 __all__ = ["PACKAGES", "attend_by_package"]
 

@@ -1,25 +1,18 @@
-"""Exact attention whose scores are never whole: blocks of queries, each against all of its keys.
-
-Softmax works row by row, so a block of queries needs no other block, and each is computed as torch's path of plain
-products computes the whole: product, scale, mask, softmax, product. Only the order of a few sums differs. Splitting
-the keys too, with running maxima and sums (as fused kernels do), would matter only where one row of scores is larger
-than a block; but a row of scores is smaller than the keys themselves.
-
-Two buffers are made once and serve every block: scores, and what softmax makes of them. That is also why blocks are
-faster than the whole: they are still in the processor's cache when they are read again.
-"""
+"""Exact attention in blocks of queries, so that the matrix of scores is never whole."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tightfit.errors import InputError
 
-__all__ = ["chunked_attention"]
+__all__ = ["Scores", "chunked_attention"]
 
 
 def chunked_attention(
@@ -164,3 +157,50 @@ def _of_heads(part: torch.Tensor, heads: slice, count: int) -> torch.Tensor:
         return part[:, heads]
     groups = count // part.shape[1]
     return part[:, torch.arange(heads.start, heads.stop, device=part.device) // groups]
+
+
+_PRODUCTS = (torch.bmm, torch.matmul, torch.Tensor.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
+class Scores(torch.Tensor):
+    """The matrix that `compute()` makes; its product with values is `attend(values)`."""
+
+    _compute: Callable[[], torch.Tensor]
+    _attend: Callable[[torch.Tensor], torch.Tensor]
+    _matrix: torch.Tensor | None
+
+    @staticmethod
+    def promise(
+        shape: tuple[int, ...],
+        like: torch.Tensor,
+        compute: Callable[[], torch.Tensor],
+        attend: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Scores:
+        """Scores of `shape`, in the dtype and on the device of `like`."""
+        scores: Scores = torch.Tensor._make_wrapper_subclass(Scores, shape, dtype=like.dtype, device=like.device)
+        scores._compute, scores._attend, scores._matrix = compute, attend, None
+        return scores
+
+    def matrix(self) -> torch.Tensor:
+        """The scores themselves, made at the first time of asking."""
+        if self._matrix is None:
+            self._matrix = self._compute()
+        return self._matrix
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PRODUCTS and len(args) == 2 and not kwargs and isinstance(args[0], Scores):
+            scores, values = args
+            if scores._matrix is None and not isinstance(values, Scores):  # once made, they may have been changed
+                return scores._attend(values)
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Scores, Scores.matrix, (args, kwargs or {}))
+        return func(*args, **kwargs)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torchao.quantization import Int8Tensor, PerRow
 
-from tightfit.apply.weights.eight_bits import StoredWeight
+from tightfit.apply.weights.quantized_tensor import StoredWeight
 
 __all__ = ["Int8Weight"]
 

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.apply.gates import watch
-from tightfit.apply.weights.absences import LazyWeights
-from tightfit.apply.weights.fetcher import OnDemandLoader
-from tightfit.apply.weights.homes import forget_casts
-from tightfit.apply.weights.parcels import WeightGroup, behind_gates, expected_in
-from tightfit.apply.weights.presence import LoadedGroup
-from tightfit.apply.weights.rooms import DeviceWeightPool
-from tightfit.apply.weights.shelf import FileBackedWeights
-from tightfit.devices.seam import Device
+from tightfit.apply.module_hooks import watch
+from tightfit.apply.weights.device_pool import DeviceWeightPool
+from tightfit.apply.weights.file_weights import FileBackedWeights
+from tightfit.apply.weights.loaded_group import LoadedGroup
+from tightfit.apply.weights.offloaded_parameter import LazyWeights
+from tightfit.apply.weights.on_demand import OnDemandLoader
+from tightfit.apply.weights.weight_groups import WeightGroup, behind_gates, expected_in
+from tightfit.apply.weights.weight_store import forget_casts
+from tightfit.devices.device import Device
 from tightfit.measure.recorder import Recorder
-from tightfit.plan.order import PrefetchOrder
+from tightfit.plan.prefetch import PrefetchOrder
 
 __all__ = ["Streamer"]
 

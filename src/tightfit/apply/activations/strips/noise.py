@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tightfit.apply.activations.strips.program import Program
-from tightfit.devices.seam import Device
+from tightfit.devices.device import Device
 
 __all__ = ["rewinder", "usual_generators"]
 
@@ -35,7 +35,7 @@ def rewinder(program: Program, device: Device) -> Callable[[], None] | None:
 def usual_generators(device: Device) -> list[torch.Generator] | None:
     """The CPU's, and the device's where it has its own; None where nobody knows that."""
     place = device.torch_device
-    if place.type == "cpu" or device.kind == "pretend":  # a pretend card's numbers are the CPU's
+    if place.type == "cpu" or device.kind == "simulated":  # a simulated card's numbers are the CPU's
         return [torch.default_generator]
     offered = getattr(getattr(torch, place.type, None), "default_generators", ())
     return [torch.default_generator, offered[place.index or 0]] if len(offered) > (place.index or 0) else None

@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from tightfit.apply.activations.strips.cuts import NEVER, Network
+from tightfit.apply.activations.strips.op_rules import rule_for
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.rows import Needs, Rule
-from tightfit.apply.activations.strips.rules import rule_for
 
 __all__ = ["Stage", "StageArgument", "StageGraph", "find_stages"]
 

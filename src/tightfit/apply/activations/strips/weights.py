@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tightfit.apply.activations.strips.program import Node, Program
-from tightfit.apply.gates import is_watched
+from tightfit.apply.module_hooks import is_watched
 
 __all__ = ["LiveWeights"]
 

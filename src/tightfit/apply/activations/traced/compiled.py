@@ -24,7 +24,7 @@ from torch import nn
 
 from tightfit.apply.activations.traced.file import ExportedFile
 from tightfit.apply.activations.traced.program import ExportedNetwork
-from tightfit.devices.choice import choose_device
+from tightfit.devices.choose import choose_device
 from tightfit.errors import PlanError, RunError
 
 __all__ = ["CompiledProgram"]

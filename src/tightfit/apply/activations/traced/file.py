@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from tightfit.apply.activations.bundle import DAMAGED, part_of, write_bundle
 from tightfit.apply.activations.traced.graph import ExportedGraph
 from tightfit.errors import InputError, ModelError
-from tightfit.record import Record
+from tightfit.schema.base import Record
 
 __all__ = ["FORMAT", "ExportedFile", "Manifest", "TensorForm", "read_traced", "write_traced"]
 

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from tightfit.apply.activations.operations import find_operation, read_argument, written_argument
 from tightfit.errors import InputError, ModelError
-from tightfit.record import Record
+from tightfit.schema.base import Record
 
 __all__ = ["ExportedGraph", "GraphStep", "Operation", "filled", "graph_of", "ready", "steps_of"]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tightfit.apply import gates
+from tightfit.apply import module_hooks as gates
 from tightfit.apply.activations.traced.call import by_name, check_call
 from tightfit.apply.activations.traced.file import ExportedFile
 from tightfit.apply.activations.traced.graph import filled, ready, steps_of

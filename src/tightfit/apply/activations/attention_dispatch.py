@@ -1,0 +1,137 @@
+"""The one seam through which a component's attention passes while it works."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tightfit.apply.activations.attention_packages import PACKAGES, attend_by_package
+from tightfit.apply.activations.chunked_attention import chunked_attention
+from tightfit.apply.activations.sdpa_patch import Settings, attend_by_torch, attending
+from tightfit.catalog.attention import AttentionCall
+from tightfit.devices.device import Device
+from tightfit.plan.kernel_choice import block_bytes, check_wanted, choose
+
+__all__ = ["AttentionDispatcher"]
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_NOT_TAKEN = (ImportError, NotImplementedError, ValueError, AssertionError)  # what packages raise then
+
+
+class AttentionDispatcher:
+    """Gives each call of one component's attention the implementation that suits it.
+
+    `wanted` is "auto" or a name of `records.Attention`; PlanError for others. `tell` is given a sentence at each
+    call that is not taken by what was wanted (with "auto": by torch's own choice), the same for calls alike. At most
+    `block` bytes of scores are made at once (default: what suits the device). What needs gradients or runs under
+    autocast is left to torch, and not counted.
+    """
+
+    def __init__(
+        self, wanted: str, device: Device, tell: Callable[[str], None] = lambda _: None, *, block: int | None = None
+    ) -> None:
+        self.calls: Counter[str] = Counter()  # so far, by implementation
+        self._wanted = check_wanted(wanted)
+        self._usual = "torch" if wanted == "auto" else wanted
+        self._kind, self._capability = _kind_of(device)
+        self._flash = device.has_flash()
+        self._block = block or block_bytes(self._kind)
+        self._installed = {name for name, package in PACKAGES.items() if find_spec(package) is not None}
+        self._tell = tell
+        self._choices: dict[Hashable, tuple[str, str | None]] = {}  # and what to tell, by what calls have in common
+
+    def working(self) -> AbstractContextManager[None]:
+        """While it is entered, this thread's attention goes through here."""
+        return attending(self)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings) -> torch.Tensor:
+        """`scaled_dot_product_attention` by the implementation of choice."""
+        name, said = self._choose(query, key, value, settings)
+        if said is not None:
+            self._tell(said)
+        try:
+            result = self._run(name, query, key, value, settings)
+        except (*_NOT_TAKEN, RuntimeError) as error:
+            if not _is_refusal(name, error):
+                raise
+            self._tell(f"{name} refused a call of {tuple(query.shape)}, unexpectedly: {str(error).splitlines()[0]}")
+            name = choose(self._describe(query, key, value, settings), block=self._block).name
+            result = self._run(name, query, key, value, settings)
+        self.calls[name] += 1
+        return result
+
+    def spares_scores(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Whether the scores of `query` and `key` should not be made, for all that they are asked for."""
+        if self._wanted != "auto":
+            return self._wanted not in ("torch", "math")
+        call = self._describe(query, key, query, Settings())._replace(dimensions=2)  # which no fused kernel takes
+        return choose(call, block=self._block).name != "torch"  # who asks for scores would have the whole matrix
+
+    def _choose(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings
+    ) -> tuple[str, str | None]:
+        mask, *others = settings
+        parts = (query, key, value) if mask is None else (query, key, value, mask)
+        learns = mask is not None and mask.requires_grad
+        alike = (*((part.shape, part.stride(), part.dtype) for part in parts), learns, query.device, *others)
+        if alike not in self._choices:  # which is asked for every call, and costs less than to describe it
+            call = self._describe(query, key, value, settings)
+            name, because = choose(call, self._wanted, self._installed, self._block)
+            said = f"{name} for {call.queries} queries and {call.keys} keys: {because}"
+            self._choices[alike] = name, None if name == self._usual else said
+        return self._choices[alike]
+
+    def _run(
+        self, name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings
+    ) -> torch.Tensor:
+        if name == "torch":
+            return attend_by_torch(query, key, value, settings)
+        if name == "chunked":
+            return chunked_attention(query, key, value, *settings, block=self._block)
+        if name in PACKAGES:
+            return attend_by_package(name, query, key, value, settings)
+        with sdpa_kernel(_BACKENDS[name]):
+            return attend_by_torch(query, key, value, settings)
+
+    def _describe(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings
+    ) -> AttentionCall:
+        on_cpu = query.device.type == "cpu"
+        return AttentionCall.of(
+            query,
+            key,
+            value,
+            settings.mask,
+            device="cpu" if on_cpu else self._kind,
+            capability=None if on_cpu else self._capability,
+            causal=settings.causal,
+            grouped=settings.grouped,
+            dropout=settings.dropout,
+            flash=self._flash,
+        )
+
+
+def _kind_of(device: Device) -> tuple[str, tuple[int, int] | None]:
+    """The kind of `device` for attention, and its compute capability: of a simulated card, the oldest with all kernels."""
+    simulated = device.kind == "simulated"
+    if device.kind != "cuda" and not (simulated and device.separate):
+        return "cpu" if simulated else device.torch_device.type, None
+    major, _, minor = (device.compute_capability() or "8.0").partition(".")
+    return "cuda", (int(major), int(minor or 0))
+
+
+def _is_refusal(name: str, error: Exception) -> bool:
+    """Whether `error` says that this implementation does not take this call, and nothing else."""
+    if name in PACKAGES:
+        return isinstance(error, _NOT_TAKEN)
+    return name in _BACKENDS and "No available kernel" in str(error)

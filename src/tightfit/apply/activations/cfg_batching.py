@@ -1,0 +1,293 @@
+"""Classifier-free guidance in one call: a step's two calls of a denoiser become one of twice the batch."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from tightfit.apply.activations.max_batch import Batch, find_batch, why_whole
+from tightfit.apply.activations.outputs import combine
+from tightfit.errors import RunError
+
+__all__ = ["agree", "are_equal", "batch_cfg_calls"]
+
+
+SMALL = 4096  # numbers, up to which tensors are compared by value (timesteps, tables of positions)
+TOLERANCE = 2.0**-5  # of the largest number: above what bfloat16 rounds in a whole network
+MOST_KNOWN = 16  # pairs of tensors that are known to be equal
+MISSES = 3  # of what was foreseen, after which nothing is foreseen any more
+
+
+def batch_cfg_calls(
+    forward: Callable[..., Any], told: Callable[[str], object] = lambda what: None
+) -> Callable[..., Any]:
+    """`forward` of a network (which it takes first), two calls as one where they are foreseen to be a step's two.
+
+    The same numbers up to rounding, with the activations of twice the batch. `told` is given a sentence where the two
+    calls of a step cannot be joined.
+    """
+    pairs = _Pairs(told)
+
+    @functools.wraps(forward)
+    def run(network: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = _call_of(network, args, kwargs)
+        if call is None:
+            pairs.forget()
+            return forward(network, *args, **kwargs)
+        return pairs.answer(call, functools.partial(forward, network))
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a network is called with, taken apart."""
+
+    batch: Batch
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @property
+    def given(self) -> tuple[Any, Any]:
+        """Positional and other arguments."""
+        args, kwargs = tree_unflatten(self.leaves, self.spec)
+        return args, kwargs
+
+    @property
+    def plain(self) -> list[Any]:
+        """What is no tensor, with None for tensors."""
+        return [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+
+    @property
+    def tensors(self) -> dict[int, torch.Tensor]:
+        return {index: leaf for index, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
+
+    @property
+    def along(self) -> list[Any]:
+        """What goes along with the items."""
+        found: list[Any] = []
+        self.batch.map(lambda value, dim, rows: found.append(value), *self.given)
+        return found
+
+    def run(self, forward: Callable[..., Any]) -> Any:
+        args, kwargs = self.given
+        return forward(*args, **kwargs)
+
+    def with_other(self, other: _Call) -> _Call:
+        """One call for the items of both: these first."""
+        others = iter(other.along)
+
+        def both(value: Any, dim: int, rows: int) -> Any:
+            return value + next(others) if isinstance(value, list) else torch.cat((value, next(others)), dim)
+
+        return _Call(self.batch, *tree_flatten(self.batch.map(both, *self.given)))
+
+
+def _call_of(network: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call | None:
+    """The call, or None where nobody knows all that its answer depends on."""
+    batch = find_batch(network, args, kwargs)
+    if batch is None or network.training or why_whole(network, batch, args, kwargs) is not None:
+        return None
+    call = _Call(batch, *tree_flatten((list(args), kwargs)))
+    if any(tensor.is_inference() for tensor in call.tensors.values()):  # whose changes nobody counts
+        return None
+    return call
+
+
+class _Seen:
+    """A tensor as it was, known again. Only small ones are kept alive: pipelines make a timestep anew for each call."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = weakref.ref(tensor) if tensor.numel() > SMALL else lambda: tensor
+        self._version = tensor._version
+
+    def now(self) -> torch.Tensor | None:
+        """The tensor, if it is still there and unchanged."""
+        tensor = self._tensor()
+        return tensor if tensor is not None and tensor._version == self._version else None
+
+
+class _Past:
+    """A call as it was, with its answer."""
+
+    def __init__(self, call: _Call, answer: Any) -> None:
+        self.plain, self.spec = call.plain, call.spec
+        self._tensors = {index: _Seen(tensor) for index, tensor in call.tensors.items()}
+        self._answer = [_Seen(tensor) for tensor in _tensors(answer)]
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """What is left of what it was given."""
+        now = {index: seen.now() for index, seen in self._tensors.items()}
+        return {index: tensor for index, tensor in now.items() if tensor is not None}
+
+    def answer(self) -> list[torch.Tensor] | None:
+        now = [seen.now() for seen in self._answer]
+        left = [tensor for tensor in now if tensor is not None]
+        return left if len(left) == len(now) else None
+
+
+@dataclass
+class _Pair:
+    """A step's two calls: what each was given that the other was not, by its place. The rest is for both."""
+
+    plain: list[Any]
+    spec: TreeSpec
+    own: dict[int, tuple[_Seen, _Seen]]
+
+    def second_of(self, first: _Call) -> _Call | None:
+        """The call that should follow `first`; None where `first` is no first call of this pair."""
+        if self.spec != first.spec or self.plain != first.plain:
+            return None
+        leaves = list(first.leaves)
+        for index, (one, other) in self.own.items():
+            known, follows = one.now(), other.now()
+            if known is not leaves[index] or follows is None or len(known) % first.batch.count:
+                return None
+            leaves[index] = follows
+        return _Call(first.batch, leaves, first.spec)
+
+
+class _Equals:
+    """Which small tensors were found to have the same values, as long as they are there and unchanged.
+
+    To compare what is on a card, the host waits for the card.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[_Seen, _Seen]] = {}
+
+    def __call__(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        seen = self._known.get((id(one), id(other)), ())
+        if seen and all(each.now() is tensor for each, tensor in zip(seen, (one, other), strict=True)):
+            return True
+        if not _equal(one, other):
+            return False
+        if len(self._known) >= MOST_KNOWN:
+            self._known.pop(next(iter(self._known)))
+        self._known[id(one), id(other)] = _Seen(one), _Seen(other)
+        return True
+
+
+class _Kept:
+    """The answer to a call that is foreseen."""
+
+    def __init__(self, call: _Call, answer: Any) -> None:
+        self.answer = answer
+        self._plain, self._spec = call.plain, call.spec
+        self._tensors = {index: (tensor, tensor._version) for index, tensor in call.tensors.items()}
+
+    def is_for(self, call: _Call, equals: _Equals) -> bool:
+        """Whether it is the answer to `call`."""
+        if self._spec != call.spec or self._plain != call.plain:
+            return False
+        given = call.tensors
+        return all(
+            tensor._version == version and (given[index] is tensor or equals(given[index], tensor))
+            for index, (tensor, version) in self._tensors.items()
+        )
+
+
+class _Pairs:
+    """What was seen of one network's calls, and what is foreseen."""
+
+    def __init__(self, told: Callable[[str], object]) -> None:
+        self._told = told
+        self._misses = 0
+        self.forget()
+
+    def forget(self) -> None:
+        self._last: _Past | None = None
+        self._pair: _Pair | None = None
+        self._kept: _Kept | None = None
+        self._equals = _Equals()
+
+    def answer(self, call: _Call, forward: Callable[..., Any]) -> Any:
+        """What `forward` gives for `call`."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            if kept.is_for(call, self._equals):
+                return kept.answer
+            self._pair, self._misses = None, self._misses + 1
+        second = self._pair.second_of(call) if self._pair is not None else None
+        if second is not None:
+            first_half, second_half = _halves(call.with_other(second).run(forward))
+            self._kept, self._last = _Kept(second, second_half), None
+            return first_half
+        answer = call.run(forward)
+        past, self._last = self._last, _Past(call, answer)
+        if past is not None and self._misses < MISSES:
+            self._pair = self._tried(past, call, answer, forward) or self._pair
+        return answer
+
+    def _tried(self, past: _Past, call: _Call, answer: Any, forward: Callable[..., Any]) -> _Pair | None:
+        """The two calls as a pair, if they are a step's two, and give the same together."""
+        before, given = past.tensors(), call.tensors
+        same_latents = any(tensor is call.batch.first for tensor in before.values())
+        if not same_latents or past.spec != call.spec or past.plain != call.plain or before.keys() != given.keys():
+            return None
+        differ = [index for index in given if before[index] is not given[index]]
+        fits = all(before[index].shape == given[index].shape for index in differ)  # first: to compare may take a wait
+        own = {i: (before[i], given[i]) for i in differ if fits and not _equal(before[i], given[i])}
+        along = set(map(id, call.along))
+        if not fits or any(id(other) not in along for _, other in own.values()):
+            self._told("guidance: the two calls of a step take prompts of different sizes, and are made one by one")
+            return None
+        alone = past.answer()
+        if not own or alone is None:
+            return None
+        first = _Call(call.batch, [before.get(index, leaf) for index, leaf in enumerate(call.leaves)], call.spec)
+        halves = _halves(first.with_other(call).run(forward))
+        if not (_close(_tensors(halves[0]), alone) and _close(_tensors(halves[1]), _tensors(answer))):
+            self._misses = MISSES
+            self._told("guidance: the two calls of a step gave other numbers as one, and are made one by one")
+            return None
+        return _Pair(call.plain, call.spec, {index: (_Seen(one), _Seen(two)) for index, (one, two) in own.items()})
+
+
+def _halves(output: Any) -> tuple[Any, Any]:
+    """What a call for the items of two gives, for each of them."""
+    first = combine([output], lambda made: made[0][: len(made[0]) // 2])
+    return first, combine([output], lambda made: made[0][len(made[0]) // 2 :])
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the two are small, and the same."""
+    return one.numel() <= SMALL and are_equal(one, other)
+
+
+def _close(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether all of the two are the same up to rounding."""
+    pairs = zip(values, others, strict=True)
+    return len(values) == len(others) and all(agree(value, other, TOLERANCE) for value, other in pairs)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def agree(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    """Whether the two are of one shape and nowhere further apart than `tolerance` times the largest number."""
+    if one.shape != other.shape:
+        return False
+    if one.numel() == 0:
+        return True
+    try:
+        return bool(((one - other).abs().max() <= tolerance * other.abs().max()).item())
+    except RunError:  # there are no numbers
+        return True
+
+
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the two have the same dtype, place, shape and values; not where there are no values."""
+    try:
+        alike = one.dtype == other.dtype and one.device == other.device
+        return alike and torch.equal(one, other)
+    except RunError:  # there are no numbers
+        return False

@@ -1,0 +1,255 @@
+"""A course → the work that its run gives a card, stage by stage and layer by layer, without running it.
+
+This does with layouts what the runner does with tensors; what is done to tensors that lie alike is tried once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from tightfit.apply.activations.strips.op_costs import (
+    DeviceLayouts,
+    GivenLayout,
+    HostLayouts,
+    MapLayout,
+    OpCostCache,
+    OpLayout,
+    StageCost,
+    cloning,
+    copying,
+    dense,
+    joining,
+)
+from tightfit.apply.activations.strips.program import Node
+from tightfit.apply.activations.strips.rows import RowSlice, Span, caller
+from tightfit.apply.activations.strips.runner import Windows
+from tightfit.apply.activations.strips.schedule import ScheduleStep
+from tightfit.apply.activations.strips.stages import Stage, StageArgument
+from tightfit.apply.activations.strips.statistics import Statistics
+from tightfit.apply.activations.strips.strip_plan import StripPlan
+from tightfit.schema.footprint import StripStageProfile
+
+__all__ = ["profile_stages"]
+
+BORDER = 16  # rows from it, beyond which what is padded knows nothing of it
+NOTHING = Span(0, 0)
+
+
+def profile_stages(course: StripPlan, trials: OpCostCache, leaves: Mapping[str, str]) -> Iterator[StripStageProfile]:
+    """What a run of `course` gives a card to do, stage by stage; `leaves` names, by path, modules that own weights."""
+    return _CostEstimator(course, trials, leaves).legs()
+
+
+class _CostEstimator:
+    """A run without tensors."""
+
+    def __init__(self, course: StripPlan, trials: OpCostCache, leaves: Mapping[str, str]) -> None:
+        self._course, self._graph, self._trials = course, course.graph, trials
+        program = course.graph.program
+        self._nodes, self._kinds = program.nodes, program.kinds
+        self._leaves = [_leaves_of(node, self._nodes, leaves) for node in self._nodes]
+        self._fixed = {index: _new_output(node) for index, node in enumerate(self._nodes) if node.op in _FIXED}
+        self._values: dict[int, OpLayout] = {}
+        self._maps: dict[int, MapLayout] = {}
+        self._outputs: dict[int, OpLayout] = {}
+        self._windows = Windows[OpLayout](self._nodes, self._join, self._last)
+        self._groups: dict[int, int] = {}  # of what is measured in this stage
+        self._measured: set[int] = set()  # of which rows were seen
+        self._reads: set[int] = set()  # of the stage
+        self._stores: set[int] = set()
+        self._dropped: set[int] = set()
+        for index in program.inputs:
+            self._values[index] = whole = _new_output(self._nodes[index])
+            if self._nodes[index].axis is not None:
+                self._maps[index] = GivenLayout(whole, self._nodes[index].axis or 0)
+
+    def legs(self) -> Iterator[StripStageProfile]:
+        for stage, strips, ahead in self._course.passes:
+            once = _LayerOrder((index, self._leaves[index]) for index in stage.whole)
+            made = (step.node for step in strips[0])
+            reads = set(stage.reads)
+            turns = _LayerOrder((index, () if index in reads else self._leaves[index]) for index in made)
+            self._account = StageCost(self._trials)
+            self._reads, self._stores, self._dropped = set(stage.reads), set(stage.stores), set(stage.drops)
+            self._begin(stage, once)
+            for number, strip in enumerate(strips):
+                for step in strip:
+                    if step.span.hi > step.span.lo:
+                        self._account.at(len(once.leaves) + turns.places[step.node], number)
+                    self._do(stage, step)
+            self._end(stage)
+            yield self._account.leg(once.leaves, turns.leaves, len(strips), ahead=ahead)
+
+    def _begin(self, stage: Stage, turns: _LayerOrder) -> None:
+        for index, used_up in zip(stage.whole, self._graph.used_up(stage), strict=True):
+            self._account.at(turns.places[index])
+            self._values[index] = self._make_whole(index)
+            self._drop(used_up)
+        for index in stage.stores:
+            self._maps[index] = self._new_map(index)
+        for index in stage.outputs:
+            self._outputs[index] = _new_output(self._nodes[index])
+        self._groups = {index: self._graph.groups(index) for index in stage.measured}
+        self._measured = set()
+
+    def _make_whole(self, index: int) -> OpLayout:
+        node = self._nodes[index]
+        layouts = [self._all(source) for source in node.sources]
+        places = tuple(map(node.sources.index, node.sources))
+
+        def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+            changed = {"device": tensors[-1].device} if node.makes else {}
+            return lambda: caller(node, **changed)([RowSlice(tensors[place], NOTHING) for place in places])
+
+        return self._account.do(("whole", self._kinds[index], *layouts), [*layouts, ANYTHING], prepare)
+
+    def _new_map(self, index: int) -> MapLayout:
+        node = self._nodes[index]
+        if self._graph.needed_whole(index):
+            return GivenLayout(_new_output(node), node.axis or 0)
+        return HostLayouts(node) if index in self._course.in_host else DeviceLayouts(node.axis or 0)
+
+    def _end(self, stage: Stage) -> None:
+        for index, groups in self._groups.items():
+            few = dense((self._nodes[index].shape[0], groups), self._nodes[index].dtype)
+            self._account.do(("known", groups, few), [few], _knowing(groups))
+        self._windows.clear()
+        self._drop(stage.drops)
+
+    def _drop(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._maps.pop(index, None)
+            self._values.pop(index, None)
+
+    def _all(self, index: int) -> OpLayout:
+        """All of a node's output."""
+        if index in self._fixed:
+            return self._fixed[index]
+        kept = self._maps.get(index)
+        return kept.whole if isinstance(kept, GivenLayout) else self._values[index]
+
+    def _do(self, stage: Stage, step: ScheduleStep) -> None:
+        index, span = step.node, step.span
+        rows = self._rows(stage, step) if span.hi > span.lo else None
+        for other, first in step.trims:
+            self._windows.trim(other, first)
+        if rows is not None and index in self._stores:
+            self._maps[index].put(rows, span, self._account)
+
+    def _rows(self, stage: Stage, step: ScheduleStep) -> OpLayout:
+        index, span = step.node, step.span
+        kept = index in self._reads
+        rows = self._maps[index].take(span, self._account) if kept else self._made(index, span)
+        if index in self._groups:
+            self._measure(index, rows)
+        if index in self._outputs:
+            layouts = self._outputs[index].narrowed(self._nodes[index].axis or 0, span.hi - span.lo), rows
+            self._account.do(("copy", *layouts), layouts, copying)
+        self._windows.hold(step, rows)
+        if kept and index in self._dropped:
+            self._maps[index].forget(span.hi)
+        return rows
+
+    def _made(self, index: int, span: Span) -> OpLayout:
+        spans, layouts, places, beyond = [], [], [], list[int]()
+        uncut: dict[int, int] = {}  # who is given as it is, the same tensor at each place
+        for place, argument in enumerate(self._graph.arguments[index]):
+            reach = NOTHING if argument.needs is None else argument.needs(span)
+            wanted = reach.within(argument.rows)
+            beyond += wanted.lo - reach.lo, reach.hi - wanted.hi
+            there = self._there(argument, wanted)
+            rows = there if argument.needs is None else there.narrowed(argument.axis, wanted.hi - wanted.lo)
+            places.append(uncut.setdefault(argument.source, place) if rows is there else place)
+            spans.append(wanted)
+            layouts.append(rows)
+        if self._nodes[index].word == "pad":
+            beyond += min(span.lo, BORDER), min(self._nodes[index].rows - span.hi, BORDER)
+        key: Hashable = self._kinds[index], span.hi - span.lo, *beyond, *places, *layouts
+
+        def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+            given = [RowSlice(tensors[place], has) for place, has in zip(places, spans, strict=True)]
+            return self._making(index, span, given, tensors[-1])
+
+        return self._account.do(key, [*layouts, ANYTHING], prepare)
+
+    def _there(self, argument: StageArgument, wanted: Span) -> OpLayout:
+        """What the rows that are `wanted` of an argument are taken of."""
+        if argument.needs is not None and wanted.lo == wanted.hi:  # beyond the border
+            return _new_output(self._nodes[argument.source]).narrowed(argument.axis, 0)
+        return self._windows[argument.source][1] if argument.by_rows else self._all(argument.source)
+
+    def _making(
+        self, index: int, span: Span, pieces: list[RowSlice], anything: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        rule, node = self._graph.rules[index], self._nodes[index]
+        assert rule is not None
+        if rule.statistics:
+            count = self._graph.groups(node.sources[0]) * node.shape[0]
+            pieces.append(RowSlice(torch.ones((2, count), device=anything.device), NOTHING))
+        if rule.makes:
+            pieces.append(RowSlice(anything, NOTHING))
+        return lambda: rule.make(pieces, span)
+
+    def _measure(self, index: int, rows: OpLayout) -> None:
+        groups, again = self._groups[index], index in self._measured
+        self._measured.add(index)
+        self._account.do(("measure", groups, again, rows), [rows], _measuring(groups, again=again))
+
+    def _join(self, parts: tuple[OpLayout, OpLayout], axis: int) -> OpLayout:
+        return self._account.do(("join", axis, *parts), parts, joining(axis))
+
+    def _last(self, rows: OpLayout, axis: int, count: int) -> OpLayout:
+        rest = rows.narrowed(axis, count)
+        return self._account.do(("clone", rest), [rest], cloning)
+
+
+class _LayerOrder:
+    """Nodes in their order, and the leaves that each needs → whose turn it is when, and in which turn each node is.
+
+    Neighbours that need the same one, or none (""), share a turn.
+    """
+
+    def __init__(self, needs: Iterable[tuple[int, Sequence[str]]]) -> None:
+        self.leaves: list[str] = []
+        self.places: dict[int, int] = {}
+        for index, leaves in needs:
+            for leaf in leaves or ("",):
+                if self.leaves[-1:] != [leaf]:
+                    self.leaves.append(leaf)
+            self.places[index] = len(self.leaves) - 1
+
+
+_FIXED = ("weight", "constant")
+ANYTHING = dense((), torch.float32)  # tells on which card to make a tensor
+
+
+def _new_output(node: Node) -> OpLayout:
+    """How what it gives lies, made at once."""
+    return dense(node.shape, node.dtype)
+
+
+def _leaves_of(node: Node, nodes: Sequence[Node], leaves: Mapping[str, str]) -> list[str]:
+    """The leaves whose weights it takes."""
+    owners = (nodes[source].name.rpartition(".")[0] for source in node.sources if nodes[source].op == "weight")
+    return list(dict.fromkeys(leaves[owner] for owner in owners if owner in leaves))
+
+
+def _measuring(groups: int, *, again: bool) -> Callable[[Sequence[torch.Tensor]], Callable[[], None]]:
+    def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        statistics = Statistics(groups)
+        if again:
+            statistics.take(tensors[0])
+        return lambda: statistics.take(tensors[0])
+
+    return prepare
+
+
+def _knowing(groups: int) -> Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor]]:
+    def prepare(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        statistics = Statistics(groups)
+        statistics.take(tensors[0])
+        return statistics.known
+
+    return prepare

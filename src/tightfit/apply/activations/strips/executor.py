@@ -1,0 +1,180 @@
+"""An autoencoder's encode or decode, made to run in strips of rows with the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tightfit.apply.activations.exporting import HERE, NotExported, play, without_weights
+from tightfit.apply.activations.outputs import take_apart
+from tightfit.apply.activations.strips.export_graph import UnsupportedGraph, capture
+from tightfit.apply.activations.strips.graph_cache import kept_program, mark_of_call
+from tightfit.apply.activations.strips.noise import rewinder
+from tightfit.apply.activations.strips.program import Program
+from tightfit.apply.activations.strips.runner import Runner
+from tightfit.apply.activations.strips.strip_config import StripConfig
+from tightfit.apply.activations.strips.weights import LiveWeights
+from tightfit.apply.activations.strips.workarounds import work_around
+from tightfit.apply.output_replay import without_frames
+from tightfit.devices.activation_pool import ActivationHostPool
+from tightfit.devices.device import Device
+from tightfit.devices.out_of_memory import is_out_of_memory
+from tightfit.measure.recorder import Recorder
+from tightfit.schema.footprint import FeatureMaps
+
+__all__ = ["NotAlone", "StripExecutor", "program_of"]
+
+Rebuild = Callable[[Sequence[torch.Tensor]], Any]
+
+
+class NotAlone(Exception):
+    """An item of several was given to a method that has to be given all of them."""
+
+
+@dataclass
+class _Prepared:
+    """How calls with inputs of certain shapes are run, and their results put together."""
+
+    planned: StripConfig
+    way: StripConfig  # less, once memory has run out
+    weights: LiveWeights
+    rebuild: Rebuild
+
+
+class StripExecutor:
+    """Runs methods of one autoencoder in strips: at most `working` bytes for them, beside the maps that are kept.
+
+    `kind` is the class that the module had before anybody fitted it. What cannot be taken apart is left to
+    `otherwise`, and the recorder is told why. Where the device runs out of memory, the call is done again with less.
+    """
+
+    def __init__(
+        self, kind: type[nn.Module], working: int, maps: FeatureMaps, device: Device, recorder: Recorder
+    ) -> None:
+        self._kind, self._working, self._maps = kind, working, maps
+        self._device, self._recorder = device, recorder
+        self._depot: ActivationHostPool | None = None  # as soon as maps wait in host memory
+        self._known: dict[Any, _Prepared | str] = {}  # or why not, by kind of call
+
+    def bound(
+        self, module: nn.Module, method: str, otherwise: Callable[..., Any], *, alone: bool = True
+    ) -> Callable[..., Any]:
+        """`module`'s method in strips; `otherwise` is how else it is done.
+
+        Not `alone`, its inputs are one item of several; then NotAlone is raised, before anything is done, where it
+        cannot be done in strips, or draws noise (which it would draw once for all of them).
+        """
+
+        def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            learning = torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type)
+            prepared = None if learning else self._prepare(module, method, first, args, kwargs)
+            if not alone and (not isinstance(prepared, _Prepared) or prepared.planned.program.draws_noise):
+                raise NotAlone
+            if isinstance(prepared, _Prepared):
+                inputs = [first, *_tensors(tree_flatten((args, kwargs))[0])]
+                outputs = self._run(prepared, inputs)
+                if prepared.way is not prepared.planned:
+                    less = prepared.way.described(prepared.planned)
+                    self._recorder.note(f"{method}: {less}, because the device ran out of memory")
+                return prepared.rebuild(outputs)
+            if prepared is not None:
+                self._recorder.note(f"{method} runs whole: {prepared}")
+            return otherwise(first, *args, **kwargs)
+
+        return run
+
+    def close(self) -> None:
+        """Gives up the host memory that its maps waited in."""
+        if self._depot is not None:
+            self._depot.close()
+
+    def _run(self, prepared: _Prepared, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs; where memory runs out, in a narrower way, which is remembered if it comes to its end."""
+        way, rewind = prepared.way, rewinder(prepared.planned.program, self._device)
+        handled = sys.exception()  # by who calls
+        while True:
+            try:
+                outputs = self._run_once(way, prepared.weights, inputs)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = without_frames(error, handled)
+            else:
+                prepared.way = way
+                return outputs
+            less = None if rewind is None else way.narrower(prepared.planned, separate=self._device.separate)
+            if rewind is None or less is None:
+                raise failure
+            rewind()
+            self._device.release_cache()
+            way = less
+
+    def _run_once(self, way: StripConfig, weights: LiveWeights, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        course = way.course
+        if self._depot is None and way.maps == "host" and self._device.separate:
+            self._depot = ActivationHostPool(self._device)
+        runner = Runner(course.graph, course.in_host, self._depot, weights, self._recorder)
+        return runner.run(inputs, course.passes)
+
+    def _prepare(self, module: nn.Module, method: str, first: torch.Tensor, args: Any, kwargs: Any) -> _Prepared | str:
+        leaves, form = tree_flatten((args, kwargs))
+        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in (first, *leaves))
+        key = method, str(form), shapes
+        if key not in self._known:
+            try:
+                with self._recorder.uncounted():
+                    self._known[key] = self._take_apart(module, method, first, leaves, form)
+            except UnsupportedGraph as reason:
+                self._known[key] = str(reason)
+        return self._known[key]
+
+    def _take_apart(
+        self, module: nn.Module, method: str, first: torch.Tensor, leaves: list[Any], form: Any
+    ) -> _Prepared:
+        program, mark, rebuild = program_of(module, self._kind, method, first, leaves, form)
+        planned = StripConfig(program, self._working, self._maps, mark)
+        return _Prepared(planned, planned, LiveWeights(module, program), rebuild)
+
+
+def program_of(
+    module: nn.Module, kind: type[nn.Module], method: str, first: torch.Tensor, leaves: Sequence[Any], form: Any
+) -> tuple[Program, str, Rebuild]:
+    """A call of a method of `module`, an instance of `kind`, with `first` and other arguments, flattened: of `form`.
+
+    Returns its program, the mark under which files know it, and what puts its results together. Raises NotTakenApart.
+    """
+    rebuild: list[Rebuild] = []
+
+    def call(double: Any, first: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+        left = iter(others)
+        args, kwargs = tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in leaves], form)
+        tensors, together = take_apart(getattr(double, method)(first, *args, **kwargs))
+        rebuild[:] = [together]
+        return tensors
+
+    with torch.inference_mode(False):
+        given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in (first, *_tensors(leaves))]
+        try:
+            double = without_weights(module, kind)
+        except NotExported as error:
+            raise UnsupportedGraph(str(error)) from error
+    mark = mark_of_call(double, method, form, (first, *leaves))
+    work_around(double)
+    program = kept_program(mark, double, given, lambda: capture(double, call, given))
+    if not rebuild:  # it was not exported here, and what the method returns is not known yet
+        with contextlib.suppress(NotExported):
+            play(lambda: call(double, *given))
+    if not rebuild:
+        program = capture(double, call, given)
+    return program, mark, rebuild[0]
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,0 +1,134 @@
+"""Where a map waits from one stage to another: as it was given, on the device, or in host memory."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from tightfit.apply.activations.strips.program import Node
+from tightfit.apply.activations.strips.rows import Span
+from tightfit.devices.activation_pool import ActivationHostPool, HostTransfer, bytes_of
+from tightfit.measure.recorder import Recorder
+
+__all__ = ["DeviceMapBuffer", "FeatureMapBuffer", "HostMapBuffer", "InputMapBuffer"]
+
+
+class FeatureMapBuffer(Protocol):
+    """Rows of one node's output, along `axis`."""
+
+    def put(self, rows: torch.Tensor, span: Span) -> None:
+        """Keeps `rows`, which are those of `span`; they come in order."""
+
+    def take(self, span: Span) -> torch.Tensor:
+        """These rows, on the device."""
+
+    def expect(self, span: Span) -> None:
+        """These rows, which are the next to be taken, begin to come if they are there."""
+
+    def sent(self) -> None:
+        """All that was put is there, for whatever the device is given from now on."""
+
+    def forget(self, before: int) -> None:
+        """Rows `before` this one are not needed any more."""
+
+
+class InputMapBuffer:
+    """A tensor that somebody else keeps, or that is needed in one piece: all its rows are there."""
+
+    def __init__(self, whole: torch.Tensor, axis: int) -> None:
+        self.whole, self._axis = whole, axis
+
+    def put(self, rows: torch.Tensor, span: Span) -> None:
+        self.take(span).copy_(rows)
+
+    def take(self, span: Span) -> torch.Tensor:
+        return self.whole.narrow(self._axis, span.lo, span.hi - span.lo)
+
+    def expect(self, span: Span) -> None:
+        return None
+
+    def sent(self) -> None:
+        return None
+
+    def forget(self, before: int) -> None:
+        return None
+
+
+class DeviceMapBuffer:
+    """Strips on the device, as they were made; each goes when its last row is not needed any more."""
+
+    def __init__(self, axis: int) -> None:
+        self._axis = axis
+        self._strips: list[tuple[Span, torch.Tensor]] = []
+
+    def put(self, rows: torch.Tensor, span: Span) -> None:
+        self._strips.append((span, self._own(rows)))
+
+    def _own(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` with nothing else in their memory."""
+        alone = rows.untyped_storage().nbytes() <= rows.nbytes
+        return rows if alone else rows.clone()
+
+    def take(self, span: Span) -> torch.Tensor:
+        parts = []
+        for has, strip in self._strips:
+            lo, hi = max(span.lo, has.lo), min(span.hi, has.hi)
+            if lo < hi:
+                parts.append(strip.narrow(self._axis, lo - has.lo, hi - lo))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self._axis)
+
+    def expect(self, span: Span) -> None:
+        return None
+
+    def sent(self) -> None:
+        return None
+
+    def forget(self, before: int) -> None:
+        while self._strips and self._strips[0][0].hi <= before:
+            del self._strips[0]
+
+
+class HostMapBuffer:
+    """Rows in host memory; who counts is told what crosses.
+
+    There they lie one after another, so that any of them are one piece. Those that were put last are still on their
+    way until they are waited for, and those that are expected are on theirs: the device keeps both for that.
+    """
+
+    def __init__(self, node: Node, depot: ActivationHostPool, recorder: Recorder) -> None:
+        self._node, self._axis = node, node.axis or 0
+        self._depot, self._recorder = depot, recorder
+        self._tape = depot.tape(node.bytes)
+        self._coming: tuple[Span, torch.Tensor, HostTransfer] | None = None
+
+    def put(self, rows: torch.Tensor, span: Span) -> None:
+        lying = rows.movedim(self._axis, 0).contiguous()
+        self._recorder.moved(bytes_out=lying.nbytes)
+        with self._recorder.uncounted():
+            self._tape.write(bytes_of(lying))
+
+    def sent(self) -> None:
+        self._tape.sent()
+
+    def expect(self, span: Span) -> None:
+        if self._coming is None and span.hi * self._node.row_bytes <= self._tape.written:
+            self._coming = self._fetch(span)
+
+    def take(self, span: Span) -> torch.Tensor:
+        found, rows, arrival = self._coming or self._fetch(span)
+        self._coming = None
+        arrival.settle()
+        assert found == span  # nothing else was expected
+        return rows.movedim(0, self._axis).contiguous()
+
+    def _fetch(self, span: Span) -> tuple[Span, torch.Tensor, HostTransfer]:
+        node, axis = self._node, self._axis
+        shape = (span.hi - span.lo, *node.shape[:axis], *node.shape[axis + 1 :])
+        rows = torch.empty(shape, dtype=node.dtype, device=self._depot.place)
+        self._recorder.moved(bytes_in=rows.nbytes)
+        with self._recorder.uncounted():
+            return span, rows, self._tape.read(span.lo * node.row_bytes, bytes_of(rows))
+
+    def forget(self, before: int) -> None:
+        self._tape.forget(before * self._node.row_bytes)

@@ -1,0 +1,289 @@
+"""Exported programs and their strip plans in files: written as JSON, checked when read, never run as code."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from tightfit.apply.activations.bundle import part_of, write_bundle
+from tightfit.apply.activations.exporting import HERE
+from tightfit.apply.activations.operations import find_operation, read_argument, written_argument
+from tightfit.apply.activations.strips.boundaries import StripPeak
+from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
+from tightfit.apply.activations.strips.program import Node, Program, Ref
+from tightfit.apply.activations.strips.stages import Stage, StageGraph
+from tightfit.apply.activations.strips.strip_plan import StripPlan, find_strip_plan, planned_stages_of
+from tightfit.errors import ModelError
+from tightfit.files import cache_folder, code_mark, mark_of_modules
+from tightfit.measure.meta_copy import fingerprint
+from tightfit.schema.footprint import FeatureMaps
+
+__all__ = [
+    "SHIPPED",
+    "check_program",
+    "kept_program",
+    "kept_strip_plan",
+    "mark_of_call",
+    "mark_of_makers",
+    "program_from_json",
+    "program_to_json",
+    "strip_plan_from_json",
+    "strip_plan_to_json",
+]
+
+
+MOST_BYTES = 2**26  # of all files in a folder; a picture's program has some ten thousand
+_PROGRAM, _CONSTANTS, _COURSE = "program.json", "constants.safetensors", "course.json"
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_LIBRARIES = {"diffusers", "transformers"}  # whose code programs are made of, as are torch's operations
+SHIPPED = "catalog/programs"  # in the package
+_MAKERS = (  # of programs
+    "apply/activations/exporting.py",
+    "apply/activations/outputs.py",
+    "apply/activations/strips/export_graph.py",
+    "apply/activations/strips/executor.py",
+    "apply/activations/strips/program.py",
+    "apply/activations/strips/long_clips.py",
+    "apply/activations/strips/workarounds.py",
+    "apply/activations/strips/graph_cache.py",
+    "measure/meta_copy.py",
+)
+
+
+def mark_of_makers() -> str:
+    """A digest of the code that makes programs, and marks of what they are made of."""
+    return mark_of_modules(*_MAKERS)
+
+
+def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequence[Any]) -> str:
+    """A digest of all that the Program of a call depends on; "" where that cannot be told.
+
+    `double` is the network without weights, `arguments` are those of `method` in the nest that `form` describes. Of
+    tensors among them shapes and dtypes count, of tables that are part of the network their values.
+    """
+    network = fingerprint(double)
+    given = list(map(_described, arguments))
+    if not network or None in given:
+        return ""
+    homes = {type(part).__module__.partition(".")[0] for part in double.modules()}.intersection(_LIBRARIES)
+    versions = [f"{home} {version(home).partition('+')[0]}" for home in sorted({"torch", *homes})]  # for CUDA or not
+    facts = (network, method, str(form), given, str(torch.get_default_dtype()), mark_of_makers(), versions)
+    digest = hashlib.sha256(repr(facts).encode())
+    for part in double.modules():
+        for value in tree_leaves(vars(part)):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _described(value: Any) -> object:
+    """What a program depends on of an argument; None where that cannot be told."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, torch.Generator):  # most ignore it, and what draws from one no file can say
+        return torch.Generator.__name__
+    return repr(value) if type(value) in _PLAIN else None
+
+
+def kept_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], make: Callable[[], Program]) -> Program:
+    """The Program of `double` for `inputs` that is kept under `mark`; else what `make` gives, which is then kept.
+
+    Without a mark nothing is. Raises NotTakenApart as `make` does, or did when it was asked.
+    """
+    if not mark:
+        return make()
+    own, name = _folder("programs"), f"{mark}.zip"
+    for folder in filter(None, (own, Path(str(files("tightfit"))) / SHIPPED)):
+        kept = _read_entry(folder / name, mark, double, inputs)
+        if isinstance(kept, Program):
+            return kept
+        if kept is not None:
+            raise UnsupportedGraph(kept)
+    try:
+        program = make()
+    except UnsupportedGraph as reason:
+        if own is not None and not _is_passing(reason):
+            _write(own / name, {"mark": mark, "reason": str(reason)}, {})
+        raise
+    if own is not None:
+        with contextlib.suppress(ModelError):  # it does what no file can say
+            _write(own / name, {"mark": mark, **program_to_json(program)}, program.constants)
+    return program
+
+
+def kept_strip_plan(mark: str, program: Program, working: int, maps: FeatureMaps, *, moves: bool = False) -> StripPlan:
+    """The course of `program`, which is kept under `mark`; as soon as it is found, it is kept too.
+
+    One that is found here keeps its `moves`, if these are wanted.
+    """
+    folder = _folder("courses")
+    if not mark or folder is None:
+        return find_strip_plan(program, working, maps, moves=moves)
+    mark = f"{mark}-{code_mark():.16}-{working}-{maps}"
+    file = folder / f"{mark}.zip"
+    with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # whatever is wrong with it
+        return strip_plan_from_json(_words(file, bundle, _COURSE, mark), program)
+    course = find_strip_plan(program, working, maps, moves=moves)
+    _write_parts(file, {_COURSE: json.dumps({"mark": mark, **strip_plan_to_json(course)})})
+    return course
+
+
+def _folder(name: str) -> Path | None:
+    """None for who has no home."""
+    with contextlib.suppress(RuntimeError):
+        return cache_folder() / name
+    return None
+
+
+def _is_passing(reason: UnsupportedGraph) -> bool:
+    """Whether it may be none the next time."""
+    cause = reason.__cause__ and reason.__cause__.__cause__
+    return isinstance(cause, MemoryError | OSError | RecursionError)
+
+
+def _read_entry(file: Path, mark: str, double: nn.Module, inputs: Sequence[torch.Tensor]) -> Program | str | None:
+    """What `file` holds: a Program, or why there is none; None where it does not say."""
+    with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # whatever is wrong with it
+        written = _words(file, bundle, _PROGRAM, mark)
+        if "reason" in written:
+            return str(written["reason"])
+        program = program_from_json(written, load(part_of(bundle, _CONSTANTS)))
+        check_program(program, _weights(double), inputs)
+        return program
+    return None
+
+
+def _words(file: Path, bundle: zipfile.ZipFile, part: str, mark: str) -> dict[str, Any]:
+    """What is said in a part of the `bundle` in `file`, which is in use from now on; ValueError under another mark."""
+    written: dict[str, Any] = json.loads(part_of(bundle, part))
+    if written["mark"] != mark:
+        raise ValueError(written["mark"])
+    with contextlib.suppress(OSError):
+        file.touch()
+    return written
+
+
+def _weights(double: nn.Module) -> dict[str, torch.Tensor]:
+    """By all their names."""
+    parameters = double.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(double.named_buffers(remove_duplicate=False))}
+
+
+def _write(file: Path, written: dict[str, Any], constants: dict[str, torch.Tensor]) -> None:
+    if any(type(table) is not torch.Tensor or table.is_meta for table in constants.values()):
+        return
+    tables = {name: table.clone(memory_format=torch.contiguous_format) for name, table in constants.items()}
+    with contextlib.suppress(SafetensorError):
+        _write_parts(file, {_PROGRAM: json.dumps(written), _CONSTANTS: save(tables)})
+
+
+def _write_parts(file: Path, parts: Mapping[str, str | bytes]) -> None:
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_bundle(file, parts)
+        _make_room(file.parent)
+
+
+def _make_room(folder: Path) -> None:
+    """Removes the files that were used longest ago, until the others take no more than they may."""
+    used = sorted(((file.stat().st_mtime, file) for file in folder.iterdir()), reverse=True)
+    left = MOST_BYTES
+    for _, file in used:
+        left -= file.stat().st_size
+        if left < 0:
+            file.unlink(missing_ok=True)
+
+
+_LEAVES = ("input", "weight", "constant")
+
+
+def program_to_json(program: Program) -> dict[str, Any]:
+    """All of `program` but its constants' values. ModelError for what is not ATen's."""
+    nodes = [_written(node) for node in program.nodes]
+    return {"nodes": nodes, "inputs": list(program.inputs), "outputs": list(program.outputs)}
+
+
+def _written(node: Node) -> list[Any]:
+    if node.op not in _LEAVES:
+        find_operation(node.op)
+    args, kwargs = _word(node.args), {key: _word(value) for key, value in node.kwargs.items()}
+    known = list(node.shape), _word(node.dtype), node.axis, node.varying
+    return [node.op, args, kwargs, *known, node.name, node.output]
+
+
+def _word(value: Any) -> Any:
+    return written_argument(value, lambda item: item.node if isinstance(item, Ref) else None)
+
+
+def program_from_json(written: Mapping[str, Any], constants: dict[str, torch.Tensor]) -> Program:
+    """The Program that is `written`. For what is none it raises ModelError, or whatever Python has to say to it."""
+    nodes = tuple(_read(*fields) for fields in written["nodes"])
+    return Program(nodes, tuple(written["inputs"]), tuple(written["outputs"]), constants)
+
+
+def _read(
+    op: str, args: Any, kwargs: Any, shape: Any, dtype: Any, axis: Any, varying: Any, name: str, output: Any
+) -> Node:
+    if op not in _LEAVES:
+        find_operation(op)
+    named = {key: _meaning(value) for key, value in kwargs.items()}
+    return Node(op, tuple(_meaning(args)), named, tuple(shape), _meaning(dtype), axis, varying, name, output)
+
+
+def _meaning(value: Any) -> Any:
+    return read_argument(value, Ref, torch.device(HERE))
+
+
+def check_program(program: Program, weights: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """ValueError where `program` uses what is not there yet, or other weights or inputs than these."""
+    given = dict(zip(program.inputs, inputs, strict=True))
+    for place, node in enumerate(program.nodes):
+        if not all(0 <= source < place for source in node.sources):
+            raise ValueError(f"node {place} takes what is not there yet")
+        if node.axis is not None and not 0 <= node.axis < len(node.shape):
+            raise ValueError(f"node {place} has no axis {node.axis}")
+        there = {
+            "input": given.get(place),
+            "weight": weights.get(node.name),
+            "constant": node.name in program.constants,
+        }
+        found = there.get(node.op, True)
+        if found is None or found is False:
+            raise ValueError(f"node {place} is an unknown {node.op}, {node.name}")
+        if isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) != (node.shape, node.dtype):
+            raise ValueError(f"node {place}, {node.name}, is {node.dtype} {node.shape}, and here {tuple(found.shape)}")
+    if not all(0 <= index < len(program.nodes) for index in program.outputs):
+        raise ValueError(f"outputs {program.outputs} of {len(program.nodes)} nodes")
+
+
+def strip_plan_to_json(course: StripPlan) -> dict[str, Any]:
+    """What is long to find of `course`: its stages, and in how many strips each is done."""
+    passes = [[*map(list, vars(stage).values()), len(strips), ahead] for stage, strips, ahead in course.passes]
+    return {
+        "in_order": course.graph.in_order,
+        "in_host": sorted(course.in_host),
+        "passes": passes,
+        "peak": list(course.peak),
+    }
+
+
+def strip_plan_from_json(written: Mapping[str, Any], program: Program) -> StripPlan:
+    """The course of `program` that is `written`. For what is none it raises whatever Python has to say to it."""
+    graph = StageGraph(program, in_order=written["in_order"])
+    planned = ((Stage(*map(tuple, indices)), count, ahead) for *indices, count, ahead in written["passes"])
+    return StripPlan(
+        graph, frozenset(written["in_host"]), planned_stages_of(graph, planned), StripPeak(*written["peak"])
+    )

@@ -1,0 +1,272 @@
+"""What operations and feature maps cost a card: each tried once, by layout, on a simulated card."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
+from tightfit.apply.activations.strips.program import Node
+from tightfit.apply.activations.strips.rows import Span
+from tightfit.devices.activation_pool import PAGE
+from tightfit.devices.simulated import SimulatedDevice
+from tightfit.measure.kernel_counter import KernelCounter
+from tightfit.plan.default_rates import ANY_CARD
+from tightfit.schema.footprint import KernelGroup, LayerWork, StripStageProfile
+from tightfit.simulator.backend import cards_in_use, use_cards
+from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.kernel_costs import KernelCost
+
+__all__ = ["DeviceLayouts", "GivenLayout", "HostLayouts", "MapLayout", "OpCostCache", "OpLayout", "StageCost", "dense"]
+
+
+class MapLayout(Protocol):
+    """Rows of one node's output."""
+
+    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
+        """Keeps `rows`, which are those of `span`."""
+
+    def take(self, span: Span, account: StageCost) -> OpLayout:
+        """These rows, on the device."""
+
+    def forget(self, before: int) -> None:
+        """Rows `before` this one are not needed any more."""
+
+
+class GivenLayout:
+    """All rows are there, in one piece."""
+
+    def __init__(self, whole: OpLayout, axis: int) -> None:
+        self.whole, self._axis = whole, axis
+
+    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
+        layouts = self.take(span, account), rows
+        account.do(("copy", *layouts), layouts, copying)
+
+    def take(self, span: Span, account: StageCost) -> OpLayout:
+        return self.whole.narrowed(self._axis, span.hi - span.lo)
+
+    def forget(self, before: int) -> None:
+        return None
+
+
+class DeviceLayouts:
+    """Strips on the device."""
+
+    def __init__(self, axis: int) -> None:
+        self._axis = axis
+        self._strips: list[tuple[Span, OpLayout]] = []
+
+    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
+        self._strips.append((span, rows if rows.alone else account.do(("clone", rows), [rows], cloning)))
+
+    def take(self, span: Span, account: StageCost) -> OpLayout:
+        parts = []
+        for has, strip in self._strips:
+            lo, hi = max(span.lo, has.lo), min(span.hi, has.hi)
+            if lo < hi:
+                parts.append(strip.narrowed(self._axis, hi - lo))
+        return parts[0] if len(parts) == 1 else account.do(("join", self._axis, *parts), parts, joining(self._axis))
+
+    def forget(self, before: int) -> None:
+        while self._strips and self._strips[0][0].hi <= before:
+            del self._strips[0]
+
+
+class HostLayouts:
+    """Rows in host memory, one after another."""
+
+    def __init__(self, node: Node) -> None:
+        self._node, self._axis = node, node.axis or 0
+
+    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
+        account.do(("lay", self._axis, rows), [rows], _moving(self._axis, 0))
+        account.send(span.lo * self._node.row_bytes, (span.hi - span.lo) * self._node.row_bytes)
+
+    def take(self, span: Span, account: StageCost) -> OpLayout:
+        shape, axis = self._node.shape, self._axis
+        lying = dense((span.hi - span.lo, *shape[:axis], *shape[axis + 1 :]), self._node.dtype)
+        account.bring(span.lo * self._node.row_bytes, (span.hi - span.lo) * self._node.row_bytes)
+        return account.do(("raise", axis, lying), [lying], _moving(0, axis))
+
+    def forget(self, before: int) -> None:
+        return None
+
+
+def copying(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Of the second into the first."""
+    return lambda: tensors[0].copy_(tensors[1])
+
+
+def cloning(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    return tensors[0].clone
+
+
+def joining(axis: int) -> Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor]]:
+    return lambda tensors: lambda: torch.cat(list(tensors), axis)
+
+
+def _moving(source: int, target: int) -> Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor]]:
+    return lambda tensors: lambda: tensors[0].movedim(source, target).contiguous()
+
+
+ENDLESS = 2**60  # bytes: what is tried never runs out
+FEW = 2**16  # numbers: of larger tensors a card that keeps shapes keeps none
+
+Prepare = Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor | None]]
+
+
+class OpLayout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    memory: int  # bytes, in which there may be more than this tensor
+
+    def narrowed(self, axis: int, rows: int) -> OpLayout:
+        """Some of its rows."""
+        if rows == self.shape[axis]:
+            return self
+        shape = (*self.shape[:axis], rows, *self.shape[axis + 1 :])
+        return OpLayout(shape, self.strides, self.dtype, self.memory)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nothing else in its memory."""
+        return self.memory <= math.prod(self.shape) * self.dtype.itemsize
+
+
+def dense(shape: Sequence[int], dtype: torch.dtype) -> OpLayout:
+    """Of a tensor as it is made."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return OpLayout(tuple(shape), tuple(reversed(strides)), dtype, math.prod(shape) * dtype.itemsize)
+
+
+class _Outcome(NamedTuple):
+    """What a trial gave, and the kernels that ran."""
+
+    layout: OpLayout
+    works: tuple[KernelCost, ...]
+
+
+class OpCostCache:
+    """Operations on a card of their own, with attention as an autoencoder's goes; what was tried is remembered."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Outcome] = {}
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """The card is in use, beside those that are: only inside is anything tried."""
+        before = cards_in_use()
+        self._card = SimulatedCard(len(before), ANY_CARD.model_copy(update={"bytes": ENDLESS}), Host())
+        use_cards((*before, self._card))
+        try:
+            device = SimulatedDevice(self._card.index)
+            self._place = device.torch_device
+            with torch.no_grad(), AttentionDispatcher("auto", device).working():
+                yield
+        finally:
+            use_cards(before)
+
+    def outcome(self, key: Hashable, layouts: Sequence[OpLayout], prepare: Prepare) -> _Outcome:
+        """What comes of what `prepare` makes of tensors with these `layouts`: for the same `key` the same."""
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._tried(layouts, prepare)
+        return found
+
+    def works(self, key: Hashable) -> tuple[KernelCost, ...]:
+        """The kernels of what was tried."""
+        return self._known[key].works
+
+    def _tried(self, layouts: Sequence[OpLayout], prepare: Prepare) -> _Outcome:
+        tensors = [self._tensor(layout) for layout in layouts]
+        run, works = prepare(tensors), list[KernelCost]()
+        self._card.watchers.append(works.append)
+        try:
+            result = run()
+        finally:
+            self._card.watchers.clear()
+        return _Outcome(_layout_of(tensors[0] if result is None else result), tuple(works))
+
+    def _tensor(self, layout: OpLayout) -> torch.Tensor:
+        count = layout.memory // layout.dtype.itemsize
+        few = count <= FEW or not layout.dtype.is_floating_point  # their numbers are there, to be looked at
+        whole = (torch.zeros if few else torch.empty)(count, dtype=layout.dtype, device=self._place)
+        return whole.as_strided(layout.shape, layout.strides)
+
+
+def _layout_of(tensor: torch.Tensor) -> OpLayout:
+    return OpLayout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes())
+
+
+class StageCost:
+    """What is done in one stage, by turns."""
+
+    def __init__(self, trials: OpCostCache) -> None:
+        self._trials = trials
+        self._turn = 0
+        self._strips: dict[int, set[int]] = defaultdict(set)  # in which of them each turn comes
+        self._done: dict[int, Counter[Hashable]] = defaultdict(Counter)
+        self._copies = self._bytes_in = self._bytes_out = 0
+
+    def at(self, turn: int, strip: int = 0) -> None:
+        """In which turn of which strip everything is done from now on."""
+        self._turn = turn
+        self._strips[turn].add(strip)
+
+    def do(self, key: Hashable, layouts: Sequence[OpLayout], prepare: Prepare) -> OpLayout:
+        """An operation; returns how its result lies."""
+        self._done[self._turn][key] += 1
+        return self._trials.outcome(key, layouts, prepare).layout
+
+    def bring(self, start: int, size: int) -> None:
+        """So many bytes from host memory, where they lie from `start` on."""
+        self._bytes_in += size
+        self._copies += _pages(start, size)
+
+    def send(self, start: int, size: int) -> None:
+        """The other way."""
+        self._bytes_out += size
+        self._copies += _pages(start, size)
+
+    def leg(self, once: Sequence[str], leaves: Sequence[str], strips: int, *, ahead: bool) -> StripStageProfile:
+        """All of it: the turns of `once` came first, then those of `leaves` in so many strips."""
+        turns = {
+            number: LayerWork(layer=leaf, work=self._workloads(number))
+            for number, leaf in enumerate((*once, *leaves))
+            if number in self._strips
+        }
+        first = len(once)
+        return StripStageProfile(
+            strips=strips,
+            prefetches=ahead,
+            before_strips=tuple(turn for number, turn in turns.items() if number < first),
+            layer_work=tuple(turn for number, turn in turns.items() if number >= first),
+            strip_counts=tuple(len(self._strips[number]) for number in turns if number >= first),
+            copies=self._copies,
+            bytes_in=self._bytes_in,
+            bytes_out=self._bytes_out,
+        )
+
+    def _workloads(self, turn: int) -> tuple[KernelGroup, ...]:
+        tally = KernelCounter()
+        for key, count in self._done[turn].items():
+            for work in self._trials.works(key):
+                tally.add(work, count)
+        return tally.workloads()
+
+
+def _pages(start: int, size: int) -> int:
+    """Of host memory that some bytes lie in: each is copied by itself."""
+    return (start + size - 1) // PAGE - start // PAGE + 1 if size else 0

@@ -1,0 +1,63 @@
+"""Ways to run one program, each with less on the device than the one before it: for when memory runs out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tightfit.apply.activations.strips.graph_cache import kept_strip_plan
+from tightfit.apply.activations.strips.program import Program
+from tightfit.apply.activations.strips.strip_plan import StripPlan
+from tightfit.schema.footprint import FeatureMaps
+from tightfit.units import format_bytes
+
+__all__ = ["StripConfig"]
+
+LESS = 0.98  # of the bytes on the device: another try has to take less than that
+
+
+@dataclass(frozen=True)
+class StripConfig:
+    """Strips within `working` bytes, and where maps wait between them; files know the program by its `mark`, if any."""
+
+    program: Program
+    working: int
+    maps: FeatureMaps
+    mark: str = ""
+    moves: bool = False  # whether its course keeps what is taken and given back
+
+    @cached_property
+    def course(self) -> StripPlan:
+        return kept_strip_plan(self.mark, self.program, self.working, self.maps, moves=self.moves)
+
+    def described(self, planned: StripConfig) -> str:
+        """How it differs from what was `planned`."""
+        said = [] if self.maps == planned.maps else ["maps in host memory"]
+        if self.working != planned.working:
+            said.append(f"strips within {format_bytes(self.working)} instead of {format_bytes(planned.working)}")
+        return ", ".join(said)
+
+    def narrower(self, planned: StripConfig, *, separate: bool) -> StripConfig | None:
+        """The next way that takes less of the device; None where there is none.
+
+        Strips are halved as long as that helps. Then maps go to host memory, where that is `separate`, and strips have
+        as many of the bytes that were `planned` as still take less.
+        """
+        half = max(min(self.working, self.course.peak.device) // 2, 1)
+        found = self._below(half, self.maps)
+        if found is None and separate and self.maps != "host":
+            found = self._below(planned.working, "host")
+        return found
+
+    def _below(self, working: int, maps: FeatureMaps) -> StripConfig | None:
+        """The way with `working` bytes for strips, halved until it takes less than this one; None if it never does."""
+        way, smallest = replace(self, working=working, maps=maps), replace(self, working=1, maps=maps)
+        while not self._takes_more_than(way):
+            if not self._takes_more_than(smallest):
+                return None
+            working = max(working // 2, 1)
+            way = replace(way, working=working)
+        return way
+
+    def _takes_more_than(self, other: StripConfig) -> bool:
+        return other.course.peak.device < LESS * self.course.peak.device

@@ -1,0 +1,206 @@
+"""A graph and the bytes that strips may take → the course of a run: its stages, each in as few strips as fit."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tightfit.apply.activations.strips.boundaries import BoundaryState, StripPeak
+from tightfit.apply.activations.strips.memory_estimate import peak_of, taken
+from tightfit.apply.activations.strips.program import Program
+from tightfit.apply.activations.strips.schedule import ScheduleStep, make_schedule
+from tightfit.apply.activations.strips.stages import Stage, StageGraph, find_stages
+from tightfit.schema.footprint import FeatureMaps
+from tightfit.simulator.allocator_replay import allocator_events_of, least_capacity
+
+__all__ = ["PlannedStage", "StripPlan", "find_strip_plan", "peak_of_stages", "planned_stages_of"]
+
+FIRST = 5  # strips that tell what the others will take
+PRICES = (math.inf, *(10 ** (-step / 4) for step in range(4, 25)), 0.0)  # bytes kept, for an operation not done again
+FEWEST = 4  # strips in which a stage's copies and its arithmetic overlap
+ROUGH = 0.01  # by how much more an allocator may be said to need than it does
+WORTH = 0.98  # of the peak: more strips have to come below it, or they are not worth their overhead
+
+
+class PlannedStage(NamedTuple):
+    """A stage in strips; `ahead`, what it stores is sent and what comes next is fetched while others are computed."""
+
+    stage: Stage
+    strips: Sequence[Sequence[ScheduleStep]]
+    ahead: bool
+
+
+@dataclass(frozen=True)
+class StripPlan:
+    """Everything that is decided about a run of a program."""
+
+    graph: StageGraph
+    in_host: frozenset[int]  # what is kept in host memory
+    passes: tuple[PlannedStage, ...]
+    peak: StripPeak  # bytes beside weights and inputs, and what kernels hold for themselves
+    moves: Sequence[int] | None = field(default=None, compare=False, repr=False)  # of `peak_of_passes`, if kept
+
+    def room(self, *, expandable: bool = True) -> int:
+        """Bytes that an allocator needs on the device, with what kernels hold; `expandable`: its segments grow.
+
+        For plans: it takes as long to find as half of the course, and who only runs it need not know. Of a course that
+        was found with its `moves`, half of that is done.
+        """
+        moves = self.moves
+        if moves is None:
+            moves = array("q")
+            peak_of_stages(self.graph, self.in_host, self.passes, moves)
+        return least_capacity(list(allocator_events_of(moves)), expandable=expandable, within=ROUGH)
+
+    @property
+    def most_strips(self) -> int:
+        return max(len(strips) for _, strips, _ in self.passes)
+
+
+def find_strip_plan(program: Program, working: int, maps: FeatureMaps, *, moves: bool = False) -> StripPlan:
+    """How to run `program` with at most `working` bytes for strips, beside what is kept between stages.
+
+    Where even the smallest strips take more, they are as small as helps. What is kept waits on the device, or in host
+    memory; "recompute" keeps at most `working` bytes, where that is possible, and computes the rest again. Stages are
+    formed as early as possible, or in the program's order, whichever costs less. With `moves`, allocations and frees
+    are recorded.
+    """
+    drafts = [_draft(graph, working, maps) for graph in _graphs_of(program)]
+    return min(drafts, key=lambda draft: draft.cost(working)).course(moves=moves)
+
+
+def _graphs_of(program: Program) -> list[StageGraph]:
+    """One for each order in which stages can be formed, where these are not the same."""
+    if "graphs" not in program.derived:
+        early, in_order = StageGraph(program), StageGraph(program, in_order=True)
+        program.derived["graphs"] = [early] if early.level == in_order.level else [early, in_order]
+    graphs: list[StageGraph] = program.derived["graphs"]
+    return graphs
+
+
+def planned_stages_of(graph: StageGraph, planned: Iterable[tuple[Stage, int, bool]]) -> tuple[PlannedStage, ...]:
+    """Stages, each in so many strips."""
+    return tuple(PlannedStage(stage, make_schedule(graph, stage, count), ahead) for stage, count, ahead in planned)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """Stages, in how many strips and whether ahead each is done, with the likely peak."""
+
+    graph: StageGraph
+    in_host: frozenset[int]
+    stages: list[tuple[Stage, int, bool]]
+    peak: StripPeak
+
+    def cost(self, working: int) -> tuple[int, int, int, StripPeak]:
+        """The less the better, the first of these first.
+
+        How many operations of arithmetic it takes, about; by how many tenths its peak is above `working` bytes; the
+        bytes that it waits for; and the peak.
+        """
+        done = (index for stage, *_ in self.stages for index in stage.strips)
+        operations = sum(self.graph.operations(index) for index in done if self.graph.heavy(index))
+        beyond = math.ceil(math.log(max(self.peak.device / working, 1), 1.1))
+        return operations, beyond, sum(self._waited_for(stage, ahead) for stage, _, ahead in self.stages), self.peak
+
+    def _waited_for(self, stage: Stage, ahead: bool) -> int:
+        """Bytes to host memory and from there while `stage` is done: both at once where they go `ahead`."""
+        nodes = self.graph.program.nodes
+        ways = [sum(nodes[i].bytes for i in self.in_host.intersection(way)) for way in (stage.reads, stage.stores)]
+        return max(ways) if ahead else sum(ways)
+
+    def course(self, *, moves: bool) -> StripPlan:
+        passes, told = planned_stages_of(self.graph, self.stages), array("q") if moves else None
+        return StripPlan(self.graph, self.in_host, passes, peak_of_stages(self.graph, self.in_host, passes, told), told)
+
+
+def peak_of_stages(
+    graph: StageGraph,
+    in_host: frozenset[int],
+    passes: Sequence[PlannedStage],
+    moves: MutableSequence[int] | None = None,
+) -> StripPeak:
+    """The peak of a whole run; what is taken and given back on the device goes to `moves`."""
+    kept, most = BoundaryState(StripPeak(0, 0), {}), StripPeak(0, 0)
+    following = [taken(stage, strips[0]) for stage, strips, _ in passes[1:]]
+    for (stage, strips, ahead), first in zip(passes, [*following, {}], strict=True):
+        peak, kept = peak_of(graph, stage, strips, in_host, kept, first, ahead=ahead, moves=moves)
+        most = most.higher(peak)
+    return most
+
+
+def _draft(graph: StageGraph, working: int, maps: FeatureMaps) -> _Draft:
+    stages = _stages_within(graph, working) if maps == "recompute" else graph.stages
+    movable = {index for stage in stages for index in stage.stores if not graph.needed_whole(index)}
+    in_host = frozenset(movable if maps == "host" else ())
+    chosen, kept, most = [], BoundaryState(StripPeak(0, 0), None), StripPeak(0, 0)
+    for stage in stages:
+        for ahead in (True, False) if in_host.intersection((*stage.reads, *stage.stores)) else (False,):
+            count, peak, after = _count(graph, stage, in_host, kept, working, ahead=ahead)
+            if peak.device <= max(kept.bytes.device, after.bytes.device) + working:
+                break
+        chosen.append((stage, count, ahead))
+        most, kept = most.higher(peak), after
+    return _Draft(graph, in_host, chosen, most)
+
+
+def _stages_within(graph: StageGraph, most: int) -> list[Stage]:
+    """Stages that keep at most `most` bytes between them, and do as little as can be again for it."""
+    for price in PRICES:
+        stages = find_stages(graph, price)
+        if _most_kept(graph, stages) <= most:
+            break
+    return stages
+
+
+def _most_kept(graph: StageGraph, stages: Sequence[Stage]) -> int:
+    kept = most = 0
+    for stage in stages:
+        kept += sum(graph.program.nodes[index].bytes for index in stage.stores)
+        kept -= sum(graph.program.nodes[index].bytes for index in stage.drops)
+        most = max(most, kept)
+    return most
+
+
+def _count(
+    graph: StageGraph, stage: Stage, in_host: frozenset[int], kept: BoundaryState, working: int, *, ahead: bool
+) -> tuple[int, StripPeak, BoundaryState]:
+    """In how few strips `stage` keeps within `working`; the likely peak, and what is kept after it."""
+    rows = max((graph.program.nodes[index].rows for index in (*stage.strips, *stage.reads)), default=1)
+    found, after = peak_of(graph, stage, make_schedule(graph, stage, 1), in_host, kept, ahead=ahead)
+    most, count = max(kept.bytes.device, after.bytes.device) + working, 1
+    if ahead:
+        count = min(rows, FEWEST)
+        found = _likely_peak(graph, stage, count, in_host, kept, after, ahead=ahead)
+    while found.device > most and count < rows:
+        # as if all above what is kept shrank with the strips; what does not shrink asks for another round
+        more = max(count + 1, math.ceil(count * (found.device - most + working) / working))
+        more = min(rows, more, 4 * count)
+        likely = _likely_peak(graph, stage, more, in_host, kept, after, ahead=ahead)
+        if likely.device > WORTH * found.device and more > 4:
+            break
+        count, found = more, likely
+    last = {index: graph.program.nodes[index].bytes // count for index in in_host.intersection(stage.stores)}
+    return count, found, after._replace(leaving=last if ahead else {}, coming={})
+
+
+def _likely_peak(
+    graph: StageGraph,
+    stage: Stage,
+    count: int,
+    in_host: frozenset[int],
+    kept: BoundaryState,
+    after: BoundaryState,
+    *,
+    ahead: bool,
+) -> StripPeak:
+    """The peak of `count` strips, by the first of them: from then on, what is made stands for what is given up."""
+    strips = make_schedule(graph, stage, count, FIRST + 1)[:FIRST]
+    peak, _ = peak_of(graph, stage, strips, in_host, kept, ahead=ahead)
+    outputs = sum(graph.program.nodes[index].bytes for index in stage.outputs)  # there from the start
+    (device, host), (least, least_host) = after.bytes, kept.bytes
+    grown = max(0, device - least - outputs), max(0, host - least_host)
+    return StripPeak(peak.device + grown[0], peak.host + grown[1])

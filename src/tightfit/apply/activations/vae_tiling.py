@@ -1,0 +1,163 @@
+"""An autoencoder's encode and decode by strips, blended tiles or slices of the batch, as a plan says."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.apply.activations.outputs import combine, take_apart
+from tightfit.apply.activations.strips.executor import NotAlone, StripExecutor
+from tightfit.devices.device import Device
+from tightfit.measure.recorder import Recorder
+from tightfit.schema.plan import VaePlan
+
+__all__ = ["cut_up", "pixels_per_latent", "sliced", "tile_starts", "tiled"]
+
+
+def sliced(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` (an autoencoder's `encode` or `decode`), run item by item over its first dimension.
+
+    Where that holds the frames of clips, which belong together (their number is told as `num_frames`), all at once;
+    so too what gives one number for all items, a loss for instance, which is seen at the first.
+    """
+
+    def run(whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        count = whole.shape[0]
+        if count == 1 or kwargs.get("num_frames", 1) != 1:
+            return method(whole, *args, **kwargs)
+
+        def item(value: Any, index: int) -> Any:
+            goes_along = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == count
+            return value[index : index + 1] if goes_along else value
+
+        def output(index: int) -> Any:
+            others = {key: item(value, index) for key, value in kwargs.items()}
+            return method(whole[index : index + 1], *(item(value, index) for value in args), **others)
+
+        first = output(0)
+        if any(tensor.ndim == 0 for tensor in take_apart(first)[0]):
+            return method(whole, *args, **kwargs)
+        return combine([first, *map(output, range(1, count))], torch.cat)
+
+    return run
+
+
+def tiled(
+    method: Callable[..., Any], tile: int, overlap: float, granule: int, report: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
+    """`method` over tiles of `tile` positions of its input (..., height, width), neighbours sharing `overlap` of one.
+
+    Sound, of three dimensions, is done whole. Tiles begin at multiples of `granule`, so that what they become begins at
+    whole positions too. `report` is told when there is more than one tile.
+    """
+
+    def run(whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        height, width = whole.shape[-2:]
+        if (height <= tile and width <= tile) or whole.ndim < 4:
+            return method(whole, *args, **kwargs)
+        report()
+        rows = tile_starts(height, tile, overlap, granule)
+        columns = tile_starts(width, tile, overlap, granule)
+        corners = list(itertools.product(rows, columns))
+        outputs = [method(whole[..., y : y + tile, x : x + tile], *args, **kwargs) for y, x in corners]
+        return combine(outputs, lambda tiles: _blend(tiles, corners, min(height, tile), (height, width)))
+
+    return run
+
+
+def tile_starts(length: int, tile: int, overlap: float, granule: int) -> list[int]:
+    """Where tiles of `tile` positions begin so that they cover `length`; the last one ends with it."""
+    if length <= tile:
+        return [0]
+    stride = max(granule, int(tile * (1 - overlap)) // granule * granule)
+    starts = list(range(0, length - tile, stride))
+    return [*starts, length - tile]
+
+
+def _blend(
+    tiles: list[torch.Tensor], corners: list[tuple[int, int]], tile_height: int, size: tuple[int, int]
+) -> torch.Tensor:
+    """The whole map from `tiles` whose inputs began at `corners` of a map of `size`."""
+    grown = tiles[0].shape[-2] / tile_height  # output positions per input position
+
+    def out(position: int) -> int:
+        return round(position * grown)
+
+    height, width = out(size[0]), out(size[1])
+    total = tiles[0].new_zeros((*tiles[0].shape[:-2], height, width), dtype=torch.float32)
+    weight = torch.zeros((height, width), dtype=torch.float32, device=total.device)
+    for tile, (y, x) in zip(tiles, corners, strict=True):
+        top, left = out(y), out(x)
+        here = (..., slice(top, top + tile.shape[-2]), slice(left, left + tile.shape[-1]))
+        window = _ramp(tile.shape[-2], total.device)[:, None] * _ramp(tile.shape[-1], total.device)[None, :]
+        total[here] += tile * window
+        weight[here[1:]] += window
+    return total.div_(weight).to(tiles[0].dtype)
+
+
+def _ramp(length: int, device: torch.device) -> torch.Tensor:
+    """Weights that rise from the edges of a tile to its middle, never zero."""
+    distance = torch.arange(1, length + 1, dtype=torch.float32, device=device)
+    return torch.minimum(distance, distance.flip(0))
+
+
+Method = Callable[..., Any]
+
+
+def cut_up(
+    original: type[nn.Module], plan: VaePlan, device: Device, recorder: Recorder, undo: ExitStack
+) -> dict[str, Method]:
+    """The methods "encode" and "decode" of the class `original`, following `plan`; `undo` gives up what they hold.
+
+    In strips where that is asked for and possible; otherwise in tiles, where those are allowed; otherwise whole.
+    """
+    strips = None
+    if plan.strips is not None:
+        strips = StripExecutor(original, plan.strips, plan.feature_maps, device, recorder)
+        undo.callback(strips.close)
+    methods = [method for method in ("encode", "decode") if hasattr(original, method)]  # some only decode
+    return {method: _cut(getattr(original, method), method, plan, strips, recorder) for method in methods}
+
+
+def _cut(plain: Method, method: str, plan: VaePlan, strips: StripExecutor | None, recorder: Recorder) -> Method:
+    first = list(inspect.signature(plain).parameters)[1]
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not args and first in kwargs:
+            args = (kwargs.pop(first),)
+        bound: Method = functools.partial(plain, self)
+        if plan.tile is not None:
+            factor = pixels_per_latent(self)
+            granule, tile = (factor, plan.tile) if method == "encode" else (1, max(plan.tile // factor, 1))
+            tile = max(tile // granule, 1) * granule
+            told = f"blended-tiling: {method}d in tiles of {plan.tile} px"
+            bound = tiled(bound, tile, plan.overlap, granule, lambda: recorder.lossy(told))
+        if strips is None:
+            return (sliced(bound) if plan.slicing else bound)(*args, **kwargs)
+        try:
+            return sliced(strips.bound(self, method, bound, alone=len(args[0]) == 1))(*args, **kwargs)
+        except NotAlone:
+            return strips.bound(self, method, bound)(*args, **kwargs)
+
+    return functools.wraps(plain)(run)
+
+
+def pixels_per_latent(autoencoder: Any) -> int:
+    """How many pixels, one way, become one latent position."""
+    ratio = getattr(autoencoder, "spatial_compression_ratio", None)
+    if isinstance(ratio, int):
+        return ratio
+    config = autoencoder.config
+    for name in ("scale_factor_spatial", "spatial_compression_ratio"):
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    channels = config.get("block_out_channels") or config.get("encoder_block_out_channels") or (0,)
+    patch = config.get("patch_size") or 1  # a pair (FLUX.2's) is what the pipeline packs, outside of the network
+    return int(2 ** (len(channels) - 1) * (patch if isinstance(patch, int) else 1))

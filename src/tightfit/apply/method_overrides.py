@@ -1,0 +1,103 @@
+"""Methods and answers that replace a network's own while it follows a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from tightfit.apply.activations.traced.compiled import CompiledProgram
+from tightfit.apply.activations.traced.file import ExportedFile
+from tightfit.apply.activations.traced.program import traced_forward
+from tightfit.errors import RunError
+from tightfit.files import cache_folder
+from tightfit.schema.plan import ComponentPlan
+
+__all__ = ["cast_at_home", "computing", "exported", "override_class_members", "refused", "while_followed"]
+
+
+def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
+    """What `module` does in place of its own forward pass, where the plan names a file of it."""
+    if plan.exported is None:
+        return {}
+    traced = ExportedFile.load(Path(plan.exported))
+    compiled = CompiledProgram(traced, cache_folder() / "compiled") if plan.compiled else None
+    return {"forward": traced_forward(module, traced, compiled)}
+
+
+def refused(name: str) -> Callable[..., None]:
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RunError(f"{name} cannot be saved while its weights are on the disk: undo() first", name=name)
+
+    return save_pretrained
+
+
+def while_followed(run: Callable[..., Any], method: str, over: Callable[[], bool]) -> Callable[..., Any]:
+    """`run`, the `method` of an object that follows a plan; once that is `over`, what the object's class has instead.
+
+    Others keep such methods to put their own in front of them: `decode = vae.decode; vae.decode = lambda z: decode(z)`.
+    """
+
+    @functools.wraps(run)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (getattr(type(self), method) if over() else run)(self, *args, **kwargs)
+
+    return called
+
+
+def cast_at_home(to: Callable[..., Any], leave: Callable[[], object]) -> Callable[..., Any]:
+    """`module.to`, before which a module whose dtype changes leaves the device: it is cast where its masters are."""
+
+    @functools.wraps(to)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(RuntimeError, TypeError):  # what is no such call, `to` will say
+            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            if device is None and dtype is not None:
+                leave()
+        return to(self, *args, **kwargs)
+
+    return run
+
+
+def computing(method: Callable[..., Any], dtype: str, args: Any, kwargs: Any) -> Any:
+    """`method` with floating tensors in `dtype`, its results in the dtype of its first floating argument."""
+    compute, given = getattr(torch, dtype), []
+
+    def narrow(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            given.append(value.dtype)
+            return value.to(compute)
+        return value
+
+    def widen(value: Any) -> Any:
+        return value.to(given[0]) if given and isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    args, kwargs = tree_map(narrow, (args, kwargs))
+    return tree_map(widen, method(*args, **kwargs))
+
+
+def override_class_members(target: object, **members: Any) -> Callable[[], None]:
+    """Gives `target`'s class these members for this object alone; returns how to take them off again."""
+    original = type(target)
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    object.__setattr__(target, "__class__", _passing(original)(original.__name__, (original,), names | members))
+    held = weakref.ref(target)  # a pipeline is not kept alive by what was done to it
+
+    def reveal() -> None:
+        if (alive := held()) is not None:
+            object.__setattr__(alive, "__class__", original)
+
+    return reveal
+
+
+def _passing(original: type) -> type:
+    """Whose classes are equal to `original`: diffusers looks types up in lists when pipelines share components."""
+    members = {"__eq__": lambda cls, other: other is cls or other is original, "__hash__": lambda cls: hash(original)}
+    return type("Disguise", (type(original),), members)

@@ -1,0 +1,76 @@
+"""What the host does for each use of a layer whose weights come and go → seconds, measured with tiny ones."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from tightfit.apply.weights.streamer import Streamer
+from tightfit.apply.weights.weight_groups import WeightGroup, weight_groups_of
+from tightfit.apply.weights.weight_store import HostStore
+from tightfit.devices.device import Device
+from tightfit.measure.modules import inspect_component
+from tightfit.measure.recorder import Recorder
+from tightfit.plan.timeline import HostOverheads
+
+__all__ = ["layer_overheads"]
+
+LAYERS, PASSES, LEARNING = 64, 12, 3
+AHEAD = 4  # layers that the ring holds
+
+
+class _Layer(nn.Module):
+    """As many parameters as most layers have, and no work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(64), requires_grad=False)
+
+    def forward(self) -> None:
+        pass
+
+
+def layer_overheads(device: Device, launch_overhead: float) -> HostOverheads:
+    """Of the usual pass. To launch the copies of what streams takes `launch_overhead` each, which is not in it."""
+    network = nn.ModuleList(_Layer() for _ in range(LAYERS))
+    parcels = weight_groups_of(
+        network,
+        inspect_component("layers", network),
+        "layer",
+        lambda masters: HostStore(masters, device),
+        lambda master: master,
+    )
+    with ExitStack() as undo:
+        for parcel in parcels:
+            parcel.home.lock_pages()
+            undo.callback(parcel.unlock_pages)
+        bare = statistics.median(_pass(network, device) for _ in range(PASSES))
+        streamed, resident = (_seconds(network, parcels, stays, device) - bare for stays in ((), range(LAYERS)))
+    return HostOverheads(max(streamed / LAYERS - launch_overhead, 0.0), max(resident / LAYERS, 0.0))
+
+
+def _seconds(network: nn.ModuleList, parcels: list[WeightGroup], stays: Collection[int], device: Device) -> float:
+    """Of the host for a pass, once the order is known and what stays is there."""
+    names, recorder = {parcels[index].name for index in stays}, Recorder(device, count_activations=False)
+    streamer = Streamer(parcels, names, AHEAD * parcels[0].size, device, recorder)
+    with ExitStack() as undo:
+        undo.callback(streamer.clear)
+        streamer.hook(undo.callback)
+        return statistics.median([_pass(network, device, streamer) for _ in range(PASSES)][LEARNING:])
+
+
+def _pass(network: nn.ModuleList, device: Device, streamer: Streamer | None = None) -> float:
+    device.synchronize()
+    begun = device.now()
+    if streamer is not None:
+        streamer.begin()
+    for layer in network:
+        layer()
+    if streamer is not None:
+        streamer.end()
+    return device.now() - begun

@@ -1,0 +1,243 @@
+"""What a module finds in place of a weight that is not on the device: a tensor that loads it when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tightfit.apply.weights.file_weights import FileBackedWeights
+from tightfit.apply.weights.weight_groups import WeightGroup
+from tightfit.apply.weights.weight_store import version_of, write_back
+from tightfit.devices.device import Device
+from tightfit.measure.recorder import Recorder
+
+__all__ = ["LazyWeight", "LazyWeights", "OffloadedParameter", "Versions", "versions_of"]
+
+
+_aten = torch.ops.aten
+_DATA: Any = torch.Tensor.data
+_ALIASES = (_aten.detach.default, _aten.alias.default)
+
+
+class LazyWeight:
+    """One weight that is away, for all its aliases together: how to fetch it, and what was written into it."""
+
+    def __init__(self, fetch: Callable[[], torch.Tensor]) -> None:
+        self._fetch = fetch
+        self.written: torch.Tensor | None = None  # stands for the weight from then on
+
+    def take(self, data: torch.Tensor) -> None:
+        """`data` stands for the weight from now on; what was written in place comes back like that (`+=`)."""
+        if not isinstance(data, OffloadedParameter):
+            self.written = data.detach()
+        elif data.absence is not self:
+            self.written = data.absence.value(data.device)
+
+    def value(self, device: torch.device) -> torch.Tensor:
+        return self._fetch() if self.written is None else self.written.to(device)
+
+
+class OffloadedParameter(torch.Tensor):
+    """Stands for a weight of the same shape, strides and dtype on `device`."""
+
+    absence: LazyWeight
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, device: torch.device, absence: LazyWeight) -> OffloadedParameter:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
+        )
+
+    def __init__(self, like: torch.Tensor, device: torch.device, absence: LazyWeight) -> None:
+        self.absence = absence
+
+    @classmethod
+    def standing_for(
+        cls, like: torch.Tensor, device: torch.device, fetch: Callable[[], torch.Tensor]
+    ) -> OffloadedParameter:
+        """A weight laid out as `like`, which `fetch` brings to `device`."""
+        return cls(like, device, LazyWeight(fetch))
+
+    # no overriding of Python's torch functions: where they see one, some leave their fast path, and other bits come out
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Any:
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        """`weight.data = …`, as module.to(dtype) does."""
+        _DATA.__set__(self, data)
+        self.absence.take(data)
+
+    def _whole(self) -> torch.Tensor:
+        with torch.no_grad():
+            value = self.absence.value(self.device).detach().clone(memory_format=torch.preserve_format)
+        return nn.Parameter(value, self.requires_grad) if getattr(self, "_is_param", False) else value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._whole()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._whole().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ALIASES:
+            return OffloadedParameter(args[0], args[0].device, args[0].absence)
+        values: dict[int, torch.Tensor] = {}
+
+        def present(away: OffloadedParameter) -> torch.Tensor:
+            if id(away.absence) not in values:
+                values[id(away.absence)] = away.absence.value(away.device)
+            return values[id(away.absence)]
+
+        result = func(
+            *tree_map_only(OffloadedParameter, present, args), **tree_map_only(OffloadedParameter, present, kwargs)
+        )
+        back = {}
+        for away in _written(func, args, kwargs):
+            away.absence.written = values[id(away.absence)]
+            back[id(away.absence.written)] = away
+        return tree_map_only(torch.Tensor, lambda tensor: back.get(id(tensor), tensor), result) if back else result
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[OffloadedParameter]:
+    """The weights that are away and that `func` writes into, by its schema."""
+    found: list[OffloadedParameter] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = kwargs.get(argument.name, args[place] if place < len(args) else None)
+            found += [value for value in tree_leaves(given) if isinstance(value, OffloadedParameter)]
+    return found
+
+
+Versions = list[tuple[Any, ...]]
+
+
+class LazyWeights:
+    """For each parcel a tensor for each of its weights, which fetches it by `fetch(parcel, number)`."""
+
+    def __init__(
+        self,
+        parcels: Sequence[WeightGroup],
+        device: Device,
+        recorder: Recorder,
+        fetch: Callable[[WeightGroup, int], torch.Tensor],
+    ) -> None:
+        self._device, self._recorder, self._fetch = device, recorder, fetch
+        self._of: dict[WeightGroup, list[OffloadedParameter]] = {}
+        self._absences: dict[WeightGroup, list[LazyWeight]] = {}  # the same, where to look takes less time
+        for parcel in parcels:
+            self.renew(parcel)
+
+    def __getitem__(self, parcel: WeightGroup) -> list[OffloadedParameter]:
+        return self._of[parcel]
+
+    def renew(self, parcel: WeightGroup) -> None:
+        """The parcel's weights are laid out in another way by now."""
+        self._of[parcel] = list(self._made(parcel))
+        self._absences[parcel] = [away.absence for away in self._of[parcel]]
+
+    def _made(self, parcel: WeightGroup) -> Iterator[OffloadedParameter]:
+        for index, (master, like) in enumerate(zip(parcel.masters, parcel.likes, strict=True)):
+            away = OffloadedParameter.standing_for(like, self._device.torch_device, self._fetching(parcel, index))
+            yield nn.Parameter(away, master.requires_grad)  # type: ignore[misc]
+
+    def _fetching(self, parcel: WeightGroup, index: int) -> Callable[[], torch.Tensor]:
+        return lambda: self._fetch(parcel, index)
+
+    def any_written(self, parcel: WeightGroup) -> bool:
+        """Whether others wrote into one of the parcel's weights."""
+        for absence in self._absences[parcel]:  # noqa: SIM110 - a generator takes three times as long
+            if absence.written is not None:
+                return True
+        return False
+
+    def with_written(self, parcel: WeightGroup, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """`weights`, which have come from their home, with what others wrote in its place."""
+        return [
+            weight
+            if away.absence.written is None
+            else nn.Parameter(away.absence.value(away.device), away.requires_grad)
+            for away, weight in zip(self._of[parcel], weights, strict=True)
+        ]
+
+    def keep_changed(self, parcel: WeightGroup, weights: list[nn.Parameter], versions: Versions) -> None:
+        """Somebody wrote into weights that will be forgotten (a LoRA fused in a callback, say)."""
+        for away, weight, version in zip(self._of[parcel], weights, versions, strict=True):
+            if versions_of([weight]) != [version]:
+                with torch.no_grad(), self._recorder.uncounted():
+                    away.absence.written = weight.detach().clone()
+
+    def keep(self, parcel: WeightGroup) -> None:
+        """What others wrote while the weights were here, or away, goes into the masters, or stays in RAM."""
+        self._take_up(parcel)
+        for away, master in zip(self._of[parcel], parcel.masters, strict=True):
+            written = away.absence.written
+            if written is None:
+                continue
+            with torch.no_grad(), self._recorder.uncounted():
+                if not parcel.home.writable:
+                    away.absence.written = self._device.to_host(written)
+                    continue
+                write_back(master, written, self._device)
+                self._recorder.moved(bytes_out=written.nbytes)
+                away.absence.written = None
+
+    def _take_up(self, parcel: WeightGroup) -> None:
+        """What others put in the place of a weight that was away (`module.to(dtype)` may) has its home from now on."""
+        if parcel.home.writable:
+            ours = {*map(id, parcel.masters), *map(id, self._of[parcel])}
+            for index, there in parcel.put_by_others(ours):
+                self._of[parcel][index].absence.written = there.detach()
+
+    def set_aside(self) -> None:
+        """Where masters have no values, modules find what stands for them, from now on."""
+        for parcel in self._valueless():
+            parcel.show(parcel.masters, self._of[parcel])
+
+    def give_back(self, shelf: FileBackedWeights | None = None) -> None:
+        """Masters without values have them again, as others wrote them, and modules find them.
+
+        With a `shelf`, modules find shapes there, but for what others wrote into.
+        """
+        for parcel in self._valueless():
+            if shelf is not None and not any(away.absence.written is not None for away in self._of[parcel]):
+                parcel.show(self._of[parcel], parcel.shapes(shelf))
+                continue
+            parcel.fill()
+            self._write_back(parcel)
+            parcel.show(self._of[parcel], parcel.masters)
+
+    def _valueless(self) -> Iterator[WeightGroup]:
+        return (parcel for parcel in self._of if not parcel.home.writable)
+
+    def _write_back(self, parcel: WeightGroup) -> None:
+        """The masters, which have come from their home, are as others wrote them."""
+        for away, master in zip(self._of[parcel], parcel.masters, strict=True):
+            written = away.absence.written
+            if written is None:
+                continue
+            if (written.dtype, written.shape) == (master.dtype, master.shape):
+                master.data.copy_(written)
+            else:
+                master.data = written.to(master.device)
+
+
+def versions_of(weights: Sequence[torch.Tensor]) -> Versions:
+    """What changes when somebody writes into `weights`, or gives them other data."""
+    return [
+        (weight._version, weight.data_ptr(), weight.dtype) if type(weight) is nn.Parameter else version_of(weight)
+        for weight in weights  # to call for each, and to ask what is inside, takes longer than all of this
+    ]

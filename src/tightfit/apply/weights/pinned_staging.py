@@ -1,0 +1,191 @@
+"""Page-locked host memory: locked for good, or a buffer through which a background thread sends weights."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+import torch
+
+from tightfit.devices.copy_stream import CopyHandle, CopyStream, PendingCopy
+from tightfit.devices.device import Device
+from tightfit.devices.memory import arena
+from tightfit.plan.prefetch import Lease, Ring
+
+__all__ = ["ByteRange", "PageLock", "Stager", "send_pieces"]
+
+
+class PageLock:
+    """Keeps a buffer alive until its pages are unlocked: by `release`, at the latest when this object is freed.
+
+    The driver registers addresses. Where memory is unmapped while it is registered, whatever is mapped there next
+    counts as page-locked, and copies go to and from the old pages.
+    """
+
+    def __init__(self, buffer: torch.Tensor, unlock: Callable[[], None]) -> None:
+        self._release = weakref.finalize(self, _unlock, unlock, buffer)
+        self._release.atexit = False  # the driver itself may be gone by then
+
+    @classmethod
+    def acquire(cls, buffer: torch.Tensor, device: Device) -> PageLock | None:
+        """Page-locks `buffer` for copies to and from `device`; None where that is refused."""
+        unlock = device.lock_pages(buffer)
+        return None if unlock is None else cls(buffer, unlock)
+
+    def release(self) -> None:
+        """Waits for copies in flight and unlocks the pages; the second time it does nothing."""
+        self._release()
+
+
+def _unlock(unlock: Callable[[], None], buffer: torch.Tensor) -> None:
+    unlock()
+    del buffer  # not before
+
+
+SIZE = 64 * 2**20  # bytes of the buffer, where nothing larger passes through
+
+
+class ByteRange(NamedTuple):
+    """Bytes that are sent together, from one offset to another."""
+
+    source: int
+    target: int
+    size: int
+
+
+def send_pieces(
+    lane: CopyStream, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[ByteRange], after: Any
+) -> PendingCopy:
+    """Sends `pieces` of `source` to `target`, as `lane` does."""
+    arrivals = [lane.send(target[to : to + size], source[begin : begin + size], after) for begin, to, size in pieces]
+    return arrivals[0] if len(arrivals) == 1 else _Several(arrivals)
+
+
+class _Several(PendingCopy):
+    """Copies that are waited for together."""
+
+    def __init__(self, arrivals: Sequence[PendingCopy]) -> None:
+        self._arrivals = arrivals
+
+    def wait_on_device(self) -> float:
+        return sum(arrival.wait_on_device() for arrival in self._arrivals)
+
+    def synchronize(self) -> None:
+        for arrival in self._arrivals:
+            arrival.synchronize()
+
+    def cancel(self) -> None:
+        for arrival in self._arrivals:
+            arrival.cancel()
+
+
+class Stager:
+    """One buffer and one thread. The buffer is there from the first `send` to `close`."""
+
+    def __init__(self, device: Device) -> None:
+        self._thread = ThreadPoolExecutor(1, "tightfit staging")
+        self._buffer = _Buffer(device)
+        weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
+
+    def send(
+        self,
+        lane: CopyStream,
+        target: torch.Tensor,
+        after: Any,
+        fill: Callable[[torch.Tensor], None],
+        pieces: Sequence[ByteRange] = (),
+        size: int | None = None,
+    ) -> CopyHandle:
+        """Sends to `target` (uint8, on the device), as `lane` does, what `fill` puts into a tensor of that size.
+
+        Or into one of `size` bytes, of which `pieces` are sent.
+        """
+        whole = pieces or [ByteRange(0, 0, target.nbytes)]
+        size = target.nbytes if size is None else size
+        return _Staged(self._thread.submit(self._buffer.send, lane, target, after, fill, whole, size))
+
+    def close(self) -> None:
+        """What has not been begun is not sent any more; the buffer goes."""
+        self._thread.shutdown(cancel_futures=True)
+        self._buffer.close()
+
+
+class _Buffer:
+    """The thread's: page-locked memory, parts of which are filled, or on their way."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._ring, self._memory = Ring(0), torch.empty(0, dtype=torch.uint8)
+        self._lock: PageLock | None = None
+        self._under_way: deque[tuple[Lease, PendingCopy]] = deque()
+
+    def send(
+        self,
+        lane: CopyStream,
+        target: torch.Tensor,
+        after: Any,
+        fill: Callable[[torch.Tensor], None],
+        pieces: Sequence[ByteRange],
+        size: int,
+    ) -> PendingCopy:
+        with torch.inference_mode():  # it writes bytes, whatever mode their tensors were made in
+            lease = self._lease(size)
+            part = self._memory[lease.offset : lease.offset + size]
+            try:
+                fill(part)
+                arrival = send_pieces(lane, target, part, pieces, after)
+            except BaseException:
+                self._ring.give_back(lease)
+                raise
+        self._under_way.append((lease, arrival))
+        return arrival
+
+    def _lease(self, size: int) -> Lease:
+        while (lease := self._ring.take(size)) is None:
+            if self._under_way:
+                self._await_one()
+            else:  # too small, even when it is empty
+                self._grow(max(SIZE, 2 * size))
+        return lease
+
+    def _await_one(self) -> None:
+        lease, arrival = self._under_way.popleft()
+        arrival.synchronize()
+        self._ring.give_back(lease)
+
+    def _grow(self, size: int) -> None:
+        self.close()
+        self._ring, self._memory = Ring(size), arena(size)
+        self._lock = PageLock.acquire(self._memory, self._device)
+        if self._lock is None:  # drivers that lock no memory that is there (WSL) may still make some
+            self._memory = self._device.pinned(size)
+
+    def close(self) -> None:
+        while self._under_way:
+            self._await_one()
+        if self._lock is not None:
+            self._lock.release()
+        self._ring, self._memory, self._lock = Ring(0), torch.empty(0, dtype=torch.uint8), None
+
+
+class _Staged(CopyHandle):
+    """A copy that a thread will give to the card."""
+
+    def __init__(self, given: Future[PendingCopy]) -> None:
+        self._given = given
+
+    def wait_on_device(self) -> float:
+        start = time.perf_counter()
+        arrival = self._given.result()
+        return time.perf_counter() - start + arrival.wait_on_device()
+
+    def cancel(self) -> None:
+        if self._given.cancel():
+            return
+        wait([self._given])
+        if self._given.exception() is None:
+            self._given.result().cancel()

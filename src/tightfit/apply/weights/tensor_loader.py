@@ -1,0 +1,130 @@
+"""Weights that move together, from host memory to the device and out of it again.
+
+Bringing them in puts fresh parameters that hold device copies where the modules look for them; the
+originals, untouched, are the masters. Putting the originals back *is* the eviction: nothing is copied back,
+and whatever was loaded, fused or replaced in the meantime is simply what is found at the next visit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tightfit.apply.weights.weight_store import (
+    HOST,
+    forget_casts,
+    plain_parts,
+    rebuilt,
+    relocate,
+    version_of,
+    write_back,
+)
+from tightfit.devices.device import Device
+from tightfit.measure.recorder import Recorder
+
+__all__ = ["TensorLoader"]
+
+
+class _Slot(NamedTuple):
+    """One place in a module where a tensor is looked up."""
+
+    table: dict[str, torch.Tensor | None]
+    name: str
+    master: torch.Tensor
+    copy: torch.Tensor
+    version: tuple[Any, ...]
+
+
+class TensorLoader:
+    """All weights and buffers below `module`, except those that `without` says when they are brought."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: Device,
+        recorder: Recorder,
+        without: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._recorder = recorder
+        self._without = without
+        self._slots: list[_Slot] = []
+        self._bytes = 0
+        self.is_loaded = False
+
+    def load(self) -> None:
+        """Copies every weight to the device and lets the modules see the copies."""
+        if self.is_loaded:
+            return
+        self._slots = self._copies()
+        self.is_loaded = True
+        for slot in self._slots:
+            slot.table[slot.name] = slot.copy
+        self._bytes = sum({id(slot.copy): slot.copy.nbytes for slot in self._slots}.values())
+        self._recorder.hold(self, self._bytes)
+        self._recorder.moved(bytes_in=self._bytes)
+
+    def _copies(self) -> list[_Slot]:
+        copies: dict[int, torch.Tensor] = {}
+        slots = []
+        with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
+            for table, name, master in self._tensors():
+                copy = copies.get(id(master))
+                if copy is None:
+                    copy = copies[id(master)] = self._copy(master)
+                slots.append(_Slot(table, name, master, copy, version_of(copy)))
+        return slots
+
+    def evict(self) -> None:
+        """Lets the modules see the masters again; the copies are forgotten."""
+        for table, name, master, copy, version in self._slots:
+            if table.get(name) is not copy:
+                continue  # replaced by somebody while it was here: theirs stands
+            if version_of(copy) != version:  # a LoRA was fused in a callback, say, or the dtype changed
+                with torch.no_grad(), self._recorder.uncounted():
+                    write_back(master, copy.data, self._device)
+                self._recorder.moved(bytes_out=copy.nbytes)
+            table[name] = master
+        self._send_home({id(slot.master) for slot in self._slots})
+        self._slots = []
+        forget_casts()
+        self._recorder.hold(self, 0)
+        self.is_loaded = False  # last: who is interrupted here is evicted again
+
+    def _send_home(self, masters: set[int]) -> None:
+        """What somebody put on the device in place of a weight goes to host memory."""
+        target = self._device.torch_device
+        moved: dict[int, torch.Tensor] = {}
+        for table, name, tensor in self._tensors() if target != HOST else ():
+            if id(tensor) not in masters and tensor.device == target:
+                if id(tensor) not in moved:
+                    moved[id(tensor)] = self._in_host_memory(tensor)
+                table[name] = moved[id(tensor)]
+
+    def _in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` itself, where it can be in another place, else a new one."""
+        self._recorder.moved(bytes_out=tensor.nbytes)
+        with torch.inference_mode(False), torch.no_grad(), self._recorder.uncounted():
+            if not self._device.swaps_parameters:
+                relocate(tensor, HOST)
+                return tensor
+            stored = rebuilt(tensor, [self._device.to_host(part) for part in plain_parts(tensor.detach())])
+        return nn.Parameter(stored, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stored
+
+    def _copy(self, master: torch.Tensor) -> torch.Tensor:
+        copy = rebuilt(master, [self._device.to_device(part) for part in plain_parts(master.detach())])
+        if isinstance(master, nn.Parameter):
+            return nn.Parameter(copy, requires_grad=master.requires_grad)
+        return copy
+
+    def _tensors(self) -> Iterator[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+        without = set(map(id, self._without()))
+        for module in self._module.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None and id(tensor) not in without:
+                        yield table, name, tensor  # type: ignore[misc]

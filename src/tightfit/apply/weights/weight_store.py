@@ -1,0 +1,231 @@
+"""Where masters are: one flat buffer in host memory for all that moves together, or ranges of files.
+
+A home knows how its weights lie in the bytes that it sends, so that they become views of wherever those arrive.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tightfit.apply.weights.pinned_staging import PageLock, Stager
+from tightfit.devices.copy_stream import CopyHandle, CopyStream
+from tightfit.devices.device import Device
+from tightfit.devices.memory import arena, move_into
+from tightfit.measure.modules import weight_tensors
+
+__all__ = [
+    "ALIGNMENT",
+    "HOST",
+    "Held",
+    "HostStore",
+    "TensorLayout",
+    "WeightStore",
+    "forget_casts",
+    "moved",
+    "plain_parts",
+    "rebuilt",
+    "relocate",
+    "version_of",
+    "write_back",
+]
+
+Held = dict[int, list[torch.Tensor]]  # what weights consisted of, by their id()
+HOST = torch.device("cpu")
+ALIGNMENT = 256  # bytes: the most that libraries look at when they choose a kernel by the address of a matrix
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Where a plain tensor lies in a home's bytes. `offset` in bytes, a multiple of its items' size."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    def view(self, region: torch.Tensor) -> torch.Tensor:
+        """The tensor in `region` (uint8), a view with a version counter of its own."""
+        typed = region.view(self.dtype) if region.nbytes % self.dtype.itemsize == 0 else self._cut(region)
+        return typed.as_strided(self.shape, self.strides, typed.storage_offset() + self.offset // self.dtype.itemsize)
+
+    def _cut(self, region: torch.Tensor) -> torch.Tensor:
+        return region[: region.nbytes // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+
+
+class WeightStore(ABC):
+    """The masters of what moves together. `size` bytes are sent; `layouts` are of its plain tensors, in order."""
+
+    size: int
+    alignment = ALIGNMENT  # of the memory that it sends to
+    writable: bool  # whether what somebody writes into a weight can be written into its master
+    layouts: tuple[TensorLayout, ...]
+    lock_refused = False  # whether the masters should be page-locked and are not
+
+    def lock_pages(self) -> bool:
+        """Page-locks the masters; whether they are locked now."""
+        return False
+
+    def unlock_pages(self) -> None:  # noqa: B027 - most have nothing to unlock
+        """Waits for copies in flight and unlocks the masters."""
+
+    def values(self) -> list[torch.Tensor]:
+        """The plain tensors; asked only where masters have no values."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def send(self, lane: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
+        """Sends all to `target` (uint8, `size` bytes), beginning after `after`."""
+
+
+class HostStore(WeightStore):
+    """One flat buffer in host memory; `tensors`, plain, become views of it."""
+
+    writable = True
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: Device, stager: Stager | None = None) -> None:
+        """With a `stager`, what is not page-locked is sent through it."""
+        offset, layouts = 0, []
+        for tensor in tensors:
+            layouts.append(TensorLayout(offset, tensor.dtype, tensor.shape, tensor.stride()))
+            offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self.size, self.layouts = offset, tuple(layouts)
+        shapes = any(tensor.is_meta for tensor in tensors)
+        self._buffer = torch.empty(offset, dtype=torch.uint8, device="meta") if shapes else arena(offset)
+        self._device, self._stager = device, stager
+        self._wants_lock = False
+        self._lock: PageLock | None = None
+        if not shapes:
+            for tensor, layout in zip(tensors, layouts, strict=True):
+                move_into(layout.view(self._buffer), tensor)
+
+    @property
+    def lock_refused(self) -> bool:  # type: ignore[override]
+        return self._wants_lock and self._lock is None
+
+    def lock_pages(self) -> bool:
+        self._wants_lock, self._lock = True, PageLock.acquire(self._buffer, self._device)
+        return self._lock is not None
+
+    def unlock_pages(self) -> None:
+        self._wants_lock = False
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def send(self, lane: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
+        if self._lock is not None or self._stager is None:
+            return lane.send(target, self._buffer, after)
+        return self._stager.send(lane, target, after, self._fill)
+
+    def _fill(self, part: torch.Tensor) -> None:
+        part.copy_(self._buffer)
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether `tensors` still are the views that they were made to: nobody gave them other data."""
+        return all(
+            (tensor.dtype, tensor.shape, tensor.stride()) == (layout.dtype, layout.shape, layout.strides)
+            and (tensor.is_meta or tensor.data_ptr() == self._buffer.data_ptr() + layout.offset)
+            for tensor, layout in zip(tensors, self.layouts, strict=True)
+        )
+
+    def anew(self, tensors: Sequence[torch.Tensor]) -> HostStore:
+        """A home for what `tensors` are by now, page-locked if this one should be, which is given up."""
+        locked = self._wants_lock
+        self.unlock_pages()
+        home = HostStore(tensors, self._device, self._stager)
+        if locked:
+            home.lock_pages()
+        return home
+
+
+def write_back(master: torch.Tensor, written: torch.Tensor, device: Device) -> None:
+    """`master`, in host memory, becomes what somebody made of it on `device`, in whatever dtype that is."""
+    stored = device.to_host(written)
+    if stored.is_meta and not master.is_meta:  # a simulated card may know shapes alone
+        stored = torch.zeros_like(stored, device=master.device)
+    if (stored.dtype, stored.shape) == (master.dtype, master.shape):
+        master.data.copy_(stored)
+    else:
+        master.data = stored
+
+
+def version_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What changes when somebody writes into `tensor`, or gives it other data."""
+    return tuple((part._version, part.data_ptr(), part.dtype) for part in plain_parts(tensor))
+
+
+def forget_casts() -> None:
+    """Frees copies of weights that autocast keeps until it ends: weights that come anew are never found among them."""
+    torch.clear_autocast_cache()
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that `tensor` consists of: itself, or those inside a format of its own."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]
+
+
+def rebuilt(like: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    """A tensor as `like`, of other plain parts (taken from the front of the list)."""
+    if not is_traceable_wrapper_subclass(like):
+        return parts.pop(0)
+    names, context = like.__tensor_flatten__()
+    inside = {name: rebuilt(getattr(like, name), parts) for name in names}
+    whole: torch.Tensor = type(like).__tensor_unflatten__(inside, context, like.shape, like.stride())
+    return whole
+
+
+def relocate(tensor: torch.Tensor, device: torch.device) -> None:
+    """`tensor` itself is on `device` from now on, with all that it consists of."""
+    _adopt(tensor, rebuilt(tensor, [part.data.to(device) for part in plain_parts(tensor)]))
+
+
+def _adopt(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # `.data` reaches the outer tensor alone
+            _adopt(getattr(tensor, name), getattr(new, name))
+    tensor.data = new
+
+
+def moved(module: nn.Module, target: torch.device, held: Held) -> Callable[[], None]:
+    """Moves the weights of `module` to `target`; returns how to move each back to where it was.
+
+    What they consisted of in host memory stays in `held` until its owner empties it: a card that fails at once is not
+    asked for a copy.
+    """
+    homes = {id(tensor): tensor.device for tensor in weight_tensors(module) if not tensor.is_meta}
+    usual = next(iter(homes.values()), HOST)  # for what is loaded in the meantime
+
+    def move_back() -> None:
+        for tensor in _found_elsewhere(module, lambda tensor: homes.get(id(tensor), usual)):
+            if id(tensor) in held:
+                _adopt(tensor, rebuilt(tensor, held.pop(id(tensor))))
+            else:
+                relocate(tensor, homes.get(id(tensor), usual))
+
+    try:
+        for tensor in _found_elsewhere(module, lambda tensor: target):
+            before = [part.data for part in plain_parts(tensor)]
+            relocate(tensor, target)
+            if homes[id(tensor)] == HOST:
+                held[id(tensor)] = before
+    except BaseException:  # out of memory half way, say
+        move_back()
+        raise
+    return move_back
+
+
+def _found_elsewhere(module: nn.Module, place: Callable[[torch.Tensor], torch.device]) -> Iterator[torch.Tensor]:
+    """Weights of `module` that are not where they should be; of what is only a shape, the host has no copy."""
+    for tensor in weight_tensors(module):
+        if tensor.device != place(tensor) and not tensor.is_meta:
+            yield tensor

@@ -1,0 +1,138 @@
+"""A checked folder → its pipeline without weights, or with weights read from their files on use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.apply.weights.disk_store import FileTensor, read_stored
+from tightfit.apply.weights.file_weights import FileBackedWeights
+from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, network_folder
+from tightfit.checkpoint.loading import load_pipeline, quietly
+from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, place_weights, read_places
+from tightfit.devices.disk import DiskReader
+from tightfit.measure.build_models import build_network
+
+__all__ = ["LazyCheckpoint", "build_folder", "build_lazily"]
+
+
+class LazyCheckpoint:
+    """A pipeline or a network whose weights are still in its files."""
+
+    def __init__(
+        self, pipe: Any, networks: Mapping[str, nn.Module], places: Mapping[str, dict[str, TensorLocation]]
+    ) -> None:
+        self.pipe = pipe
+        self._networks, self._places = networks, places
+
+    def fill(self, left: Callable[[str, nn.Module], Set[int]]) -> FileBackedWeights:
+        """Reads all weights but those that `left` names, by id, of a network and its name; returns where those are.
+
+        ModelError where a file ends too soon, cannot be read or was changed since its header was.
+        """
+        shelf = FileBackedWeights()
+        with DiskReader() as reader:
+            for name, places in self._places.items():
+                network = self._networks[name]
+                unread = left(name, network)
+                for weight, place in _weights(network, places).values():
+                    where = FileTensor(place.path, place.offset, place.dtype, weight.shape, _strides(weight.shape))
+                    if isinstance(weight, nn.Parameter) and id(weight) in unread:
+                        shelf.put(weight, where)
+                    else:
+                        _replace(network, weight, read_stored(where, reader).to(weight.dtype))
+        return shelf
+
+
+def build_lazily(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -> LazyCheckpoint:
+    """What is in `path`: the pipeline of `folder`, or a single diffusers network (None), to be computed in `dtype`.
+
+    Raises ModelError, naming file and tensor, where the files do not hold what the networks need.
+    """
+    parts = [network_folder(path)] if folder is None else [part for part in folder.components if part.weight_files]
+    parts = [part for part in parts if "safety" not in part.name]
+    networks, places = {}, {}
+    for part in parts:
+        here = path if folder is None else path / part.name
+        with quietly():
+            network = _build(here, part, dtype)
+        try:
+            places[part.name] = place_weights(network, read_places(part.weight_files, part.weight_index), part.name)
+        except NotLazyLoadable:  # only the library's own loader knows how
+            with quietly():
+                network = _kind(part).from_pretrained(str(here), torch_dtype=dtype, local_files_only=True)
+        networks[part.name] = network
+    pipe = networks[parts[0].name] if folder is None else load_pipeline(folder, dtype, networks)
+    return LazyCheckpoint(pipe, networks, places)
+
+
+def _kind(part: ComponentFolder) -> Any:
+    return getattr(import_module(part.library), part.class_name)
+
+
+def _build(path: Path, part: ComponentFolder, dtype: torch.dtype) -> nn.Module:
+    """As `from_pretrained` leaves it, but for its weights."""
+    kind = _kind(part)
+    with torch.random.fork_rng(devices=[]):
+        if part.library != "transformers":
+            config = kind.load_config(str(path), local_files_only=True)
+            network = build_network(lambda: kind.from_config(config), dtype)
+            network.register_to_config(_name_or_path=str(path))  # type: ignore[operator]
+            return network
+        config = kind.config_class.from_pretrained(str(path), local_files_only=True, dtype=dtype)
+        network = build_network(lambda: kind(config), dtype)
+    config._name_or_path = str(path)
+    if (path / "generation_config.json").exists() and hasattr(network, "generation_config"):
+        generation = import_module("transformers").GenerationConfig
+        network.generation_config = generation.from_pretrained(str(path), local_files_only=True)
+    return network
+
+
+def _weights(
+    network: nn.Module, places: Mapping[str, TensorLocation]
+) -> dict[int, tuple[torch.Tensor, TensorLocation]]:
+    """Every parameter and buffer that a file holds, once, with its place; in the order of the files."""
+    held = network.state_dict(keep_vars=True)
+    named = sorted(places, key=lambda name: (str(places[name].path), places[name].offset))
+    return {id(held[name]): (held[name], places[name]) for name in named}
+
+
+def _replace(network: nn.Module, weight: torch.Tensor, value: torch.Tensor) -> None:
+    """`value` stands wherever `weight` stood."""
+    now = nn.Parameter(value, weight.requires_grad) if isinstance(weight, nn.Parameter) else value
+    for module in network.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, there in table.items():
+                if there is weight:
+                    table[name] = now
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def build_folder(folder: ModelFolder, dtype: torch.dtype) -> Any:
+    """The pipeline of `folder`, the large tensors of its networks on "meta", in `dtype`.
+
+    Raises ModelError where a configuration fits no class. A safety checker is left out: it looks at pictures.
+    """
+    networks = {part.name: _build_shapes(folder, part, dtype) for part in folder.components if part.weight_files}
+    return load_pipeline(folder, dtype, networks)
+
+
+def _build_shapes(folder: ModelFolder, part: ComponentFolder, dtype: torch.dtype) -> Any:
+    if "safety" in part.name:
+        return None
+    kind = getattr(import_module(part.library), part.class_name)
+    path = str(folder.path / part.name)
+    if part.library == "transformers":
+        config = kind.config_class.from_pretrained(path, local_files_only=True)
+        return build_network(lambda: kind(config), dtype)
+    config = kind.load_config(path, local_files_only=True)
+    return build_network(lambda: kind.from_config(config), dtype)

@@ -1,0 +1,178 @@
+"""A simulated card behind the seam: everything that is done on a card is done on it too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tightfit.catalog.cuda import PAGE_TAIL
+from tightfit.devices.copy_stream import CopyStream, PendingCopy
+from tightfit.devices.device import Device
+from tightfit.errors import InputError
+from tightfit.simulator.backend import cards_in_use
+from tightfit.simulator.card import Point, SimulatedCard
+from tightfit.simulator.host_memory import is_pinned, pin
+from tightfit.simulator.operations import NAME
+from tightfit.simulator.storage import free_dead_tensors, store_of
+
+__all__ = ["SimulatedDevice"]
+
+
+class SimulatedDevice(Device):
+    """Number `index` of the simulated cards in use. Its times are the cards' clock's.
+
+    One like a CPU (by its accelerator's kind) is no card: its memory is the host's.
+    """
+
+    kind = "simulated"
+    swaps_parameters = True
+
+    takes_threads = False  # its clock belongs to who computes
+
+    def __init__(self, index: int = 0) -> None:
+        cards = cards_in_use()
+        if not 0 <= index < len(cards):
+            raise InputError(
+                f"no such device: simulated:{index}; {len(cards)} simulated cards are in use", cards=len(cards)
+            )
+        self.card = cards[index]
+        self.separate = not self.card.accelerator.is_cpu
+        self.torch_device = torch.device(NAME, index)
+        self.name = f"simulated:{index}"
+
+    def compute_capability(self) -> str | None:
+        return self.card.accelerator.compute_capability
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.to(self.torch_device, non_blocking=True)
+        self.card.copy_in(tensor.nbytes, pinned=False, wait=False)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.torch_device)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.card.values == "real":
+            return tensor.to("cpu")
+        self.card.copy_out(tensor.nbytes, pinned=False, wait=True)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    def copy_stream(self) -> CopyStream:
+        return _SimulatedCopyStream(self.card)
+
+    def allocate(self, size: int) -> torch.Tensor:
+        whole = super().allocate(size)
+        if self.card.values == "shapes":
+            store_of(whole).values = None  # it will hold weights, and they are only shapes
+        return whole
+
+    def allocate_host(self, size: int) -> torch.Tensor:
+        if self.card.values == "shapes":
+            return torch.empty(size, dtype=torch.uint8, device="meta")
+        return super().allocate_host(size)
+
+    def pinnable(self) -> int:
+        return 2**60
+
+    def lock_pages(self, buffer: torch.Tensor) -> Callable[[], None] | None:
+        pin(buffer)
+        return lambda: None
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return pin(torch.empty(size, dtype=torch.uint8))
+
+    def total_bytes(self) -> int:
+        return self.card.accelerator.bytes
+
+    def free_bytes(self) -> int:
+        free_dead_tensors()
+        return self.card.allocator.capacity - self.card.allocator.allocated.now
+
+    def allocated_bytes(self) -> int:
+        free_dead_tensors()
+        return self.card.live.now
+
+    def peak_bytes(self) -> int:
+        return self.card.live.peak
+
+    def peak_reserved_bytes(self) -> int:
+        return self.card.held.peak
+
+    def reset_peak(self) -> None:
+        free_dead_tensors()
+        self.card.held.reset_peak()
+        self.card.live.reset_peak()
+
+    def use_layer(self) -> None:
+        self.card.host.now += round(self.card.accelerator.resident_overhead * 1e9)
+
+    def send_layer(self) -> None:
+        like = self.card.accelerator
+        self.card.host.now += round((like.streamed_overhead - like.resident_overhead) * 1e9)
+
+    def synchronize(self) -> None:
+        self.card.timeline.synchronize()
+
+    def grow_segments(self) -> Callable[[], None]:
+        allocator = self.card.allocator
+        before, allocator.expandable = allocator.expandable, True
+        return lambda: setattr(allocator, "expandable", before)
+
+    def cap(self, size: int) -> Callable[[], None]:
+        allocator = self.card.allocator
+        size = max(size - PAGE_TAIL, 0) if allocator.expandable else size  # as on CUDA
+        before, capped = allocator.capacity, min(allocator.capacity, size)
+        allocator.capacity = capped
+
+        def undo() -> None:
+            if allocator.capacity == capped:  # else the card lost memory by itself
+                allocator.capacity = before
+
+        return undo
+
+    def release_cache(self) -> None:
+        self.card.allocator.empty_cache()
+
+    def now(self) -> float:
+        return self.card.now * 1e-9
+
+
+class _SimulatedCopyStream(CopyStream):
+    """A stream of the card's own, for copies."""
+
+    def __init__(self, card: SimulatedCard) -> None:
+        self._card = card
+        self._place = torch.device(NAME, card.index)
+        self._stream = card.new_stream()
+
+    def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> PendingCopy:
+        card = self._card
+        with card.on(self._stream):
+            if after is not None:
+                card.timeline.wait(self._stream, after)
+            if source.is_meta:
+                card.copy_in(source.nbytes, pinned=True, wait=False)
+            elif target.is_meta:  # to memory that was not locked the host waits, as for any copy there
+                card.copy_out(source.nbytes, pinned=is_pinned(target), wait=False)
+            else:
+                target.copy_(source, non_blocking=is_pinned(target if source.device == self._place else source))
+            return _SimulatedCopy(card, card.record())
+
+    def follow(self, copy: PendingCopy) -> None:
+        assert isinstance(copy, _SimulatedCopy)
+        self._card.timeline.wait(self._stream, copy.point)
+
+    def mark(self) -> Point:
+        return self._card.record()
+
+
+class _SimulatedCopy(PendingCopy):
+    def __init__(self, card: SimulatedCard, point: Point) -> None:
+        self._card, self.point = card, point
+
+    def wait_on_device(self) -> float:
+        self._card.timeline.wait(self._card.stream, self.point)
+        return 0.0
+
+    def synchronize(self) -> None:
+        self.point.wait()

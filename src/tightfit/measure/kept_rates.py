@@ -1,0 +1,86 @@
+"""Rates that were measured of this computer and kept on disk → what is known of its devices. Reads only.
+
+The key is everything that rates depend on: the devices, the processor and the threads that may use it, torch, and the
+code that measures. A file that cannot be read is no answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.devices.choose import processor
+from tightfit.devices.device import Device
+from tightfit.errors import InputError
+from tightfit.files import cache_folder
+from tightfit.schema.machine import Accelerator, Machine
+
+__all__ = ["kept_file", "known_accelerator", "machine_key", "read_kept"]
+
+_MEASURING = ("measure/rates.py", "measure/layout_gains.py", "apply/weights/host_overheads.py")
+
+
+def known_accelerator(device: Device) -> Accelerator:
+    """What `device` is, with its rates where they were measured; a simulated card's are those that it was given."""
+    if device.kind == "simulated":
+        from tightfit.devices.simulated import SimulatedDevice  # only where there is one
+
+        assert isinstance(device, SimulatedDevice)
+        return device.card.accelerator
+    here = Accelerator(
+        name=device.name,
+        kind=device.kind,
+        bytes=device.total_bytes(),
+        product_name=device.product_name() or processor(),
+        compute_capability=device.compute_capability(),
+        flash=device.has_flash(),
+    )
+    for key, fields in read_kept().items():
+        with contextlib.suppress(InputError):
+            machine = Machine.from_mapping(fields)
+            same = [kept for kept in machine.accelerators if _who(kept) == _who(here)]
+            if same and key == machine_key(machine):  # with this torch, these threads and this code
+                return same[0]
+    return here
+
+
+def _who(accelerator: Accelerator) -> tuple[str | None, ...]:
+    return accelerator.name, accelerator.product_name, accelerator.compute_capability
+
+
+def kept_file() -> Path:
+    return cache_folder() / "machine.json"
+
+
+def read_kept() -> dict[str, Any]:
+    """Fields of a Machine, not yet validated, by `machine_key`."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        kept = json.loads(kept_file().read_text())
+        if isinstance(kept, dict):
+            return kept
+    return {}
+
+
+def machine_key(machine: Machine) -> str:
+    """Under which the rates of `machine` are kept."""
+    cards = [
+        (
+            card.name,
+            card.product_name,
+            card.compute_capability,
+            round(card.bytes / 2**30),
+        )  # RAM differs a little by boot
+        for card in machine.accelerators
+    ]
+    depends = (cards, machine.cpu, machine.cores, torch.get_num_threads(), version("torch"))
+    digest = hashlib.sha256(json.dumps(depends).encode())
+    for name in _MEASURING:
+        digest.update(Path(str(files("tightfit") / name)).read_bytes())
+    return digest.hexdigest()

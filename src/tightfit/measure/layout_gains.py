@@ -1,0 +1,104 @@
+"""A device → how many times as fast convolutions are on it with channels last.
+
+What is measured is what a plan does: convolutions' weights change their layout, and what lies between them follows or
+does not, as torch has it for the device. It helps autoencoders and U-Nets by different amounts (wide maps of few
+channels, small maps of many), so that each has a stack of its own. Both layouts work in turns, so that whatever else
+a computer is doing slows both, and the median of the ratios is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from tightfit.devices.device import Device
+
+__all__ = ["channels_last_gain", "layout_gains"]
+
+STACKS = {"denoiser": ((320, 640), 32), "autoencoder": ((128, 256), 64)}  # channels, and a side of the smallest maps
+SIZES = 3  # at most: each has twice the side of the one before
+LEAST_TURNS, MOST_TURNS = 5, 25
+SHORTEST = 0.005  # seconds: what is shorter is done several times and timed together
+
+
+def layout_gains(device: Device, seconds: float) -> tuple[dict[str, float], list[str]]:
+    """Of each stack in each dtype ("autoencoder.float32"), and why others could not be measured.
+
+    On a CPU in single precision only: without instructions for halves they take a hundred times as long.
+    """
+    halves = () if device.torch_device.type == "cpu" else (torch.float16, torch.bfloat16)
+    asked = [(role, dtype) for role in STACKS for dtype in (torch.float32, *halves)]
+    gains: dict[str, float] = {}
+    notes = []
+    with torch.inference_mode():
+        for role, dtype in asked:
+            name = f"{role}.{str(dtype).removeprefix('torch.')}"
+            try:
+                gains[name] = channels_last_gain(device, role, dtype, seconds / len(asked))
+            except RuntimeError as error:  # of torch: no kernel, too little memory
+                reason, *_ = str(error).splitlines() or [type(error).__name__]
+                notes.append(f"{device.name}: channels last not measured for {name}: {reason}")
+            device.release_cache()
+    return gains, notes
+
+
+def channels_last_gain(device: Device, role: str, dtype: torch.dtype, seconds: float) -> float:
+    """The time of a stack of convolutions in `dtype` with weights as usual, by that with channels last.
+
+    The stack is like those in components of this `role`, one of STACKS; its maps are the largest for which there are
+    enough turns in `seconds`. RuntimeError of torch where it has no kernel.
+    """
+    channels, side = STACKS[role]
+    usual = _stack(channels).to(device.torch_device, dtype)
+    other = copy.deepcopy(usual)
+    for weight in other.parameters():
+        if weight.ndim == 4:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    deadline = time.perf_counter() + seconds
+    for size in range(SIZES):
+        picture = torch.randn(1, 4, side * 2**size, side * 2**size).to(device.torch_device, dtype)
+        works = [functools.partial(network, picture) for network in (usual, other)]
+        for work in works:  # libraries choose their kernels at the first call
+            work()
+        taken = sum(device.seconds(work) for work in works)
+        if time.perf_counter() + (2 + LEAST_TURNS) * 4 * taken > deadline:  # the next takes four times as long
+            break
+    return _ratio(device, works[0], works[1], math.ceil(2 * SHORTEST / max(taken, 1e-6)), deadline)
+
+
+def _ratio(
+    device: Device, usual: Callable[[], object], other: Callable[[], object], times: int, deadline: float
+) -> float:
+    """The median of a few: how many times as long `usual` takes as `other`."""
+
+    def seconds(work: Callable[[], object]) -> float:
+        return device.seconds(lambda: [work() for _ in range(times)])
+
+    ratios: list[float] = []
+    while len(ratios) < LEAST_TURNS or (len(ratios) < MOST_TURNS and time.perf_counter() < deadline):
+        if len(ratios) % 2:  # who comes second finds caches as the first has left them
+            after, before = seconds(other), seconds(usual)
+        else:
+            before, after = seconds(usual), seconds(other)
+        ratios.append(before / after)
+    return statistics.median(ratios)
+
+
+def _stack(channels: tuple[int, ...]) -> nn.Module:
+    """A convolution to the first of `channels`, and one at each width behind a group norm; maps get smaller between."""
+    layers: list[nn.Module] = [nn.Conv2d(4, channels[0], 3, padding=1), *_convolved(channels[0])]
+    for before, after in pairwise(channels):
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), *_convolved(after)]
+    return nn.Sequential(*layers).eval()
+
+
+def _convolved(channels: int) -> list[nn.Module]:
+    return [nn.GroupNorm(32, channels), nn.SiLU(), nn.Conv2d(channels, channels, 3, padding=1)]

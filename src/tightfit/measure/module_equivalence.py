@@ -1,0 +1,130 @@
+"""Which modules do the same work if they are given the same: same layers, same sizes, same arguments."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+__all__ = ["REPEATS", "ModuleEquivalence", "call_signature"]
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# attributes of a module that are told otherwise, or are the same for all
+_ELSEWHERE = (frozenset(vars(nn.Module())) | {"forward", "_diffusers_hook"}) - {"training"}
+_KNOWN = ("torch.", "diffusers.", "transformers.")  # libraries whose objects are what their attributes say
+REPEATS = "repeats_blocks"  # an attribute of functions that take a block's place and do what the block does
+
+
+class ModuleEquivalence:
+    """Numbers modules so that those alike have the same; each is looked at once.
+
+    A module with anybody's hooks, or in whose place somebody else works, is like none: who knows what they keep.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._modules: dict[int, int] = {}
+        self._kept: list[Any] = []  # what was told by its id, which must not be another's meanwhile
+
+    def of(self, module: nn.Module) -> int:
+        known = self._modules.get(id(module))
+        if known is None:
+            self._modules[id(module)] = -1  # inside itself
+            known = self._modules[id(module)] = self._number(self._module(module))
+        return known
+
+    def is_as_before(self, module: nn.Module) -> bool:
+        """Whether `module` is still what it was when it was numbered."""
+        now = ModuleEquivalence()
+        now._numbers, now._kept = self._numbers, self._kept
+        return now.of(module) == self.of(module)
+
+    def _number(self, told: Hashable) -> int:
+        return self._numbers.setdefault(told, len(self._numbers))
+
+    def _module(self, module: nn.Module) -> Hashable:
+        own = vars(module)
+        if _is_followed(own):
+            return "module", id(module)
+        children = tuple((name, self.of(child)) for name, child in own["_modules"].items() if child is not None)
+        tensors = ((name, self._value(each)) for name, each in (*own["_parameters"].items(), *own["_buffers"].items()))
+        others = ((name, self._value(each)) for name, each in own.items() if name not in _ELSEWHERE)
+        return self._type(type(module)), children, tuple(tensors), tuple(others)
+
+    def _type(self, kind: type) -> Hashable:
+        """One that stands in for another (see `disguise`) is told by what it does otherwise."""
+        changes: list[Hashable] = []
+        while type(kind).__name__ == "Disguise":
+            members = ((name, value) for name, value in vars(kind).items() if not name.startswith("__"))
+            changes += [(name, self._value(value)) for name, value in members]
+            kind = kind.__mro__[1]
+        return (id(kind), *changes)
+
+    def _value(self, value: Any) -> Hashable:
+        told: Hashable
+        match value:
+            case _ if isinstance(value, _PLAIN):
+                told = type(value), value
+            case torch.Tensor():
+                told = tuple(value.shape), value.stride(), value.dtype, value.device
+            case nn.Module():
+                told = "module", self.of(value)
+            case list() | tuple() | set() | frozenset():
+                told = type(value), tuple(map(self._value, value))
+            case dict():
+                told = type(value), tuple((self._value(key), self._value(each)) for key, each in value.items())
+            case functools.partial():
+                told = "partial", self._value(value.func), self._value(value.args), self._value(value.keywords)
+            case types.MethodType():
+                told = "method", self._value(value.__func__), self._value(value.__self__)
+            case types.FunctionType():
+                told = self._function(value)
+            case _ if type(value).__module__.startswith(_KNOWN) and hasattr(value, "__dict__"):
+                told = type(value), self._value(vars(value))
+            case _:
+                self._kept.append(value)
+                told = "object", id(value)
+        return told
+
+    def _function(self, function: types.FunctionType) -> Hashable:
+        """By its code and what it closes over; of this package's not what they remember of their first call."""
+        own = _is_own(function)
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        told = [self._value(each) for each in cells if each is not function and not (own and _is_memory(each))]
+        return "function", function.__code__, tuple(told)
+
+
+def _is_followed(own: Mapping[str, Any]) -> bool:
+    """Whether a module with these attributes has hooks, or a method in the place of its own, that are not ours."""
+    hooks = (hook for kind in _HOOKS for hook in own[kind].values())
+    stands_in = own.get("forward")
+    return (
+        not all(map(_is_own, hooks))
+        or (stands_in is not None and not hasattr(stands_in, REPEATS))
+        or bool(getattr(own.get("_diffusers_hook"), "hooks", None))
+    )
+
+
+def _is_own(function: Any) -> bool:
+    """Whether this package defines it, whatever it stands in for."""
+    function = function.func if isinstance(function, functools.partial) else function
+    function = getattr(function, "__func__", function)
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("tightfit.")
+
+
+def _is_memory(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def call_signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The arguments of a call, and of tensors shape and dtype."""
+    leaves, structure = tree_flatten((args, kwargs))
+    shapes = ((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+    return (str(structure), *shapes)

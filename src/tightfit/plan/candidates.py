@@ -1,0 +1,148 @@
+"""A component whose weights come and go → all plans that are tried for it, and how many bytes each takes at the least.
+
+There are finitely many, and which there are does not depend on a budget: so what fits into a smaller budget fits into
+a larger one, and more budget is never slower. All this is known before anybody asks how long its layers are at work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import NamedTuple
+
+from tightfit.plan.component_cost import taken, up
+from tightfit.plan.layer_selection import WeightGroupSizes, choose_resident_layers, small_tensor_bytes
+from tightfit.schema.footprint import Component
+from tightfit.schema.plan import ComponentPlan, Granularity
+
+__all__ = ["Candidate", "candidates"]
+
+Seconds = Mapping[str, float] | None  # how long each leaf is at work
+
+FEW = 8  # layers, or blocks, of which all selections are tried
+GIANTS, GIANT = 5, 1.5  # so many layers stay for their size, if each is so many times as large as the next, …
+SHARES = 4  # … and of the rest none to three fourths
+AHEAD = (1, 2, 4)  # of the rest, how many the ring holds
+
+
+class Candidate(NamedTuple):
+    """A plan, or all that is known of it before layers are chosen by the time that they are at work."""
+
+    draft: ComponentPlan
+    comes: int  # bytes of what stays and of the ring
+    exact: bool = True  # not only at the least
+    chosen: Callable[[Seconds], Candidate] | None = None  # with more layers that stay
+
+    def plan(self, seconds: Seconds) -> ComponentPlan:
+        return self.draft if self.chosen is None else self.chosen(seconds).draft
+
+
+def candidates(
+    component: Component,
+    whole: ComponentPlan,
+    parcels: Mapping[Granularity, WeightGroupSizes],
+    count: int,
+    *,
+    by_blocks: bool,
+) -> Iterator[Candidate]:
+    """`whole`: there for its phase; streamed with one of `count` sizes; streamed with some that always stay.
+
+    What streams moves by layers, and by blocks: then the ring holds a whole one, which little memory has no room for,
+    but what works on several parts block by block reads it once for all of them.
+
+    If it is to work `by_blocks`, which only does what streams, then with all of them staying, too.
+    """
+    layers = parcels["layer"]
+    yield Candidate(whole, taken(layers.sizes.values(), 0))
+    if component.layers:
+        grains: list[Granularity] = [grain for grain in parcels if _may_move(component, grain, parcels)]
+        streams = {grain: whole.model_copy(update={"placement": "stream", "granularity": grain}) for grain in grains}
+        if by_blocks:
+            yield _all_staying(streams[grains[0]], parcels[grains[0]])
+        for grain, draft in streams.items():
+            yield from _sized(component, draft, parcels[grain], count)
+            if len(parcels[grain].sizes) <= FEW and not component.compiled:
+                yield from _any_staying(draft, parcels[grain])
+            elif grain == "layer":
+                yield from _giants_staying(draft, parcels[grain])
+
+
+def _may_move(component: Component, grain: Granularity, parcels: Mapping[Granularity, WeightGroupSizes]) -> bool:
+    """Whether its weights may move so: by blocks where they are compiled, else by layers, or by blocks of several."""
+    if grain == "layer":
+        return not component.compiled
+    return component.compiled or len(parcels["block"].sizes) < len(parcels["layer"].sizes)
+
+
+def _sized(component: Component, streams: ComponentPlan, parcels: WeightGroupSizes, count: int) -> Iterator[Candidate]:
+    """Sizes between the least that a component streams with and all of it, each larger by the same factor."""
+    loose = small_tensor_bytes(component)
+    least, most = loose + parcels.least, loose + parcels.whole
+    sizes = {int(least * (most / least) ** (step / count)) for step in range(count)} if least < most else set()
+    for size in sorted(sizes):
+        divided = parcels.divide(size - loose)
+        draft = streams.model_copy(update={"weight_memory": size})
+        if divided.spare:
+            yield Candidate(draft, up(divided.least), exact=False)
+        else:
+            yield Candidate(draft, _taken(parcels, divided.kept, divided.ring))
+
+
+def _any_staying(streams: ComponentPlan, parcels: WeightGroupSizes) -> Iterator[Candidate]:
+    for count in range(len(parcels.sizes)):
+        for stays in itertools.combinations(parcels.sizes, count):
+            for ahead in AHEAD:
+                yield _staying(streams, parcels, frozenset(stays), ahead)
+
+
+def _all_staying(streams: ComponentPlan, parcels: WeightGroupSizes) -> Candidate:
+    plan = streams.model_copy(update={"resident_layers": tuple(parcels.sizes), "ring_buffer": 0})
+    return Candidate(plan, taken(parcels.sizes.values(), 0))
+
+
+def _giants_staying(streams: ComponentPlan, layers: WeightGroupSizes) -> Iterator[Candidate]:
+    """Those stay that are much larger than all others, and some of the rest."""
+    sizes = layers.sizes
+    for count in range(1, GIANTS + 1):
+        giants, next_size = frozenset(layers.order[:count]), sizes[layers.order[count]]
+        if sizes[layers.order[count - 1]] < GIANT * next_size:
+            continue
+        rest = {name: size for name, size in sizes.items() if name not in giants}
+        for ahead, share in itertools.product(AHEAD, range(SHARES)):
+            capacity = max(sum(rest.values()) - ahead * next_size, 0) * share // SHARES
+            yield _with_more(streams, layers, giants, rest, capacity, ahead)
+
+
+def _with_more(
+    streams: ComponentPlan,
+    layers: WeightGroupSizes,
+    giants: Set[str],
+    rest: Mapping[str, int],
+    capacity: int,
+    ahead: int,
+) -> Candidate:
+    """Up to `capacity` bytes of the rest stay, too."""
+    largest = max(rest.values())
+
+    def chosen(seconds: Seconds) -> Candidate:
+        return _staying(
+            streams, layers, giants | choose_resident_layers(rest, capacity, ahead * largest, seconds), ahead
+        )
+
+    if capacity < min(rest.values()):
+        return chosen(None)
+    least = layers.whole - sum(rest.values()) + capacity - largest  # what is left over is less than any of them
+    return Candidate(streams, up(max(least, 0)), exact=False, chosen=chosen)
+
+
+def _staying(streams: ComponentPlan, parcels: WeightGroupSizes, stays: Set[str], ahead: int) -> Candidate:
+    """Just these stay."""
+    passing = (parcels.sizes[name] for name in parcels.order if name not in stays)
+    ring = sum(itertools.islice(passing, ahead))
+    named = tuple(name for name in parcels.sizes if name in stays)
+    plan = streams.model_copy(update={"resident_layers": named, "ring_buffer": ring})
+    return Candidate(plan, _taken(parcels, stays, ring))
+
+
+def _taken(parcels: WeightGroupSizes, stays: Set[str], ring: int) -> int:
+    return taken((size for name, size in parcels.sizes.items() if name in stays), ring)

@@ -1,0 +1,135 @@
+"""A model's footprint × a card → what the model does there; and the presets 0–3 beside what is made for the card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tightfit.catalog.cuda import workspace_bytes
+from tightfit.errors import BudgetTooSmall
+from tightfit.plan.default_rates import computer_with
+from tightfit.plan.explain import summarize, there_while_working
+from tightfit.plan.planner import SPARE, make_plan
+from tightfit.plan.presets import plan_for
+from tightfit.schema.chart import Cell, ChartedCard, ChartedModel, Largest, LevelRow, Preset
+from tightfit.schema.footprint import Footprint
+from tightfit.schema.machine import Accelerator, Budget
+from tightfit.schema.plan import Plan
+from tightfit.units import format_bytes
+
+__all__ = ["cell_of", "charted_card", "fits_card", "host_bytes", "level_rows", "preset_plan"]
+
+_ENDLESS = 2**60  # bytes of a card that is never full
+
+
+def charted_card(name: str, card: Accelerator) -> ChartedCard:
+    """`card` as a column, with what a plan may use of it: 95 % of what CUDA leaves."""
+    (left,) = computer_with(card).accelerators
+    return ChartedCard(name=name, title=card.name, bytes=card.bytes, room=int(left.bytes * (1 - SPARE)))
+
+
+def plan_on(footprint: Footprint, card: Accelerator, ram: int | None = None) -> Plan:
+    """What is made for `card`, and so many bytes of RAM. Raises as `make_plan` does."""
+    room = charted_card(card.name, card).room
+    return make_plan(footprint, computer_with(card), None if ram is None else Budget(device=room, ram=ram))
+
+
+def fits_card(footprint: Footprint, card: Accelerator, ram: int | None = None) -> bool:
+    """Whether any lossless plan does."""
+    try:
+        plan_on(footprint, card, ram)
+    except BudgetTooSmall:
+        return False
+    return True
+
+
+def cell_of(
+    model: ChartedModel,
+    footprint: Footprint,
+    card: ChartedCard,
+    accelerator: Accelerator,
+    ram: int | None = None,
+    largest: Largest | None = None,
+) -> Cell:
+    """What `model`, whose usual request has `footprint`, does on `card`, which is `accelerator`."""
+    where = {"model": model.name, "card": card.name, "level": _lowest(model.presets, card, accelerator, ram)}
+    try:
+        plan = plan_on(footprint, accelerator, ram)
+    except BudgetTooSmall as error:
+        return Cell(**where, words=_would_do(error), largest=largest)
+    endless = make_plan(footprint, computer_with(accelerator.model_copy(update={"bytes": _ENDLESS})))
+    seconds = _seconds(plan)
+    return Cell(
+        **where,
+        words=summarize(plan, footprint),
+        peak_bytes=_peak(plan),
+        seconds=seconds,
+        slowdown=seconds / _seconds(endless) if _seconds(endless) else 1.0,
+        largest=largest,
+    )
+
+
+def preset_plan(footprint: Footprint, level: int, accelerator: Accelerator) -> Plan:
+    """The plan of a preset on a card with memory of its own."""
+    return plan_for(
+        footprint, "cuda:0", separate=True, choices={"level": level}, request=footprint.request, pinnable=_ENDLESS,
+        accelerator=accelerator,
+    )  # fmt: skip
+
+
+def host_bytes(plan: Plan, footprint: Footprint) -> int:
+    """Bytes of weights that wait in RAM under `plan`."""
+    waiting = (c for c in footprint.components if plan.components[c.name].placement != "resident")
+    return sum(c.bytes for c in waiting if plan.components[c.name].offload_to == "cpu")
+
+
+def level_rows(
+    footprint: Footprint, card: ChartedCard, accelerator: Accelerator, presets: Sequence[Preset], ram: int | None = None
+) -> Iterator[LevelRow]:
+    """`presets` as they were rehearsed on `accelerator`, and what is made for it, if anything fits."""
+    whole = presets[0].seconds or 0.0
+    for preset in presets:
+        plan = preset_plan(footprint, preset.level, accelerator)
+        fits = _preset_fits(preset, preset.needed_bytes, card, ram)
+        yield _row(plan, footprint, preset.level, preset.needed_bytes, preset.seconds or 0.0, whole, fits=fits)
+    try:
+        plan = plan_on(footprint, accelerator, ram)
+    except BudgetTooSmall:
+        return
+    yield _row(plan, footprint, None, _peak(plan), _seconds(plan), whole, fits=True)
+
+
+def _row(
+    plan: Plan, footprint: Footprint, level: int | None, needed: int, seconds: float, whole: float, *, fits: bool
+) -> LevelRow:
+    denoiser, encoders, autoencoder = (
+        there_while_working(plan, footprint, role) for role in ("denoiser", "encoder", "autoencoder")
+    )
+    return LevelRow(
+        level=level, needed_bytes=needed, seconds=seconds, speed=whole / seconds if seconds else 1.0,
+        denoiser=denoiser, encoders=encoders, autoencoder=autoencoder, lossy=plan.lossy, fits=fits,
+    )  # fmt: skip
+
+
+def _lowest(presets: Sequence[Preset], card: ChartedCard, accelerator: Accelerator, ram: int | None) -> int | None:
+    """The lowest level that fits; cuBLAS's workspace is not as large on the card as on the one it was rehearsed on."""
+    more = workspace_bytes(accelerator.compute_capability) - workspace_bytes(None)
+    fitting = (p.level for p in presets if _preset_fits(p, p.needed_bytes + more, card, ram))
+    return min(fitting, default=None)
+
+
+def _preset_fits(preset: Preset, needed: int, card: ChartedCard, ram: int | None) -> bool:
+    return needed <= card.room and (ram is None or preset.host_bytes <= ram)
+
+
+def _would_do(error: BudgetTooSmall) -> str:
+    needed = error.facts["needed_bytes"]
+    assert isinstance(needed, int)
+    return f"needs {format_bytes(needed)}"
+
+
+def _peak(plan: Plan) -> int:
+    return max(phase.peak_bytes for phase in plan.forecast)
+
+
+def _seconds(plan: Plan) -> float:
+    return sum(phase.seconds for phase in plan.forecast)

@@ -1,0 +1,94 @@
+"""Footprint → the order in which components run, and which of them are on a device together."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from tightfit.plan.layer_selection import paths_to
+from tightfit.schema.footprint import ComponentCall, Footprint
+from tightfit.schema.plan import ComponentPlan, ComponentRun, Reason
+
+__all__ = ["ALTERNATIONS", "CoResidencyTracker", "coming_early", "schedule_of", "visits", "worker_of"]
+
+
+ALTERNATIONS = 4  # changes of turn between two components in one call, after which they stay together
+
+
+class CoResidencyTracker:
+    """Components on one device, as if none of them stayed there for good."""
+
+    def __init__(self) -> None:
+        self.aboard: set[str] = set()
+        self._turns: Counter[frozenset[str]] = Counter()
+        self._last: str | None = None
+
+    def works(self, name: str) -> bool:
+        """`name` is at work now, and whoever does not share the device with it goes; whether it had to come."""
+        if self._last not in (None, name):
+            self._turns[frozenset((name, self._last or ""))] += 1
+        self._last = name
+        self.aboard = {other for other in self.aboard if other == name or self._share(name, other)}
+        came = name not in self.aboard
+        self.aboard.add(name)
+        return came
+
+    def _share(self, one: str, other: str) -> bool:
+        return self._turns[frozenset((one, other))] > ALTERNATIONS
+
+
+def visits(footprint: Footprint) -> dict[str, tuple[int, ...]]:
+    """For each component that works, how many passes it works through each time that it comes, if it does not stay."""
+    guests, passes = CoResidencyTracker(), dict[str, list[int]]()
+    for done in (phase.calls[index] for phase in footprint.phases for index in phase.call_order):
+        own = passes.setdefault(done.component, [])
+        own += [0] if guests.works(done.component) else []
+        own[-1] += 1
+    return {name: tuple(counts) for name, counts in passes.items()}
+
+
+_METHODS = ("forward", "encode", "decode")  # of whole components; a part that is called by itself counts as forward
+
+
+def schedule_of(footprint: Footprint) -> tuple[ComponentRun, ...]:
+    """In which order components work, each time from its inputs to its outputs."""
+    passes = [phase.calls[index] for phase in footprint.phases for index in phase.call_order]
+    unused = {key: _unused(footprint, key) for key in dict.fromkeys(map(worker_of, passes))}
+    return tuple(
+        ComponentRun(component=key[0], method=key[1], runs=len(list(group)), unused_blocks=unused[key])
+        for key, group in itertools.groupby(passes, key=worker_of)
+    )
+
+
+def worker_of(done: ComponentCall) -> tuple[str, str]:
+    """Who works in a pass, and by which method."""
+    return done.component, done.method if done.method in _METHODS else "forward"
+
+
+def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
+    """The largest parts of a component of which nothing has work in one of its methods."""
+    passes = (done for phase in footprint.phases for done in phase.calls if worker_of(done) == key)
+    used = {
+        path for done in passes for use in done.block_uses for turn in use.layer_work for path in paths_to(turn.layer)
+    }
+    leaves = (leaf.name for c in footprint.components if c.name == key[0] for leaf in c.layers)
+    roots = (next((path for path in paths_to(leaf) if path not in used), None) for leaf in leaves)
+    return tuple(root for root in dict.fromkeys(roots) if root is not None)
+
+
+def coming_early(order: Sequence[ComponentRun], components: Mapping[str, ComponentPlan]) -> Iterator[Reason]:
+    """Who comes while the one before on the same device ends, and why that is possible."""
+    last: dict[str | None, str] = {}
+    pairs: dict[str, str] = {}
+    for stint in order:
+        name = stint.component
+        before = last.get(components[name].device)
+        stay = "resident" in {components[each].placement for each in (name, before or name)}
+        if before not in (None, name) and not stay and stint.prefetch != 0:
+            pairs.setdefault(name, f"{name} after {before}")
+        last[components[name].device] = name
+    if pairs:
+        said = ", ".join(pairs.values())
+        because = "what ends gives up its memory layer by layer, and the order of the call is known"
+        yield Reason(decision=f"who is next starts to come in the last pass of the one before: {said}", because=because)

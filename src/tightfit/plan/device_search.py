@@ -1,0 +1,141 @@
+"""All that can be done: each way in which denoisers may work, with all combinations of everything else.
+
+Which there are depends on no budget. So more budget is never slower, and what a smaller budget accepts a larger one
+does too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+
+from tightfit.plan.placement_search import SearchNode, Solution, VariantSearch
+from tightfit.plan.search_cache import SearchCache
+from tightfit.schema.footprint import Footprint
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import Storage
+
+__all__ = ["DeviceSearch", "ParetoFront", "Stored", "storages_of"]
+
+Stored = Mapping[str, Storage]
+
+
+class ParetoFront:
+    """What is fastest with so much host memory or less, for any bytes of it; looked at from the most promising on."""
+
+    def __init__(self, chances: Iterable[SearchNode], size: int, *, sparing: bool) -> None:
+        """Within `size` bytes of the device; where host memory is not to be spared, what is fastest at all."""
+        self._chances: list[tuple[float, int, SearchNode]] = []
+        self._size, self._sparing = size, sparing
+        self._best: list[Solution] = []
+        for number, chance in enumerate(chances):
+            self._push(number, chance)
+
+    @property
+    def soonest(self) -> float:
+        """Seconds that anything takes at the least, as far as is known; infinite where nothing fits."""
+        left = self._chances[0][0] if self._chances else math.inf
+        return min([left, *(found.seconds for found in self._best)])
+
+    @property
+    def done(self) -> bool:
+        """Whether all chances were looked at."""
+        return not self._chances
+
+    def within(self, seconds: float) -> list[Solution]:
+        """All that takes so long at the most, and some that takes longer: each slower than the last, and leaner."""
+        while self._chances and self._chances[0][0] <= seconds:
+            _, number, chance = heapq.heappop(self._chances)
+            if any(self._beats(found, chance) for found in self._best):
+                continue
+            if chance.undecided is None:
+                found = chance.branch.find(chance, self._size)
+                self._best = self._best if found is None else self._leaner([*self._best, found])
+            else:
+                chance.undecided.go_on()
+                self._push(number, chance)
+        return self._best
+
+    def _push(self, number: int, chance: SearchNode) -> None:
+        """Keeps it if something fits; of those that are as promising, that of the lowest number is looked at first."""
+        if chance.soonest < math.inf:
+            heapq.heappush(self._chances, (chance.soonest, number, chance))
+
+    def _leaner(self, every: Iterable[Solution]) -> list[Solution]:
+        """Of all that was found, what nothing else is as fast and as lean as."""
+        kept: list[Solution] = []
+        for found in sorted(every, key=lambda found: (found.seconds, found.peak, found.branch.ram_of(found))):
+            if not kept or (self._sparing and found.branch.ram_of(found) < kept[-1].branch.ram_of(kept[-1])):
+                kept.append(found)
+        return kept
+
+    def _beats(self, found: Solution, chance: SearchNode) -> bool:
+        if self._sparing:
+            return found.seconds <= chance.soonest and found.branch.ram_of(found) <= chance.ram
+        return found.seconds < chance.soonest
+
+
+class DeviceSearch:
+    """What `device` could do in the call that `footprint` tells of, with components stored in one way."""
+
+    def __init__(
+        self,
+        footprint: Footprint,
+        device: Accelerator,
+        disk_rate: float | None,
+        storages: Stored,
+        known: dict[int, SearchCache] | None = None,
+    ) -> None:
+        """`known` is what was worked out already of the same call on devices as fast, by the number of the variant."""
+        self.footprint, self.device, self.disk_rate = footprint, device, disk_rate
+        self._storages, self._known = storages, {} if known is None else known
+
+    @cached_property
+    def branches(self) -> list[VariantSearch]:
+        """The usual way of working, and the others."""
+        about = self.device, self.disk_rate, self._storages
+        known = [self._known.setdefault(number, SearchCache()) for number in range(len(self.footprint.variants) + 1)]
+        usual = VariantSearch(self.footprint, *about, known=known[0])
+        others = zip(self.footprint.variants, known[1:], strict=True)
+        return [
+            usual,
+            *(
+                VariantSearch(self.footprint.with_variant(other), *about, other, usual, known=menus)
+                for other, menus in others
+            ),
+        ]
+
+    def best(self, size: int, ram: int | None) -> Solution | None:
+        """The best within `size` bytes of the device and `ram` of host memory (None: as many as wanted), if any."""
+        return next(iter(self.front(size, ram, sparing=False).within(math.inf)), None)
+
+    def front(self, size: int, ram: int | None, *, sparing: bool) -> ParetoFront:
+        """The best within `size` bytes of the device and `ram` of host memory, and if `sparing`, with less of it."""
+        chances = (chance for branch in self.branches for chance in branch.chances(size, ram))
+        return ParetoFront(chances, size, sparing=sparing)
+
+    def least(self, ram: int | None) -> int:
+        """The fewest bytes of the device with which anything fits: something always does, from the disk."""
+        leasts = (branch.least(ram) for branch in self.branches)
+        return min(least for least in leasts if least is not None)
+
+    def tightest(self, size: int, ram: int | None) -> set[str]:
+        """The phases that need all of `size` bytes in whatever just fits into them."""
+        return {name for branch in self.branches for name in branch.tightest(size, ram)}
+
+    def least_ram(self, size: int) -> int | None:
+        """The fewest bytes of host memory with which anything fits into `size` bytes of the device; None: nothing."""
+        leasts = (branch.least_ram(size) for branch in self.branches)
+        return min((least for least in leasts if least is not None), default=None)
+
+
+def storages_of(footprint: Footprint, allowed: Collection[str]) -> Iterator[Stored]:
+    """In what components are stored: as they are; where that does not fit, more and more of them in eight bits."""
+    yield {}
+    storages: list[Storage] = ["float8_e4m3fn"] * ("fp8" in allowed) + ["int8"] * ("int8" in allowed)  # type: ignore[assignment]
+    roles = {role: [c.name for c in footprint.components if c.role == role] for role in ("denoiser", "encoder")}
+    for storage in storages:
+        for some in ([roles["denoiser"]], [roles["encoder"]], [*roles.values()]):
+            yield {name: storage for names in some for name in names}

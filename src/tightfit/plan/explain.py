@@ -1,0 +1,238 @@
+"""A plan in sentences: why each decision was made, a summary, and how two plans differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tightfit.plan.kernel_choice import LayoutChoice, foresee
+from tightfit.plan.layer_selection import resolve_streaming, weight_group_sizes
+from tightfit.schema.footprint import Component, Footprint
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import ComponentPlan, Plan, Reason, VaePlan
+from tightfit.units import format_bytes
+
+__all__ = ["differences", "explain", "summarize", "there_while_working"]
+
+
+Said = Iterator[tuple[str, str]]  # decision and reason; with {} for the components that share both
+Parts = Sequence[tuple[Component, ComponentPlan]]
+_MAPS = {
+    "device": ("stay on the device", "nothing is copied, and nothing computed twice"),
+    "host": ("wait in host memory", "the device's is left to the strips; each map crosses the link twice"),
+    "recompute": ("wait as far as they fit", "they have as many bytes as the strips; the rest is computed again"),
+}
+
+
+def explain(
+    plan: Plan,
+    footprint: Footprint,
+    layouts: Mapping[str, LayoutChoice],
+    *,
+    separate: bool,
+    moves: bool = True,
+    accelerator: Accelerator | None = None,
+) -> tuple[Reason, ...]:
+    """The reasons for all that `plan`, as it was wished for, decides of the pipeline with this `footprint`.
+
+    `layouts` has what was chosen for each component. Where the device has no memory of its own (it is not `separate`),
+    the reasons say what does not move; without `moves`, nothing is said of what does. What is known of the
+    `accelerator` tells who computes attention; without it, nothing is said about that.
+    """
+    parts = [(component, plan.components[component.name]) for component in footprint.components]
+    told: dict[tuple[str, str], list[str]] = {}
+    for said in _pictures(plan.vae, separate=separate):
+        told[said] = []
+    for component, chosen in parts:
+        for said in _inside(component, chosen, layouts[component.name], separate=separate):
+            told.setdefault(said, []).append(component.name)
+    for said in _moves(plan, parts, separate=separate) if moves else ():
+        told[said] = []
+    for component, chosen in parts:
+        for said in foresee(component, chosen, accelerator):
+            told.setdefault(said, []).append(component.name)
+    return tuple(
+        Reason(decision=decision.replace("{}", ", ".join(names), 1) if names else decision, because=because)
+        for (decision, because), names in told.items()
+    )
+
+
+def _pictures(vae: VaePlan, *, separate: bool) -> Said:
+    """How autoencoders work through pictures."""
+    peak = "an autoencoder's maps at full resolution are the peak of a large picture"
+    if vae.strips:
+        yield f"strips within {format_bytes(vae.strips)}", f"{peak}; in strips the numbers stay"
+        wait, why = _MAPS["device" if vae.feature_maps == "host" and not separate else vae.feature_maps]
+        yield f"maps between strips {wait}", why
+    if vae.tile:
+        where, why = (" where strips cannot be", "that is less than a whole picture") if vae.strips else ("", peak)
+        yield f"tiles of {vae.tile} px{where}", why
+    if vae.slicing:
+        yield "one item at a time", "decoding a batch together multiplies the peak and gains no time"
+
+
+def _inside(component: Component, chosen: ComponentPlan, layout: LayoutChoice, *, separate: bool) -> Said:
+    """In what form a component is, and how it works."""
+    streams = chosen.placement == "stream" and (separate or chosen.offload_to == "disk")
+    once = "; block by block, so that weights come once" if streams else ""
+    if chosen.storage != "as-loaded":
+        size = 4 if component.main_dtype == "float32" else 2
+        why = f"asked for by name: most weights take one byte instead of {size}, and numbers change slightly"
+        yield f"{{}} stored in {chosen.storage}", why
+    if layout.because is not None:
+        yield f"{{}} {'' if layout.channels_last else 'not '}channels-last", layout.because
+    if chosen.max_batch is not None:
+        items = f"{chosen.max_batch} item{'s' if chosen.max_batch > 1 else ''}"
+        yield f"{{}}: at most {items} at a time", f"a larger batch makes no more activations at once{once}"
+    if chosen.cfg == "sequential":
+        yield "{}: a step's two predictions apart", f"each alone has half the activations of both{once}"
+    if chosen.cfg == "batched":
+        yield "{}: a step's two predictions together", "weights are read, and brought, once for both"
+    if chosen.ffn_chunk is not None:
+        why = "some tokens go through at a time: the maps inside are several times as wide"
+        yield f"{{}}: feed-forwards within {format_bytes(chosen.ffn_chunk)}", why
+    if chosen.exported is not None:
+        how, what = (", compiled", "machine code of it") if chosen.compiled else ("", "that graph")
+        why = f"asked for by name: {what} works in place of the model's code"
+        yield f"{{}} as exported in {chosen.exported}{how}", why
+
+
+def _moves(plan: Plan, parts: Parts, *, separate: bool) -> Said:
+    """What is on the device only for a while."""
+    moving = [(component, chosen) for component, chosen in parts if chosen.placement != "resident"]
+    able = [(component, chosen) for component, chosen in moving if separate or chosen.offload_to == "disk"]
+    if not separate and (len(moving) > len(able) or plan.offload_activations or plan.vae.feature_maps == "host"):
+        names = (
+            ", ".join(component.name for component, chosen in moving if chosen.offload_to != "disk") or "activations"
+        )
+        yield f"nothing is moved ({names})", "the device computes in host memory: there is nowhere to move to"
+    phases = [component for component, chosen in able if chosen.placement == "offload"]
+    if phases:
+        whose, who = ("its", "it") if len(phases) == 1 else ("their", "each")
+        sizes = _listed([format_bytes(component.bytes) for component in phases])
+        names = ", ".join(component.name for component in phases)
+        yield f"{names} offload", f"{whose} {sizes} are only needed while {who} works"
+    for component, chosen in able:
+        if chosen.placement == "stream":
+            largest = max(leaf.bytes for leaf in component.layers)
+            why = f"one layer at a time needs {format_bytes(largest)} of its {format_bytes(component.bytes)}"
+            yield f"{component.name} stream", why
+    if plan.offload_activations and separate:
+        skipping = [
+            component.name for component, chosen in parts if component.has_skip_connections and chosen.exported is None
+        ]
+        if skipping:
+            decision = f"skips of {', '.join(skipping)} moved to host memory"
+            yield decision, "they wait there for the second half of a step"
+        else:
+            yield "no activations are moved", "no component keeps any waiting from one unit for another"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+_LABELS = {"encoder": "encoders", "denoiser": "denoiser", "autoencoder": "VAE", "other": "others"}
+
+
+def summarize(plan: Plan, footprint: Footprint) -> str:
+    """What it does, e.g. "streams encoders 4 %, denoiser 12 %; strips": so much of their weights is there at a time.
+
+    Who is not named is on the device all along.
+    """
+    streams, turns = [], []
+    for role, components in _by_role(footprint).items():
+        if any(plan.components[c.name].placement == "stream" for c in components):
+            there = sum(_aboard(c, plan.components[c.name]) for c in components)
+            share = _share(there, sum(c.bytes for c in components))
+            streams.append(f"{_LABELS[role]} {share}{_whence(plan, components)}")
+        elif any(plan.components[c.name].placement == "offload" for c in components):
+            turns.append(_LABELS[role] + _whence(plan, components))
+    said = [f"streams {', '.join(streams)}"] if streams else []
+    said += [f"{', '.join(turns)} in turn"] if turns else []
+    stored = sorted({c.storage for c in plan.components.values() if c.storage != "as-loaded"})
+    return "; ".join([*said, *_cuts(plan.vae), *stored]) or "all on the card"
+
+
+def there_while_working(plan: Plan, footprint: Footprint, role: str) -> str:
+    """What of the components of `role` is on the device while they work, and for how long that is there."""
+    components = _by_role(footprint).get(role, [])
+    if not components:
+        return "none"
+    whole, there = sum(c.bytes for c in components), sum(_aboard(c, plan.components[c.name]) for c in components)
+    placements = {plan.components[c.name].placement for c in components}
+    if "stream" in placements:
+        said = f"{format_bytes(there)} of {format_bytes(whole)}, streamed"
+    else:
+        said = f"{format_bytes(whole)}, " + ("all along" if placements == {"resident"} else "while at work")
+    return "; ".join([said, *(_cuts(plan.vae) if role == "autoencoder" else ())])
+
+
+def _by_role(footprint: Footprint) -> dict[str, list[Component]]:
+    """Those that work in the call, in the order in which their roles come first."""
+    used = dict.fromkeys(done.component for phase in footprint.phases for done in phase.calls)
+    known = {component.name: component for component in footprint.components}
+    roles: dict[str, list[Component]] = {}
+    for name in used:
+        roles.setdefault(known[name].role, []).append(known[name])
+    return roles
+
+
+def _whence(plan: Plan, components: Sequence[Component]) -> str:
+    chosen = (plan.components[c.name] for c in components)
+    return " from the disk" if any(c.placement != "resident" and c.offload_to == "disk" for c in chosen) else ""
+
+
+def _aboard(component: Component, chosen: ComponentPlan) -> int:
+    """Bytes of its weights on the device while it works, with the ring for what passes through."""
+    if chosen.placement != "stream":
+        return component.bytes
+    settled = resolve_streaming(component, chosen)
+    sizes = weight_group_sizes(component, settled.granularity or "layer", settled)
+    loose = component.bytes - sum(leaf.bytes for leaf in component.layers)
+    return min(
+        loose + (settled.ring_buffer or 0) + sum(sizes[name] for name in settled.resident_layers or ()), component.bytes
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if 100 * part >= whole else "< 1 %"
+
+
+def _cuts(vae: VaePlan) -> Iterator[str]:
+    if vae.strips is not None:
+        yield "strips" + {"device": "", "host": ", maps in RAM", "recompute": ", maps again"}[vae.feature_maps]
+    if vae.tile is not None:
+        yield f"tiles of {vae.tile} px"
+
+
+def differences(before: Plan, after: Plan) -> tuple[str, ...]:
+    """What `after` decides otherwise than `before`, a sentence each; nothing where both do the same."""
+    return tuple(_differences(before, after))
+
+
+def _differences(before: Plan, after: Plan) -> Iterator[str]:
+    if before.device != after.device:
+        yield f"on {after.device} instead of {before.device}"
+    for name in dict.fromkeys((*before.components, *after.components)):
+        was, becomes = (plan.components.get(name, ComponentPlan()) for plan in (before, after))
+        if was.described != becomes.described:
+            yield f"{name}: {becomes.described} (before: {was.described})"
+        elif was != becomes:
+            yield f"{name}: {_other_layers(was, becomes)}"
+    if before.vae != after.vae:
+        old, new = before.vae.described, after.vae.described
+        yield f"autoencoder: {new} (before: {old})" if old != new else f"autoencoder: overlap {after.vae.overlap}"
+    if before.offload_activations != after.offload_activations:
+        yield f"what waits for later units waits {'in host memory' if after.offload_activations else 'on the device'}"
+    if before.expandable_segments != after.expandable_segments:
+        yield "the allocator holds " + ("less idle memory" if after.expandable_segments else "what it likes")
+
+
+def _other_layers(old: ComponentPlan, new: ComponentPlan) -> str:
+    """How two that are described alike differ."""
+    if old.resident_layers != new.resident_layers:
+        return "as many layers stay, but others"
+    if old.weight_memory != new.weight_memory:
+        return f"{format_bytes(new.weight_memory or 0)} for weights (before: {format_bytes(old.weight_memory or 0)})"
+    fields = [name for name, value in new if value != getattr(old, name)]
+    return f"another {' and '.join(fields)}"

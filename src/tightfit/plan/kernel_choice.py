@@ -1,0 +1,174 @@
+"""Which attention kernel runs, and whether convolutions are channels-last: facts of a plan, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from typing import NamedTuple, get_args
+
+from tightfit.catalog.attention import TITLES, AttentionCall, Kernel, kernel_order, refusal, torch_kernel
+from tightfit.errors import PlanError, unknown_name
+from tightfit.schema.footprint import Component
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import Attention, ComponentPlan
+from tightfit.units import format_bytes
+
+__all__ = ["AttentionChoice", "LayoutChoice", "block_bytes", "check_wanted", "choose", "choose_layout", "foresee"]
+
+
+class AttentionChoice(NamedTuple):
+    name: Attention
+    because: str
+
+
+def check_wanted(name: str) -> Attention:
+    """`name`, if it is one that can be wanted; PlanError otherwise."""
+    for wanted in get_args(Attention):
+        if name == wanted:
+            return wanted  # type: ignore[no-any-return]
+    raise PlanError(unknown_name("attention", name, get_args(Attention)), name=name)
+
+
+def block_bytes(device: str) -> int:
+    """Bytes of scores that chunked attention makes at once.
+
+    On a CPU, smaller blocks stay in the cache: one thread alone is fastest with 2 to 8 MiB. But threads wait for each
+    other in each block, and where something else wants the cores too, only from 32 MiB on is that seldom enough. For
+    cards it is an assumption: enough work for all of their multiprocessors.
+    """
+    return 32 * 2**20 if device == "cpu" else 64 * 2**20
+
+
+def choose(
+    call: AttentionCall, wanted: Attention = "auto", installed: Container[str] = (), block: int | None = None
+) -> AttentionChoice:
+    """The implementation for `call`, and the reason as a sentence.
+
+    `wanted` is "auto" or a name; a name that cannot take the call gives way to what "auto" chooses. `installed` has
+    "xformers" and "sage" where they can be imported. Up to `block` bytes of scores (default: `block_bytes`) may be
+    whole.
+    """
+    if wanted == "torch":
+        return AttentionChoice("torch", "torch chooses for itself, as was asked for")
+    if wanted == "auto":
+        return _choose_freely(call, installed, block or block_bytes(call.device))
+    refused = _refusal(wanted, call, installed)
+    if refused is None:
+        return AttentionChoice(wanted, f"{TITLES[wanted]} was asked for")
+    name, because = _choose_freely(call, installed, block or block_bytes(call.device))
+    return AttentionChoice(name, f"{TITLES[wanted]} does not take {refused}; {because}")
+
+
+def _choose_freely(call: AttentionCall, installed: Container[str], block: int) -> AttentionChoice:
+    if call.device not in ("cpu", "cuda"):
+        return AttentionChoice("torch", f"nothing is known here of the kernels for {call.device}, so torch chooses")
+    kernel, refused = torch_kernel(call)
+    if kernel != "math":
+        return AttentionChoice("torch", f"{TITLES[kernel]} takes it, by torch's own choice")
+    size = format_bytes(call.score_bytes)
+    if call.score_bytes <= block:
+        return AttentionChoice("torch", f"no fused kernel takes {refused}, but all scores are only {size}")
+    if (also := refusal("chunked", call)) is not None:
+        return AttentionChoice("torch", f"only torch takes {also}")
+    name: Attention = "xformers" if _refusal("xformers", call, installed) is None else "chunked"
+    return AttentionChoice(name, f"no fused kernel of torch's takes {refused}, and all scores would be {size}")
+
+
+def _refusal(name: Attention, call: AttentionCall, installed: Container[str]) -> str | None:
+    missing = name in ("xformers", "sage") and name not in installed
+    return "anything: it is not installed" if missing else refusal(name, call)
+
+
+# what can be said before a run
+
+_KINDS = {"cuda": "cuda", "simulated": "cuda", "cpu": "cpu", "loopback": "cpu"}  # by whose rules a device attends
+_MANY = 2**15  # queries and keys, as a picture has them
+
+
+def foresee(component: Component, chosen: ComponentPlan, accelerator: Accelerator | None) -> Iterator[tuple[str, str]]:
+    """Who will compute the attention of `component`, and why, with {} for its name: as far as it is known before a run.
+
+    That is for networks that tell how wide their heads are, and calls without a mask. With "auto" nothing is said of
+    encoders, whose prompts are too short for it to matter, nor of what was exported or compiled with a choice made.
+    """
+    if accelerator is None or accelerator.kind not in _KINDS:
+        return
+    calls = [_foreseen(width, component, chosen, accelerator) for width in component.head_widths]
+    wanted = chosen.attention
+    if wanted == "torch":
+        yield "attention of {} as torch chooses", "asked for by name, also where that makes all scores at once"
+    elif wanted != "auto":
+        yield _by_name(wanted, [said for call in calls if (said := refusal(wanted, call)) is not None])
+    elif component.role in ("denoiser", "autoencoder") and not chosen.exported and not component.compiled:
+        alike: dict[Kernel, list[AttentionCall]] = {}
+        for call in calls:
+            alike.setdefault(torch_kernel(call).kernel, []).append(call)
+        yield from (_by_itself(kernel, those, accelerator) for kernel, those in alike.items())
+
+
+def _foreseen(width: int, component: Component, chosen: ComponentPlan, accelerator: Accelerator) -> AttentionCall:
+    major, _, minor = (accelerator.compute_capability or "8.0").partition(".")
+    device = _KINDS[accelerator.kind]
+    return AttentionCall(
+        device=device,
+        capability=(int(major), int(minor or 0)) if device == "cuda" else None,
+        dtype=chosen.compute_dtype or component.main_dtype or "float32",
+        items=1, heads=1, key_heads=1, value_heads=1, queries=_MANY, keys=_MANY, width=width, value_width=width,
+        flash=accelerator.flash,
+    )  # fmt: skip
+
+
+def _by_name(name: Attention, refused: list[str]) -> tuple[str, str]:
+    said = "asked for by name"
+    if name in ("xformers", "sage"):
+        said += ", where it is installed"
+    elif name == "math":
+        said += ": all scores are made at once"
+    but = f"; what it does not take is done as with auto: {', '.join(dict.fromkeys(refused))}" if refused else ""
+    return f"attention of {{}} by {TITLES[name]}", f"{said}{but}"
+
+
+def _by_itself(kernel: Kernel, calls: list[AttentionCall], accelerator: Accelerator) -> tuple[str, str]:
+    """What "auto" does with `calls` that differ in the width of heads."""
+    call, refused = calls[0], torch_kernel(calls[0]).refused
+    if kernel == "math":
+        scores = format_bytes(block_bytes(call.device))
+        why = f"no fused kernel of torch's takes {refused} on {accelerator.display_name}; {scores} of scores at a time"
+        return "attention of {} in chunks", why
+    takes = f"it takes heads of {', '.join(str(each.width) for each in calls)} in {call.dtype}"
+    if call.device == "cpu":
+        return "attention of {} by torch's fused kernel", f"{takes} on {accelerator.display_name}"
+    order = kernel_order(call)
+    before = f"; {order[order.index(kernel) - 1]} does not take {refused}" if refused else ""
+    mask = " without a mask" if kernel == "flash" else ""
+    return f"attention of {{}} by {TITLES[kernel]}", f"{takes}{mask} on {accelerator.display_name}{before}"
+
+
+WORTH = 1.05  # times as fast: less is within what measuring varies by
+
+
+class LayoutChoice(NamedTuple):
+    channels_last: bool
+    because: str | None  # None where nobody asked
+
+
+def choose_layout(component: Component, chosen: ComponentPlan, accelerator: Accelerator | None) -> LayoutChoice:
+    """Channels last or not for `component`: as was said or, where that is None, where it was measured to be faster.
+
+    `accelerator` knows what was measured, if anything was.
+    """
+    wanted = chosen.channels_last
+    if wanted is False:
+        return LayoutChoice(False, None)
+    asked, but = ("asked for by name; ", "but ") if wanted else ("", "")
+    if not component.convolves:
+        return LayoutChoice(bool(wanted), f"{asked}{but}it has no convolutions over pictures")
+    dtype = chosen.compute_dtype or component.main_dtype
+    gains = accelerator.channels_last_gains if accelerator else {}
+    gain = gains.get(f"{component.role}.{dtype}")
+    if gain is None:
+        where = accelerator.display_name if accelerator else "this device"
+        how = f"in {dtype} on {where}" if gains else f"on {where} (`tightfit machine` there would)"
+        return LayoutChoice(bool(wanted), f"{asked}whether that is faster was not measured {how}")
+    if gain >= WORTH:
+        return LayoutChoice(True, f"convolutions ran {gain:.2f} × as fast in it on this computer")
+    return LayoutChoice(bool(wanted), f"{asked}{but}convolutions ran only {gain:.2f} × as fast in it on this computer")

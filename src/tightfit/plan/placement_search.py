@@ -1,0 +1,313 @@
+"""All combinations of what can be done about each component and of how the autoencoder works: the best of them.
+
+That is one branch of a search: denoisers work in one way. Which combinations there are depends on no budget.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from tightfit.plan.component_order import ALTERNATIONS, visits
+from tightfit.plan.cost_model import strip_profile_of
+from tightfit.plan.eight_bits import rooms_of
+from tightfit.plan.forecast import most_weights, needed_bytes
+from tightfit.plan.option_search import BestOptionSearch, Option, OptionSet
+from tightfit.plan.options import WHOLE, ComponentWorkload, Where, why_there
+from tightfit.plan.search_cache import SearchCache, Visitor
+from tightfit.schema.footprint import Footprint, StripProfile, Variant
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import Reason, Storage, VaePlan
+
+__all__ = ["SearchNode", "Solution", "VariantSearch"]
+
+_ENDLESS = 2**63  # bytes: as many as wanted, of what is limited
+
+
+class _CoResidentGroup(NamedTuple):
+    """Components that are on the device together, and the phases in which they are."""
+
+    names: tuple[str, ...]
+    phases: tuple[int, ...]
+
+
+class _WeightLocations(NamedTuple):
+    """Where components are to be, and the fewest bytes that this takes."""
+
+    wheres: Mapping[str, Where]
+    weights: tuple[int, ...]  # on the device, while each crew works
+    ram: int  # of host memory
+
+
+class Solution(NamedTuple):
+    """A combination, the better the less."""
+
+    seconds: float
+    peak: int
+    ram: int
+    options: tuple[tuple[str, Option], ...]
+    vae: VaePlan
+    branch: VariantSearch  # where it was found
+
+
+class SearchNode(NamedTuple):
+    """Where components are to be and how the autoencoder is to work, and what is known so far of what comes of it."""
+
+    races: tuple[BestOptionSearch, ...]  # one of each component
+    vae: VaePlan
+    wheres: Mapping[str, Where]
+    ram: int  # bytes of host memory for masters and for maps that wait
+    branch: VariantSearch
+
+    @property
+    def soonest(self) -> float:
+        """Seconds at the least; infinite where nothing fits."""
+        return sum(race.seconds for race in self.races)
+
+    @property
+    def undecided(self) -> BestOptionSearch | None:
+        """What is to be worked out next; None where it is known what is best for each component alone."""
+        return next((race for race in self.races if not race.over), None)
+
+
+@dataclass
+class VariantSearch:
+    """The combinations for one way of storing components, with denoisers at work as `footprint` says.
+
+    It is what `variant` made of the `usual` one, which knows about all other components; None: it is that one.
+    """
+
+    footprint: Footprint
+    device: Accelerator
+    disk_rate: float | None
+    storages: Mapping[str, Storage]
+    variant: Variant | None = None
+    usual: VariantSearch | None = None
+    known: SearchCache = field(default_factory=SearchCache)
+    _placed: dict[bool, list[_WeightLocations]] = field(
+        default_factory=dict, init=False
+    )  # with host memory limited or not
+
+    def reasons(self, found: Solution, size: int) -> Iterator[Reason]:
+        """Why weights are where they are."""
+        rooms = self._rooms[found.vae]
+        options = dict(found.options)
+        always = self._idle + sum(option.always for option in options.values())
+        for crew in self._crews:
+            number = max(crew.phases, key=lambda number: rooms[number])
+            phase, left = self.footprint.phases[number].name, most_weights(size, rooms[number], self.device) - always
+            for name in crew.names:
+                yield why_there(self.task(name), options[name], left, phase, found.vae)
+
+    def most_room(self, vae: VaePlan) -> int:
+        """Bytes that activations want of an allocator at the most."""
+        return max(self._rooms[vae])
+
+    @cached_property
+    def _rooms(self) -> dict[VaePlan, list[int]]:
+        """The same, phase by phase, for each way in which autoencoders can work."""
+        return {vae: rooms_of(self.footprint, vae, self.storages) for vae in self._vaes}
+
+    def _ways(self, vae: VaePlan) -> list[StripProfile | None]:
+        return [strip_profile_of(phase, vae) for phase in self.footprint.phases]
+
+    def task(self, name: str) -> ComponentWorkload:
+        """What the component `name` does."""
+        if self.usual is not None and name not in self.footprint.denoisers:
+            return self.usual.task(name)
+        visitor = self._visitors[name]
+        if visitor not in self.known.tasks:
+            component = next(component for component in self.footprint.components if component.name == name)
+            usual = None if self.usual is None else self.usual.task(name)
+            self.known.tasks[visitor] = ComponentWorkload(component, self.footprint, self.device, usual)
+        return self.known.tasks[visitor]
+
+    @cached_property
+    def _visitors(self) -> dict[str, Visitor]:
+        """As what each component is known: how often it comes depends on who else works on this device."""
+        known = visits(self.footprint)
+        return {
+            component.name: (component.name, known.get(component.name, ())) for component in self.footprint.components
+        }
+
+    def chances(self, size: int, ram: int | None) -> Iterator[SearchNode]:
+        """What fits into `size` bytes of the device and `ram` of host memory (None: as many as wanted)."""
+        for vae in self._vaes:
+            waiting = self._waiting(vae)
+            for placed, needed in self._needed(vae, ram):
+                if needed <= size:
+                    races = tuple(self._races(placed.wheres, vae, size))
+                    yield SearchNode(races, vae, placed.wheres, placed.ram + waiting, self)
+
+    def ram_of(self, found: Solution) -> int:
+        """Bytes of host memory for masters and for maps that wait."""
+        return found.ram + self._waiting(found.vae)
+
+    def _waiting(self, vae: VaePlan) -> int:
+        """Bytes of host memory for maps that wait."""
+        return max((way.host_bytes for way in self._ways(vae) if way), default=0)
+
+    def least(self, ram: int | None) -> int | None:
+        """The fewest bytes of the device with which anything does; None if nothing ever does."""
+        return min((needed for vae in self._vaes for _, needed in self._needed(vae, ram)), default=None)
+
+    def tightest(self, size: int, ram: int | None) -> Iterator[str]:
+        """The phases that need all of `size` bytes in whatever just fits into them."""
+        for vae, rooms in self._rooms.items():
+            just = [placed for placed, needed in self._needed(vae, ram) if needed == size]
+            yield from (
+                self.footprint.phases[number].name
+                for placed in just
+                for crew, weights in zip(self._crews, placed.weights, strict=True)
+                for number in crew.phases
+                if needed_bytes(weights, rooms[number], self.device) == size
+            )
+
+    def least_ram(self, size: int) -> int | None:
+        """The fewest bytes of host memory with which anything fits into `size` bytes of the device."""
+        fitting = (
+            placed.ram + self._waiting(vae)
+            for vae in self._vaes
+            for placed, needed in self._needed(vae, _ENDLESS)
+            if needed <= size
+        )
+        return min(fitting, default=None)
+
+    def _needed(self, vae: VaePlan, ram: int | None) -> Iterator[tuple[_WeightLocations, int]]:
+        """Where components may be within `ram`, and the fewest bytes of the device with which they can."""
+        rooms, waiting = self._rooms[vae], self._waiting(vae)
+        wanted = [max(rooms[number] for number in crew.phases) for crew in self._crews]
+        for placed in self._placements(limited=ram is not None):
+            if ram is None or placed.ram + waiting <= ram:
+                whole = max(map(sum, zip(placed.weights, wanted, strict=True)), default=0)
+                yield placed, needed_bytes(whole, 0, self.device)
+
+    def _placements(self, *, limited: bool) -> list[_WeightLocations]:
+        """Wherever components may be, if host memory is `limited`, or if there is as much as wanted."""
+        if limited not in self._placed:
+            wheres: tuple[Where, ...] = ("resident", "cpu", "disk") if limited else ("resident", "cpu")
+            if self.device.is_cpu:  # host memory is its own
+                wheres = ("resident", "disk")
+            names = [name for crew in self._crews for name in crew.names]
+            chosen = itertools.product(wheres, repeat=len(names))
+            found = (self._placement(dict(zip(names, each, strict=True))) for each in chosen)
+            self._placed[limited] = [placement for placement in found if placement is not None]
+        return self._placed[limited]
+
+    def _placement(self, wheres: Mapping[str, Where]) -> _WeightLocations | None:
+        """None where some component cannot do anything like that."""
+        always, weights = self._always(wheres), []
+        for crew in self._crews:
+            leasts = [self._least(name, wheres[name]) for name in crew.names]
+            if None in leasts:
+                return None
+            weights.append(always + sum(least or 0 for least in leasts))
+        masters = (self.task(name).component.bytes for name, where in wheres.items() if where == "cpu")
+        return _WeightLocations(wheres, tuple(weights), sum(masters))
+
+    def _least(self, name: str, where: Where) -> int | None:
+        """The fewest bytes that come of a component."""
+        if self.usual is not None and name not in self.footprint.denoisers:
+            return self.usual._least(name, where)
+        key = self._visitors[name], where
+        if key not in self.known.leasts:
+            storage: Storage = self.storages.get(name, "as-loaded")
+            self.known.leasts[key] = self.task(name).least(where, storage, self.variant)
+        return self.known.leasts[key]
+
+    def find(self, chance: SearchNode, size: int) -> Solution | None:
+        """The best that comes of a chance; None where nothing does."""
+        return self._combined(chance.wheres, chance.vae, size)
+
+    def _always(self, wheres: Mapping[str, Where]) -> int:
+        """Bytes of weights that are there in all phases."""
+        return self._idle + sum(self.task(name).always(where) for name, where in wheres.items())
+
+    def _left(
+        self, wheres: Mapping[str, Where], vae: VaePlan, size: int
+    ) -> Iterator[tuple[_CoResidentGroup, int, int]]:
+        """What activations want while each crew works, and how many bytes of `size` it has for what comes and goes."""
+        always, rooms = self._always(wheres), self._rooms[vae]
+        for crew in self._crews:
+            room = max(rooms[number] for number in crew.phases)
+            yield crew, room, most_weights(size, room, self.device) - always
+
+    def _races(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Iterator[BestOptionSearch]:
+        """What each component alone could do best."""
+        for crew, _, left in self._left(wheres, vae, size):
+            for name in crew.names:
+                yield self._menu(name, wheres[name], vae).race(left)
+
+    def _combined(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Solution | None:
+        """The best within `size` with components where they are said to be, and the autoencoder at work as `vae`."""
+        always, peak = self._always(wheres), 0
+        options: dict[str, Option] = {}
+        for crew, room, left in self._left(wheres, vae, size):
+            chosen = _fastest([self._menu(name, wheres[name], vae) for name in crew.names], left)
+            if chosen is None:
+                return None
+            options |= zip(crew.names, chosen, strict=True)
+            peak = max(peak, needed_bytes(always + sum(option.comes for option in chosen), room, self.device))
+        ram = sum(option.ram for option in options.values())
+        seconds = sum(option.seconds for option in options.values())
+        return Solution(seconds, peak, ram, tuple(options.items()), vae, self)
+
+    @cached_property
+    def _vaes(self) -> list[VaePlan]:
+        """How autoencoders can work; the same in all phases."""
+        ways = {(way.strip_bytes, way.feature_maps) for phase in self.footprint.phases for way in phase.strip_options}
+        if self.device.is_cpu:
+            ways = {(strips, maps) for strips, maps in ways if maps == "device"}
+        return [VaePlan(), *(VaePlan(strips=strips, feature_maps=maps) for strips, maps in sorted(ways))]
+
+    @cached_property
+    def _idle(self) -> int:
+        """Bytes that are there of components which never work."""
+        used = {name for crew in self._crews for name in crew.names}
+        idle = [component for component in self.footprint.components if component.name not in used]
+        return sum(self.task(each.name).always("disk" if each.has_forward else "resident") for each in idle)
+
+    @cached_property
+    def _crews(self) -> list[_CoResidentGroup]:
+        """Who takes turns more often than a few times is there together with the others."""
+        order = [phase.calls[index].component for phase in self.footprint.phases for index in phase.call_order]
+        turns = Counter(frozenset(pair) for pair in itertools.pairwise(order) if pair[0] != pair[1])
+        crews = {name: {name} for name in order}
+        for pair, count in turns.items():
+            if count > ALTERNATIONS:
+                together = set().union(*(crews[name] for name in pair))
+                crews |= dict.fromkeys(together, together)
+        distinct = {frozenset(crew): tuple(sorted(crew, key=order.index)) for crew in crews.values()}
+        return [_CoResidentGroup(names, self._phases_of(names)) for names in distinct.values()]
+
+    def _phases_of(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Those in which any of `names` works, and those in which everybody at work is elsewhere: who came stays."""
+        workers = [{done.component for done in phase.calls} for phase in self.footprint.phases]
+        return tuple(number for number, there in enumerate(workers) if there.intersection(names) or not there)
+
+    def _menu(self, name: str, where: Where, vae: VaePlan) -> OptionSet:
+        """Worked out when it is asked for: who never reads from the disk need not know how long that takes."""
+        if self.usual is not None and name not in self.footprint.denoisers:
+            return self.usual._menu(name, where, vae)
+        how = vae if self.task(name).component.role == "autoencoder" else WHOLE
+        key = self._visitors[name], where, how
+        if key not in self.known.menus:
+            storage: Storage = self.storages.get(name, "as-loaded")
+            self.known.menus[key] = self.task(name).menu(where, self.disk_rate, storage, self.variant, how)
+        return self.known.menus[key]
+
+
+def _fastest(menus: Sequence[OptionSet], most: int) -> tuple[Option, ...] | None:
+    """One option of each, `most` bytes together, that are fastest; None if nothing fits."""
+    if not menus:
+        return () if most >= 0 else None
+    if len(menus) == 1:
+        option = menus[0].within(most)
+        return None if option is None else (option,)
+    together = ((first, _fastest(menus[1:], most - first.comes)) for first in menus[0])
+    fitting = [(first, *others) for first, others in together if others is not None]
+    return min(fitting, key=lambda options: sum(option.seconds for option in options), default=None)

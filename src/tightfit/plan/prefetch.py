@@ -1,0 +1,197 @@
+"""In which order weights are used, and the ring buffer through which they pass: shared by engine and planner."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+__all__ = ["ALIGNMENT", "Lease", "PrefetchOrder", "Ring"]
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class PrefetchOrder(Generic[K]):
+    """The cycle of one method's uses, where it stands, and how far ahead it has been looked."""
+
+    def __init__(self, guess: Sequence[K]) -> None:
+        self.known = False  # whether the cycle was seen, or is a guess
+        self._set(list(guess))
+        self._seen: list[K] = []
+        self._used: set[K] = set()
+        self._spoiled = False
+        self._end: int | None = None  # beyond which nothing is looked at
+
+    def _set(self, cycle: list[K]) -> None:
+        self._cycle = cycle
+        self._places: dict[K, list[int]] = {}
+        for place, key in enumerate(cycle):
+            self._places.setdefault(key, []).append(place)
+        self._at, self._looked = -1, 0
+
+    def begin(self, *, last: bool = False) -> None:
+        """A pass begins; after the `last` one, nothing is expected."""
+        self._seen, self._used, self._spoiled = [], set(), False
+        length = len(self._cycle)
+        self._end = ((self._at + 1) // length + 1) * length if last and length else None
+
+    def end(self) -> None:
+        """A pass has come to its end: what was seen is what is expected from now on."""
+        if self._spoiled or not self._seen:
+            return
+        if self._seen != self._cycle:
+            self._set(list(self._seen))
+        elif not self.known:  # while guessing, what had been used in the pass was looked past
+            self.look_again()
+        self.known = True
+
+    def expect(self, keys: Sequence[K]) -> bool:
+        """`keys` are what is used next, in this order; returns whether that was not known.
+
+        Whether more follows in the last pass is not known any more then.
+        """
+        length, first = len(self._cycle), self._at + 1
+        known = self.known and all(self._cycle[(first + i) % length] == key for i, key in enumerate(keys))
+        if known or not keys:
+            return False
+        self._set(list(keys))
+        self.known, self._end = True, None
+        return True
+
+    def used(self, key: K) -> bool:
+        """`key` is used now; returns whether it was known to be next."""
+        self._seen.append(key)
+        self._used.add(key)
+        if self._cycle and self._cycle[(self._at + 1) % len(self._cycle)] == key:  # nearly always
+            self._at += 1
+            self._looked = max(self._looked, self._at + 1)
+            return True
+        position = self.next_use(key)
+        if position is None:
+            return False
+        self._at = position
+        self._looked = max(self._looked, position + 1)
+        return False
+
+    @property
+    def ahead(self) -> int:
+        """How many uses have been looked at that are still to come."""
+        return max(self._looked - self._at - 1, 0)
+
+    def skip(self, count: int, looked: int) -> None:
+        """So many uses have come and gone, and so many more were looked at; from this pass nothing is learned."""
+        self._at, self._spoiled = self._at + count, True
+        self._looked = max(self._looked + looked, self._at + 1)
+
+    def next_use(self, key: K) -> int | None:
+        """The position of its next use; None where none is expected."""
+        places = self._places.get(key)
+        if not places:
+            return None
+        length = len(self._cycle)
+        turn, place = divmod(self._at + 1, length)
+        later = bisect.bisect_left(places, place) if len(places) > 1 else int(places[0] < place)
+        return turn * length + places[later] if later < len(places) else (turn + 1) * length + places[0]
+
+    def awaited(self, key: K) -> bool:
+        """Whether its next use has been looked at already, or is the very next: then it should stay for that."""
+        position = self.next_use(key)
+        if position is None or position < self._looked:
+            return position is not None
+        return position == self._at + 1 and (self._end is None or position < self._end)
+
+    def passed(self, key: K) -> bool:
+        """Whether `key` is not awaited, and that is known, or it was used in this pass."""
+        return (self.known or key in self._used) and not self.awaited(key)
+
+    def over(self, key: K) -> bool:
+        """Whether `key` was used in the last pass and is not expected any more."""
+        position = self.next_use(key)
+        return self._end is not None and key in self._used and (position is None or position >= self._end)
+
+    @property
+    def looked_through(self) -> bool:
+        """Whether all of the last pass has been looked at."""
+        return self._end is not None and self._looked >= self._end
+
+    def look_ahead(self, take: Callable[[K], bool]) -> None:
+        """Offers what comes next to `take`, until that refuses, or a whole cycle has been looked through."""
+        length = len(self._cycle)
+        end = length if self._at < 0 else self._at + max(length, 2)  # what is in use is looked at when it was used
+        end = end if self._end is None else min(end, self._end)
+        while self._looked < end and length:
+            key = self._cycle[self._looked % length]
+            if (self.known or key not in self._used) and not take(key):
+                return
+            self._looked += 1
+
+    def look_again(self) -> None:
+        """What was looked at before may be gone: looking ahead starts anew from here."""
+        self._looked = self._at + 1
+
+    def spoil(self) -> None:
+        """Work is done anew: nothing is learned from this pass, and looking ahead starts anew from here."""
+        self._spoiled = True
+        self.look_again()
+
+    def rewind(self) -> None:
+        """The next pass begins at the beginning, wherever the last one ended."""
+        self._at, self._looked, self._end = -1, 0, None
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._cycle)
+
+
+ALIGNMENT = 4096  # bytes: what direct reads from disks need, and more than any kernel asks for
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """Bytes of the ring from `offset` on. `after` marks the last work on what was there before."""
+
+    offset: int
+    size: int
+    after: Any = None
+    turn: int = 0  # when it was given back; 0: it was not
+
+
+class Ring:
+    """`size` bytes, handed out in turn."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._leases: deque[Lease] = deque()  # the oldest first
+        self._turns = 0  # leases given back so far
+        self._latest = Lease(0, 0)  # of those whose bytes were handed out again, the one given back last
+
+    def take(self, size: int) -> Lease | None:
+        """The next `size` bytes in one piece; None while older leases are in their way."""
+        size = -(-size // ALIGNMENT) * ALIGNMENT
+        while (offset := self._room(size)) is None:
+            if not self._leases or not self._leases[0].turn:
+                return None
+            oldest = self._leases.popleft()
+            if oldest.turn > self._latest.turn:
+                self._latest = oldest
+        lease = Lease(offset, size, self._latest.after)
+        self._leases.append(lease)
+        return lease
+
+    def give_back(self, lease: Lease, mark: Any = None) -> None:
+        """`lease` may be handed out again, to whoever waits for `mark`."""
+        self._turns += 1
+        lease.turn, lease.after = self._turns, mark
+
+    def _room(self, size: int) -> int | None:
+        """Where `size` bytes fit between the newest lease and the oldest."""
+        if not self._leases:
+            return 0 if size <= self.size else None
+        first, last = self._leases[0].offset, self._leases[-1].offset + self._leases[-1].size
+        if last > first:  # free: behind the newest, and before the oldest
+            if last + size <= self.size:
+                return last
+            return 0 if size <= first else None
+        return last if last + size <= first else None

@@ -1,1 +1,0 @@
-"""A pretend accelerator: takes tensor operations, returns numbers or shapes, bytes and times; never needs a card."""

@@ -1,0 +1,136 @@
+"""What a prediction says: as text for people, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tightfit.report.summary import Report, align, fold_phases
+from tightfit.schema.footprint import Request
+from tightfit.schema.machine import Budget
+from tightfit.schema.plan import Plan
+from tightfit.schema.results import PhaseTrace, Prediction
+from tightfit.units import format_bytes, format_seconds
+
+__all__ = ["as_report", "describe", "to_mapping"]
+
+_SURE = {
+    "nominal": "by the card's data sheet",
+    "measured": "by this computer's measured rates",
+    "learned": "by what earlier runs took",
+    "guessed": "a guess: nothing was measured here",
+}
+_HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "reserved", "bytes in")
+
+
+def describe(prediction: Prediction) -> str:
+    """A headline, a table by phase, and what the plan decided."""
+    trace, plan = prediction.trace, prediction.plan
+    asked = plan.request or Request()
+    said = [prediction.model, *([asked.described] if asked.described != Request().described else [])]
+    said += [f"{asked.steps} steps"] if asked.steps else []
+    said += [prediction.dtype] if prediction.dtype else []
+    took = f"; predicted {format_seconds(trace.seconds)}, {_SURE[prediction.rates]}" if prediction.fits else ""
+    return "\n".join(
+        [
+            f"{', '.join(said)}, on {prediction.card}: {_verdict(prediction)}{took}",
+            *([prediction.would_fit] if prediction.would_fit else []),
+            f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else "lossless: the same numbers as with all of it there",
+            "",
+            *align([_HEADINGS, *(_row(phase, prediction.fits) for phase in fold_phases(trace.phases))]),
+            *_elsewhere(prediction),
+            "",
+            *(_in_words(plan) if plan.forecast else _by_fields(plan)),
+            *(f"note: {note}" for note in trace.notes),
+        ]
+    )
+
+
+def _in_words(plan: Plan) -> Iterator[str]:
+    """What a plan that was made for a budget does, and why."""
+    yield "What happens, and why:"
+    for reason in plan.reasons:
+        yield f"- {reason.decision}: {reason.because}"
+
+
+def _by_fields(plan: Plan) -> Iterator[str]:
+    """What a plan says that somebody chose."""
+    yield from (f"{name}: {chosen.described}" for name, chosen in plan.components.items())
+    yield f"autoencoder: {plan.vae.described}"
+    yield from (f"because: {reason.decision}: {reason.because}" for reason in plan.reasons)
+
+
+def as_report(prediction: Prediction) -> Report:
+    """The prediction as if it had been measured, with what the card has for a budget: for its picture."""
+    budget = Budget(device=prediction.capacity)
+    return Report(prediction.plan.model_copy(update={"budget": budget}), prediction.trace)
+
+
+def _elsewhere(prediction: Prediction) -> Iterator[str]:
+    """What other cards hold, of which the table does not tell."""
+    for name, capacity in prediction.other_devices.items():
+        peak, phase = _fullest(prediction, name)
+        yield f"  {name} holds at most {format_bytes(peak)} of {format_bytes(capacity)}, in {phase}"
+
+
+def _fullest(prediction: Prediction, name: str) -> tuple[int, str]:
+    """The most that another card holds, and in which phase."""
+    return max((phase.other_devices.get(name, 0), phase.name) for phase in prediction.trace.phases)
+
+
+def _verdict(prediction: Prediction) -> str:
+    need, has = format_bytes(prediction.peak_reserved), format_bytes(prediction.capacity)
+    if not prediction.fits:
+        others = ((name, _fullest(prediction, name)[0], size) for name, size in prediction.other_devices.items())
+        short = [
+            f", and {name} needs {format_bytes(peak)} of {format_bytes(size)}"
+            for name, peak, size in others
+            if peak > size
+        ]
+        return f"does not fit, it needs {need} and the card has {has} for tensors{''.join(short)}"
+    if prediction.peak_reserved > prediction.capacity:
+        return f"fits into {has} by giving cached memory back, with {need} it would not have to"
+    return f"fits, {need} of {has}"
+
+
+def _row(phase: PhaseTrace, fits: bool) -> tuple[str, ...]:
+    """What does not fit takes no time."""
+    sizes = (phase.peak_bytes, phase.peak_weights, phase.peak_reserved, phase.bytes_in)
+    return (phase.name, format_seconds(phase.seconds) if fits else "-", str(phase.runs), *map(format_bytes, sizes))
+
+
+def to_mapping(prediction: Prediction) -> dict[str, Any]:
+    """Plain values, ready for JSON."""
+    trace = prediction.trace
+    return {
+        "fits": prediction.fits,
+        "model": prediction.model,
+        "card": prediction.card,
+        "capacity_bytes": prediction.capacity,
+        "other_devices": dict(prediction.other_devices),
+        "lossless": not trace.lossy,
+        "predicted": {
+            "peak_bytes": trace.peak_bytes,
+            "peak_reserved_bytes": prediction.peak_reserved,
+            "seconds": trace.seconds if prediction.fits else None,
+            "rates": prediction.rates,
+        },
+        "dtype": prediction.dtype,
+        "would_fit": prediction.would_fit,
+        "phases": [
+            {
+                "name": phase.name,
+                "predicted_peak_bytes": phase.peak_bytes,
+                "predicted_peak_weights": phase.peak_weights,
+                "predicted_reserved_bytes": phase.peak_reserved,
+                "other_devices": dict(phase.other_devices),
+                "seconds": phase.seconds,
+                "bytes_in": phase.bytes_in,
+                "bytes_out": phase.bytes_out,
+                "runs": phase.runs,
+            }
+            for phase in fold_phases(trace.phases)
+        ],
+        "plan": prediction.plan.to_mapping(),
+        "reasons": [reason.to_mapping() for reason in prediction.plan.reasons],
+    }

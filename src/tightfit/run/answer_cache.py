@@ -1,0 +1,115 @@
+"""Predictions and footprints kept on disk, so that the same question is answered at once.
+
+Sees no torch: that alone takes seconds. The key is everything that an answer depends on: the question, the catalog,
+the code, and the versions of what it stands on. A file that cannot be read is no answer; one that cannot be written
+is no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tightfit.catalog.known import model_called, model_names
+from tightfit.checkpoint.folder import ModelFolder
+from tightfit.errors import TightfitError
+from tightfit.files import cache_folder, code_mark, replacing
+from tightfit.run.models import find_model
+from tightfit.schema.base import Record
+from tightfit.schema.footprint import Footprint, Request
+
+__all__ = [
+    "Missing",
+    "find_subject",
+    "footprint_question",
+    "keep_footprint",
+    "key_of",
+    "recalled",
+    "recalled_footprint",
+    "remembered",
+]
+
+Missing = Callable[[Footprint], Sequence[str]]  # what a footprint left out and somebody needs
+Answer = TypeVar("Answer", bound=Record)
+
+
+def find_subject(name: str | None) -> tuple[str | ModelFolder, str]:
+    """A known model or a checked folder (of a hub id, too; None: the demo model), and what tells it from others."""
+    if name in model_names():
+        return name, name
+    if name is not None and not Path(name).exists() and "/" not in name:
+        name = model_called(name)
+        return name, name
+    folder = find_model(name)
+    return folder, _fingerprint(folder)
+
+
+def remembered(kind: type[Answer], question: dict[str, Any], answer: Callable[[], Answer]) -> Answer:
+    """The answer to `question` (plain values) from the cache; else `answer()`, which is then kept."""
+    known = recalled(kind, question)
+    if known is not None:
+        return known
+    found = answer()
+    keep(found, question)
+    return found
+
+
+def keep(answer: Record, question: dict[str, Any]) -> None:
+    """From now on `answer` is in the cache, if it can be written."""
+    file = _file(type(answer), question)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as partial:
+            partial.write_text(answer.to_json())
+
+
+def recalled(kind: type[Answer], question: dict[str, Any]) -> Answer | None:
+    """The answer to `question` from the cache, if it is there."""
+    with contextlib.suppress(OSError, UnicodeDecodeError, TightfitError):
+        return kind.from_text(_file(kind, question).read_text())
+    return None
+
+
+def _file(kind: type[Record], question: dict[str, Any]) -> Path:
+    return cache_folder() / f"{kind.__name__.lower()}s" / f"{key_of(question)}.json"
+
+
+def footprint_question(mark: str, asked: Request, dtype: str | None, *, expandable: bool = True) -> dict[str, Any]:
+    """What the footprint of a call is kept under: of what has this `mark`, computed in `dtype`."""
+    return {"model": mark, "request": asked.to_mapping(), "dtype": dtype, "expandable": expandable}
+
+
+def recalled_footprint(question: dict[str, Any], missing: Missing | None = None) -> Footprint | None:
+    """The kept answer to a `footprint_question`, unless it left out what is `missing` (None: anything)."""
+    known = recalled(Footprint, question)
+    if known is None or (known.not_measured if missing is None else missing(known)):
+        return None
+    return known
+
+
+def keep_footprint(footprint: Footprint, question: dict[str, Any]) -> Footprint:
+    """Keeps it, and returns it, together with what is kept already, which may leave out other parts."""
+    known = recalled(Footprint, question)
+    footprint = footprint if known is None else footprint.merged_with(known)
+    keep(footprint, question)
+    return footprint
+
+
+def key_of(question: dict[str, Any]) -> str:
+    """What tells `question` (plain values) and all that an answer depends on from others."""
+    return hashlib.sha256(f"{json.dumps(question, sort_keys=True)}\0{code_mark()}".encode()).hexdigest()
+
+
+def _fingerprint(folder: ModelFolder) -> str:
+    """What a prediction for `folder` depends on: everything but the numbers in its weight files."""
+    digest = hashlib.sha256()
+    weights = {file for part in folder.components for file in part.weight_files}
+    for file in sorted(file for file in folder.path.rglob("*") if file.is_file()):
+        digest.update(f"{file.relative_to(folder.path)} {file.stat().st_size}\0".encode())
+        if file not in weights and file.stat().st_size < 10**8 and file.suffix in (".json", ".txt", ".model", ".jinja"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

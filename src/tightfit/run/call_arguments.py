@@ -1,0 +1,300 @@
+"""The arguments of a pipeline's call ⇄ the Request that they make."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+
+from tightfit.apply.activations.vae_tiling import pixels_per_latent
+from tightfit.devices.device import ram_bytes
+from tightfit.errors import RequestError, TightfitError, unknown_name
+from tightfit.run.argument_values import GREY, described, dummy_value
+from tightfit.schema.footprint import Request
+from tightfit.units import format_bytes
+
+__all__ = [
+    "NAMES",
+    "OURS",
+    "CallShape",
+    "Prompt",
+    "asked_by",
+    "call_arguments",
+    "dummy_inputs",
+    "given_to",
+    "request_of",
+    "shape_of",
+    "size_multiple",
+    "usual_side",
+]
+
+
+# what is asked for → what pipelines call it
+NAMES = {
+    "height": "height",
+    "width": "width",
+    "frames": "num_frames",
+    "steps": "num_inference_steps",
+    "guidance": "guidance_scale",
+    "batch": "num_images_per_prompt",
+    "negative prompt": "negative_prompt",
+}
+OURS = {theirs: ours for ours, theirs in NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked for in words, and the seed that makes it reproducible."""
+
+    text: str
+    seed: int
+    negative: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise RequestError("the prompt is empty: say what to draw, e.g. 'a red circle on the left'")
+        if not 0 <= self.seed < 2**63:
+            raise RequestError(f"the seed must be between 0 and 2⁶³ - 1, not {self.seed}", seed=self.seed)
+
+
+def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any]:
+    """Keyword arguments for `pipe(...)`; RequestError for what this pipeline does not take or cannot hold.
+
+    Each item of the batch has a generator of its own, seeded seed, seed + 1, …, on the CPU: the same pictures
+    whatever the batch and the device.
+    """
+    taken = inspect.signature(type(pipe).__call__).parameters
+    arguments: dict[str, Any] = {"prompt": prompt.text}
+    for field in ("height", "width", "frames", "steps", "guidance"):
+        value = getattr(request, field)
+        if value is not None and not (field == "frames" and "video" in request.arguments):  # the clip has so many
+            arguments[NAMES[field]] = value
+    arguments |= {name: dummy_value(value) for name, value in request.arguments.items()}
+    if prompt.negative is not None:
+        arguments["negative_prompt"] = prompt.negative
+    if request.batch > 1:
+        many = [name for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in taken]
+        arguments[many[0] if many else "num_images_per_prompt"] = request.batch
+    for name in arguments:
+        if name not in taken:
+            raise RequestError(f"{type(pipe).__name__} takes no {OURS.get(name, name)}", name=name)
+    _check_size(pipe, request)
+    generators = [torch.Generator().manual_seed(prompt.seed + index) for index in range(request.batch)]
+    return arguments | {"generator": generators if request.batch > 1 else generators[0]}
+
+
+def size_multiple(pipe: Any) -> int:
+    """Heights and widths must be multiples of this many pixels: a latent's, times the denoiser's patch."""
+    autoencoder = getattr(pipe, "vae", None)
+    multiple = pixels_per_latent(autoencoder) if autoencoder is not None else 1
+    denoiser = getattr(pipe, "transformer", None)
+    if denoiser is None:
+        return multiple
+    patch = denoiser.config.get("patch_size") or 1
+    patch = patch if isinstance(patch, int) else patch[-1]
+    # Flux and its kind pack 2×2 latents outside the network
+    packed = 2 if patch == 1 and type(pipe).__name__.startswith(("Flux", "Chroma")) else 1
+    return int(multiple * patch * packed)
+
+
+def _check_size(pipe: Any, request: Request) -> None:
+    multiple = size_multiple(pipe)
+    for side in ("height", "width"):
+        pixels = getattr(request, side)
+        if pixels is not None and pixels % multiple:
+            below, above = pixels // multiple * multiple, -(-pixels // multiple) * multiple
+            near = f"{below} or {above}" if below else str(above)
+            raise RequestError(
+                f"{side} {pixels} is not a multiple of {multiple}, as this model needs: {near} would do",
+                **{side: pixels, "multiple": multiple},
+            )
+    usual = usual_side(pipe)
+    area = (request.height or usual) * (request.width or usual) * (request.frames or 1) * request.batch
+    needed, ram = area * 3 * 4, ram_bytes()
+    if needed > ram:
+        raise RequestError(
+            f"the pictures alone would take {format_bytes(needed)}, and RAM has {format_bytes(ram)}: ask for less",
+            needed_bytes=needed,
+            ram_bytes=ram,
+        )
+
+
+def usual_side(pipe: Any) -> int:
+    """About how many pixels a side has that is not asked for: pipelines say it in latents, where they say it."""
+    latents = getattr(pipe, "default_sample_size", None)
+    if latents is None and getattr(pipe, "unet", None) is not None:
+        latents = pipe.unet.config.get("sample_size")
+    return latents * pixels_per_latent(pipe.vae) if isinstance(latents, int) and hasattr(pipe, "vae") else 512
+
+
+_FIELDS = {ours: theirs for ours, theirs in NAMES.items() if ours not in ("batch", "negative prompt")}
+_EACH = ("num_images_per_prompt", "num_videos_per_prompt")
+_LEFT_OUT = ("return_dict", "generator")  # nothing depends on them but numbers, or what they come in
+_USUAL = {"prompt": "text"}  # descriptions of what every call has
+_PICTURES = ("image", "video", "control_image", "mask_image")  # whose size is that of the call, if it names none
+
+
+class CallShape(NamedTuple):
+    """What decides how many bytes a call takes."""
+
+    height: int | None
+    width: int | None
+    frames: int | None
+    batch: int
+    guided: bool | None
+    others: frozenset[tuple[str, bool | int | str | None]] = frozenset()
+
+
+def request_of(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Request | None:
+    """What a call of `pipe` asks for; None where it does not take these arguments."""
+    given = given_to(pipe, args, kwargs)
+    if given is None:
+        return None
+    found = {ours: given[theirs] for ours, theirs in _FIELDS.items() if _is_legal(ours, given.get(theirs))}
+    left = {name: value for name, value in given.items() if OURS.get(name) not in found and name not in _EACH}
+    arguments = _described(left, _defaults(pipe))
+    if not found.keys() & {"height", "width"}:
+        found |= _size_of(given)
+    if "frames" not in found and (frames := _frames_of(given.get("video"))):
+        found["frames"] = frames
+    each = next((given[name] for name in _EACH if name in given), 1)
+    batch = _prompts(given) * (each if isinstance(each, int) else 1)
+    return Request(**found, batch=max(batch, 1), arguments=arguments)
+
+
+def asked_by(pipe: Any, example: Mapping[str, Any]) -> Request:
+    """What the arguments of an example call ask for. RequestError where `pipe` does not take them."""
+    request = request_of(pipe, (), example)
+    if request is None:
+        taken = list(inspect.signature(type(pipe).__call__).parameters)[1:]
+        name = next(name for name in example if name not in taken)
+        raise RequestError(unknown_name(f"argument of {type(pipe).__name__}", name, taken), name=name)
+    return request
+
+
+def _is_legal(field: str, value: Any) -> bool:
+    """Whether `value` can be that of a request's `field`."""
+    try:
+        return value is not None and bool(Request(**{field: value}))
+    except TightfitError:
+        return False
+
+
+def given_to(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call of `pipe`, by name; None where it does not take them."""
+    signature = inspect.signature(type(pipe).__call__)
+    try:
+        given = dict(signature.bind_partial(pipe, *args, **kwargs).arguments)
+    except TypeError:
+        return None
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    given.pop(next(iter(signature.parameters)), None)
+    return given
+
+
+def _described(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given beside a request's own fields, where it is not the default. Callbacks are left out."""
+    found = {
+        name: described(name, value)
+        for name, value in given.items()
+        if name not in _LEFT_OUT and not name.startswith("callback")
+    }
+    if found.get("output_type") != "latent":  # whatever pictures become, they become it on the host
+        found.pop("output_type", None)
+    return {n: value for n, value in found.items() if value != usual.get(n) and (n not in _USUAL or value != _USUAL[n])}
+
+
+def _prompts(given: Mapping[str, Any]) -> int:
+    prompt, embeds = given.get("prompt"), given.get("prompt_embeds")
+    if isinstance(prompt, list | tuple):
+        return len(prompt)
+    return len(embeds) if isinstance(embeds, torch.Tensor) and prompt is None else 1
+
+
+def _frames_of(video: Any) -> int | None:
+    """Of the clip that the call starts from: a list of pictures, or an array of shape (..., frames, C, H, W)."""
+    if isinstance(video, list | tuple):
+        return _frames_of(video[0]) if len(video) == 1 and getattr(video[0], "ndim", 0) >= 4 else len(video)
+    shape: tuple[int, ...] = getattr(video, "shape", ())
+    return int(shape[-4]) if len(shape) >= 4 else None
+
+
+def _size_of(given: Mapping[str, Any]) -> dict[str, int]:
+    """Of the pictures that the call starts from."""
+    for name in _PICTURES:
+        picture = given.get(name)
+        while isinstance(picture, list | tuple) and picture:
+            picture = picture[0]
+        if isinstance(picture, torch.Tensor) and picture.ndim >= 3:
+            return {"height": int(picture.shape[-2]), "width": int(picture.shape[-1])}
+        size = getattr(picture, "size", None)
+        if isinstance(size, tuple) and len(size) == 2:
+            return {"height": size[1], "width": size[0]}
+    return {}
+
+
+def shape_of(pipe: Any, request: Request) -> CallShape:
+    """`request` with what the pipeline makes of that which it leaves open."""
+    usual = _defaults(pipe)
+
+    def said(name: str) -> Any:
+        value = getattr(request, name)
+        default = usual.get(NAMES[name])
+        return default if value is None and isinstance(default, int | float) else value
+
+    height, width, guidance = said("height"), said("width"), said("guidance")
+    if NAMES["height"] in usual and hasattr(pipe, "default_sample_size"):
+        height, width = height or usual_side(pipe), width or usual_side(pipe)
+    others = {name: value for name, value in request.arguments.items() if value != usual.get(name)}
+    return CallShape(
+        height,
+        width,
+        said("frames"),
+        request.batch,
+        None if guidance is None else guidance > 1,
+        frozenset((name, _switched(value, usual.get(name))) for name, value in others.items()),
+    )
+
+
+def _defaults(pipe: Any) -> dict[str, Any]:
+    return {name: each.default for name, each in inspect.signature(type(pipe).__call__).parameters.items()}
+
+
+def _switched(value: bool | int | float | str | None, usual: Any) -> bool | int | str | None:
+    """Of a scale only what it switches: nothing at 0, another pass of the denoiser above 1."""
+    if isinstance(value, float) or (isinstance(value, int) and isinstance(usual, float)):
+        return (value > 0) + (value > 1)
+    return value
+
+
+def dummy_inputs(pipe: Any, request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any], Request]:
+    """Arguments `image`, `mask_image` or `video` where `pipe` takes them and they are not `given`.
+
+    Also what is left of `request` to ask for: the size of a pipeline that takes its pictures' size is theirs.
+    RequestError where a clip is needed and the request names no number of frames.
+    """
+    taken = inspect.signature(type(pipe).__call__).parameters
+    height, width = (side or usual_side(pipe) for side in (request.height, request.width))
+    found: dict[str, Any] = {}
+    if "image" in taken:
+        found["image"] = Image.new("RGB", (width, height), GREY)
+        if "mask_image" in taken:
+            found["mask_image"] = Image.new("L", (width, height), 255)
+    elif "video" in taken and not {"video"} & {*given, *request.arguments}:
+        if request.frames is None:
+            raise RequestError(
+                f"{type(pipe).__name__} starts from a clip: say of how many frames, e.g. frames=49",
+                pipeline=type(pipe).__name__,
+            )
+        found["video"] = [Image.new("RGB", (width, height), GREY)] * request.frames
+    theirs = {"height", "width"} if found and "height" not in taken else set()
+    theirs |= {"frames"} if "video" in found and "num_frames" not in taken else set()
+    left = Request(**{name: value for name, value in request if name not in theirs})
+    said = {*given, *request.arguments}
+    return {name: value for name, value in found.items() if name not in said}, left

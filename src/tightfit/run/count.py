@@ -1,0 +1,102 @@
+"""A footprint and a plan → a Prediction, counted and not rehearsed: arithmetic on a footprint, as for the planner.
+
+For plans that load weights from the disk, which a simulated card does not have, and for known footprints, for which no
+torch is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tightfit.catalog.cuda import CONTEXT
+from tightfit.plan.default_rates import computer_with, default_disk_rate, with_default_rates
+from tightfit.plan.forecast import simulate_jointly
+from tightfit.plan.options import variant_of
+from tightfit.plan.presets import plan_for
+from tightfit.schema.footprint import Component, Footprint
+from tightfit.schema.machine import Accelerator, Machine
+from tightfit.schema.plan import Plan
+from tightfit.schema.results import PhaseTrace, Prediction, Trace
+
+__all__ = ["KNOWN_NOTE", "capacity_of", "counted", "main_dtype", "reads_disk"]
+
+NOTE = (
+    "weights come from the disk: this is counted from what the model does, not rehearsed; what is brought is not told"
+)
+KNOWN_NOTE = (
+    "this is counted from what is known of the model, not rehearsed: peaks are the most that the plan may take, and "
+    "what is brought is not told; --timeline rehearses it"
+)
+
+
+def reads_disk(choices: dict[str, Any]) -> bool:
+    """Whether anything is brought from the disk under `choices` of Plan fields."""
+    parts = Plan.from_mapping(choices).components.values()
+    return any(part.offload_to == "disk" and part.placement != "resident" for part in parts)
+
+
+def counted(
+    footprint: Footprint, accelerator: Accelerator, choices: dict[str, Any], *, title: str, card: str | None,
+    others: Sequence[Accelerator] = (), machine: Machine | None = None, note: str = NOTE,
+) -> Prediction:  # fmt: skip
+    """What the call that `footprint` tells of takes on `accelerator`, under `choices` of Plan fields.
+
+    With `others`, components compute on those of them that the choices name as their device. Of a CPU's memory, what
+    this process holds by now is taken already: `machine` knows.
+    """
+    host = machine or computer_with(accelerator)
+    shares = not accelerator.is_cpu
+    usual = choices["device"] if others and "device" in choices else "cuda:0" if shares else "cpu"
+    plan = plan_for(
+        footprint, usual, separate=shares, choices=choices, request=footprint.request,
+        pinnable=host.pinnable or 0, accelerator=accelerator,
+    )  # fmt: skip
+    devices = (
+        {each.name: with_default_rates(each) for each in (accelerator, *others)}
+        if others
+        else {usual: with_default_rates(accelerator)}
+    )
+    said = {phase.name: phase.seconds for phase in plan.forecast}
+    phases, now = list[PhaseTrace](), 0.0
+    played = simulate_jointly(footprint, plan, devices, default_disk_rate(host, accelerator))
+    for phase, told in zip(footprint.with_variant(variant_of(footprint, plan)).phases, played, strict=True):
+        own, there = told[plan.device], {name: each.weights + each.room for name, each in told.items()}
+        seconds = said.get(phase.name, sum(each.seconds for each in told.values()))
+        phases.append(
+            PhaseTrace(
+                name=phase.name, start=now, seconds=seconds, peak_bytes=there.pop(plan.device),
+                peak_weights=own.weights, peak_reserved=own.peak(devices[plan.device]), runs=len(phase.call_order),
+                other_devices=there,
+            )
+        )  # fmt: skip
+        now += seconds
+    name = card or accelerator.product_name or accelerator.name
+    capacities = {each: capacity_of(plan, known, host.ram_used or 0) for each, known in devices.items()}
+    elsewhere = {each: capacities[each] for each in plan.devices if each != plan.device}
+    fits = [told[each].peak(devices[each]) <= capacities[each] for told in played for each in plan.devices]
+    return Prediction(
+        model=title,
+        card=name,
+        capacity=capacities[plan.device],
+        other_devices=elsewhere,
+        fits=all(fits),
+        plan=plan,
+        trace=Trace(device=name, seconds=now, phases=tuple(phases), lossy=plan.lossy, notes=(note,)),
+        dtype=main_dtype(footprint.components),
+    )
+
+
+def main_dtype(components: Sequence[Component]) -> str | None:
+    """Of most weights of a pipeline, as they are loaded."""
+    return max(components, key=lambda each: each.bytes).main_dtype if components else None
+
+
+def capacity_of(plan: Plan, accelerator: Accelerator, taken: int = 0) -> int:
+    """Bytes that there are for tensors; of a CPU's memory, `taken` are in use already."""
+    budget = plan.budget
+    if accelerator.is_cpu:
+        most = min(budget.of_cpu, accelerator.bytes) if budget else accelerator.bytes
+        return max(most - taken, 1)
+    asked = (budget.of(accelerator.name) if budget else None) or accelerator.bytes
+    return max(min(asked, accelerator.bytes - CONTEXT), 1)

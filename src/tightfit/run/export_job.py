@@ -1,0 +1,77 @@
+"""A model → its exported denoiser, found out without weights: what `tightfit trace` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from tightfit.apply.activations.traced.file import ExportedFile
+from tightfit.apply.activations.tracing import find_denoiser, first_call, trace_module
+from tightfit.checkpoint.folder import ModelFolder
+from tightfit.checkpoint.lazy_loading import build_folder
+from tightfit.devices.choose import choose_device
+from tightfit.errors import InputError, unknown_name
+from tightfit.run.files import check_writable
+from tightfit.run.models import DTYPES, find_model, stored_dtype
+from tightfit.run.plan_options import demo_request
+from tightfit.run.simulate import SimulationRun, roomy_card
+from tightfit.schema.footprint import Request
+from tightfit.schema.machine import Accelerator
+
+__all__ = ["trace_model"]
+
+_CARD = Accelerator(name="any card", kind="simulated", bytes=1)  # a call's shapes depend on no card's size and rates
+
+
+def trace_model(
+    model: str | None,
+    out: Path,
+    asked: Request | None = None,
+    *,
+    name: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> ExportedFile:
+    """Exports the denoiser of `model` (folder or hub id; None: the demo model) for what is `asked` to the file `out`.
+
+    Nothing but configurations is read. What `asked` leaves open is as the pipeline has it; `inputs` are further
+    arguments of its call, by name: a negative prompt, or the prompt, where its length in tokens matters. `dtype` is
+    what it will be computed in (default: what `tightfit run` takes on `device`: float32 on the CPU, else as stored).
+    `name` says which network is meant where there are several.
+
+    Raises InputError for an unknown device or dtype and a place that cannot be written, ModelError for what cannot be
+    loaded or exported, RequestError for what the pipeline does not take, PlanError for an unknown `name`.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
+    on_cpu = choose_device(device).torch_device.type == "cpu"
+    check_writable(out)
+    folder = find_model(model)
+    request = asked or Request()
+    if model is None:
+        request = demo_request(request)
+    usual = "float32" if on_cpu else stored_dtype(folder.components)
+    traced = _trace(folder, getattr(torch, dtype or usual), request, name, inputs)
+    traced.save(out)
+    return traced
+
+
+def _trace(
+    folder: ModelFolder, dtype: torch.dtype, request: Request, name: str | None, inputs: Mapping[str, Any] | None
+) -> ExportedFile:
+    """What the denoiser is given, on a simulated card; then the export."""
+    pipe = build_folder(folder, dtype)
+    module = find_denoiser(pipe, name)
+    with roomy_card(_CARD) as card:
+        stage = SimulationRun(pipe, card, {"level": 0}, request)
+        given = first_call(module, lambda: stage.play(inputs))
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), given)
+        del given
+        stage.fitted.undo()
+        del module.forward  # the stage's own
+    return trace_module(module, *args, **kwargs)

@@ -1,0 +1,155 @@
+"""What the command line's options say → Plan fields and a Request. Sees no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from tightfit.errors import PlanError
+from tightfit.schema.footprint import Request
+from tightfit.schema.machine import Budget
+from tightfit.schema.plan import Plan, check_techniques
+
+__all__ = ["Limits", "Wish", "asked_for", "call_request", "demo_request", "limits_for", "limits_of", "plan_fields"]
+
+Wish = Budget | Mapping[str, str | int] | str | int | None  # of a budget: bytes, of several devices by name
+DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
+
+
+def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dict[str, Any]:
+    """Plan fields from a file, then --level, then --set, each over the one before. PlanError for what is none."""
+    choices: dict[str, Any] = Plan.fields_from_file(plan) if plan is not None else {}
+    if level is not None:
+        if choices.get("reasons") and choices.get("level") != level:
+            raise PlanError(
+                f"{plan} is a complete plan (level {choices.get('level')}): --level {level} would change its name "
+                "and nothing else. Leave one of them out, or change single fields with --set"
+            )
+        choices["level"] = level
+    if changes:  # what was said of the plan is not true of another
+        choices.pop("forecast", None)
+    _unsettle(choices, [change.partition("=")[0].split(".") for change in changes])
+    for change in changes:
+        field, equals, text = change.partition("=")
+        if not equals or not all(field.split(".")):
+            raise PlanError(f"--set {change!r} is not FIELD=VALUE, e.g. --set vae.tile=256")
+        _set(choices, field.split("."), _value(change, text))
+    return choices
+
+
+class Limits(NamedTuple):
+    """Within what a plan is to be made, and by which lossy techniques if need be."""
+
+    budget: Budget | None  # None: what is free
+    allow: tuple[str, ...] = ()
+    host: str | None = None  # of several devices, that on which denoisers compute; None: where that is best
+
+
+def limits_for(
+    budget: Wish, ram: str | int | None, allow: Sequence[str], level: int | None, plan: object
+) -> Limits | None:
+    """What `fit` and `load` are told to keep within; None where a `level` or a `plan` says all. PlanError for both."""
+    if level is None and plan is None:
+        return Limits(_budget(budget, ram), check_techniques(allow))
+    if budget is not None:
+        raise PlanError(f"give at most one of budget={budget}, level={level} and plan={type(plan).__name__}")
+    if ram is not None or allow:
+        raise PlanError(f"ram={ram} and allow={tuple(allow)} go with a budget: a level or a plan says all by itself")
+    return None
+
+
+def asked_for(request: Request | Mapping[str, Any] | None, example: Mapping[str, Any] | None) -> Request | None:
+    """The request that a budget is planned for; None where nobody says, or an `example` does. PlanError for both."""
+    if request is not None and example is not None:
+        raise PlanError(f"give request={request} or example={list(example)}, the arguments of a call: not both")
+    return request if isinstance(request, Request | None) else Request.from_mapping(request)
+
+
+def _budget(size: Wish, ram: str | int | None) -> Budget | None:
+    if isinstance(size, Mapping):
+        return Budget(devices=dict(size), ram=ram)
+    if not isinstance(size, Budget):
+        return None if size is None and ram is None else Budget(device=size, ram=ram)
+    if ram is not None:
+        raise PlanError(f"budget says {size.ram} bytes of RAM, ram={ram}: leave one out")
+    return size
+
+
+def _named_sizes(text: str) -> Budget | Mapping[str, str] | str:
+    """What --budget says: one size, or several by name, with commas between."""
+    if "=" not in text:
+        return text
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    sizes = {name.strip(): size.strip() for name, _, size in pairs}
+    if len(sizes) < len(pairs) or not all(name and size for name, size in sizes.items()):
+        raise PlanError(f"--budget {text!r} is not DEVICE=SIZE,DEVICE=SIZE, e.g. cuda:0=10GB,cuda:1=8GB")
+    return sizes
+
+
+def limits_of(budget: str | None, ram: str | None, allow: list[str], choices: Mapping[str, Any]) -> Limits | None:
+    """What --budget, --ram and --allow say; None where they say nothing. PlanError beside `choices` of Plan fields."""
+    if budget is None and ram is None:
+        if allow and choices:
+            raise PlanError(f"--allow {allow[0]} goes with a budget: elsewhere --set components.NAME.storage says it")
+        return Limits(None, check_techniques(allow)) if allow else None
+    if choices:
+        said = ", ".join(choices)
+        raise PlanError(f"--budget makes the plan: leave out what else decides about it ({said}), or leave it out")
+    return Limits(_budget(None if budget is None else _named_sizes(budget), ram), check_techniques(allow))
+
+
+def call_request(choices: dict[str, Any], negative: str | None = None, **asked: Any) -> Request:
+    """What the options ask for, over the request of the plan's own fields, which goes out of `choices`."""
+    given = choices.pop("request", None) or {}
+    options = {field: value for field, value in asked.items() if value is not None}
+    if options.get("batch") == 1:
+        del options["batch"]  # as good as not said
+    request = Request.from_mapping(given | options if isinstance(given, dict) else given)
+    if negative is None:
+        return request
+    return request.model_copy(update={"arguments": request.arguments | {"negative_prompt": "text"}})
+
+
+def demo_request(request: Request) -> Request:
+    """`request` of the demo model, which diffusers' usual 50 steps at guidance 7.5 do not suit."""
+    return Request(**{**DEMO_DEFAULTS, **{name: value for name, value in request if value is not None}})
+
+
+# what a complete plan has settled because of a field that now changes
+_SETTLED = {
+    "placement": ("weight_memory", "granularity", "ring_buffer", "resident_layers", "pinned"),
+    "offload_to": ("granularity", "ring_buffer", "resident_layers", "pinned"),
+    "storage": ("granularity", "ring_buffer", "resident_layers", "pinned"),
+    "weight_memory": ("granularity", "ring_buffer", "resident_layers"),
+    "granularity": ("ring_buffer", "resident_layers"),
+    "ring_buffer": ("resident_layers",),
+}
+
+
+def _unsettle(choices: dict[str, Any], paths: list[list[str]]) -> None:
+    """Takes out of `choices` what follows from fields in `paths`, to be settled again."""
+    components = choices.get("components")
+    for path in paths:
+        chosen = components.get(path[1]) if isinstance(components, dict) and len(path) == 3 else None
+        if path[0] == "components" and isinstance(chosen, dict):
+            for settled in _SETTLED.get(path[2], ()):
+                if [*path[:2], settled] not in paths:
+                    chosen.pop(settled, None)
+
+
+def _value(change: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+        raise PlanError(f"--set {change!r}: the value is not YAML") from None
+
+
+def _set(fields: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        fields = fields.setdefault(name, {})
+        if not isinstance(fields, dict):
+            raise PlanError(f"--set {'.'.join(path)}: {name} has no fields inside")
+    fields[path[-1]] = value

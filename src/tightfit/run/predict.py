@@ -1,0 +1,230 @@
+"""The question of `tightfit plan` → a Prediction, from what is kept or by a rehearsal. Loads torch only for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+from tightfit.catalog.known import card_called, known_card
+from tightfit.checkpoint.folder import ModelFolder
+from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
+from tightfit.plan.default_rates import computer_with
+from tightfit.plan.search_cache import SearchCaches
+from tightfit.run.answer_cache import find_subject, footprint_question, recalled, recalled_footprint, remembered
+from tightfit.run.count import KNOWN_NOTE, counted, reads_disk
+from tightfit.run.models import stored_dtype
+from tightfit.run.plan_options import Limits, demo_request
+from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.machine import Accelerator, Budget, Machine
+from tightfit.schema.plan import Plan
+from tightfit.schema.results import Prediction
+from tightfit.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from tightfit.run.footprints import Measurer
+
+__all__ = ["forecast"]
+
+Say = Callable[[str], AbstractContextManager[object]]
+
+
+def forecast(
+    model: str | None,
+    card: str | None,
+    choices: dict[str, Any],
+    asked: Request,
+    say: Say,
+    limits: Limits | None = None,
+    *,
+    rehearsed: bool = False,
+) -> Prediction:
+    """What `model` (a known one, a folder, a hub id; None: the demo model) would do under `choices` of Plan fields.
+
+    Or under the plan that is made within `limits`. On a known card, or several with commas between, or on this
+    computer's own device if `card` is None, or on those that a budget names. What takes a while is done inside
+    `say(…)`. A plan that is made for known cards from a footprint that is kept is not tried out, unless `rehearsed`:
+    what it says of itself is arithmetic, and needs no torch. InputError for unknown names, PlanError and RequestError
+    for what is illegal, BudgetTooSmall where nothing fits.
+    """
+    known = _known_cards(card)  # before anything slow
+    which, mark = find_subject(model)
+    chosen = limits is None and bool(choices)
+    title = which if isinstance(which, str) else model
+    asked = demo_request(asked) if model is None else asked
+    several = len(known) > 1
+    fields = {name: value for name, value in choices.items() if several or name != "device"} or {"level": 0}
+    Plan.from_mapping(fields)
+    own = None if known else _own_machine(say)
+    accelerator, *others = known or _own_devices(own, limits)
+    paces: dict[str, float] = {}
+    footprint = None  # one that is kept
+    if limits is None and not choices and not accelerator.is_cpu:
+        limits = Limits(None)  # all that the card has
+    if limits is not None:
+        called = [each.name for each in (accelerator, *others)]
+        limits = _among(called if others or not known else [card_called(card or "")], limits)
+        with say("planning"):
+            footprint = _kept_footprint(which, mark, (accelerator, *others), asked, limits)
+            fields, paces = _planned(which, (accelerator, *others), asked, limits, own, footprint)
+    name = title or "the demo model"
+    card = " and ".join(each.name for each in (accelerator, *others)) if others else card and card_called(card)
+    if reads_disk(fields):
+        with say("counting"):
+            measured = footprint or _measurer(which, accelerator).measure(asked)
+            found = counted(measured, accelerator, fields, others=others, title=name, card=card, machine=own)
+        return found.model_copy(update={"rates": _rates(accelerator, own, paces)})
+
+    def rehearsal() -> Prediction:
+        with say("rehearsing on a simulated card"):
+            from tightfit.run.simulate import simulate_call
+
+            return simulate_call(which, accelerator, fields, asked, others=others, title=name, card=card, paces=paces)
+
+    on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
+    question = {"model": mark, "title": title, "card": on, "choices": fields, "request": asked.to_mapping()}
+    question["paces"] = paces
+    if known and footprint is not None and not rehearsed:
+        found = recalled(Prediction, question) or counted(
+            footprint, accelerator, fields, others=others, title=name, card=card, note=KNOWN_NOTE
+        )
+    else:
+        found = remembered(Prediction, question, rehearsal)
+    instead = None
+    if chosen and not found.fits and not others:
+        with say("looking for what would fit"):
+            instead = _instead(which, accelerator, asked, own, mark)
+    return found.model_copy(update={"rates": _rates(accelerator, own, paces), "would_fit": instead})
+
+
+def _rates(
+    accelerator: Accelerator, own: Machine | None, paces: Mapping[str, float]
+) -> Literal["nominal", "measured", "learned", "guessed"]:
+    """What times on `accelerator` are made from."""
+    if own is None:
+        return "nominal"
+    return "learned" if paces else "measured" if accelerator.arithmetic_rates else "guessed"
+
+
+def _instead(which: str | ModelFolder, accelerator: Accelerator, asked: Request, own: Machine | None, mark: str) -> str:
+    """What would fit on `accelerator`, in a sentence."""
+    try:
+        kept = _kept_footprint(which, mark, (accelerator,), asked, Limits(None))
+        fields, _ = _planned(which, (accelerator,), asked, Limits(None), own, kept)
+    except BudgetTooSmall as error:
+        return str(error)
+    plan = Plan.from_mapping(fields)
+    peak = max(phase.peak_bytes for phase in plan.forecast)
+    seconds = format_seconds(sum(phase.seconds for phase in plan.forecast))
+    return f"a plan for this card, without a level, fits: {format_bytes(peak)} at the most, {seconds}"
+
+
+def _known_cards(names: str | None) -> list[Accelerator]:
+    """Known cards; of several, each has the name that its budget is called by: "rtx3060", a second one "rtx3060#2"."""
+    called = [card_called(name) for name in names.split(",")] if names is not None else []
+    if len(called) < 2:
+        return [known_card(name) for name in called]
+    numbers = [called[: place + 1].count(name) for place, name in enumerate(called)]
+    named = [name if number == 1 else f"{name}#{number}" for name, number in zip(called, numbers, strict=True)]
+    return [
+        known.model_copy(update={"name": name, "product_name": known.name})
+        for name, known in zip(named, map(known_card, called), strict=True)
+    ]
+
+
+def _own_devices(own: Machine | None, limits: Limits | None) -> list[Accelerator]:
+    """This computer's first device, or those that a budget names. InputError for unknown ones."""
+    assert own is not None
+    budget = limits.budget if limits is not None else None
+    by_name = {accelerator.name: accelerator for accelerator in own.accelerators}
+    for name in budget.devices if budget else ():
+        if name not in by_name:
+            raise InputError(unknown_name("device of this computer", name, by_name), name=name)
+    return [by_name[name] for name in budget.devices] if budget and budget.devices else [own.accelerators[0]]
+
+
+def _among(names: Sequence[str], limits: Limits) -> Limits:
+    """`limits` whose budget is for cards of these `names`; of one alone without its name. PlanError for any other."""
+    budget = limits.budget
+    for name in budget.devices if budget else ():
+        if name not in names:
+            raise PlanError(unknown_name("card", name, names), name=name)
+    if budget is None or not budget.devices or len(names) > 1:
+        return limits
+    return limits._replace(budget=Budget(device=budget.devices[names[0]], ram=budget.ram))
+
+
+def _planned(
+    which: str | ModelFolder,
+    accelerators: Sequence[Accelerator],
+    asked: Request,
+    limits: Limits,
+    own: Machine | None,
+    footprint: Footprint | None,
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The plan's fields, and the paces of phases that runs have shown, where it is for this computer's `own` device."""
+    from tightfit.run.calibration import CalibrationStore, PlanningInputs
+
+    first, *others = accelerators
+    measurer = _measurer(which, first) if footprint is None or own is not None else None
+    past = CalibrationStore(measurer.question(asked) if measurer and own is not None and not others else None, first)
+    machine = own if own is not None and first.is_cpu else computer_with(*accelerators)
+    machine = machine.model_copy(update={"accelerators": machine.accelerators[: len(accelerators)]})
+    if others:
+        limits = limits._replace(budget=_for_each(machine.accelerators, limits.budget))
+    workings = SearchCaches()
+    missing = lambda bare: PlanningInputs(bare, machine, past, None, workings).missing(limits)  # noqa: E731
+    measured = footprint if measurer is None else measurer.measure(asked, None, missing)
+    assert measured is not None
+    basis = PlanningInputs(measured, machine, past, None, workings)
+    plan = basis.plan(limits)
+    left_out = {"request"} if others else {"device", "request"}
+    return plan.model_dump(mode="json", exclude=left_out), {} if others else basis.paces(plan)
+
+
+def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Budget:
+    """A budget that names each of several cards: all that they have, unless it does so itself. PlanError if unclear."""
+    if budget is not None and budget.devices:
+        return budget
+    if budget is not None and budget.device is not None:
+        example = ",".join(f"{each.name}={budget.device // 10**9 or 1}GB" for each in accelerators)
+        raise PlanError(f"{budget.device} bytes of which card? Say it of each: --budget {example}")
+    return Budget(devices={each.name: each.bytes for each in accelerators}, ram=budget.ram if budget else None)
+
+
+def _kept_footprint(
+    which: str | ModelFolder, mark: str, accelerators: Sequence[Accelerator], asked: Request, limits: Limits
+) -> Footprint | None:
+    """What `_measurer` would find on disk for a plan within `limits`; without torch."""
+    dtype, expandable = _dtype(which, accelerators[0]), accelerators[0].expandable_refused is None
+
+    def missing(bare: Footprint) -> tuple[str, ...]:
+        from tightfit.run.calibration import CalibrationStore, PlanningInputs
+
+        return PlanningInputs(bare, computer_with(*accelerators), CalibrationStore(None, accelerators[0])).missing(
+            limits
+        )
+
+    question = footprint_question(mark, asked, dtype, expandable=expandable)
+    return recalled_footprint(question, missing if len(accelerators) == 1 else None) if mark else None
+
+
+def _dtype(which: str | ModelFolder, accelerator: Accelerator) -> str | None:
+    """In which `tightfit run` computes there."""
+    usual = None if isinstance(which, str) else stored_dtype(which.components)
+    return "float32" if accelerator.is_cpu else usual
+
+
+def _measurer(which: str | ModelFolder, accelerator: Accelerator) -> Measurer:
+    """Who measures it as `tightfit run` computes there."""
+    from tightfit.run.footprints import Measurer
+
+    subject = which if isinstance(which, str) else which.path
+    return Measurer(subject, _dtype(which, accelerator), expandable=accelerator.expandable_refused is None)
+
+
+def _own_machine(say: Say) -> Machine:
+    with say("looking at this computer"):
+        from tightfit.run.planning_context import measured_machine
+
+        return measured_machine()

@@ -1,0 +1,259 @@
+"""A pipeline's call on a simulated card, without weights and without hardware."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tightfit.apply.fitting import fit
+from tightfit.catalog.known import known_model
+from tightfit.checkpoint.folder import ModelFolder
+from tightfit.checkpoint.lazy_loading import build_folder
+from tightfit.checkpoint.loading import quietly
+from tightfit.errors import PlanError, unknown_name
+from tightfit.measure.build_models import build_known
+from tightfit.measure.call_log import PassLog
+from tightfit.measure.meta_copy import PROMPT
+from tightfit.measure.modules import find_components, find_role, inspect_pipeline
+from tightfit.measure.repeated import Repeater
+from tightfit.run.argument_values import Given
+from tightfit.run.call_arguments import NAMES, Prompt, call_arguments, dummy_inputs
+from tightfit.run.count import capacity_of, main_dtype
+from tightfit.run.models import stored_dtype
+from tightfit.run.pass_replay import PassReplayer
+from tightfit.schema.footprint import Request
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import Plan
+from tightfit.schema.results import Prediction, Trace
+from tightfit.simulator.allocator import CardFull
+from tightfit.simulator.allocator_replay import replay
+from tightfit.simulator.backend import cards_in_use, use_cards
+from tightfit.simulator.card import Host, SimulatedCard
+from tightfit.simulator.operations import NAME
+
+__all__ = ["Inputs", "SimulationRun", "roomy_card", "roomy_cards", "simulate_call"]
+
+
+Inputs = Mapping[str, Any] | Given | PassLog | None  # of a call: further arguments, all of them, or what it did
+
+# in remarks about the stand-in for a prompt, and about what the pipeline itself does (SDXL widens its autoencoder)
+_EXPECTED = ("deprecated", "truncated", "should be kept in float32")
+ROOM = 2**60  # bytes: what is tried out never runs out
+
+
+@contextlib.contextmanager
+def roomy_card(like: Accelerator) -> Iterator[SimulatedCard]:
+    """A simulated card like `like`, with memory without end, in use as "simulated:0" meanwhile."""
+    with roomy_cards([like]) as (card,):
+        yield card
+
+
+@contextlib.contextmanager
+def roomy_cards(likes: Sequence[Accelerator]) -> Iterator[list[SimulatedCard]]:
+    """The same of several in one computer, from "simulated:0" on."""
+    before, host = cards_in_use(), Host()
+    cards = [SimulatedCard(index, like.model_copy(update={"bytes": ROOM}), host) for index, like in enumerate(likes)]
+    use_cards(cards)
+    try:
+        yield cards
+    finally:
+        use_cards(before)
+
+
+class SimulationRun:
+    """A pipeline without weights that follows a plan on `card`, and on others in use where the plan says so.
+
+    `model` is a known one's name or a checked folder, both computed in `dtype`, or a live pipeline's shadow; what
+    `asked` leaves open is a known model's usual request, or the pipeline's own defaults. InputError for unknown names,
+    ModelError for a folder that makes no pipeline, RequestError and PlanError for what is illegal.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        card: SimulatedCard,
+        choices: Plan | dict[str, Any],
+        asked: Request,
+        dtype: torch.dtype | None = None,
+        unable: Collection[tuple[str, str]] = (),
+    ) -> None:
+        """`unable`: components and methods that cannot work on shapes, see `Repeater`."""
+        # on a CPU, what is loaded is computed in float32, as `tightfit run` does
+        self.pipe, usual = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
+        self.card = card
+        self.pipe.set_progress_bar_config(disable=True)
+        self.request = _filled(self.pipe, asked, usual)
+        self.components = find_components(self.pipe)
+        self.fitted = fit(self.pipe, plan=choices, request=self.request, device=f"simulated:{card.index}")
+        self._repeater = Repeater(self.components, self._device, unable)  # before anybody else takes a method's place
+        self.denoisers: dict[str, PassReplayer] = {}
+        for name, part in self.components.items():
+            if find_role(name, part) == "denoiser":
+                streams = self.fitted.plan.components[name].placement == "stream"
+                part.forward = self.denoisers[name] = PassReplayer(part, self.fitted.recorder, card, streams=streams)
+
+    def play(self, inputs: Inputs = None) -> tuple[str, ...]:
+        """One call of the pipeline: with the request, and arguments of its own by name; one that is given; or one that
+        was logged, of which the passes are repeated. Returns what diffusers remarks (a number that it rounds).
+        """
+        for memory in self.denoisers.values():
+            memory.forget()
+        with torch.no_grad(), quietly() as said, _draws_kept():
+            if isinstance(inputs, Given):
+                self.pipe(**_as_tensors(self.pipe, inputs.rehearsed(self._device)))
+            elif isinstance(inputs, PassLog):
+                for done in inputs.passes:
+                    self._repeater.repeat(done)
+            else:
+                self._make_up(inputs or {})
+        return tuple(dict.fromkeys(line for line in said if not any(word in line for word in _EXPECTED)))
+
+    def _make_up(self, given: Mapping[str, Any]) -> None:
+        pictures, left = dummy_inputs(self.pipe, self.request, given)
+        arguments = call_arguments(self.pipe, Prompt(PROMPT, seed=0), left)
+        self.pipe(**arguments | pictures | {"output_type": "pt"} | dict(given))
+
+    def find_unable(self, log: PassLog) -> set[tuple[str, str]]:
+        """What of a logged call cannot be repeated as a whole. Nothing can be played on this stage afterwards."""
+        with torch.no_grad(), quietly(), _draws_kept():
+            return self._repeater.find_unable(log)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(NAME, self.card.index)
+
+
+def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Request]:
+    """The pipeline in `dtype` (None: as it is usually loaded), and what it is usually asked for."""
+    if isinstance(model, ModelFolder):
+        return build_folder(model, dtype or getattr(torch, stored_dtype(model.components))), Request()
+    if isinstance(model, str):
+        known = known_model(model)
+        return build_known(known, dtype), known.request
+    return model, Request()
+
+
+def _as_tensors(pipe: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """`arguments` of a call that gives tensors instead of pictures or arrays, whose numbers nobody knows."""
+    taken = inspect.signature(type(pipe).__call__).parameters
+    if "output_type" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        usual = taken["output_type"].default if "output_type" in taken else "pil"
+        if arguments.get("output_type", usual) in ("pil", "np", "numpy"):
+            arguments["output_type"] = "pt"
+    return arguments
+
+
+@contextlib.contextmanager
+def _draws_kept() -> Iterator[None]:
+    """Random generators of this process are where they were, afterwards."""
+    others = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(others[0])
+            np.random.set_state(others[1])
+
+
+def _filled(pipe: Any, asked: Request, usual: Request) -> Request:
+    """`asked` with the parts of a model's usual request that its pipeline takes, where it leaves them open."""
+    taken = inspect.signature(type(pipe).__call__).parameters
+    fields = {name: value for name, value in usual if value is not None and NAMES.get(name, name) in taken}
+    arguments = {name: value for name, value in usual.arguments.items() if name in taken} | asked.arguments
+    said = {name: value for name, value in asked if value is not None}
+    return Request(**fields | said | {"arguments": arguments})
+
+
+def simulate_call(
+    model: str | ModelFolder,
+    accelerator: Accelerator,
+    choices: dict[str, Any],
+    asked: Request,
+    *,
+    others: Sequence[Accelerator] = (),
+    title: str | None = None,
+    card: str | None = None,
+    paces: Mapping[str, float] | None = None,
+) -> Prediction:
+    """What `model`, a known one's name or a checked folder, would do on `accelerator`, under `choices` of Plan fields.
+
+    With `others`, components compute on those of them that the choices name as their device. What `asked` leaves open
+    is a known model's usual request, or the pipeline's own defaults. The prediction calls the model `title` and the
+    accelerators `card`. Phases by name are played at the `paces` that runs have shown. InputError for unknown names,
+    ModelError for a folder that makes no pipeline, RequestError and PlanError for what is illegal.
+    """
+    all_of_them, shares = (accelerator, *others), not accelerator.is_cpu  # a card is shared with its driver's own bytes
+    ours = [each.name for each in all_of_them] if others else ["cuda:0" if shares else "cpu"]
+    theirs = [f"simulated:{index}" for index in range(len(ours))]
+    chosen = Plan.from_mapping({"device": ours[0]} | choices)
+    if chosen.device not in ours:
+        raise PlanError(unknown_name("device", chosen.device, ours), device=chosen.device)
+    with roomy_cards(all_of_them) as cards:
+        simulated = cards[ours.index(chosen.device)]
+        stage = SimulationRun(model, simulated, _renamed(chosen, dict(zip(ours, theirs, strict=True))), asked)
+        recorder = stage.fitted.recorder
+        simulated.watchers.append(lambda _: recorder.look())
+        if paces:
+            simulated.watchers.append(lambda _: simulated.at_pace(paces.get(recorder.live().phase, 1.0)))
+        said = stage.play()
+    called = dict(zip(theirs, ours, strict=True))
+    plan, trace = _renamed(stage.fitted.plan, called), stage.fitted.report().trace
+    capacities = {name: capacity_of(plan, each) for name, each in zip(ours, all_of_them, strict=True)}
+    there = zip(cards, capacities.values(), strict=True)
+    fits = all(_fits(card, capacity, expandable=plan.expandable_segments) for card, capacity in there)
+    name = card or accelerator.product_name or accelerator.name
+    return Prediction(
+        model=title or (model if isinstance(model, str) else model.path.name),
+        card=name,
+        capacity=capacities.pop(plan.device),
+        other_devices={other: capacity for other, capacity in capacities.items() if other in plan.devices},
+        fits=fits,
+        plan=plan,
+        trace=_on(trace.model_copy(update={"notes": (*trace.notes, *said)}), name, called),
+        dtype=main_dtype(inspect_pipeline(stage.pipe).components),
+    )
+
+
+def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """`plan` for devices that are called otherwise."""
+
+    def keyed(sizes: Mapping[str, int]) -> dict[str, int]:
+        return {names.get(name, name): size for name, size in sizes.items()}
+
+    changes: dict[str, Any] = {"device": names.get(plan.device, plan.device)}
+    changes["components"] = {
+        name: part.model_copy(update={"device": names.get(part.device, part.device)}) if part.device else part
+        for name, part in plan.components.items()
+    }
+    if plan.budget is not None and plan.budget.devices:
+        changes["budget"] = plan.budget.model_copy(update={"devices": keyed(plan.budget.devices)})
+    if plan.forecast:
+        told = (phase.model_copy(update={"other_devices": keyed(phase.other_devices)}) for phase in plan.forecast)
+        changes["forecast"] = tuple(told)
+    return plan.model_copy(update=changes)
+
+
+def _on(trace: Trace, name: str, names: Mapping[str, str]) -> Trace:
+    """`trace` as of a device called `name`, and of others that are called otherwise."""
+    phases = (
+        phase.model_copy(update={"other_devices": {names[other]: peak for other, peak in phase.other_devices.items()}})
+        for phase in trace.phases
+    )
+    return trace.model_copy(update={"device": name, "rss_peak_bytes": 0, "phases": tuple(phases)})
+
+
+def _fits(card: SimulatedCard, capacity: int, *, expandable: bool) -> bool:
+    """Whether a card with `capacity` bytes would do: at once, or by giving its cache back now and then."""
+    if card.held.peak <= capacity:
+        return True
+    try:
+        replay(card.allocator.history, capacity, expandable=expandable)
+    except CardFull:
+        return False
+    return True

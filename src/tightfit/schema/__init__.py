@@ -1,0 +1,1 @@
+"""Takes plain values, returns frozen records of requests, footprints, machines, plans and results; never computes."""

@@ -1,0 +1,261 @@
+"""A Plan: every decision about a run, for each component and for autoencoders. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, Strict, model_validator
+
+from tightfit.errors import PlanError, unknown_name
+from tightfit.schema.base import Count, Positive, Real, Record, Size
+from tightfit.schema.footprint import FeatureMaps, Request
+from tightfit.schema.machine import Budget
+from tightfit.units import format_bytes
+
+__all__ = [
+    "TECHNIQUES",
+    "Attention",
+    "Cfg",
+    "ComponentPlan",
+    "ComponentRun",
+    "FeatureMaps",
+    "Granularity",
+    "OffloadTarget",
+    "PhaseForecast",
+    "Placement",
+    "Plan",
+    "Reason",
+    "Storage",
+    "VaePlan",
+    "check_techniques",
+]
+
+Placement = Literal["resident", "offload", "stream"]
+OffloadTarget = Literal["cpu", "disk"]
+Granularity = Literal["block", "layer"]
+Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
+Attention = Literal["auto", "torch", "flash", "efficient", "cudnn", "math", "xformers", "sage", "chunked"]
+Cfg = Literal["batched", "sequential"]
+ComputeDtype = Literal["float32", "float16", "bfloat16"]
+
+
+Layout = Annotated[bool | None, BeforeValidator(lambda said: None if said == "auto" else said)]
+# lossy techniques by the names with which a user allows them
+TECHNIQUES: Mapping[str, str] = {
+    "fp8": "weights stored in eight bits, widened for each use",
+    "int8": "matrices of linear layers stored as eight-bit integers, by torchao",
+    "sage-attention": "attention with queries and keys rounded to eight bits, by SageAttention",
+    "blended-tiling": "autoencoder tiles decoded on their own and blended where they overlap",
+}
+
+
+class Reason(Record):
+    """Why one decision was made, as two halves of a sentence."""
+
+    decision: str
+    because: str
+
+
+class PhaseForecast(Record):
+    """Predicted time and memory of one phase."""
+
+    name: str
+    seconds: Real
+    peak_bytes: Count  # reserved by the allocator of the pipeline's own device
+    other_devices: dict[str, Count] = Field(default_factory=dict)  # the same of the plan's other devices, by name
+
+
+class ComponentRun(Record):
+    """Consecutive calls of one component, as one entry of a plan's schedule."""
+
+    component: str
+    method: str = "forward"
+    runs: Positive = 1  # consecutive calls
+    unused_blocks: tuple[str, ...] = ()  # dotted paths of parts that these calls do not use
+    prefetch: Count | None = None  # bytes loaded while the component before finishes; None: as many as there is room
+
+
+class VaePlan(Record):
+    """How autoencoders process their images, in `encode` and in `decode`."""
+
+    slicing: bool = False  # one item of a batch at a time
+    strips: Size | None = None  # exact tiling: bytes for strips of rows, beside the feature maps kept between them
+    feature_maps: FeatureMaps = "device"  # where those are kept; "recompute": at most `strips` bytes of them
+    tile: Annotated[int, Strict(), Field(ge=16)] | None = None  # blended tiling: side in pixels; None: whole images
+    overlap: Annotated[float, Strict(), Field(ge=0, le=0.5)] = 0.25  # share of a tile shared with its neighbour
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        maps = self.feature_maps
+        if self.strips is None and maps != "device":
+            raise PlanError(f"vae.feature_maps={maps} needs vae.strips too, e.g. vae.strips=256MB", feature_maps=maps)
+        if self.tile is None and "overlap" in self.model_fields_set and self.overlap != 0.25:
+            raise PlanError(
+                f"vae.overlap={self.overlap} needs a tile size too, e.g. vae.tile=512", overlap=self.overlap
+            )
+        return self
+
+    @property
+    def splits(self) -> bool:
+        """Whether batches or images are processed in parts."""
+        return self.slicing or self.strips is not None or self.tile is not None
+
+    @property
+    def described(self) -> str:
+        """How images are processed, on one line."""
+        text = f"tiles of {self.tile} px" if self.tile else "whole images"
+        if self.strips is not None:
+            kept = {"device": "on the device", "host": "in host memory", "recompute": "as far as they fit"}
+            text = f"exact strips within {format_bytes(self.strips)}, feature maps kept {kept[self.feature_maps]}"
+            text += f", tiles of {self.tile} px where strips are not possible" if self.tile else ""
+        return f"{text}, one item at a time" if self.slicing or self.strips is not None else text
+
+
+class ComponentPlan(Record):
+    """Where one component's weights are, in which form, and how it computes.
+
+    With placement "stream", `resident_layers` are loaded once for as long as the component runs, and all other layers
+    pass through a ring buffer of `ring_buffer` bytes on the device, once for each use. Where `weight_memory` is given
+    alone, the planner chooses both.
+    """
+
+    device: str | None = None  # on which it computes; None: the plan's device
+    placement: Placement = "resident"  # on the device always, while its phase runs, or layer by layer
+    offload_to: OffloadTarget = "cpu"  # where its weights are while they are not on the device
+    pinned: bool | None = None  # page-lock them in host memory; None: where the system allows it
+    weight_memory: Size | None = None  # bytes on the device for weights, ring buffer included; None: the planner's
+    granularity: Granularity | None = None  # what is loaded together: a block's layers, or each layer by itself
+    ring_buffer: Count | None = None  # bytes
+    resident_layers: tuple[str, ...] | None = None  # dotted paths of layers, or of blocks
+    storage: Storage = "as-loaded"  # dtype in which weights are kept
+    compute_dtype: ComputeDtype | None = None  # to which stored weights are cast; None: the dtype as loaded
+    skip_patterns: tuple[str, ...] | None = None  # parameter names that stay as loaded; None: the default list
+    channels_last: Layout = False  # convolution weights; None, or "auto": where that was measured to be faster
+    max_batch: Positive | None = None  # items of a batch computed at a time; None: all
+    cfg: Cfg | None = None  # a step's two guidance predictions in one call or in two; None: as the pipeline does
+    ffn_chunk: Size | None = None  # bytes for the inner activations of feed-forward layers; None: all tokens at once
+    exported: str | None = None  # file of an exported network that runs in place of this one's code
+    compiled: bool = False  # run that network compiled by AOTInductor
+    attention: Attention = "auto"  # backend; "auto": torch's choice, or chunked where that would keep all scores
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.storage == "as-loaded":
+            for field in ("skip_patterns", "compute_dtype"):
+                if getattr(self, field) is not None:
+                    raise PlanError(f"{field} needs storage=float8_e4m3fn, float8_e5m2 or int8", field=field)
+        if self.cfg == "sequential" and self.max_batch is not None:
+            raise PlanError(f"cfg=sequential halves each batch, max_batch={self.max_batch} limits it: leave one out")
+        if self.exported is not None and (self.ffn_chunk or self.attention != "auto"):
+            raise PlanError(f"the layers of exported={self.exported} are fixed: leave ffn_chunk and attention out")
+        if self.compiled and (self.exported is None or self.storage != "as-loaded" or self.placement == "stream"):
+            raise PlanError(
+                "compiled needs exported=FILE, weights as loaded and all of them on the device: here are "
+                f"exported={self.exported}, storage={self.storage}, placement={self.placement}",
+                field="compiled",
+            )
+        if self.placement != "stream":
+            for field in ("weight_memory", "granularity", "ring_buffer", "resident_layers"):
+                if getattr(self, field) is not None:
+                    raise PlanError(f"{field} only means something with placement=stream", field=field)
+        return self
+
+    @property
+    def technique(self) -> str | None:
+        """The lossy technique by which its weights are stored."""
+        return None if self.storage == "as-loaded" else "int8" if self.storage == "int8" else "fp8"
+
+    def lossy(self, name: str) -> list[str]:
+        """What may change the numbers of the component `name`, each named by its technique."""
+        stored = [f"{self.technique}: {name} is stored in {self.storage}"] if self.technique else []
+        return stored + ([f"sage-attention: {name} attends in eight bits"] if self.attention == "sage" else [])
+
+    @property
+    def described(self) -> str:
+        """All that differs from the defaults, on one line."""
+        parts = [f"on {self.device}"] if self.device else []
+        parts += [self.placement] + (["from disk"] if self.offload_to == "disk" else [])
+        if self.ring_buffer is not None and self.resident_layers is not None:
+            resident, ring = len(self.resident_layers), format_bytes(self.ring_buffer)
+            parts += [f"by {self.granularity}", f"{resident} resident", f"ring buffer of {ring}"]
+        parts += ["pinned"] if self.pinned else []
+        parts += [] if self.storage == "as-loaded" else [f"stored as {self.storage}"]
+        parts += ["channels-last"] if self.channels_last else []
+        parts += [f"at most {self.max_batch} items at a time"] if self.max_batch else []
+        parts += [f"{self.cfg} guidance"] if self.cfg else []
+        parts += [f"feed-forward within {format_bytes(self.ffn_chunk)}"] if self.ffn_chunk else []
+        parts += [f"{'compiled, ' * self.compiled}as exported in {self.exported}"] if self.exported else []
+        return ", ".join(parts if self.attention == "auto" else [*parts, f"attention by {self.attention}"])
+
+
+class Plan(Record):
+    """Every decision about a run, and the reason for each."""
+
+    device: str = "cpu"
+    level: Annotated[int, Strict(), Field(ge=0, le=3)] | None = None
+    request: Request | None = None
+    budget: Budget | None = None
+    components: dict[str, ComponentPlan] = Field(default_factory=dict)
+    vae: VaePlan = VaePlan()
+    offload_activations: bool = False  # activations that wait for a later unit wait in host memory
+    expandable_segments: bool = False  # of the device's allocator: less of what it holds lies idle between tensors
+    schedule: tuple[ComponentRun, ...] = ()  # who works after whom: who comes next may come early
+    reasons: tuple[Reason, ...] = ()
+    forecast: tuple[PhaseForecast, ...] = ()  # of the first call
+
+    @property
+    def lossy(self) -> tuple[str, ...]:
+        """What may change the picture, each named by its technique and where it applies."""
+        named = [what for name, component in self.components.items() for what in component.lossy(name)]
+        if self.vae.tile is not None and not self._one_tile():
+            where = "" if self.vae.strips is None else ", where they cannot be in strips"
+            named.append(f"blended-tiling: pictures larger than {self.vae.tile} px are decoded in tiles{where}")
+        return tuple(named)
+
+    @property
+    def lossless(self) -> bool:
+        return not self.lossy
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """On which components compute, the pipeline's own first."""
+        others = (component.device for component in self.components.values() if component.device is not None)
+        return tuple(dict.fromkeys((self.device, *others)))
+
+    def device_of(self, name: str) -> str:
+        """On which the component `name` computes."""
+        component = self.components.get(name)
+        return self.device if component is None or component.device is None else component.device
+
+    def predicted_peak(self, name: str) -> int:
+        """The most bytes that an allocator takes of the device `name`, as foreseen; 0 where nothing was."""
+        own = name == self.device
+        return max(
+            (phase.peak_bytes if own else phase.other_devices.get(name, 0) for phase in self.forecast), default=0
+        )
+
+    def _one_tile(self) -> bool:
+        sides = (self.request.height, self.request.width) if self.request else (None, None)
+        return all(side is not None and self.vae.tile is not None and side <= self.vae.tile for side in sides)
+
+    def __str__(self) -> str:
+        lines = [f"plan: {'level ' + str(self.level) if self.level is not None else 'custom'} on {self.device}"]
+        for name, component in self.components.items():
+            lines.append(f"  {name}: {component.described}")
+        lines.append(f"  autoencoder: {self.vae.described}")
+        lines += ["  waiting activations: moved to host memory"] if self.offload_activations else []
+        lines += [f"  lossy: {text}" for text in self.lossy] or ["  lossless"]
+        lines += [f"  because: {reason.decision}: {reason.because}" for reason in self.reasons]
+        return "\n".join(lines)
+
+
+def check_techniques(names: Iterable[str]) -> tuple[str, ...]:
+    """`names`, if all are lossy techniques; PlanError with the nearest name if one is not."""
+    if isinstance(names, str):
+        names = (names,)
+    chosen = tuple(names)
+    for name in chosen:
+        if name not in TECHNIQUES:
+            raise PlanError(unknown_name("technique", str(name), TECHNIQUES), name=str(name))
+    return chosen

@@ -1,0 +1,242 @@
+"""What one operation costs a card: arithmetic, memory traffic, and the bytes its kernel holds while it runs.
+
+Arithmetic is counted by torch's own `flop_counter` formulas; traffic is every input read and every output written
+once. A kernel takes the longer of the two, which is the roofline bound: real kernels are slower, by the share of the
+card's rates that was measured or is assumed for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from tightfit.catalog.cuda import product_workspaces
+from tightfit.schema.machine import Accelerator
+from tightfit.simulator.output_layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, normed_by_cudnn, suggested
+
+__all__ = ["KernelCost", "Kind", "duration", "kernel_cost_of"]
+
+Kind = Literal["matmul", "convolution", "attention", "memory"]
+aten = torch.ops.aten
+_KINDS: dict[Any, Kind] = {
+    aten.mm: "matmul",
+    aten.addmm: "matmul",
+    aten.bmm: "matmul",
+    aten.baddbmm: "matmul",
+    aten._scaled_mm: "matmul",
+    aten.convolution: "convolution",
+    aten._scaled_dot_product_cudnn_attention: "attention",
+    aten._scaled_dot_product_efficient_attention: "attention",
+    aten._scaled_dot_product_flash_attention: "attention",
+    aten._scaled_dot_product_flash_attention_for_cpu: "attention",
+}
+# these kernels make a contiguous copy of their first tensor where it is not contiguous: once their output is there …
+_ON_CONTIGUOUS = {
+    aten._log_softmax, aten._softmax, aten.avg_pool2d, aten.cumsum, aten.reflection_pad1d, aten.reflection_pad2d,
+    aten.reflection_pad3d, aten.topk,
+}  # fmt: skip
+# … or before that
+_ON_CONTIGUOUS_FIRST = {aten._fused_rms_norm, aten.native_layer_norm, aten.roll}
+# and these of their output too
+_RESIZES = {
+    aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d,
+    aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d,
+}  # fmt: skip
+_PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}  # where their matrices are
+# their first tensor is written, and not read before
+_OVERWRITES = {aten.copy_, aten.fill_, aten.normal_, aten.uniform_, aten.zero_}
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """The cost of one operation."""
+
+    kind: Kind
+    dtype: torch.dtype
+    operations: int
+    bytes: int
+    early: tuple[int, ...] = ()  # bytes of each buffer that is there before its outputs, and given back
+    held: tuple[int, ...] = ()  # … and of each that its kernel allocates after them
+    workspaces: tuple[int, ...] = ()  # of cuBLAS and cuBLASLt: see `product_workspaces`
+
+
+def kernel_cost_of(
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    accelerator: Accelerator,
+) -> KernelCost:
+    """What `op` on `args` costs on `accelerator`, given the tensors it took and those it made or wrote."""
+    kind = _KINDS.get(op.overloadpacket, "memory")
+    read = inputs[1:] if op.overloadpacket in _OVERWRITES else inputs
+    traffic = sum(_touched(tensor) for tensor in (*read, *outputs))
+    dtype = outputs[0].dtype if outputs else torch.float32
+    early, held = _buffers(op, args, outputs[0], accelerator) if outputs else ((), ())
+    if kind == "memory" or not outputs:
+        return KernelCost("memory", dtype, 0, traffic, early, held)
+    if kind == "attention":
+        operations = _attention_operations(*(tensor.shape for tensor in args[:3]))
+    else:
+        operations = flop_registry[op.overloadpacket](*args, out_val=outputs[0])
+    workspaces = _workspaces(op.overloadpacket, args, kwargs, outputs[0], accelerator) if kind == "matmul" else ()
+    return KernelCost(kind, dtype, operations, traffic, early, held, workspaces)
+
+
+def duration(work: KernelCost, accelerator: Accelerator) -> int:
+    """Nanoseconds that `work` takes at the rates of `accelerator`; what has no rate takes no time."""
+    rate = accelerator.arithmetic_rate(work.kind, str(work.dtype).removeprefix("torch."))
+    arithmetic = work.operations / rate if rate else 0.0
+    memory = work.bytes / accelerator.memory_rate if accelerator.memory_rate else 0.0
+    return round(max(arithmetic, memory) * 1e9)
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Bytes of `tensor` that are there to be read: what is expanded is read once."""
+    count = 1
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= length if stride else min(length, 1)
+    return count * tensor.itemsize
+
+
+def _attention_operations(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
+    """Two products: every query with every key, every weight with every value."""
+    return 2 * query[:-2].numel() * query[-2] * key[-2] * (query[-1] + value[-1])
+
+
+def _buffers(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor, accelerator: Accelerator
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a kernel allocates beside its outputs, before and after them; nothing on a CPU.
+
+    Not counted: what flash attention holds where it splits few queries' keys among idle processors, and likewise sums
+    of which there are few (`setReduceConfig` in cuda/Reduce.cuh); what cuDNN's attention, cuFFT, and sorting ask for.
+    """
+    if accelerator.is_cpu:
+        return (), ()
+    kernel = op.overloadpacket
+    if kernel is aten.convolution:
+        return _convolution(args, output, accelerator)
+    if kernel in _ON_CONTIGUOUS_FIRST:
+        return _copies(args[:1]), ()
+    return (), _held(op, args, output)
+
+
+def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor) -> tuple[int, ...]:
+    kernel = op.overloadpacket
+    sizes: tuple[int, ...] = ()
+    if kernel in _ON_CONTIGUOUS:
+        sizes = _copies(args[:1], suggested(args[0]) if kernel is aten.avg_pool2d else torch.contiguous_format)
+    elif kernel in _RESIZES:
+        keeps = suggested(args[0]) is torch.channels_last and args[0].shape[1] >= 4
+        sizes = _copies((output, args[0]), torch.channels_last if keeps else torch.contiguous_format)
+    elif kernel in _PRODUCTS:
+        sizes = tuple(args[place].nbytes for place in _PRODUCTS[kernel] if not _is_matrix(args[place]))
+    elif kernel is aten.native_group_norm:
+        layout = suggested(args[0]) if GROUP_NORM_KEEPS_CHANNELS_LAST else torch.contiguous_format
+        sizes = _copies(args[:1], layout) + _factors(*args[:6], layout=layout)
+    elif kernel is aten.native_batch_norm and normed_by_cudnn(args):
+        sizes = _copies(args[:1], suggested(args[0]))
+    elif op is aten.pow.Scalar:
+        sizes = (8,)  # the number, as a tensor
+    elif kernel is aten._scaled_dot_product_efficient_attention:
+        sizes = _accumulator(args[1:3], output)
+    return sizes
+
+
+def _workspaces(
+    kernel: torch._ops.OpOverloadPacket,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: torch.Tensor,
+    accelerator: Accelerator,
+) -> tuple[int, ...]:
+    if accelerator.is_cpu or not output.numel():
+        return ()
+    through_lt = kernel is aten._scaled_mm or (
+        kernel is aten.addmm and _through_lt(args[0], args[2], kwargs.get("beta", 1), output)
+    )
+    return product_workspaces(accelerator.compute_capability, through_lt=through_lt)
+
+
+def _through_lt(bias: torch.Tensor, right: torch.Tensor, beta: float, output: torch.Tensor) -> bool:
+    """Whether cuBLASLt adds `bias` to the product, `isInputCompliesAddmmCudaLt` in cuda/Blas.cpp.
+
+    One row for all, and in half precision a part of a matrix as well.
+    """
+    row = bias.shape[-1] == bias.numel() == output.shape[-1] and beta == 1
+    whole = bias.shape == output.shape and output.dtype in _HALVES and beta != 0
+    return (row or whole) and bias.is_contiguous() and min(right.shape) > 1
+
+
+def _factors(
+    maps: torch.Tensor, weight: Any, bias: Any, batch: int, channels: int, pixels: int, *, layout: torch.memory_format
+) -> tuple[int, ...]:
+    """What group norm multiplies each channel of each item by and adds to it (cuda/group_norm_kernel.cu).
+
+    Always where channels come last; one channel, or one pixel, lies as if they did.
+    """
+    size = batch * channels * max(maps.itemsize, 4)
+    as_if = GROUP_NORM_KEEPS_CHANNELS_LAST and maps.ndim > 3 and 1 in (channels, pixels)
+    if layout is not torch.contiguous_format or as_if:
+        return size, size
+    return () if pixels == 1 or (weight is None and bias is None) else (size, size)
+
+
+def _copies(
+    tensors: tuple[torch.Tensor, ...], layout: torch.memory_format = torch.contiguous_format
+) -> tuple[int, ...]:
+    """Of those `tensors` that a kernel cannot take as they lie."""
+    return tuple(each.nbytes for each in tensors if not each.is_contiguous(memory_format=layout))
+
+
+def _is_matrix(tensor: torch.Tensor) -> bool:
+    """Whether cuBLAS takes `tensor`, or each item of its batch, as it lies (cuda/Blas.cpp: `prepare_…_for_cublas`)."""
+    if tensor.is_contiguous() or (tensor.ndim == 2 and tensor.t().is_contiguous()):
+        return True
+    (rows, columns), (down, across) = tensor.shape[-2:], tensor.stride()[-2:]
+    return (across == 1 and down >= columns) or (down == 1 and across >= rows)
+
+
+def _accumulator(parts: tuple[torch.Tensor, ...], output: torch.Tensor) -> tuple[int, ...]:
+    """Memory-efficient attention adds to a float32 output in half precision with heads of more than 128.
+
+    Its registers do not hold them (`kNeedsOutputAccumulatorBuffer` in cuda/mem_eff_attention/kernel_forward.h, of the
+    kernels that end in "gmem").
+    """
+    wide = max(part.shape[-1] for part in parts) > 128
+    return (4 * output.numel(),) if wide and output.dtype in _HALVES else ()
+
+
+def _convolution(
+    args: tuple[Any, ...], output: torch.Tensor, accelerator: Accelerator
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A convolution on tensor cores holds copies, channels last, of input, output and weights that have them first.
+
+    All in one buffer, cuDNN's workspace. Half precision: what https://github.com/pytorch/pytorch/issues/95024 measured
+    of one convolution (12,874,233,344 bytes) is that to the last kilobyte, with the weights' copy; issues 136479 and
+    123533 there agree, and a trial on an RTX 4090 brought ten autoencoder sizes from 17 % too little to within 0.3 %.
+    Single precision, which is TensorFloat-32 for convolutions from compute capability 8.0 on: issue 166643 measured
+    three times the input, which is the output and a copy of both. Convolutions of each channel by itself have a kernel
+    of their own, without copies (`use_cudnn_depthwise` in Convolution.cpp; but for some in float16, not counted).
+    """
+    major = int((accelerator.compute_capability or "8").partition(".")[0])
+    first, weight, groups = args[0], args[1], args[8]
+    on_tensor_cores = major >= 7 if output.dtype in _HALVES else major >= 8 and output.dtype is torch.float32
+    layout = next((each for each in map(suggested, (first, weight)) if each is not torch.contiguous_format), None)
+    taken = [part.is_contiguous(memory_format=layout or torch.contiguous_format) for part in (first, weight)]
+    early, before = (() if as_it_is else (part.nbytes,) for part, as_it_is in zip((first, weight), taken, strict=True))
+    if layout is not None or not on_tensor_cores or 1 < groups == first.shape[1]:
+        return early, before
+    copied = (part.nbytes for part in (first, output, weight) if _has_channels_first(part))
+    return early, (*before, sum(copied))
+
+
+def _has_channels_first(part: torch.Tensor) -> bool:
+    """Whether `part`, made contiguous, would have to be copied to have its channels last."""
+    return part.shape[1] > 1 and part.shape[2:].numel() > 1

@@ -1,0 +1,188 @@
+"""Tensors on the simulated device: an address from a card's allocator, and what stands behind it.
+
+Such a tensor is an ordinary `torch.Tensor` whose storage points at an address that nobody ever reads. torch makes
+one from a DLPack capsule that names an "extension device" (kDLExtDev is PrivateUse1), with any card's number; no
+C++ is needed, views share storage as everywhere, and parameters stay parameters. What an address stands for is
+looked up here: real bytes in host memory, or nothing but a size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tightfit.simulator.blocks import Block
+from tightfit.simulator.card import SimulatedCard
+
+__all__ = [
+    "CPU_KEYS",
+    "Look",
+    "Store",
+    "extent",
+    "free_dead_tensors",
+    "new_at",
+    "new_tensor",
+    "store_of",
+    "tensors_in",
+    "view",
+]
+
+CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # its kernels for views look at sizes only
+
+_EXTENSION_DEVICE = 12  # kDLExtDev
+_CODES = {  # DLDataTypeCode and bits of the dtypes that every torch from 2.11 on reads
+    torch.uint8: (1, 8), torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64),
+    torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16),
+}  # fmt: skip
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32))
+
+
+class _Type(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("device", _Device),
+        ("dimensions", ctypes.c_int32),
+        ("type", _Type),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_shared = _Managed()  # torch reads it when it makes a tensor, and its (absent) deleter when that dies: one serves all
+
+
+@dataclass(eq=False)
+class Store:
+    """What is behind one address on one card."""
+
+    card: SimulatedCard
+    address: int
+    size: int
+    block: Block | None  # None: it has no bytes
+    values: torch.UntypedStorage | None  # on the CPU; None: only its size is known
+    hollow: bool = False  # whether it came from a host that has no numbers either, and may go back there
+    fill: bool | int | float | None = None  # what all its numbers are, if nothing more is known; see fills.py
+
+
+class _Life(weakref.ref[torch.UntypedStorage]):
+    """A storage on the device that is followed until it dies."""
+
+    __slots__ = ("store",)
+    store: Store
+
+
+_stores: dict[int, Store] = {}
+_lives: set[_Life] = set()
+_dead: list[weakref.ref[torch.UntypedStorage]] = []
+_nowhere = itertools.count(2**62)  # addresses for what has no bytes
+
+
+def new_tensor(card: SimulatedCard, like: torch.Tensor, values: torch.UntypedStorage | None) -> torch.Tensor:
+    """A tensor on `card`, laid out as `like` in a storage of the same size, allocated there, with these `values`."""
+    return new_at(card, like.untyped_storage().nbytes(), like.dtype, like.shape, like.stride(), values)
+
+
+def new_at(
+    card: SimulatedCard,
+    size: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    values: torch.UntypedStorage | None = None,
+) -> torch.Tensor:
+    """A tensor on `card`, laid out like this in a storage of `size` bytes."""
+    free_dead_tensors()
+    block = card.malloc(size) if size else None
+    address = card.base + block.address if block else next(_nowhere)
+    store = _stores[address] = Store(card, address, size, block, values)
+    tensor = _tensor_at(store, dtype, shape, strides)
+    _follow(tensor, store)
+    return tensor
+
+
+class Look(NamedTuple):
+    """How a tensor looks at its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def tensors_in(card: SimulatedCard, block: Block, size: int, looks: Sequence[Look]) -> list[torch.Tensor]:
+    """Tensors that share a storage of `size` bytes in `block` of `card`, of which nobody knows the numbers."""
+    store = _stores[card.base + block.address] = Store(card, card.base + block.address, size, block, None)
+    whole = _tensor_at(store, torch.uint8, (size,), (1,))
+    _follow(whole, store)
+    return [view(whole.view(look.dtype), look.shape, look.strides, look.offset) for look in looks]
+
+
+def _follow(tensor: torch.Tensor, store: Store) -> None:
+    """`store` is there until the last tensor of this storage dies."""
+    life = _Life(tensor.untyped_storage(), _dead.append)  # a builtin: Ctrl-C cannot get lost in it
+    life.store = store
+    _lives.add(life)
+
+
+def store_of(tensor: torch.Tensor) -> Store:
+    return _stores[tensor.untyped_storage().data_ptr()]
+
+
+def free_dead_tensors() -> None:
+    """Frees what died since the last time, in that order."""
+    if not _dead:
+        return
+    for life in _dead:
+        assert isinstance(life, _Life)
+        _lives.discard(life)
+        del _stores[life.store.address]
+        if life.store.block is not None:
+            life.store.card.allocator.free(life.store.block)
+    _dead.clear()
+
+
+def view(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    """Another look at `tensor`'s storage."""
+    seen: torch.Tensor = torch.ops.aten.as_strided.default.redispatch(CPU_KEYS, tensor, shape, strides, offset)
+    return seen
+
+
+def _tensor_at(store: Store, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    if dtype not in _CODES or store.size != extent(shape, strides) * dtype.itemsize:
+        whole = _tensor_at(store, torch.uint8, (store.size,), (1,))
+        return view(whole.view(dtype), shape, strides, 0)
+    code, bits = _CODES[dtype]
+    array = ctypes.c_int64 * len(shape)
+    sizes, steps = array(*shape), array(*strides)
+    device = _Device(_EXTENSION_DEVICE, store.card.index)
+    _shared.tensor = _Tensor(store.address, device, len(shape), _Type(code, bits, 1), sizes, steps, 0)
+    tensor: torch.Tensor = torch._C._from_dlpack(_capsule(ctypes.addressof(_shared), b"dltensor", None))
+    return tensor
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last that a tensor reaches."""
+    if not all(shape):
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
