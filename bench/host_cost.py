@@ -63,8 +63,8 @@ def device_for(name: str) -> Device:
         device.copy_stream = Nothing  # type: ignore[method-assign]
     else:
         device = choose_device(name)
-        lane = device.copy_stream
-        device.copy_stream = lambda: OneSource(lane(), device)  # type: ignore[method-assign]
+        stream = device.copy_stream
+        device.copy_stream = lambda: OneSource(stream(), device)  # type: ignore[method-assign]
     return device
 
 
@@ -85,15 +85,15 @@ def _shape(value: torch.Tensor) -> torch.Tensor:
 
 
 def microseconds(
-    network: nn.Module, device: Device, stays: Callable[[list[WeightGroup]], set[str]], passes: int
+    network: nn.Module, device: Device, resident: Callable[[list[WeightGroup]], set[str]], passes: int
 ) -> float:
     """Of the quickest pass, for each layer."""
-    parcels = weight_groups_of(
+    groups = weight_groups_of(
         network, inspect_component("denoiser", network), "layer",
         lambda masters: HostStore(list(masters), device), lambda master: master,
     )  # fmt: skip
-    recorder, gates = Recorder(device, count_activations=False), [gate for p in parcels for gate in p.gates]
-    streamer = Streamer(parcels, stays(parcels), RING, device, recorder)
+    recorder, gates = Recorder(device, count_activations=False), [gate for p in groups for gate in p.gates]
+    streamer = Streamer(groups, resident(groups), RING, device, recorder)
     with ExitStack() as undo, recorder.call():
         for gate in gates:
             gate.forward = _nothing
@@ -137,16 +137,16 @@ def main() -> None:
     rows = []
     for name in options.models.split(","):
         network = denoiser_of(name)
-        leaves = len(inspect_component("denoiser", network).layers)
+        layers = len(inspect_component("denoiser", network).layers)
         device = device_for(options.device)
-        streamed = microseconds(network, device, lambda parcels: set(), options.passes)
+        streamed = microseconds(network, device, lambda groups: set(), options.passes)
         some = 2**30  # of what stays: more is the same again
-        resident = microseconds(_part(network, some), device, lambda parcels: {p.name for p in parcels}, options.passes)
+        resident = microseconds(_part(network, some), device, lambda groups: {p.name for p in groups}, options.passes)
         row = {
-            "model": name, "device": options.device, "version": options.label, "leaves": leaves,
+            "model": name, "device": options.device, "version": options.label, "leaves": layers,
             "streamed_us": round(streamed, 2), "resident_us": round(resident, 2),
-            "pass_streamed_ms": round(streamed * leaves / 1000, 2),
-            "pass_resident_ms": round(resident * leaves / 1000, 2),
+            "pass_streamed_ms": round(streamed * layers / 1000, 2),
+            "pass_resident_ms": round(resident * layers / 1000, 2),
         }  # fmt: skip
         rows.append(row)
         print(row)

@@ -68,9 +68,9 @@ class Watch:
         import importlib
 
         for module, owner, what, name in PARTS:
-            home: Any = importlib.import_module(module)
-            home = getattr(home, owner) if owner else home
-            setattr(home, what, self.over(getattr(home, what), name))
+            store: Any = importlib.import_module(module)
+            store = getattr(store, owner) if owner else store
+            setattr(store, what, self.over(getattr(store, what), name))
 
 
 def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any]:
@@ -107,10 +107,12 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
     def limits(known: Footprint) -> Limits:
         return Limits(Budget(device=int(share * sum(component.bytes for component in known.components))))
 
-    def basis(known: Footprint) -> PlanningInputs:
+    def planning_inputs(known: Footprint) -> PlanningInputs:
         return PlanningInputs(known, machine, CalibrationStore(None, machine.accelerators[0]), None, workings)
 
-    found = basis(Measurer(model).measure(Request(), None, lambda known: basis(known).missing(limits(known))))
+    found = planning_inputs(
+        Measurer(model).measure(Request(), None, lambda known: planning_inputs(known).missing(limits(known)))
+    )
     measured = took.so_far()
     try:
         refused = not found.plan(limits(found.footprint))

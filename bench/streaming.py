@@ -27,7 +27,7 @@ from tightfit.catalog.known import known_card, known_model
 from tightfit.checkpoint.loading import quietly
 from tightfit.measure.build_models import build_known
 from tightfit.measure.meta_copy import PROMPT
-from tightfit.measure.modules import find_components, find_leaves, find_role, inspect_component
+from tightfit.measure.modules import find_components, find_layers, find_role, inspect_component
 from tightfit.plan.cost_model import CostModel
 from tightfit.plan.layer_selection import resolve_streaming
 from tightfit.run.call_arguments import Prompt, call_arguments
@@ -75,8 +75,8 @@ def play(model: str, accelerator: Accelerator, chosen: dict[str, Any]) -> Run:
     fitted = fit(pipe, plan={"components": others | {name: chosen}}, request=request, device="simulated:0")
     run = Run()
 
-    def note(leaf: str) -> Any:
-        return lambda *_: run.uses.append((leaf, card.now))
+    def note(layer: str) -> Any:
+        return lambda *_: run.uses.append((layer, card.now))
 
     def begins(*_: Any) -> None:
         run.uses.clear()
@@ -89,9 +89,9 @@ def play(model: str, accelerator: Accelerator, chosen: dict[str, Any]) -> Run:
 
     parts[name].register_forward_pre_hook(begins)
     parts[name].register_forward_hook(ends)
-    for leaf, modules in find_leaves(parts[name]).items():
+    for layer, modules in find_layers(parts[name]).items():
         for module in modules:
-            module.register_forward_pre_hook(note(leaf))
+            module.register_forward_pre_hook(note(layer))
     with torch.no_grad(), quietly():
         pipe(**call_arguments(pipe, Prompt(PROMPT, seed=0), request) | {"output_type": "latent"})
     trace = fitted.report().trace
@@ -109,7 +109,7 @@ def denoiser_of(parts: dict[str, Any]) -> str:
 def bound_with_memory(uses: list[tuple[str, int]], sizes: dict[str, int], link: float, memory: int) -> float:
     """Seconds that a step takes at least, with `memory` bytes for weights: the worst of all stretches of layers."""
     times = [(later[1] - use[1]) * 1e-9 for use, later in itertools.pairwise(uses)]
-    layers = [sizes[leaf] for leaf, _ in uses[:-1]]
+    layers = [sizes[layer] for layer, _ in uses[:-1]]
     whole = sum(times)
     worst = whole
     for start in range(len(layers)):
@@ -131,7 +131,7 @@ def rows_of(model: str, card: str, shares: list[float]) -> list[dict[str, Any]]:
     there = play(model, roomy, {"placement": "offload"})
     compute, _ = there.step(2)
     beside = there.phase.peak_reserved - component.bytes
-    sizes = {leaf.name: leaf.bytes for leaf in component.layers}
+    sizes = {layer.name: layer.bytes for layer in component.layers}
     rows = []
     for share in shares:
         weights = int(share * component.bytes)
@@ -151,7 +151,7 @@ def rows_of(model: str, card: str, shares: list[float]) -> list[dict[str, Any]]:
             row | {
                 "compute": compute, "streamed": moved, "link_seconds": moved / link, "steady": steady, "first": first,
                 "to_bound": steady / bound, "to_bound_with_memory": steady / max(bound, memory),
-                "first_to_steady": first / steady, "ring_buffer": run.plan.ring, "resident_layers": len(run.plan.stays),
+                "first_to_steady": first / steady, "ring": run.plan.ring, "resident": len(run.plan.resident),
                 "layers": len(sizes), "card_bytes": size, "peak_weights": run.phase.peak_weights,
                 "peak": run.phase.peak_bytes, "peak_reserved": run.phase.peak_reserved, "weights_out": run.bytes_out,
                 "on_demand": run.phase.on_demand, "notes": run.notes,

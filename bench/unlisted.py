@@ -35,32 +35,32 @@ _SHORT = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF1
 def make_folder(name: str, folder: Path) -> Path:
     """Writes the model called `name` to a folder of its own in `folder`."""
     like, tiny, changes = MODELS[name]
-    known, home = known_model(like), folder / name
+    known, store = known_model(like), folder / name
     (case,) = (case for case in CASES if case.name == tiny)
-    case.make().save_pretrained(home, safe_serialization=True)
+    case.make().save_pretrained(store, safe_serialization=True)
     for part, component in known.components.items():
         if component.dtype is not None:
             changed = component.model_copy(update={"config": component.config | changes.get(part, {})})
-            _write_network(part, changed, home / part)
-    for file in home.glob("tokenizer*/tokenizer_config.json"):
+            _write_network(part, changed, store / part)
+    for file in store.glob("tokenizer*/tokenizer_config.json"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": PROMPT_TOKENS}))
-    return home
+    return store
 
 
-def _write_network(name: str, component: KnownComponent, home: Path) -> None:
+def _write_network(name: str, component: KnownComponent, store: Path) -> None:
     network = build_part(name, component)
-    for file in home.glob("*.safetensors*"):
+    for file in store.glob("*.safetensors*"):
         file.unlink()
-    before = json.loads((home / "config.json").read_text())
+    before = json.loads((store / "config.json").read_text())
     own = {key: value for key, value in before.items() if key in ("_class_name", "architectures", "model_type")}
-    (home / "config.json").write_text(json.dumps(component.config | own))
+    (store / "config.json").write_text(json.dumps(component.config | own))
     header, end = {}, 0
     for path, tensor in network.state_dict().items():
         span = [end, end := end + tensor.nbytes]
         header[path] = {"dtype": _SHORT[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": span}
     words = json.dumps(header).encode()
     kind = "model" if component.library == "transformers" else "diffusion_pytorch_model"
-    file = home / f"{kind}.safetensors"
+    file = store / f"{kind}.safetensors"
     file.write_bytes(len(words).to_bytes(8, "little") + words)
     os.truncate(file, 8 + len(words) + end)
 

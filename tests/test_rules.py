@@ -77,8 +77,8 @@ def imported(file: Path, node: ast.AST) -> list[str]:
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
         return []
-    home = ["tightfit", *file.relative_to(SRC).parts][: -node.level] if node.level else []
-    module = ".".join([*home, *([node.module] if node.module else [])])
+    store = ["tightfit", *file.relative_to(SRC).parts][: -node.level] if node.level else []
+    module = ".".join([*store, *([node.module] if node.module else [])])
     return [f"{module}.{alias.name}" for alias in node.names]
 
 

@@ -45,9 +45,9 @@ def place(request: pytest.FixtureRequest) -> str:
 
 def follow(pipe: Any, place: str, **settings: Any) -> Fitted:
     """Denoisers come by units, the rest for its phase."""
-    device, home = place.split("-")
+    device, store = place.split("-")
     plan = {
-        name: {"placement": "stream" if find_role(name, part) == "denoiser" else "offload", "offload_to": home}
+        name: {"placement": "stream" if find_role(name, part) == "denoiser" else "offload", "offload_to": store}
         for name, part in find_components(pipe).items()
     }
     return fit(pipe, plan={"components": plan}, device=device, **settings)
@@ -272,10 +272,10 @@ def assert_all_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> N
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("grain", ["layer", "block"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_network_may_do_anything(kind: type[Network], grain: str, mode: Callable[[], Any], place: str) -> None:
+def test_a_network_may_do_anything(kind: type[Network], granularity: str, mode: Callable[[], Any], place: str) -> None:
     network, other = make(kind), make(kind)
-    device, home = place.split("-")
-    chosen = {"placement": "stream", "granularity": grain, "offload_to": home}
+    device, store = place.split("-")
+    chosen = {"placement": "stream", "granularity": granularity, "offload_to": store}
     fitted = fit(network, plan={"components": {"model": chosen}}, device=device)
     for how in (mode, torch.no_grad):
         with how():
@@ -294,8 +294,8 @@ def test_gradients_of_a_streamed_network_reach_its_input(kind: type[Network], pl
     gradients = []
     for network in (make(kind).requires_grad_(False), make(kind).requires_grad_(False)):
         if gradients:
-            device, home = place.split("-")
-            fit(network, plan={"components": {"model": {"placement": "offload", "offload_to": home}}}, device=device)
+            device, store = place.split("-")
+            fit(network, plan={"components": {"model": {"placement": "offload", "offload_to": store}}}, device=device)
         x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2)).requires_grad_()
         network(x).square().sum().backward()
         gradients.append(x.grad)
@@ -305,8 +305,8 @@ def test_gradients_of_a_streamed_network_reach_its_input(kind: type[Network], pl
 @pytest.mark.parametrize("kind", [Shuffled, Borrowing, Tied, Remembering])
 def test_a_copy_between_calls_is_right_or_refused(kind: type[Network], place: str) -> None:
     network, other = make(kind), make(kind)
-    device, home = place.split("-")
-    fitted = fit(network, plan={"components": {"model": {"placement": "stream", "offload_to": home}}}, device=device)
+    device, store = place.split("-")
+    fitted = fit(network, plan={"components": {"model": {"placement": "stream", "offload_to": store}}}, device=device)
     with torch.no_grad():
         assert_all_equal(passes(network, 2), passes(other, 2))
         try:
@@ -430,8 +430,8 @@ def test_a_lora_fused_in_a_callback(placement: str, place: str) -> None:
         return pictures
 
     pipe, plain = SD.make(), SD.make()
-    device, home = place.split("-")
-    fitted = fit(pipe, plan={"components": {"unet": {"placement": placement, "offload_to": home}}}, device=device)
+    device, store = place.split("-")
+    fitted = fit(pipe, plan={"components": {"unet": {"placement": placement, "offload_to": store}}}, device=device)
     for each in (pipe, plain):
         each.load_lora_weights(dict(lora()))
     assert relative_error(draw(pipe), draw(plain)) <= FUSED
@@ -768,9 +768,9 @@ def interrupt_everywhere(place: str, one_in: int) -> None:
     """At the first and the last time that each moment comes, or at one in so many of those."""
     plain = Toy()
     wanted = plain()
-    device, home = place.split("-")
+    device, store = place.split("-")
     kinds = {"text_encoder": "offload", "denoiser": "stream", "last": "offload"}
-    plan = {"components": {name: {"placement": kind, "offload_to": home} for name, kind in kinds.items()}}
+    plan = {"components": {name: {"placement": kind, "offload_to": store} for name, kind in kinds.items()}}
 
     def fitted_toy() -> tuple[Toy, Fitted]:
         pipe = Toy()

@@ -38,11 +38,11 @@ class Casts(TorchDispatchMode):
 @torch.no_grad()  # a graph for gradients would hold them too
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("placement", ["stream", "offload"])
-def test_cast_copies_of_weights_that_come_and_go_do_not_pile_up(placement: str, home: str) -> None:
+def test_cast_copies_of_weights_that_come_and_go_do_not_pile_up(placement: str, store: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     x = torch.randn(2, WIDTH)
-    part: dict[str, Any] = {"placement": placement, "offload_to": home}
+    part: dict[str, Any] = {"placement": placement, "offload_to": store}
     if placement == "stream":
         part |= {"resident_layers": [], "ring_buffer": 2 * (4 * WIDTH * WIDTH + 5 * 4096)}
     with torch.autocast("cpu", torch.bfloat16):

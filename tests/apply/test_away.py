@@ -382,17 +382,17 @@ def test_writing_twice_adds_up_and_fetches_once(away: Away) -> None:
 def test_what_writing_returns_is_the_weight(away: Away) -> None:
     result = torch.ops.aten.add_.Tensor(away.weight.data, 1)
     assert isinstance(result, OffloadedParameter)
-    assert result.absence is away.weight.absence
+    assert result.lazy_weight is away.weight.lazy_weight
 
 
 def test_what_was_written_can_be_taken_up(away: Away) -> None:
     """As when it was written into the master: from then on it is fetched again."""
     away.weight.data += 1
-    written = away.weight.absence.written
+    written = away.weight.lazy_weight.written
     assert written is not None
     away.value = away.value + 1
     assert torch.equal(written, away.value)
-    away.weight.absence.written = None
+    away.weight.lazy_weight.written = None
     assert torch.equal(present(away.weight), away.value)
     assert away.fetches == 2
 
@@ -407,14 +407,14 @@ READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_reading_writes_nothing(away: Away, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert torch.equal(read(away.weight), away.value + 1)
-    assert away.weight.absence.written is None
+    assert away.weight.lazy_weight.written is None
     assert torch.equal(present(away.weight), away.value)
 
 
 def test_writing_into_what_an_operation_made_changes_nothing(away: Away) -> None:
     (away.weight + 1).zero_()
     present(away.weight).zero_()
-    assert away.weight.absence.written is None
+    assert away.weight.lazy_weight.written is None
     assert torch.equal(present(away.weight), away.value)
 
 
@@ -422,6 +422,6 @@ def test_one_weight_written_into_another_changes_only_that() -> None:
     first, second = Away(torch.ones(2, 2)), Away(torch.full((2, 2), 5.0))
     first.weight.data.copy_(second.weight)
     assert torch.equal(present(first.weight), second.value)
-    assert second.weight.absence.written is None
+    assert second.weight.lazy_weight.written is None
     second.weight.data += 1
     assert torch.equal(present(first.weight), second.value)

@@ -19,7 +19,7 @@ from tightfit import RunError, fit
 from tightfit.apply.activations.max_batch import chunk_blocks, in_chunks
 from tightfit.apply.method_overrides import override_class_members
 from tightfit.devices.device import LoopbackDevice
-from tightfit.measure.modules import find_units
+from tightfit.measure.modules import find_blocks
 from tightfit.measure.recorder import Recorder
 from tiny_pipelines import CASES, TinyCase, _unet, heads
 
@@ -89,7 +89,7 @@ def test_the_same_numbers_as_whole(name: str) -> None:
     whole, before = latents(case, pipe), imprint(pipe)
     with ExitStack() as undo:
         for network in denoisers(pipe):
-            for block in find_units(network).values():
+            for block in find_blocks(network).values():
                 undo.callback(override_class_members(block, forward=counting(type(block).forward, rows)))
             chunk_blocks(network, 1, undo, notes.append)
         assert relative_error(latents(case, pipe), whole) <= ROUNDING

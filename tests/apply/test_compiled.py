@@ -36,10 +36,10 @@ def compiled(how: str) -> tuple[Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("home", ["cpu", "disk"])
-def test_compiled_blocks_stay_as_they_are(home: str) -> None:
+def test_compiled_blocks_stay_as_they_are(store: str) -> None:
     pipe, wanted = compiled("blocks")
     blocks = [module._compiled_call_impl for module in pipe.transformer.modules()]
-    plan = {"components": {"transformer": {"placement": "stream", "offload_to": home}}}
+    plan = {"components": {"transformer": {"placement": "stream", "offload_to": store}}}
     fitted = fit(pipe, plan=plan, device="loopback", count_activations=False)
     assert fitted.plan.components["transformer"].granularity == "block"
     for _ in range(2):

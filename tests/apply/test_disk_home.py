@@ -66,12 +66,12 @@ def test_on_a_card_each_weight_begins_where_any_other_tensor_would(
         stager = Stager(LoopbackDevice()) if staged else None
         if stager is not None:
             end.callback(stager.close)
-        home = DiskStore([stored[name] for name in names], reader, stager, aligned=True)
-        region = torch.full((home.size,), 255, dtype=torch.uint8)
-        home.send(HostCopyStream(), region, None).wait_on_device()
-        assert home.size <= sum(stored[name].size + 256 for name in names)
-        again = home.values()
-    for name, layout, value in zip(names, home.layouts, again, strict=True):
+        store = DiskStore([stored[name] for name in names], reader, stager, aligned=True)
+        region = torch.full((store.size,), 255, dtype=torch.uint8)
+        store.send(HostCopyStream(), region, None).wait_on_device()
+        assert store.size <= sum(stored[name].size + 256 for name in names)
+        again = store.values()
+    for name, layout, value in zip(names, store.layouts, again, strict=True):
         assert layout.offset % 256 == 0 or not stored[name].size
         assert torch.equal(layout.view(region), tensors[name])
         assert torch.equal(value, tensors[name])

@@ -79,11 +79,11 @@ def test_a_layer_that_fails_once_is_in_use_neither_too_long_nor_too_short(failin
     for block in model.blocks if compiled else ():
         block.compile(backend="eager")
     wanted = model(X)
-    stays = ["blocks.5"] if compiled else ["blocks.5.0.net.0.proj", "blocks.5.0.net.2"]
+    resident = ["blocks.5"] if compiled else ["blocks.5.0.net.0.proj", "blocks.5.0.net.2"]
     largest = sum(parameter.nbytes for parameter in model.blocks[0].parameters()) + 4 * 4096
     part = {
         "placement": "stream",
-        "resident_layers": stays,
+        "resident_layers": resident,
         "ring_buffer": 3 * largest,
         "granularity": "block" if compiled else "layer",
     }

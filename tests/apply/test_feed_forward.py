@@ -15,7 +15,7 @@ from inspection import assert_same, imprint, relative_error
 from more_pipelines import MORE_CASES
 from tightfit import fit
 from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards, find_feed_forwards, inside_feed_forwards
-from tightfit.apply.weights import weight_groups as parcels
+from tightfit.apply.weights import weight_groups as groups
 from tightfit.schema.results import PhaseTrace
 from tiny_pipelines import CASES, TinyCase
 
@@ -120,7 +120,7 @@ def test_the_peak_falls_and_no_weight_travels_more_often(name: str) -> None:
 def test_weights_wait_behind_their_feed_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are called in an order that nobody knows: only then does it matter that they wait for all tokens."""
     _, whole = denoise(named("HiDreamImage"), None, count=False)
-    monkeypatch.setattr(parcels, "compiled_around", inside_feed_forwards)
+    monkeypatch.setattr(groups, "compiled_around", inside_feed_forwards)
     _, chunked = denoise(named("HiDreamImage"), SIZE, count=False)
     assert chunked.bytes_in <= whole.bytes_in
 

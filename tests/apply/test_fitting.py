@@ -33,15 +33,15 @@ JOURNEYS = {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.o
 class NoHostReads(TorchDispatchMode):
     """Fails when arithmetic reads a weight at its home in host memory instead of its copy on the device."""
 
-    def __init__(self, homes: set[int]) -> None:
+    def __init__(self, stores: set[int]) -> None:
         super().__init__()
-        self.homes = homes
+        self.stores = stores
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in JOURNEYS:
             for value in args:
                 if isinstance(value, torch.Tensor) and value.numel():
-                    assert value.untyped_storage().data_ptr() not in self.homes, f"{func} read a weight at home"
+                    assert value.untyped_storage().data_ptr() not in self.stores, f"{func} read a weight at home"
         return func(*args, **(kwargs or {}))
 
 
@@ -49,20 +49,20 @@ class NoHostReads(TorchDispatchMode):
 def test_at_level_3_arithmetic_reads_only_what_was_brought(case: TinyCase) -> None:
     pipe = case.make()
     fit(pipe, level=3, device="loopback")
-    homes = {
+    stores = {
         t.untyped_storage().data_ptr()
         for m in pipe.components.values()
         if isinstance(m, nn.Module)
         for t in m.parameters()
     }
-    with NoHostReads(homes):
+    with NoHostReads(stores):
         run(pipe, case)
 
 
 def test_the_guard_itself_notices() -> None:
     pipe = SD.make()
-    homes = {t.untyped_storage().data_ptr() for t in pipe.unet.parameters()}
-    with NoHostReads(homes), pytest.raises(AssertionError, match="at home"):
+    stores = {t.untyped_storage().data_ptr() for t in pipe.unet.parameters()}
+    with NoHostReads(stores), pytest.raises(AssertionError, match="at home"):
         run(pipe, SD)
 
 
@@ -81,12 +81,12 @@ def test_level_3_needs_less_than_level_0_and_counts_what_moves() -> None:
     skips = denoise.bytes_out
     assert skips > 0
     chosen = fitted.plan.components["unet"]
-    leaves = {leaf.name: leaf.bytes for leaf in inspect_component("unet", pipe.unet).layers}
+    layers = {layer.name: layer.bytes for layer in inspect_component("unet", pipe.unet).layers}
     assert chosen.resident_layers is not None
     assert chosen.ring_buffer is not None
-    once = sum(leaves[name] for name in chosen.resident_layers) + weight_bytes(pipe.unet) - sum(leaves.values())
-    each = sum(size for name, size in leaves.items() if name not in chosen.resident_layers)
-    padding = 3 * 128 * 2 * len(leaves)
+    once = sum(layers[name] for name in chosen.resident_layers) + weight_bytes(pipe.unet) - sum(layers.values())
+    each = sum(size for name, size in layers.items() if name not in chosen.resident_layers)
+    padding = 3 * 128 * 2 * len(layers)
     assert 0 <= denoise.bytes_in - (once + 2 * each + skips) <= chosen.ring_buffer + padding
     assert denoise.on_demand == 0
     assert denoise.peak_weights < 0.4 * weight_bytes(pipe.unet)

@@ -19,7 +19,7 @@ X = torch.randn(2, 512, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("stays", [0, 4, LAYERS])
-def test_weights_are_made_of_their_bytes_once_for_each_place(stays: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_made_of_their_bytes_once_for_each_place(resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[str]()
     views = WeightGroup.views
     monkeypatch.setattr(WeightGroup, "views", lambda self, region: made.append(self.name) or views(self, region))
@@ -28,7 +28,7 @@ def test_weights_are_made_of_their_bytes_once_for_each_place(stays: int, monkeyp
     wanted, size = model(X), sum(p.nbytes for p in model[0].parameters()) + 4096
     part = {
         "placement": "stream",
-        "resident_layers": [str(n) for n in range(stays)],
+        "resident_layers": [str(n) for n in range(resident)],
         "ring_buffer": 3 * size,
         "granularity": "layer",
     }
@@ -51,8 +51,8 @@ def test_what_others_wrote_is_not_kept_on_the_device_for_the_next_pass(monkeypat
     made = list[weakref.ref[torch.Tensor]]()
     with_written = LazyWeights.with_written
 
-    def remembered(self: LazyWeights, parcel: WeightGroup, weights: Any) -> Any:
-        found = with_written(self, parcel, weights)
+    def remembered(self: LazyWeights, group: WeightGroup, weights: Any) -> Any:
+        found = with_written(self, group, weights)
         made.extend(weakref.ref(weight) for weight, was in zip(found, weights, strict=True) if weight is not was)
         return found
 

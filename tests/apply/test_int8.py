@@ -18,7 +18,7 @@ from tightfit.apply.weights.file_weights import FileBackedWeights
 from tightfit.apply.weights.quantize import store_weights
 from tightfit.apply.weights.quantized_tensor import storable
 from tightfit.apply.weights.weight_store import plain_parts
-from tightfit.measure.modules import find_components, find_leaves, find_role, inspect_component, weight_bytes
+from tightfit.measure.modules import find_components, find_layers, find_role, inspect_component, weight_bytes
 from tightfit.plan.layer_selection import AHEAD, resolve_streaming
 from tightfit.schema.plan import ComponentPlan, Plan
 from tiny_pipelines import CASES, run
@@ -58,11 +58,11 @@ def dequantised(module: nn.Module) -> None:
 
 @every_place
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_everywhere_torchaos_bits(dtype: torch.dtype, placement: str, home: str, device: str) -> None:
+def test_everywhere_torchaos_bits(dtype: torch.dtype, placement: str, store: str, device: str) -> None:
     model, plain, x = Tower(width=64).to(dtype), Tower(width=64).to(dtype), INPUT.to(dtype)
     untouched, before = model(x), imprint(model)
     by_torchao(plain)
-    fitted = fit(model, plan=stored(placement=placement, home=home), device=device)
+    fitted = fit(model, plan=stored(placement=placement, store=store), device=device)
     assert torch.equal(model(x), plain(x))
     assert torch.equal(model(x), plain(x))
     assert fitted.plan.lossy == fitted.report().trace.lossy == ("int8: model is stored in int8",)
@@ -73,7 +73,7 @@ def test_everywhere_torchaos_bits(dtype: torch.dtype, placement: str, home: str,
 
 @pytest.mark.parametrize(("home", "device"), [("host", "loopback"), ("disk", "cpu"), ("disk", "loopback")])
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])
-def test_pipelines_draw_what_torchao_draws(name: str, home: str, device: str) -> None:
+def test_pipelines_draw_what_torchao_draws(name: str, store: str, device: str) -> None:
     case = next(case for case in CASES if case.name == name)
     plain, wide, pipe = case.make(), case.make(), case.make()
     denoiser = next(n for n, part in find_components(pipe).items() if find_role(n, part) == "denoiser")
@@ -81,7 +81,7 @@ def test_pipelines_draw_what_torchao_draws(name: str, home: str, device: str) ->
     dequantised(getattr(wide, denoiser))
     wanted, untouched = run(plain, case), run(pipe, case)
     before = imprint(pipe)
-    chosen = {"placement": "stream", "storage": "int8", "offload_to": home}
+    chosen = {"placement": "stream", "storage": "int8", "offload_to": store}
     fitted = fit(pipe, plan={"components": {denoiser: chosen}}, device=device)
     assert torch.equal(run(pipe, case), wanted)
     assert torch.equal(run(pipe, case), wanted)
@@ -203,7 +203,7 @@ def test_a_quarter_crosses_the_link_and_the_planner_knows() -> None:
     fitted = fit(model, plan=stored(placement="stream"), device="loopback")
     assert fitted.plan.components["model"].ring_buffer == planned.ring_buffer
     assert weight_bytes(model) < 0.26 * loaded
-    largest = max(sum(p.nbytes for part in parts for p in part.parameters()) for parts in find_leaves(model).values())
+    largest = max(sum(p.nbytes for part in parts for p in part.parameters()) for parts in find_layers(model).values())
     assert largest <= (planned.ring_buffer or 0) / AHEAD < largest + 2 * 4096
     fitted = fit(model, plan=stored(placement="offload"), device="loopback")
     model(torch.randn(5, 8))
@@ -212,7 +212,7 @@ def test_a_quarter_crosses_the_link_and_the_planner_knows() -> None:
 
 def test_the_planner_knows_that_kernels_stay() -> None:
     component = inspect_component("model", nn.Sequential(nn.Conv2d(64, 64, 3), nn.Linear(256, 256), nn.Flatten()))
-    assert [leaf.matrices for leaf in component.layers] == [{}, {"float32": 256 * 256 * 4}]
+    assert [layer.matrices for layer in component.layers] == [{}, {"float32": 256 * 256 * 4}]
     plans = [
         ComponentPlan(placement="stream", storage=storage, resident_layers=())
         for storage in ("as-loaded", "int8", "float8_e5m2")
@@ -227,9 +227,9 @@ def test_the_planner_knows_that_kernels_stay() -> None:
 def test_what_is_stored_is_cut_up_as_before(storage: Any) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(16384, 16384), nn.Linear(600, 600))  # 1 GiB; 1.4 MB, less than a thousandth
-    before = list(find_leaves(model))
+    before = list(find_layers(model))
     restore = store_weights(model, ComponentPlan(storage=storage), FileBackedWeights(), originals_in_ram=True)
-    assert list(find_leaves(model)) == before == ["0", "1"]
+    assert list(find_layers(model)) == before == ["0", "1"]
     restore()
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
 
@@ -238,11 +238,11 @@ def test_what_is_stored_is_cut_up_as_before(storage: Any) -> None:
 
 
 @every_place
-def test_what_was_written_meanwhile_stays(placement: str, home: str, device: str) -> None:
+def test_what_was_written_meanwhile_stays(placement: str, store: str, device: str) -> None:
     model = Tower(width=64)
     weight = model.blocks[1].up.weight
     wanted, others = 3 * weight.detach(), model.blocks[0].up.weight.detach().clone()
-    fitted = fit(model, plan=stored(placement=placement, home=home), device=device)
+    fitted = fit(model, plan=stored(placement=placement, store=store), device=device)
     first = model(INPUT)
     with torch.no_grad():
         model.blocks[1].up.weight.data *= 3
@@ -257,10 +257,10 @@ def test_what_was_written_meanwhile_stays(placement: str, home: str, device: str
 
 @pytest.mark.parametrize("placement", ["resident", "stream"])
 @pytest.mark.parametrize("home", ["cpu", "disk"])
-def test_a_lora_loaded_and_fused(placement: str, home: str) -> None:
+def test_a_lora_loaded_and_fused(placement: str, store: str) -> None:
     case = next(case for case in CASES if case.name == "StableDiffusion")
     plain, pipe = case.make(), case.make()
-    chosen = {"storage": "int8", "placement": placement, "offload_to": home}
+    chosen = {"storage": "int8", "placement": placement, "offload_to": store}
     fitted = fit(pipe, plan={"components": {"unet": chosen}}, device="loopback")
     untouched = run(pipe, case)
     for step in ("loaded", "fused"):

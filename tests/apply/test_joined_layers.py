@@ -46,16 +46,16 @@ class Network(nn.Module):
         return self.large(x)  # type: ignore[no-any-return]
 
 
-def plan_of(model: nn.Module, *, stays: tuple[str, ...] = ("large",), ring: int = 3) -> tuple[ComponentPlan, int]:
+def plan_of(model: nn.Module, *, resident: tuple[str, ...] = ("large",), ring: int = 3) -> tuple[ComponentPlan, int]:
     """Some layers stay, the others pass through a ring that holds so many of the largest; and the bytes of those."""
     component = inspect_component("model", model)
-    chosen = ComponentPlan(placement="stream", granularity="layer", resident_layers=stays)
+    chosen = ComponentPlan(placement="stream", granularity="layer", resident_layers=resident)
     sizes = weight_group_sizes(component, "layer", chosen)
     settled = resolve_streaming(component, chosen)
     passing = {name: size for name, size in sizes.items() if name not in (settled.resident_layers or ())}
-    weights = {leaf.name: leaf.bytes for leaf in component.layers}
+    weights = {layer.name: layer.bytes for layer in component.layers}
     groups = group_layers(component, "layer")
-    size = sum(weights[leaf] for name in passing for leaf in groups[name])
+    size = sum(weights[layer] for name in passing for layer in groups[name])
     return settled.model_copy(update={"ring_buffer": ring * max(passing.values())}), size
 
 

@@ -119,10 +119,13 @@ def assert_alike(name: str, card: SimulatedCard) -> list[tuple[float, float]]:
         tally = KernelCounter()
         for work in works:
             tally.add(work)
-        assert summed(work for leg in way.stages for work in leg.work) == summed(tally.workloads())
-        assert (sum(leg.bytes_in for leg in way.stages), sum(leg.bytes_out for leg in way.stages)) == (came, went)
-        laps = CostModel(inspect_component("vae", model), card.accelerator).laps(way, 1.0, None)
-        times.append((strip_seconds_without_weights(laps, way.batch_items), seconds))
+        assert summed(work for stage in way.stages for work in stage.work) == summed(tally.workloads())
+        assert (sum(stage.bytes_in for stage in way.stages), sum(stage.bytes_out for stage in way.stages)) == (
+            came,
+            went,
+        )
+        timings = CostModel(inspect_component("vae", model), card.accelerator).timings(way, 1.0, None)
+        times.append((strip_seconds_without_weights(timings, way.batch_items), seconds))
     return times
 
 
@@ -153,7 +156,7 @@ def assert_streamed(name: str, ring: int, count: int) -> None:
     largest = max(weight_group_sizes(part, "layer", ComponentPlan(placement="stream")).values())
     plan = ComponentPlan(placement="stream", granularity="layer", ring_buffer=ring * largest, resident_layers=())
     for way in ways[:count]:
-        turns = tuple(turn for leg in way.stages for turn in (*leg.before_strips, *leg.layer_work))
+        turns = tuple(turn for stage in way.stages for turn in (*stage.before_strips, *stage.layer_work))
         use = BlockUse(block="", live_bytes_at_start=0, peak=0, layer_work=turns)
         done = ComponentCall(component="model", method="decode", peak=0, block_uses=(use,))
         streaming = ComponentCost(part, plan, card.accelerator, CostModel(part, card.accelerator))

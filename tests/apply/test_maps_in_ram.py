@@ -37,19 +37,19 @@ class Decoding:
     """A tiny decoder's program in strips, its maps in the host memory of `device`."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.recorder, self.depot = device, Recorder(device), ActivationHostPool(device)
+        self.device, self.recorder, self.host_pool = device, Recorder(device), ActivationHostPool(device)
         program = program_of(ROWS)
-        self.course = find_strip_plan(program, WORKING, "host")
+        self.strip_plan = find_strip_plan(program, WORKING, "host")
         case, model = prepared("AutoencoderKL without attention")
         self._weights = LiveWeights(model.to(device.torch_device), program)
         self._latents = case.latents(ROWS, 1).to(device.torch_device)
 
     def passes(self, ahead: Ahead) -> list[PlannedStage]:
-        return [each._replace(ahead=ahead(stage)) for stage, each in enumerate(self.course.passes)]
+        return [each._replace(ahead=ahead(stage)) for stage, each in enumerate(self.strip_plan.passes)]
 
     def __call__(self, ahead: Ahead) -> tuple[torch.Tensor, PhaseTrace]:
-        course = self.course
-        runner = Runner(course.graph, course.in_host, self.depot, self._weights, self.recorder)
+        strip_plan = self.strip_plan
+        runner = Runner(strip_plan.graph, strip_plan.in_host, self.host_pool, self._weights, self.recorder)
         with torch.inference_mode(), self.recorder.call():
             self.recorder.enter("decode")
             (picture,) = runner.run([self._latents], self.passes(ahead))
@@ -73,7 +73,7 @@ def test_copies_at_the_last_moment_change_nothing(ahead: Ahead) -> None:
 @pytest.mark.parametrize("ahead", [NEVER, ALWAYS, lambda stage: stage % 3 > 0], ids=["never", "always", "some"])
 def test_what_is_under_way_is_counted(ahead: Ahead) -> None:
     decoding, small = Decoding(LoopbackDevice()), 4096  # what has no rows: statistics of a few groups
-    counted = peak_of_stages(decoding.course.graph, decoding.course.in_host, decoding.passes(ahead)).device
+    counted = peak_of_stages(decoding.strip_plan.graph, decoding.strip_plan.in_host, decoding.passes(ahead)).device
     picture, phase = decoding(ahead)
     assert 0.95 * counted <= phase.peak_bytes <= counted + small
     assert torch.equal(picture, usual()[0])
@@ -95,16 +95,16 @@ def test_an_interruption_leaves_nothing_behind(after: int, monkeypatch: pytest.M
         patch.setattr(Runner, "_made", interrupted)
         with pytest.raises(KeyboardInterrupt):
             decoding(ALWAYS)
-    assert decoding.depot.idle
+    assert decoding.host_pool.idle
     assert torch.equal(decoding(ALWAYS)[0], usual()[0])
-    assert decoding.depot.idle
+    assert decoding.host_pool.idle
 
 
-def maps(depot: ActivationHostPool, axis: int) -> tuple[HostMapBuffer, torch.Tensor]:
+def maps(host_pool: ActivationHostPool, axis: int) -> tuple[HostMapBuffer, torch.Tensor]:
     shape = [2, 3, 5]
     shape.insert(axis, 12)
     node = Node(op="x", args=(), kwargs={}, shape=tuple(shape), dtype=torch.float16, axis=axis)
-    return HostMapBuffer(node, depot, Recorder(LoopbackDevice())), torch.randn(shape).half()
+    return HostMapBuffer(node, host_pool, Recorder(LoopbackDevice())), torch.randn(shape).half()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -147,4 +147,4 @@ def test_copies_take_their_time_beside_the_arithmetic(slow_link: SimulatedDevice
     arithmetic = at_need.seconds - coming - going
     assert 0.3 * coming < arithmetic < coming
     assert ahead.seconds < 1.3 * coming  # what nothing can be faster than
-    assert decoding.depot.idle
+    assert decoding.host_pool.idle

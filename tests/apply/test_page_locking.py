@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tightfit import fit
 from tightfit.devices.copy_stream import CopyStream, LateCopyStream
 from tightfit.devices.device import LoopbackDevice
-from tightfit.measure.modules import leaf_weights
+from tightfit.measure.modules import layer_weights
 
 PLAN = {"components": {"model": {"placement": "stream", "pinned": True}}}
 
@@ -71,8 +71,8 @@ X = torch.randn(2, 512, generator=torch.Generator().manual_seed(1))
 
 def masters(model: nn.Module) -> list[nn.Parameter]:
     """What the model has where it rests, of its leaves."""
-    leaves = leaf_weights(model)
-    return [weight for weight in model.parameters() if id(weight) in leaves]
+    layers = layer_weights(model)
+    return [weight for weight in model.parameters() if id(weight) in layers]
 
 
 def test_masters_that_were_cast_are_locked_again_and_nothing_dies_locked() -> None:

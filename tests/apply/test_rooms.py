@@ -17,7 +17,7 @@ KIB = 2**10
 class Weights:
     """What stands for a parcel: a name, bytes, and the alignment of its home."""
 
-    home = SimpleNamespace(alignment=128)
+    store = SimpleNamespace(alignment=128)
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
@@ -26,15 +26,15 @@ class Weights:
 @pytest.mark.parametrize(("ring", "of_doubles"), [(32 * KIB, 64 * KIB), (40 * KIB, 80 * KIB)])
 def test_the_ring_grows_with_what_passes_through(ring: int, of_doubles: int) -> None:
     device = LoopbackDevice()
-    parcels: Any = [Weights("a", 8 * KIB), Weights("largest", 32 * KIB), Weights("stays", 16 * KIB)]
-    rooms = DeviceWeightPool(parcels, {"stays"}, ring, device, Recorder(device))
+    groups: Any = [Weights("a", 8 * KIB), Weights("largest", 32 * KIB), Weights("stays", 16 * KIB)]
+    rooms = DeviceWeightPool(groups, {"stays"}, ring, device, Recorder(device))
     found = []
     for factor in (1, 2, 0.5):
-        for parcel in parcels:
-            parcel.size = int(parcel.size * factor)
+        for group in groups:
+            group.size = int(group.size * factor)
         rooms.open()
         assert rooms.take() == []
-        assert rooms.lease(parcels[1]) is not None
+        assert rooms.lease(groups[1]) is not None
         found.append(rooms.whole)
         rooms.clear()
     assert found == [ring + 16 * KIB, of_doubles + 32 * KIB, ring + 16 * KIB]
@@ -42,9 +42,9 @@ def test_the_ring_grows_with_what_passes_through(ring: int, of_doubles: int) -> 
 
 def test_the_ring_takes_the_largest_where_only_that_has_grown() -> None:
     device = LoopbackDevice()
-    parcels: Any = [Weights("a", 128 * KIB), Weights("grows", 8 * KIB)]
-    rooms = DeviceWeightPool(parcels, set(), 128 * KIB, device, Recorder(device))
-    parcels[1].size = 256 * KIB - 1
+    groups: Any = [Weights("a", 128 * KIB), Weights("grows", 8 * KIB)]
+    rooms = DeviceWeightPool(groups, set(), 128 * KIB, device, Recorder(device))
+    groups[1].size = 256 * KIB - 1
     rooms.open()
     rooms.take()
-    assert rooms.lease(parcels[1]) is not None
+    assert rooms.lease(groups[1]) is not None

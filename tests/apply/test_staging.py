@@ -53,9 +53,9 @@ def filled(value: int) -> Callable[[torch.Tensor], None]:
 def test_all_arrives_through_a_small_buffer_that_grows_where_it_must(stager: Stager) -> None:
     sizes = [3 * KILO, 16 * KILO, 40 * KILO, 5 * KILO, 80 * KILO, 1] * 5
     targets = [room(size) for size in sizes]
-    arrivals = [stager.send(LateCopyStream(), t, None, filled(i)) for i, t in enumerate(targets)]
-    for number, (arrival, target) in enumerate(zip(arrivals, targets, strict=True)):
-        arrival.wait_on_device()
+    handles = [stager.send(LateCopyStream(), t, None, filled(i)) for i, t in enumerate(targets)]
+    for number, (handle, target) in enumerate(zip(handles, targets, strict=True)):
+        handle.wait_on_device()
         assert target.eq(number).all()
 
 
@@ -76,23 +76,23 @@ def test_a_part_is_not_filled_again_before_its_copy_is_complete(stager: Stager) 
             self.sent += 1
             return Slow(self.sent - 1)
 
-    lane, seen = SlowLane(), []
+    stream, seen = SlowLane(), []
     for _ in range(8):
-        arrival = stager.send(lane, room(8 * KILO), None, lambda _: seen.append(len(complete)))
-    arrival.wait_on_device()
+        handle = stager.send(stream, room(8 * KILO), None, lambda _: seen.append(len(complete)))
+    handle.wait_on_device()
     assert seen == [0, 0, 1, 2, 3, 4, 5, 6]  # there is room for two
     assert complete == list(range(6))
 
 
 def test_the_host_goes_on_and_waits_only_for_what_has_not_come(stager: Stager) -> None:
     gate, target = Gate(7), room(KILO)
-    arrival = stager.send(HostCopyStream(), target, None, gate)
+    handle = stager.send(HostCopyStream(), target, None, gate)
     assert gate.begun.wait(10)
     assert target.eq(255).all()
     threading.Timer(0.05, gate.may_go.set).start()
-    assert arrival.wait_on_device() > 0.03
+    assert handle.wait_on_device() > 0.03
     assert target.eq(7).all()
-    assert arrival.wait_on_device() < 0.03
+    assert handle.wait_on_device() < 0.03
 
 
 def test_what_is_abandoned_before_its_turn_is_never_written(stager: Stager) -> None:
@@ -108,10 +108,10 @@ def test_what_is_abandoned_before_its_turn_is_never_written(stager: Stager) -> N
 
 def test_what_is_abandoned_in_its_turn_is_complete_then(stager: Stager) -> None:
     gate, target = Gate(3), room(KILO)
-    arrival = stager.send(LateCopyStream(), target, None, gate)
+    handle = stager.send(LateCopyStream(), target, None, gate)
     assert gate.begun.wait(10)
     threading.Timer(0.05, gate.may_go.set).start()
-    arrival.cancel()
+    handle.cancel()
     assert gate.may_go.is_set()
     assert target.eq(3).all()
 

@@ -352,10 +352,10 @@ def test_what_is_no_course_is_found_anew(
 @pytest.mark.parametrize("maps", ["device", "host", "recompute"])
 def test_a_course_in_words_is_the_same_course(maps: FeatureMaps) -> None:
     program = program_of(8)
-    course = find_strip_plan(program, 20_000, maps)
-    read = strip_plan_from_json(json.loads(json.dumps(strip_plan_to_json(course))), program)
-    assert (read.passes, read.in_host, read.peak) == (course.passes, course.in_host, course.peak)
-    assert read.graph.level == course.graph.level
+    strip_plan = find_strip_plan(program, 20_000, maps)
+    read = strip_plan_from_json(json.loads(json.dumps(strip_plan_to_json(strip_plan))), program)
+    assert (read.passes, read.in_host, read.peak) == (strip_plan.passes, strip_plan.in_host, strip_plan.peak)
+    assert read.graph.level == strip_plan.graph.level
 
 
 # files

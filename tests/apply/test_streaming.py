@@ -58,17 +58,17 @@ def draw_component(draw: Any, name: str, part: nn.Module) -> dict[str, Any]:
     if draw(st.booleans()):
         return chosen | {"placement": "offload"}
     component = inspect_component(name, part)
-    grain = draw(st.sampled_from(["layer", "block"]))
-    own = {leaf.name: leaf.bytes + 4 * 4096 for leaf in component.layers}
-    groups = group_layers(component, grain)
-    sizes = {group: -(-sum(own[leaf] for leaf in leaves) // 4096) * 4096 for group, leaves in groups.items()}
-    stays = draw(st.sets(st.sampled_from(sorted(sizes))))
-    passing = [size for group, size in sizes.items() if group not in stays]
+    granularity = draw(st.sampled_from(["layer", "block"]))
+    own = {layer.name: layer.bytes + 4 * 4096 for layer in component.layers}
+    groups = group_layers(component, granularity)
+    sizes = {group: -(-sum(own[layer] for layer in layers) // 4096) * 4096 for group, layers in groups.items()}
+    resident = draw(st.sets(st.sampled_from(sorted(sizes))))
+    passing = [size for group, size in sizes.items() if group not in resident]
     ring = draw(st.integers(max(passing, default=0), max(sum(passing), 4096)))
     return chosen | {
         "placement": "stream",
-        "granularity": grain,
-        "resident_layers": tuple(sorted(stays)),
+        "granularity": granularity,
+        "resident_layers": tuple(sorted(resident)),
         "ring_buffer": ring,
     }
 
@@ -101,14 +101,14 @@ def widened_once(network: nn.Module, form: torch.dtype) -> None:
 
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])
-def test_stored_in_eight_bits_is_as_casting_each_weight(name: str, home: str) -> None:
+def test_stored_in_eight_bits_is_as_casting_each_weight(name: str, store: str) -> None:
     case = next(case for case in CASES if case.name == name)
     plain, pipe = case.make(), case.make()
     denoiser = next(n for n, part in find_components(pipe).items() if find_role(n, part) == "denoiser")
     widened_once(getattr(plain, denoiser), torch.float8_e4m3fn)
     wanted = run(plain, case)
-    chosen = {"placement": "stream", "storage": "float8_e4m3fn", "offload_to": home}
-    for device in ("cpu", "loopback") if home == "disk" else ("loopback",):
+    chosen = {"placement": "stream", "storage": "float8_e4m3fn", "offload_to": store}
+    for device in ("cpu", "loopback") if store == "disk" else ("loopback",):
         fitted = fit(pipe, plan={"components": {denoiser: chosen}}, device=device)
         assert torch.equal(run(pipe, case), wanted)
         fitted.undo()
@@ -151,7 +151,7 @@ def test_each_pass_follows_the_one_before_whatever_stream_it_is_on() -> None:
             told.append("mark")
 
     class Card(LateDevice):
-        def lane(self) -> LateCopyStream:
+        def stream(self) -> LateCopyStream:
             return Telling()
 
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))

@@ -49,13 +49,13 @@ def planned_and_asked(name: str, maps: FeatureMaps, card: SimulatedCard) -> tupl
     decode(model, there, given, 1)
     asked = card.allocator.requested.peak - before
     fitted.undo()
-    leaves, form = tree_flatten(((), case.decode_kwargs(1)))
+    layers, form = tree_flatten(((), case.decode_kwargs(1)))
     try:
-        program, mark, _ = program_of(model, type(model), "decode", latents, leaves, form)
+        program, mark, _ = program_of(model, type(model), "decode", latents, layers, form)
     except UnsupportedGraph as reason:
         pytest.skip(str(reason))
-    course, moves = StripConfig(program, STRIPS, maps, mark).course, list[int]()
-    peak_of_stages(course.graph, course.in_host, course.passes, moves)
+    strip_plan, moves = StripConfig(program, STRIPS, maps, mark).strip_plan, list[int]()
+    peak_of_stages(strip_plan.graph, strip_plan.in_host, strip_plan.passes, moves)
     return max(accumulate(moves)), asked
 
 
@@ -71,8 +71,8 @@ def test_what_a_course_keeps_of_its_bytes_is_what_a_walk_finds() -> None:
     latents = case.latents(ROWS // case.granule * case.granule, 1)
     program, _, _ = program_of(model, type(model), "decode", latents, *tree_flatten(((), case.decode_kwargs(1))))
     plain, telling = (
-        StripConfig(program, STRIPS, "device").course,
-        StripConfig(program, STRIPS, "device", moves=True).course,
+        StripConfig(program, STRIPS, "device").strip_plan,
+        StripConfig(program, STRIPS, "device", moves=True).strip_plan,
     )
     assert plain.moves is None
     assert telling.moves is not None

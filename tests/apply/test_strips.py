@@ -106,9 +106,9 @@ def test_strips_work_wherever_weights_are(changes: dict[str, Any], device: str) 
 
 
 @pytest.mark.parametrize("grain", ["layer", "block"])
-def test_the_first_call_knows_the_order_of_layers_in_strips(grain: str) -> None:
+def test_the_first_call_knows_the_order_of_layers_in_strips(granularity: str) -> None:
     case, model = prepared("AutoencoderKL without attention")
-    plan = {"placement": "stream", "granularity": grain}
+    plan = {"placement": "stream", "granularity": granularity}
     fitted = fit(model, plan={"components": {"model": plan}, "vae": {"strips": 30_000}}, device="loopback")
     traces = []
     for batch in (1, 1, 2):
@@ -206,14 +206,14 @@ def test_every_kind_of_operation_in_strips(kind: str) -> None:
 @pytest.mark.parametrize(("device", "maps"), [("cpu", "device"), ("cpu", "again"), ("loopback", "host")])
 def test_the_course_knows_its_peak(device: str, maps: FeatureMaps) -> None:
     case, model = prepared("AutoencoderKL without attention")
-    course = find_strip_plan(program_of(16), 100_000, maps)
+    strip_plan = find_strip_plan(program_of(16), 100_000, maps)
     fitted = fit(model, plan={"vae": {"strips": 100_000, "feature_maps": maps}}, device=device)
     decode(model, case, case.latents(16, 1), 1)
     (phase,) = fitted.report().trace.phases
     fitted.undo()
     peak = phase.peak_bytes - phase.peak_weights
     small = 4096  # what has no rows: statistics of a few groups
-    assert 0.8 * course.peak.device <= peak <= course.peak.device + small
+    assert 0.8 * strip_plan.peak.device <= peak <= strip_plan.peak.device + small
 
 
 @pytest.mark.parametrize("strips", [ONE_STRIP, 50_000])
@@ -222,13 +222,13 @@ def test_a_border_all_around_is_one_copy(mode: str, strips: int) -> None:
     model = Blocks(lambda self, x: F.conv2d(F.pad(x, (1, 1, 3, 3), mode=mode), WIDE)).eval()
     x = torch.randn(1, 4, 48, 40)
     program = capture(without_weights(model), lambda double, x: [double.decode(x)], [x.to("meta")])
-    course = find_strip_plan(program, strips, "device")
+    strip_plan = find_strip_plan(program, strips, "device")
     fitted = fit(model, plan={"vae": {"strips": strips}}, device="cpu")
     with torch.no_grad():
         model.decode(x)
     (phase,) = fitted.report().trace.phases
     fitted.undo()
-    assert 0.9 * course.peak.device <= phase.peak_bytes - phase.peak_weights <= course.peak.device
+    assert 0.9 * strip_plan.peak.device <= phase.peak_bytes - phase.peak_weights <= strip_plan.peak.device
 
 
 @functools.cache
@@ -243,9 +243,9 @@ def test_a_peak_does_not_grow_with_height_but_by_what_is_kept() -> None:
     beside_output, in_host_memory = [], []
     for rows in (16, 32, 64):
         program = program_of(rows)
-        course = find_strip_plan(program, 1, "host")
-        beside_output.append(course.peak.device - program.nodes[program.outputs[0]].bytes)
-        in_host_memory.append(course.peak.host)
+        strip_plan = find_strip_plan(program, 1, "host")
+        beside_output.append(strip_plan.peak.device - program.nodes[program.outputs[0]].bytes)
+        in_host_memory.append(strip_plan.peak.host)
     assert max(beside_output) <= 1.05 * min(beside_output)
     assert in_host_memory[2] > 3.5 * in_host_memory[0]
 
@@ -281,8 +281,8 @@ def test_what_would_take_too_long_to_export_runs_whole(monkeypatch: pytest.Monke
 
 
 def test_more_memory_means_fewer_strips() -> None:
-    courses = [find_strip_plan(program_of(16), size, "device") for size in (1, 10**5, 10**6, 10**9)]
-    counts = [course.most_strips for course in courses]
+    strip_plans = [find_strip_plan(program_of(16), size, "device") for size in (1, 10**5, 10**6, 10**9)]
+    counts = [strip_plan.most_strips for strip_plan in strip_plans]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > 10
     assert counts[-1] == 1
@@ -371,12 +371,12 @@ def test_what_is_done_whole_goes_when_it_is_used_up() -> None:
     flipped = lambda self, x: x.flip(2).cumsum(2).flip(2) * 2  # noqa: E731
     double, given = without_weights(model := Blocks(flipped)), torch.empty(1, 4, 12, 5, device="meta")
     program = capture(double, lambda double, x: [double.decode(x)], [given])
-    course = find_strip_plan(program, SMALLEST, "device")
+    strip_plan = find_strip_plan(program, SMALLEST, "device")
     one = next(node.bytes for node in program.nodes if node.word == "cumsum")
-    assert course.peak.device < 3.1 * one
+    assert strip_plan.peak.device < 3.1 * one
     fitted = fit(model, plan={"vae": {"strips": SMALLEST}}, device="cpu")
     with torch.no_grad():
         model.decode(torch.randn(1, 4, 12, 5))
     (phase,) = fitted.report().trace.phases
     fitted.undo()
-    assert phase.peak_bytes - phase.peak_weights - 4 * 4 * 12 * 5 <= course.peak.device
+    assert phase.peak_bytes - phase.peak_weights - 4 * 4 * 12 * 5 <= strip_plan.peak.device

@@ -80,7 +80,7 @@ class Fitted:
     tries: list[Program]  # one for each time that strips are begun
 
     def peak(self, working: int, maps: FeatureMaps = "device") -> int:
-        return StripConfig(self.program, working, maps).course.peak.device
+        return StripConfig(self.program, working, maps).strip_plan.peak.device
 
     def decode(self) -> None:
         """As it should be, in as many tries as it takes."""

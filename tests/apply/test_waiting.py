@@ -17,7 +17,7 @@ from inspection import assert_same, imprint
 from tightfit import fit
 from tightfit.apply.activations.activation_offload import offload_waiting_activations
 from tightfit.devices.device import Device, LoopbackDevice
-from tightfit.measure.modules import find_units
+from tightfit.measure.modules import find_blocks
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.results import PhaseTrace
@@ -161,7 +161,7 @@ def at_each_block(network: nn.Module, inputs: Inputs, recorder: Recorder) -> lis
         recorder.look()
         seen.append(recorder.live().activations)
 
-    handles = [block.register_forward_pre_hook(look) for block in find_units(network).values()]
+    handles = [block.register_forward_pre_hook(look) for block in find_blocks(network).values()]
     measured(network, inputs, recorder)
     for handle in handles:
         handle.remove()

@@ -26,10 +26,10 @@ def network() -> nn.Module:
 
 @pytest.mark.parametrize("placement", ["offload", "stream"])
 @pytest.mark.parametrize("home", ["cpu", "disk"])
-def test_what_cannot_be_moved_is_refused_by_name(placement: str, home: str) -> None:
+def test_what_cannot_be_moved_is_refused_by_name(placement: str, store: str) -> None:
     model = network()
     before = imprint(model)
-    plan = {"components": {"model": {"placement": placement, "offload_to": home}}}
+    plan = {"components": {"model": {"placement": placement, "offload_to": store}}}
     with pytest.raises(PlanError, match=r"model: 1\.weight is a Quantised.*load model without"):
         fit(model, plan=plan, device="loopback")
     assert_same(before, imprint(model))

@@ -13,7 +13,7 @@ from tightfit.apply.weights.disk_store import SpillFile
 from tightfit.apply.weights.quantized_tensor import Float8Weight, StoredWeight, storable
 from tightfit.apply.weights.tensor_loader import TensorLoader
 from tightfit.devices.device import CpuDevice, LoopbackDevice
-from tightfit.measure.modules import find_parts, find_units, weight_bytes
+from tightfit.measure.modules import find_blocks, find_parts, weight_bytes
 from tightfit.measure.recorder import Recorder
 from tiny_pipelines import CASES
 
@@ -183,10 +183,10 @@ def test_by_default_the_ends_of_a_model_stay_and_its_blocks_are_stored_with_thei
     model = flux(blocks=1, heads=1)
     fit(model, plan={"components": {"model": {"storage": "float8_e4m3fn"}}}, device="cpu")
     stored = {name for name, value in model.named_parameters() if isinstance(value.data, Float8Weight)}
-    stays = {name for name, value in model.named_parameters() if value.ndim > 1} - stored
+    resident = {name for name, value in model.named_parameters() if value.ndim > 1} - stored
     assert {name.split(".")[0] for name in stored} == {"transformer_blocks", "single_transformer_blocks"}
     assert {"transformer_blocks.0.norm1.linear.weight", "single_transformer_blocks.0.norm.linear.weight"} <= stored
-    assert {name.split(".")[0] for name in stays} == {
+    assert {name.split(".")[0] for name in resident} == {
         "time_text_embed", "context_embedder", "x_embedder", "norm_out", "proj_out",
     }  # fmt: skip
 
@@ -202,11 +202,11 @@ def test_a_hundred_million_parameters_are_halved() -> None:
 
 
 def test_units_are_the_elements_of_the_outermost_lists() -> None:
-    assert list(find_units(Tower())) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(find_blocks(Tower())) == ["blocks.0", "blocks.1", "blocks.2"]
     nested = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([nn.Linear(1, 1)]), Block(4)]), "b": nn.Linear(1, 1)})
     outer = nn.Sequential()
     outer.add_module("parts", nested)
-    assert list(find_units(outer)) == ["parts.a.0.0", "parts.a.1", "parts.b"]
+    assert list(find_blocks(outer)) == ["parts.a.0.0", "parts.a.1", "parts.b"]
 
 
 def test_parts_of_encoders_are_watched_down_to_their_blocks() -> None:
@@ -223,17 +223,17 @@ class Forgetting:
 
     def __init__(self, model: nn.Module) -> None:
         self.recorder = Recorder(LoopbackDevice())
-        self.cargo = TensorLoader(model, LoopbackDevice(), self.recorder)
+        self.loader = TensorLoader(model, LoopbackDevice(), self.recorder)
 
 
 def test_bringing_twice_is_once_and_tied_weights_come_once() -> None:
     model = Tower()
     forgetting = Forgetting(model)
-    forgetting.cargo.load()
-    forgetting.cargo.load()
+    forgetting.loader.load()
+    forgetting.loader.load()
     assert forgetting.recorder.weights == weight_bytes(model)
     assert model.out.weight is model.tied.weight
-    forgetting.cargo.evict()
+    forgetting.loader.evict()
     assert forgetting.recorder.weights == 0
 
 
@@ -242,23 +242,23 @@ def test_eviction_is_forgetting_but_writes_are_kept() -> None:
     master = model.out.weight
     values = master.clone()
     forgetting = Forgetting(model)
-    forgetting.cargo.load()
+    forgetting.loader.load()
     assert model.out.weight is not master
-    forgetting.cargo.evict()
+    forgetting.loader.evict()
     assert model.out.weight is master
     assert torch.equal(master, values)
-    forgetting.cargo.load()
+    forgetting.loader.load()
     model.out.weight.add_(1.0)
-    forgetting.cargo.evict()
+    forgetting.loader.evict()
     assert torch.equal(master, values + 1.0)
 
 
 def test_a_parameter_replaced_while_it_was_here_stays_replaced() -> None:
     model = Tower()
     forgetting = Forgetting(model)
-    forgetting.cargo.load()
+    forgetting.loader.load()
     new = model.kernel.weight = nn.Parameter(torch.zeros_like(model.kernel.weight))
-    forgetting.cargo.evict()
+    forgetting.loader.evict()
     assert model.kernel.weight is new
 
 

@@ -131,8 +131,8 @@ def _of_unknown_size(function: Any, args: Any, kwargs: Any) -> Any:
     """What only the numbers tell the size of: the card itself would have to be asked."""
     catch_up()
     ours = tree_map_only(torch.Tensor, on_cpu, (args, kwargs))
-    home = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
-    return tree_map_only(torch.Tensor, lambda t: t.to(home), function(*ours[0], **ours[1]))
+    store = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
+    return tree_map_only(torch.Tensor, lambda t: t.to(store), function(*ours[0], **ours[1]))
 
 
 def _positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

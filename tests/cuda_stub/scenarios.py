@@ -257,9 +257,9 @@ def more_than_the_ring() -> Made:
 def memory_runs_out() -> Made:
     """A block runs out of memory while what stays is on its way: that gives up its memory, which is used at once."""
     model = _Layers(8)
-    stays = [f"blocks.{number}" for number in range(8)]
+    resident = [f"blocks.{number}" for number in range(8)]
     with patch.object(parts, "CHUNK", 2 * LAYER):
-        fitted = _fitted(model, {"placement": "stream", "ring_buffer": LAYER, "resident_layers": stays})
+        fitted = _fitted(model, {"placement": "stream", "ring_buffer": LAYER, "resident_layers": resident})
         made = []
         for _ in range(2):
             fails = [torch.OutOfMemoryError("out of memory")]

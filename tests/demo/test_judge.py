@@ -189,8 +189,8 @@ def test_one_colour_all_over_shows_nothing(colour: tuple[int, int, int]) -> None
 @pytest.mark.parametrize("block", [1, 2, 8, 32, 64])
 def test_noise_of_any_grain_is_judged_wrong(block: int) -> None:
     for seed, (scene, _) in enumerate(scenes(5)):
-        grains = np.random.default_rng(seed).integers(0, 256, (SIDE // block, SIDE // block, 3), dtype=np.uint8)
-        assert complaint(grains.repeat(block, 0).repeat(block, 1), scene) != ""
+        granularities = np.random.default_rng(seed).integers(0, 256, (SIDE // block, SIDE // block, 3), dtype=np.uint8)
+        assert complaint(granularities.repeat(block, 0).repeat(block, 1), scene) != ""
 
 
 @pytest.mark.parametrize(

@@ -42,32 +42,32 @@ def numbers(count: int, device: Device, start: int = 0) -> torch.Tensor:
 def test_what_went_comes_back(where: str, simulated: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(depots, "PAGE", 64)  # so that most pieces lie on several
     device = {"loopback": LoopbackDevice, "late": LateCard, "simulated": simulated}[where]()
-    depot = ActivationHostPool(device)
+    host_pool = ActivationHostPool(device)
     for size in (1, 64, 1000):
-        tape = depot.tape(size)
+        tape = host_pool.tape(size)
         for start in range(0, size, 90):
             tape.write(numbers(min(90, size - start), device, start))
         for start, end in ((0, size), (size // 3, size // 2 + 1), (size - 1, size)):
             target = torch.zeros(end - start, dtype=torch.uint8, device=device.torch_device)
             tape.read(start, target).settle()
             assert torch.equal(target.cpu(), numbers(size, LoopbackDevice())[start:end]), (start, end)
-    depot.close()
+    host_pool.close()
 
 
 def test_rows_are_read_while_later_ones_are_written() -> None:
-    depot = ActivationHostPool(LateCard())
-    tape, found = depot.tape(40), torch.zeros(10, dtype=torch.uint8)
+    host_pool = ActivationHostPool(LateCard())
+    tape, found = host_pool.tape(40), torch.zeros(10, dtype=torch.uint8)
     tape.write(numbers(10, LateCard()))
-    arrival = tape.read(0, found)
+    handle = tape.read(0, found)
     tape.write(numbers(30, LateCard(), 10))
-    arrival.settle()
+    handle.settle()
     assert torch.equal(found, numbers(10, LateCard()))
     assert tape.written == 40
 
 
 def test_what_is_being_copied_is_kept_as_long_and_no_longer() -> None:
-    depot = ActivationHostPool(LateCard())
-    tape = depot.tape(200)
+    host_pool = ActivationHostPool(LateCard())
+    tape = host_pool.tape(200)
     ghosts = []
     for start in (0, 100):
         source = numbers(100, LateCard(), start)
@@ -82,7 +82,7 @@ def test_what_is_being_copied_is_kept_as_long_and_no_longer() -> None:
     tape.read(0, target)  # nobody waits for it
     del target
     assert ghosts[-1]() is not None
-    depot.settle()
+    host_pool.settle()
     assert ghosts[-1]() is None
 
 
@@ -95,9 +95,9 @@ def test_forgotten_pages_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None
             made.append(size)
             return super().host_room(size)
 
-    depot = ActivationHostPool(Counting())
+    host_pool = ActivationHostPool(Counting())
     for _ in range(3):
-        tape = depot.tape(1050)
+        tape = host_pool.tape(1050)
         for start in range(0, 1050, 100):
             tape.write(numbers(min(100, 1050 - start), LateCard(), start))
             target = torch.zeros(min(100, 1050 - start), dtype=torch.uint8)
@@ -153,10 +153,10 @@ def test_no_more_is_locked_than_can_be() -> None:
 
 def test_whoever_forgets_to_close_leaves_nothing_locked() -> None:
     device = Locking(most=9)
-    depot = ActivationHostPool(device)
-    depot.tape(100).write(numbers(100, device))
+    host_pool = ActivationHostPool(device)
+    host_pool.tape(100).write(numbers(100, device))
     assert device.locked == 1
-    del depot
+    del host_pool
     assert device.locked == 0
 
 
@@ -175,23 +175,23 @@ def test_copies_take_their_time_beside_the_arithmetic(
 ) -> None:
     monkeypatch.setattr(depots, "PAGE", 5_000_000)
     device = simulated(values)
-    depot, size = ActivationHostPool(device), 25_000_000  # a millisecond over the link
-    out, back = depot.tape(size), depot.tape(size)
+    host_pool, size = ActivationHostPool(device), 25_000_000  # a millisecond over the link
+    out, back = host_pool.tape(size), host_pool.tape(size)
     sources = [torch.zeros(size, dtype=torch.uint8, device="privateuseone") for _ in range(2)]
     back.write(sources[0])
-    depot.settle()
+    host_pool.settle()
     device.synchronize()
     begin, timeline = device.card.now, device.card.timeline
     out.write(sources[1])
-    arrival = back.read(0, sources[0])
+    handle = back.read(0, sources[0])
     assert device.card.host.now == timeline.record(0).time == begin  # nobody has waited
-    arrival.settle()
+    handle.settle()
     assert timeline.record(0).time == begin + 1_000_000  # arithmetic goes on when it has come; both ways at once
     out.sent()
     assert timeline.record(0).time == begin + 1_000_000
     assert device.card.host.now == begin
     assert (device.card.bytes_in, device.card.bytes_out) == (size, 2 * size)
-    depot.close()
+    host_pool.close()
 
 
 def test_dense_is_every_number_once_side_by_side() -> None:

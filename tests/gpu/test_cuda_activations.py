@@ -22,13 +22,13 @@ MIB = 2**20
 def test_memory_is_not_used_again_before_copies_are_done() -> None:
     """Large copies out, each from memory that is freed and overwritten at once, and back, while the card computes."""
     device = choose_device("cuda")
-    depot = ActivationHostPool(device)
+    host_pool = ActivationHostPool(device)
     busy = torch.randn(4096, 4096, device="cuda")
     for _ in range(3):
         tapes = []
         for number in range(6):
             source = torch.full((16 * MIB,), number, dtype=torch.int32, device="cuda")
-            tape = depot.tape(source.nbytes)
+            tape = host_pool.tape(source.nbytes)
             tape.write(bytes_of(source))
             tapes.append(tape)
             del source
@@ -36,27 +36,27 @@ def test_memory_is_not_used_again_before_copies_are_done() -> None:
                 tapes[-2].sent()
             torch.full((16 * MIB,), -1, dtype=torch.int32, device="cuda")  # where what was freed lay
             busy = busy @ busy / 64
-        arrivals = []
+        handles = []
         for number, tape in enumerate(tapes):
             target = torch.empty(16 * MIB, dtype=torch.int32, device="cuda")
-            arrivals.append((number, target, tape.read(0, bytes_of(target))))
+            handles.append((number, target, tape.read(0, bytes_of(target))))
             busy = busy @ busy / 64
-        for number, target, arrival in arrivals:
-            arrival.settle()
+        for number, target, handle in handles:
+            handle.settle()
             assert bool((target == number).all())
-    depot.close()
-    assert depot.idle
+    host_pool.close()
+    assert host_pool.idle
 
 
 @pytest.mark.realtime
 def test_copies_pass_beside_the_arithmetic() -> None:
     device = choose_device("cuda")
-    depot, size = ActivationHostPool(device), 256 * MIB
+    host_pool, size = ActivationHostPool(device), 256 * MIB
     source = torch.zeros(size, dtype=torch.uint8, device="cuda")
     left, right = (torch.randn(4096, 4096, device="cuda", dtype=torch.float16) for _ in range(2))
-    tape = depot.tape(size)
+    tape = host_pool.tape(size)
     tape.write(source)
-    depot.settle()  # pages are locked now
+    host_pool.settle()  # pages are locked now
 
     def copy() -> None:
         tape.read(0, source).settle()
@@ -66,14 +66,14 @@ def test_copies_pass_beside_the_arithmetic() -> None:
     times = round(crossing / once)
 
     def both() -> None:
-        arrival = tape.read(0, source)
+        handle = tape.read(0, source)
         for _ in range(times):
             left @ right
-        arrival.settle()
+        handle.settle()
 
     both()
     assert device.seconds(both) < 1.5 * crossing
-    depot.close()
+    host_pool.close()
 
 
 @pytest.mark.parametrize("strips", [1, 30_000, 10**9])

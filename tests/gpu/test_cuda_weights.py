@@ -32,7 +32,7 @@ HOMES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])
 def test_every_home_gives_the_bits_of_a_resident_model(
-    name: str, home: str, placement: str, monkeypatch: pytest.MonkeyPatch
+    name: str, store: str, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tightfit.plan.component_cost.CHUNK", 64 * 1024)
     monkeypatch.setattr(staging, "SIZE", 64 * 1024)
@@ -42,7 +42,7 @@ def test_every_home_gives_the_bits_of_a_resident_model(
     before = imprint(pipe)
     fit(pipe, level=0, device="cuda")
     wanted = run(pipe, case).cpu()
-    plan = {part: HOMES[home] | {"placement": placement} for part in find_components(pipe)}
+    plan = {part: HOMES[store] | {"placement": placement} for part in find_components(pipe)}
     fitted = fit(pipe, plan={"components": plan}, device="cuda")
     peaks = []
     for _ in range(4):  # from the second on, the next comes while the one before finishes
@@ -82,14 +82,14 @@ def test_masters_that_are_cast_in_each_call_stay_page_locked(placement: str) -> 
     wanted = [run(pipe, case).cpu() for _ in range(2)]
     chosen = {"offload_to": "cpu", "pinned": True, "placement": placement}
     fitted = fit(pipe, plan={"components": {"vae": chosen, "unet": chosen}}, device="cuda")
-    parcels, pinned = fitted._places.of("vae")._streamers["vae"]._parcels, []
+    groups, pinned = fitted._places.of("vae")._streamers["vae"]._groups, []
     look = pipe.vae.decoder.register_forward_hook(
-        lambda *_: pinned.extend(master.is_pinned() for parcel in parcels for master in parcel.masters)
+        lambda *_: pinned.extend(master.is_pinned() for group in groups for master in group.masters)
     )
     for each in wanted:
         assert torch.equal(run(pipe, case).cpu(), each)
     look.remove()
-    assert len(pinned) == 2 * sum(len(parcel.masters) for parcel in parcels)
+    assert len(pinned) == 2 * sum(len(group.masters) for group in groups)
     assert all(pinned)
     fitted.undo()
     assert not any(weight.is_pinned() for part in (pipe.vae, pipe.unet) for weight in part.parameters())
@@ -175,16 +175,16 @@ def test_weights_that_were_quantised_before_are_moved_with_all_that_they_consist
 
 
 def test_what_another_stream_is_given_next_begins_after_the_last_mark() -> None:
-    lane = CudaDevice().copy_stream()
+    stream = CudaDevice().copy_stream()
     number = torch.zeros(1, device="cuda")
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(first):
         torch.cuda._sleep(500_000_000)
         number.fill_(1)
-        lane.mark()
+        stream.mark()
     with torch.cuda.stream(second):
-        lane.follow_host()
+        stream.follow_host()
         copy = number.clone()
     torch.cuda.synchronize()
     assert copy.item() == 1

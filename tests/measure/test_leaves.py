@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tightfit.measure.modules import SMALLEST, SMALLEST_SHARE, find_leaves, inspect_component
+from tightfit.measure.modules import SMALLEST, SMALLEST_SHARE, find_layers, inspect_component
 
 
 class Own(nn.Module):
@@ -36,9 +36,9 @@ def linear(width: int = 32, bias: bool = False) -> nn.Linear:
     return nn.Linear(width, width, bias=bias)
 
 
-def leaves(module: nn.Module) -> dict[str, int]:
+def layers(module: nn.Module) -> dict[str, int]:
     """How many modules each leaf has."""
-    return {name: len(parts) for name, parts in find_leaves(module).items()}
+    return {name: len(parts) for name, parts in find_layers(module).items()}
 
 
 # what there is to move
@@ -46,12 +46,12 @@ def leaves(module: nn.Module) -> dict[str, int]:
 
 @pytest.mark.parametrize("module", [nn.Module(), nn.ReLU(), nn.ModuleList(), Parts(a=Parts(), b=nn.ModuleList())])
 def test_where_there_are_no_weights_there_are_no_leaves(module: nn.Module) -> None:
-    assert find_leaves(module) == {}
+    assert find_layers(module) == {}
 
 
 def test_layers_are_found_by_path_in_the_order_of_the_model() -> None:
     model = Parts(last=linear(), first=Parts(up=linear(), down=nn.Conv2d(8, 8, 3)), table=nn.Embedding(64, 16))
-    found = find_leaves(model)
+    found = find_layers(model)
     assert list(found) == ["last", "first.up", "first.down", "table"]
     assert all(parts == (model.get_submodule(name),) for name, parts in found.items())
 
@@ -61,30 +61,30 @@ def test_elements_of_lists_are_found_and_lists_are_not() -> None:
         blocks=nn.ModuleList(Parts(up=linear(), down=linear()) for _ in range(2)), plain=nn.ModuleList([linear()])
     )
     names = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "plain.0"]
-    assert leaves(model) == dict.fromkeys(names, 1)
+    assert layers(model) == dict.fromkeys(names, 1)
 
 
 def test_a_sequence_and_a_dictionary_are_looked_into() -> None:
     model = nn.Sequential(linear(), nn.ReLU(), nn.ModuleDict({"a": linear()}))
-    assert leaves(model) == {"0": 1, "2.a": 1}
+    assert layers(model) == {"0": 1, "2.a": 1}
 
 
 def test_a_layer_that_is_there_twice_is_one() -> None:
     layer = linear()
-    assert leaves(Parts(a=layer, b=Parts(c=layer), d=linear())) == {"a": 1, "d": 1}
+    assert layers(Parts(a=layer, b=Parts(c=layer), d=linear())) == {"a": 1, "d": 1}
 
 
 def test_buffers_do_not_make_a_leaf() -> None:
     model = Parts(a=linear(), norm=nn.BatchNorm2d(64, affine=False))
     model.norm.register_buffer("table", torch.zeros(100, 100))
-    assert leaves(model) == {"a": 1}
+    assert layers(model) == {"a": 1}
 
 
 def test_a_component_counts_what_its_leaves_own() -> None:
     model = Parts(a=linear(bias=True), b=Own(64, 64), small=nn.LayerNorm(1))
     component = inspect_component("model", model)
-    assert {leaf.name: leaf.bytes for leaf in component.layers} == {"a": 32 * 33 * 4, "b": 64 * 64 * 4}
-    assert component.bytes == sum(leaf.bytes for leaf in component.layers) + 8
+    assert {layer.name: layer.bytes for layer in component.layers} == {"a": 32 * 33 * 4, "b": 64 * 64 * 4}
+    assert component.bytes == sum(layer.bytes for layer in component.layers) + 8
     assert component.layers[0].dtypes == {"float32": 32 * 33 * 4}
 
 
@@ -93,20 +93,20 @@ def test_a_component_counts_what_its_leaves_own() -> None:
 
 def test_what_has_leaves_inside_is_none_itself() -> None:
     model = Parts(block=Own(64, 64, inside=linear(), deep=Parts(er=linear())), beside=linear())
-    assert leaves(model) == {"block.inside": 1, "block.deep.er": 1, "beside": 1}
+    assert layers(model) == {"block.inside": 1, "block.deep.er": 1, "beside": 1}
 
 
 def test_what_has_only_small_layers_inside_is_one() -> None:
     model = Parts(block=Own(64, 64, norm=nn.LayerNorm(2)), beside=linear())
-    assert leaves(model) == {"block": 1, "beside": 1}
+    assert layers(model) == {"block": 1, "beside": 1}
 
 
 def test_what_the_model_itself_owns_is_needed_all_along() -> None:
-    assert leaves(Own(64, 64, inside=linear())) == {"inside": 1}
+    assert layers(Own(64, 64, inside=linear())) == {"inside": 1}
 
 
 def test_names_that_begin_alike_are_not_inside_each_other() -> None:
-    assert leaves(Parts(up=linear(), up_2=linear(), u=Own(64, 64))) == {"up": 1, "up_2": 1, "u": 1}
+    assert layers(Parts(up=linear(), up_2=linear(), u=Own(64, 64))) == {"up": 1, "up_2": 1, "u": 1}
 
 
 # what is small
@@ -118,24 +118,24 @@ def test_names_that_begin_alike_are_not_inside_each_other() -> None:
 def test_of_large_models_a_leaf_has_a_mebibyte(more: int, found: dict[str, int]) -> None:
     with torch.device("meta"):
         model = Parts(large=Own(1000 * SMALLEST // 4 + 1), edge=Own((SMALLEST + more) // 4))
-    assert leaves(model) == found
+    assert layers(model) == found
 
 
 @pytest.mark.parametrize(("numbers", "found"), [(9, {"large": 1}), (10, {"large": 1, "edge": 1})])
 def test_of_small_models_a_leaf_has_its_share(numbers: int, found: dict[str, int]) -> None:
     model = Parts(large=Own(10_000 - numbers), edge=Own(numbers))
     assert SMALLEST_SHARE * 10_000 == 10
-    assert leaves(model) == found
+    assert layers(model) == found
 
 
 def test_a_layer_counts_with_all_that_it_owns() -> None:
     two = Own(5)
     two.other = nn.Parameter(torch.zeros(5))
-    assert leaves(Parts(large=Own(9_990), two=two)) == {"large": 1, "two": 1}
+    assert layers(Parts(large=Own(9_990), two=two)) == {"large": 1, "two": 1}
 
 
 def test_of_tiny_models_everything_counts_that_has_any_bytes() -> None:
-    assert leaves(Parts(a=Own(1), b=Own(0), c=nn.ReLU())) == {"a": 1}
+    assert layers(Parts(a=Own(1), b=Own(0), c=nn.ReLU())) == {"a": 1}
 
 
 # what is shared
@@ -144,7 +144,7 @@ def test_of_tiny_models_everything_counts_that_has_any_bytes() -> None:
 def test_layers_that_share_a_weight_are_one_leaf() -> None:
     model = Parts(table=nn.Embedding(64, 32), between=linear(), head=nn.Linear(32, 64, bias=False))
     model.head.weight = model.table.weight
-    found = find_leaves(model)
+    found = find_layers(model)
     assert found == {"table": (model.table, model.head), "between": (model.between,)}
     component = inspect_component("model", model)
     assert component.layers[0].bytes == 64 * 32 * 4  # once
@@ -153,25 +153,25 @@ def test_layers_that_share_a_weight_are_one_leaf() -> None:
 def test_what_is_shared_moves_with_all_that_its_owners_have() -> None:
     model = Parts(a=linear(bias=True), b=linear(bias=True), c=linear(bias=True))
     model.b.weight, model.c.bias = model.a.weight, model.b.bias
-    assert find_leaves(model) == {"a": (model.a, model.b, model.c)}
+    assert find_layers(model) == {"a": (model.a, model.b, model.c)}
 
 
 def test_a_weight_that_a_layer_has_twice_is_its_own() -> None:
     layer = Own(64, 64)
     layer.again = layer.own
-    assert leaves(Parts(a=layer, b=linear())) == {"a": 1, "b": 1}
+    assert layers(Parts(a=layer, b=linear())) == {"a": 1, "b": 1}
 
 
 def test_what_is_shared_with_whoever_is_around_stays() -> None:
     model = Own(64, 64, a=Own(64, 64), b=linear())
     model.a.own = model.own
-    assert leaves(model) == {"b": 1}
+    assert layers(model) == {"b": 1}
 
 
 def test_what_is_shared_within_and_beyond_the_leaves_stays() -> None:
     model = Parts(block=Own(64, 64, inside=linear()), a=Own(64, 64), b=Own(64, 64), c=linear())
     model.a.own = model.b.own = model.block.own
-    assert leaves(model) == {"block.inside": 1, "c": 1}
+    assert layers(model) == {"block.inside": 1, "c": 1}
 
 
 def test_what_joins_two_leaves_is_in_none_or_all() -> None:
@@ -187,7 +187,7 @@ def owned(module: nn.Module) -> set[int]:
 
 def check_sharing(model: nn.Module) -> None:
     """Every module is in one leaf at most, and no weight of a leaf is anybody else's."""
-    found = find_leaves(model)
+    found = find_layers(model)
     members = Counter(id(part) for parts in found.values() for part in parts)
     assert not members or max(members.values()) == 1
     for parts in found.values():
@@ -213,14 +213,14 @@ def models(draw: st.DrawFn) -> nn.Module:
 @given(model=models())
 def test_leaves_have_their_weights_for_themselves_and_nobody_inside(model: nn.Module) -> None:
     check_sharing(model)
-    found, paths = find_leaves(model), dict(model.named_modules())
+    found, paths = find_layers(model), dict(model.named_modules())
     parts = [part for each in found.values() for part in each]
     for name, each in found.items():
         assert each[0] is paths[name]
         assert not any(part in parts for member in each for part in [*member.modules()][1:])
     component = inspect_component("model", model)
-    assert [leaf.name for leaf in component.layers] == list(found)
-    assert sum(leaf.bytes for leaf in component.layers) <= component.bytes
+    assert [layer.name for layer in component.layers] == list(found)
+    assert sum(layer.bytes for layer in component.layers) <= component.bytes
 
 
 # modules whose weights others use
@@ -231,7 +231,7 @@ def gates_that_open(model: nn.Module, *inputs: torch.Tensor) -> set[str]:
     opened: set[str] = set()
     handles = [
         part.register_forward_pre_hook(lambda *_, name=name: opened.add(name))
-        for name, parts in find_leaves(model).items()
+        for name, parts in find_layers(model).items()
         for part in parts
     ]
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_attention_that_uses_its_projection_without_calling_it(kdim: int | None)
     model = nn.Sequential(linear(64), nn.MultiheadAttention(64, 4, kdim=kdim, vdim=kdim))
     x, other = torch.zeros(3, 2, 64), torch.zeros(3, 2, kdim or 64)
     model.forward = lambda query: model[1](model[0](query), other, other)[0]
-    found = find_leaves(model)
+    found = find_layers(model)
     assert "0" in found
     assert gates_that_open(model, x) == set(found)
 
@@ -268,5 +268,5 @@ class Table(nn.Module):
 @pytest.mark.xfail(strict=True, reason="a known fault: it costs time or memory, never numbers")
 def test_a_list_of_parameters_is_never_called() -> None:
     model = Table()
-    assert gates_that_open(model, torch.zeros(64, 64)) == set(find_leaves(model))
-    assert "layer" in find_leaves(model)
+    assert gates_that_open(model, torch.zeros(64, 64)) == set(find_layers(model))
+    assert "layer" in find_layers(model)

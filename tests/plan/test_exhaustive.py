@@ -15,7 +15,7 @@ from tightfit.errors import BudgetTooSmall
 from tightfit.plan.component_cost import SEGMENT
 from tightfit.plan.forecast import add_forecast
 from tightfit.plan.layer_selection import weight_group_sizes
-from tightfit.plan.options import GRAINS
+from tightfit.plan.options import GRANULARITIES
 from tightfit.plan.planner import make_plan
 from tightfit.schema.footprint import Component, Footprint, Request, StripProfile, Variant
 from tightfit.schema.machine import Budget
@@ -28,7 +28,7 @@ WITHIN = 1.03  # times as long as the best
 def small_footprints(draw: st.DrawFn) -> Footprint:
     """A denoiser of up to four layers and an autoencoder of up to two, each with up to two other ways to work."""
     parts, phases, others = [], [], tuple[Variant, ...]()
-    for name, role, stretch, most in (("unet", "denoiser", "denoise", 4), ("vae", "autoencoder", "decode", 2)):
+    for name, role, segment, most in (("unet", "denoiser", "denoise", 4), ("vae", "autoencoder", "decode", 2)):
         sizes = draw(st.lists(st.integers(8 * MIB, 400 * MIB), min_size=1, max_size=most))
         part = component(name, role, sizes, draw(st.integers(0, 4 * MIB)), draw(st.integers(1, 2)))
         work = [draw(st.integers(10**6, 2 * 10**12)) for _ in sizes]
@@ -48,7 +48,7 @@ def small_footprints(draw: st.DrawFn) -> Footprint:
         )
         others = draw(variants(part, work, runs, room)) if role == "denoiser" else others
         parts.append(part)
-        phases.append(phase(stretch, done, room, ways))
+        phases.append(phase(segment, done, room, ways))
     return Footprint(
         pipeline="Tried", components=tuple(parts), request=Request(height=64), phases=tuple(phases), variants=others
     )
@@ -58,18 +58,20 @@ def every_plan_of(part: Component) -> Iterator[ComponentPlan]:
     """Resident, there for its phase, and streamed with any layers or blocks staying and a ring for one or more."""
     yield ComponentPlan(placement="resident")
     yield ComponentPlan(placement="offload")
-    for grain in GRAINS:
-        sizes = weight_group_sizes(part, grain, ComponentPlan(placement="stream"))
-        if grain == "layer" or len(sizes) < len(part.layers):
-            yield from every_stream_of(sizes, grain)
+    for granularity in GRANULARITIES:
+        sizes = weight_group_sizes(part, granularity, ComponentPlan(placement="stream"))
+        if granularity == "layer" or len(sizes) < len(part.layers):
+            yield from every_stream_of(sizes, granularity)
 
 
-def every_stream_of(sizes: Mapping[str, int], grain: Granularity) -> Iterator[ComponentPlan]:
+def every_stream_of(sizes: Mapping[str, int], granularity: Granularity) -> Iterator[ComponentPlan]:
     for count in range(len(sizes) + 1):
-        for stays in itertools.combinations(sizes, count):
-            passing = sorted((size for name, size in sizes.items() if name not in stays), reverse=True)
+        for resident in itertools.combinations(sizes, count):
+            passing = sorted((size for name, size in sizes.items() if name not in resident), reverse=True)
             for ring in {sum(passing[:ahead]) for ahead in range(1, len(passing) + 1)} or {0}:
-                yield ComponentPlan(placement="stream", granularity=grain, resident_layers=stays, ring_buffer=ring)
+                yield ComponentPlan(
+                    placement="stream", granularity=granularity, resident_layers=resident, ring_buffer=ring
+                )
 
 
 def best_of_all(footprint: Footprint, size: int) -> float | None:

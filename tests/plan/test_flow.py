@@ -11,11 +11,11 @@ from tightfit.plan.timeline import ComputeSegment, HostOverheads, TransferSimula
 RATE = 1e9
 
 
-def flow(sizes: dict[str, int], stays: set[str], ring: int, launch: float = 0.0) -> TransferSimulator:
-    return TransferSimulator(list(sizes), sizes, stays, ring, RATE, launch)
+def flow(sizes: dict[str, int], resident: set[str], ring: int, launch: float = 0.0) -> TransferSimulator:
+    return TransferSimulator(list(sizes), sizes, resident, ring, RATE, launch)
 
 
-def stretches(seconds: dict[str, float], launching: float = 0.0) -> list[ComputeSegment]:
+def segments(seconds: dict[str, float], launching: float = 0.0) -> list[ComputeSegment]:
     return [ComputeSegment(name, took, launching) for name, took in seconds.items()]
 
 
@@ -27,43 +27,43 @@ SIZES = st.lists(st.integers(1, 10**7), min_size=1, max_size=8)
 def test_no_pass_beats_the_link_or_the_arithmetic(
     sizes: list[int], times: list[float], staying: float, ahead: float
 ) -> None:
-    parcels = {f"layer.{i}": size for i, size in enumerate(sizes)}
-    stays = {name for i, name in enumerate(parcels) if i < staying * len(parcels) - 0.5}
-    passing = [size for name, size in parcels.items() if name not in stays]
+    groups = {f"layer.{i}": size for i, size in enumerate(sizes)}
+    resident = {name for i, name in enumerate(groups) if i < staying * len(groups) - 0.5}
+    passing = [size for name, size in groups.items() if name not in resident]
     largest = max((-(-size // 4096) * 4096 for size in passing), default=0)
     ring = int(largest + ahead * sum(passing)) + 4096 * len(passing)
-    spent = dict(zip(parcels, times, strict=False))
-    run = flow(parcels, stays, ring)
-    seconds = [run.work(stretches(spent)) for _ in range(6)]
+    spent = dict(zip(groups, times, strict=False))
+    run = flow(groups, resident, ring)
+    seconds = [run.work(segments(spent)) for _ in range(6)]
     compute, link = sum(spent.values()), sum(passing) / RATE
-    assert seconds[0] >= max(compute, parcels[next(iter(parcels))] / RATE) * (1 - 1e-9)
-    again = sum(passing) if len(parcels) > 1 else 0  # what is alone stays in the ring
+    assert seconds[0] >= max(compute, groups[next(iter(groups))] / RATE) * (1 - 1e-9)
+    again = sum(passing) if len(groups) > 1 else 0  # what is alone stays in the ring
     assert sum(seconds) >= max(6 * compute, (sum(sizes) + 5 * again) / RATE - ring / RATE) * (1 - 1e-9)
     assert all(later <= compute + link + 1e-9 for later in seconds[1:])
 
 
 def test_what_stays_comes_once() -> None:
     run = flow({"a": 10**7, "b": 10**7}, {"a", "b"}, 0)
-    assert run.work(stretches({"a": 0.001, "b": 0.001})) == pytest.approx(0.021)
+    assert run.work(segments({"a": 0.001, "b": 0.001})) == pytest.approx(0.021)
     assert run.complete
-    assert run.work(stretches({"a": 0.001, "b": 0.001})) == pytest.approx(0.002)
+    assert run.work(segments({"a": 0.001, "b": 0.001})) == pytest.approx(0.002)
 
 
 def test_the_link_is_idle_once_a_pass_has_all_it_uses() -> None:
     run = flow({"a": 10**7, "b": 10**7}, {"a", "b"}, 0)
-    run.work(stretches({"a": 0.001, "b": 0.004}))
+    run.work(segments({"a": 0.001, "b": 0.004}))
     assert run.idle == pytest.approx(0.004)  # "b" is there when it begins
-    run.work(stretches({"a": 0.001, "b": 0.004}))
+    run.work(segments({"a": 0.001, "b": 0.004}))
     assert run.idle == pytest.approx(0.005)
     waiting = flow({"a": 10**7, "b": 10**7}, set(), 10**7 + 8192)
     for _ in range(3):
-        waiting.work(stretches({"a": 0.02, "b": 0.001}))
+        waiting.work(segments({"a": 0.02, "b": 0.001}))
     assert waiting.idle == pytest.approx(0.001)
 
 
 def test_a_ring_of_two_hides_the_link_behind_the_arithmetic() -> None:
     run = flow(dict.fromkeys("abcd", 4096 * 1000), set(), 2 * 4096 * 1000)
-    seconds = [run.work(stretches(dict.fromkeys("abcd", 0.005))) for _ in range(4)]
+    seconds = [run.work(segments(dict.fromkeys("abcd", 0.005))) for _ in range(4)]
     assert seconds[0] == pytest.approx(0.004096 + 0.020)
     assert seconds[2:] == pytest.approx([0.020] * 2)
 
@@ -81,15 +81,15 @@ def test_a_host_that_waits_has_launched_nothing_ahead() -> None:
 
 def test_the_host_may_be_what_takes_longest() -> None:
     run = flow({"a": 4096}, {"a"}, 0, launch=0.001)
-    assert run.work(stretches({"a": 0.001}, 0.01)) == pytest.approx(0.011)
+    assert run.work(segments({"a": 0.001}, 0.01)) == pytest.approx(0.011)
 
 
 def test_the_host_is_busy_with_each_use_of_a_layer() -> None:
-    sizes, uses = {"a": 4096, "b": 4096}, stretches({"a": 0.0, "b": 0.0, "": 0.0})
+    sizes, uses = {"a": 4096, "b": 4096}, segments({"a": 0.0, "b": 0.0, "": 0.0})
     # in the second pass, where nothing stays, the host sends what that begins with, and for the third
-    for stays, second, others in (({"a"}, 0.003, 0.003), ({"a", "b"}, 0.002, 0.002), (set[str](), 0.005, 0.004)):
+    for resident, second, others in (({"a"}, 0.003, 0.003), ({"a", "b"}, 0.002, 0.002), (set[str](), 0.005, 0.004)):
         run = TransferSimulator(
-            list(sizes), sizes, stays, 2 * 4096, RATE, overheads=HostOverheads(streamed=0.002, resident=0.001)
+            list(sizes), sizes, resident, 2 * 4096, RATE, overheads=HostOverheads(streamed=0.002, resident=0.001)
         )
         assert [run.work(uses) for _ in range(4)] == pytest.approx([others, second, others, others], abs=1e-5)
     assert seconds_without_weights(uses, 0.001) == pytest.approx(0.002)
@@ -106,7 +106,7 @@ def test_layers_that_move_together_come_once_and_are_used_one_by_one() -> None:
 
 def test_a_layer_that_is_not_used_after_all_is_in_nobodys_way() -> None:
     sizes = {"a": 2 * 4096, "b": 4096, "c": 2 * 4096, "d": 2 * 4096}
-    work = stretches(dict.fromkeys("abcd", 0.001))
+    work = segments(dict.fromkeys("abcd", 0.001))
     guessed, known = (
         TransferSimulator(guess, sizes, set(), 3 * 4096, 10**9) for guess in (list("aabcd"), list("abcd"))
     )
@@ -118,7 +118,7 @@ def test_another_order_than_was_guessed_is_slower_once() -> None:
     sizes = dict.fromkeys("abcd", 4096 * 1000)
     guessed = TransferSimulator(list("dcba"), sizes, set(), 2 * 4096 * 1000, RATE)
     known = TransferSimulator(list("abcd"), sizes, set(), 2 * 4096 * 1000, RATE)
-    work = stretches(dict.fromkeys("abcd", 0.005))
+    work = segments(dict.fromkeys("abcd", 0.005))
     first, later = [guessed.work(work) for _ in range(3)], [known.work(work) for _ in range(3)]
     assert first[0] > later[0]
     assert first[2] == pytest.approx(later[2])

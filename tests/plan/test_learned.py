@@ -71,7 +71,7 @@ def again(
         return None
 
 
-lived = st.builds(
+measured_phase = st.builds(
     PhaseMeasurement,
     name=st.sampled_from(["encode", "denoise", "decode", "dream"]),
     runs=st.integers(1, 8),
@@ -85,7 +85,10 @@ lived = st.builds(
 )
 experiences = st.lists(
     st.builds(
-        CallMeasurement, plan=st.just("a"), first_call=st.booleans(), phases=st.lists(lived, max_size=4).map(tuple)
+        CallMeasurement,
+        plan=st.just("a"),
+        first_call=st.booleans(),
+        phases=st.lists(measured_phase, max_size=4).map(tuple),
     ),
     max_size=4,
 )
@@ -126,11 +129,13 @@ def test_a_call_that_took_longer_is_foreseen_the_next_time(
     taught = measurement_of(footprint, plan, CARD, call_of(footprint, plan, slower(times), 2 - first), HERE.disk_rate)
     found = simulate(calibrate(footprint, [taught], {}).footprint, plan, CARD, HERE.disk_rate)
     for number, one in enumerate(taught.phases):
-        stays = all(plan.components[done.component].placement == "resident" for done in footprint.phases[number].calls)
+        resident = all(
+            plan.components[done.component].placement == "resident" for done in footprint.phases[number].calls
+        )
         whole = plan.vae.strips is None or one.name != "decode"  # of strips, what is copied is no arithmetic
         if one.time_scale is not None:
             assert found[number].seconds == pytest.approx(truth[number].seconds, rel=0.025)
-        elif one.seconds and stays and whole:
+        elif one.seconds and resident and whole:
             assert first or times < 1
             assert one.runs < SEVERAL
         assert one.extra_bytes == 0
@@ -174,7 +179,7 @@ SMALL = Footprint(
 WHOLE = make_plan(SMALL, HERE, Budget(device=4 * GIB))
 
 
-def paces(experience: CallMeasurement) -> list[float | None]:
+def time_scales(experience: CallMeasurement) -> list[float | None]:
     return [one.time_scale for one in experience.phases]
 
 
@@ -202,17 +207,17 @@ def test_what_waits_for_weights_tells_nothing_about_arithmetic() -> None:
     assert plan.components["unet"].placement == "stream"
     late = measurement_of(SMALL, plan, CARD, call_of(SMALL, plan, slower(1.0, link=1 / 8)))
     assert late.phases[0].seconds > 2 * late.phases[0].predicted_seconds
-    assert paces(late)[0] is None
+    assert time_scales(late)[0] is None
 
 
 def test_what_is_done_once_is_no_rate() -> None:
     once = measurement_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(2.0), call=1))
     assert once.first_call
-    assert paces(once) == [pytest.approx(2.0, rel=0.01), None]  # one decode: was that loading kernels?
+    assert time_scales(once) == [pytest.approx(2.0, rel=0.01), None]  # one decode: was that loading kernels?
     later = measurement_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(1.5)))
-    assert paces(later) == [pytest.approx(1.5, rel=0.01)] * 2
+    assert time_scales(later) == [pytest.approx(1.5, rel=0.01)] * 2
     behind = measurement_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(1.5)), spread=True)
-    assert paces(behind)[1] is None
+    assert time_scales(behind)[1] is None
     found = calibrate(SMALL, [once, once, later], {}).footprint
     assert found.phases[0].time_scale == pytest.approx(
         1.5, rel=0.01
@@ -225,16 +230,16 @@ def test_faster_is_not_believed_where_something_may_have_been_done_ahead() -> No
     plan = WHOLE.model_copy(update={"components": WHOLE.components | {"unet": moving}})
     for call, told in ((1, True), (2, False)):
         taught = measurement_of(SMALL, plan, CARD, call_of(SMALL, plan, slower(0.7), call))
-        assert [pace is not None for pace in paces(taught)] == [told, False]
+        assert [time_scale is not None for time_scale in time_scales(taught)] == [told, False]
     taught = measurement_of(SMALL, WHOLE, CARD, call_of(SMALL, WHOLE, slower(0.7)))
-    assert paces(taught) == [pytest.approx(0.7, rel=0.01), None]
+    assert time_scales(taught) == [pytest.approx(0.7, rel=0.01), None]
 
 
 def test_another_number_of_passes_is_another_call() -> None:
     trace = call_of(SMALL, WHOLE, slower(2.0))
     denoise, decode = trace.phases
     more_steps = trace.model_copy(update={"phases": (denoise.model_copy(update={"runs": 30}), decode)})
-    assert paces(measurement_of(SMALL, WHOLE, CARD, more_steps))[0] is None
+    assert time_scales(measurement_of(SMALL, WHOLE, CARD, more_steps))[0] is None
 
 
 def test_a_phase_that_nobody_foresaw_is_passed_over() -> None:

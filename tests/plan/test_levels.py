@@ -34,9 +34,9 @@ DENOISER = Component(
     layers=(  # and 1 GiB of what is small
         WeightBlock(name="embedder", bytes=GIB),
         *(
-            WeightBlock(name=f"{block}.{leaf}", bytes=size)
+            WeightBlock(name=f"{block}.{layer}", bytes=size)
             for block in BLOCKS
-            for leaf, size in (("up", UP), ("down", DOWN))
+            for layer, size in (("up", UP), ("down", DOWN))
         ),
     ),
 )
@@ -240,12 +240,12 @@ def test_room_for_weights_is_filled_with_what_stays() -> None:
         return plan({"level": 3, "components": {"transformer": {"weight_memory": weights}}}).components["transformer"]
 
     some = with_room("16GiB")
-    stay = {leaf.name: leaf.bytes for leaf in DENOISER.layers if leaf.name in (some.resident_layers or ())}
+    stay = {layer.name: layer.bytes for layer in DENOISER.layers if layer.name in (some.resident_layers or ())}
     assert (some.weight_memory, some.granularity, some.ring_buffer) == (16 * GIB, "layer", 4 * (UP + 4096))
     assert 8 * GIB <= sum(stay.values()) <= 9 * GIB  # of the 16: 6 are the ring's, and 1 is small and always there
     assert with_room(23 * GIB) == ComponentPlan(
         placement="stream", pinned=False, weight_memory=23 * GIB, granularity="layer", ring_buffer=0,
-        resident_layers=tuple(leaf.name for leaf in DENOISER.layers),
+        resident_layers=tuple(layer.name for layer in DENOISER.layers),
     )  # fmt: skip
     least = with_room(5 * GIB // 2 + 4096)  # the largest one by one, with a flat buffer's padding
     assert (least.ring_buffer, least.resident_layers) == (UP + 4096, ())
@@ -307,15 +307,15 @@ WHOLE = st.fixed_dictionaries({}, optional={"placement": st.sampled_from(["resid
 
 def streaming(component: Component) -> st.SearchStrategy[dict[str, Any]]:
     """Per unit, with any of what can be chosen about it."""
-    leaves, largest = [leaf.name for leaf in component.layers], max(leaf.bytes for leaf in component.layers)
-    stays = st.sets(st.sampled_from(leaves)).map(lambda names: [name for name in leaves if name in names])
+    layers, largest = [layer.name for layer in component.layers], max(layer.bytes for layer in component.layers)
+    resident = st.sets(st.sampled_from(layers)).map(lambda names: [name for name in layers if name in names])
     room = {"weight_memory": st.none() | st.integers(6 * GIB, 2 * component.bytes)}
     return st.one_of(
         st.fixed_dictionaries({"placement": st.just("stream")} | always, optional={**ANYWHERE, **room, **more})
         for always, more in (
             ({}, {"granularity": st.sampled_from([None, "block", "layer"])}),
             (
-                {"resident_layers": stays},
+                {"resident_layers": resident},
                 {"granularity": st.just("layer"), "ring_buffer": st.integers(2 * largest, 2 * component.bytes)},
             ),
         )
@@ -378,14 +378,14 @@ def test_a_plan_names_every_component_and_holds_every_choice(choices: dict[str, 
 def test_all_is_decided_about_what_streams(choices: dict[str, Any]) -> None:
     decided = plan(choices, SD, pinnable=25 * GIB)
     for component in SD.components:
-        chosen, leaves = decided.components[component.name], {leaf.name: leaf.bytes for leaf in component.layers}
+        chosen, layers = decided.components[component.name], {layer.name: layer.bytes for layer in component.layers}
         assert (chosen.pinned is None) <= (chosen.placement == "resident" or chosen.offload_to == "disk")
         if chosen.placement == "stream":
             assert chosen.granularity is not None
             assert chosen.ring_buffer is not None
             assert chosen.resident_layers is not None
             if chosen.granularity == "layer":
-                passing = [size for name, size in leaves.items() if name not in chosen.resident_layers]
+                passing = [size for name, size in layers.items() if name not in chosen.resident_layers]
                 assert chosen.ring_buffer >= max(passing, default=0)
         else:
             assert (chosen.weight_memory, chosen.granularity, chosen.ring_buffer, chosen.resident_layers) == (
@@ -457,9 +457,9 @@ def test_what_cannot_be_is_refused(choices: dict[str, Any], message: str, separa
         ),
     ],
 )
-def test_what_cannot_stream_like_that_is_refused(fields: dict[str, Any], message: str, home: str) -> None:
+def test_what_cannot_stream_like_that_is_refused(fields: dict[str, Any], message: str, store: str) -> None:
     with pytest.raises(PlanError) as error:
-        plan({"components": {"transformer": {"placement": "stream", "offload_to": home, **fields}}})
+        plan({"components": {"transformer": {"placement": "stream", "offload_to": store, **fields}}})
     assert message in str(error.value)
     assert error.value.facts["name"] in ("transformer", *fields.get("resident_layers", ()))
 

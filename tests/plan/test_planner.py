@@ -53,7 +53,7 @@ def workload(operations: int) -> KernelGroup:
 
 def component(name: str, role: Any, sizes: list[int], small: int, per_block: int = 1) -> Component:
     """Layers of so many bytes, so many of them in each block."""
-    leaves = tuple(
+    layers = tuple(
         WeightBlock(name=f"blocks.{i // per_block}.linear{i % per_block or ''}", bytes=size, dtypes={"float16": size})
         for i, size in enumerate(sizes)
     )
@@ -65,12 +65,12 @@ def component(name: str, role: Any, sizes: list[int], small: int, per_block: int
     left = (WeightBlock(name="", bytes=small, dtypes={"float16": small}),)
     return Component(
         name=name, class_name="Network", role=role, bytes=whole, dtypes={"float16": whole}, blocks=(*units, *left),
-        layers=leaves, small_tensor_bytes=3,
+        layers=layers, small_tensor_bytes=3,
     )  # fmt: skip
 
 
 def passes_of(of: Component, work: list[int], runs: int, peak: int, method: str = "forward") -> ComponentCall:
-    turns = [LayerWork(layer=leaf.name, work=(workload(o),)) for leaf, o in zip(of.layers, work, strict=True)]
+    turns = [LayerWork(layer=layer.name, work=(workload(o),)) for layer, o in zip(of.layers, work, strict=True)]
     blocks = itertools.groupby(turns, lambda turn: turn.layer.rpartition(".")[0])
     uses = tuple(
         BlockUse(block=block, live_bytes_at_start=0, peak=peak, layer_work=tuple(own)) for block, own in blocks
@@ -142,7 +142,7 @@ rooms = st.integers(MIB, 2 * GIB)
 def footprints(draw: st.DrawFn) -> Footprint:
     parts, phases, others = [], [], tuple[Variant, ...]()
     roles = (("text_encoder", "encoder", "encode"), ("unet", "denoiser", "denoise"), ("vae", "autoencoder", "decode"))
-    for name, role, stretch in roles:
+    for name, role, segment in roles:
         part = component(name, role, draw(sizes), draw(st.integers(0, 4 * MIB)), draw(st.integers(1, 3)))
         work = [draw(st.integers(10**6, 10**12)) for _ in part.layers]
         room = draw(rooms)
@@ -161,7 +161,7 @@ def footprints(draw: st.DrawFn) -> Footprint:
             if role == "autoencoder" and room > 64
         )
         parts.append(part)
-        phases.append(phase(stretch, done, room, ways))
+        phases.append(phase(segment, done, room, ways))
     return Footprint(
         pipeline="Tried", components=tuple(parts), request=Request(height=64), phases=tuple(phases), variants=others
     )

@@ -33,7 +33,7 @@ VARIANTS = (
     Variant(cfg="sequential", phases=(DONE,)),
     Variant(cfg="sequential", by_blocks=True, phases=(DONE,)),
 )
-homes = st.sampled_from(("cpu", "disk"))
+stores = st.sampled_from(("cpu", "disk"))
 storages = st.sampled_from(("as-loaded", "int8", "float8_e4m3fn"))
 
 
@@ -54,15 +54,17 @@ def called(part: Component, done: ComponentCall) -> Footprint:
 
 
 @settings(deadline=None, max_examples=100)
-@given(layered(), homes, storages, st.booleans())
+@given(layered(), stores, storages, st.booleans())
 def test_what_a_plan_takes_is_known_before_it_is_settled(
-    part: Component, home: OffloadTarget, storage: Storage, by_blocks: bool
+    part: Component, store: OffloadTarget, storage: Storage, by_blocks: bool
 ) -> None:
-    whole = ComponentPlan(placement="offload", offload_to=home, storage=storage)
-    grains: tuple[Granularity, ...] = ("layer", "block")
-    parcels = {grain: WeightGroupSizes(weight_group_sizes(part, grain, whole)) for grain in grains}
+    whole = ComponentPlan(placement="offload", offload_to=store, storage=storage)
+    granularities: tuple[Granularity, ...] = ("layer", "block")
+    groups = {
+        granularity: WeightGroupSizes(weight_group_sizes(part, granularity, whole)) for granularity in granularities
+    }
     seconds = {leaf.name: 1.0 + 5 * index % 7 for index, leaf in enumerate(part.layers)}
-    for sketch in candidates(part, whole, parcels, 12, by_blocks=by_blocks):
+    for sketch in candidates(part, whole, groups, 12, by_blocks=by_blocks):
         settled = ComponentCost(
             part, sketch.plan(seconds), CPU, CostModel(part, CPU), seconds=seconds
         )  # what is small is always there
@@ -71,7 +73,7 @@ def test_what_a_plan_takes_is_known_before_it_is_settled(
 
 @settings(deadline=None, max_examples=50)
 @given(
-    layered(), st.sampled_from((CARD, CPU)), st.just("resident") | homes, storages,
+    layered(), st.sampled_from((CARD, CPU)), st.just("resident") | stores, storages,
     st.sampled_from((None, *VARIANTS)),
 )  # fmt: skip
 def test_no_plan_takes_less_than_the_fewest(
@@ -86,14 +88,14 @@ def test_no_plan_takes_less_than_the_fewest(
 
 def test_compiled_blocks_come_as_a_whole() -> None:
     """However small their layers are: the fewest bytes are those of the largest block, and are enough."""
-    leaves = tuple(
+    layers = tuple(
         WeightBlock(name=f"blocks.{block}.{layer}", bytes=50 * MIB, dtypes={"float16": 50 * MIB})
         for block in range(4) for layer in range(3)
     )  # fmt: skip
-    units = [WeightBlock(name=f"blocks.{block}", bytes=150 * MIB, dtypes={"float16": 150 * MIB}) for block in range(4)]
+    blocks = [WeightBlock(name=f"blocks.{block}", bytes=150 * MIB, dtypes={"float16": 150 * MIB}) for block in range(4)]
     part = Component(
         name="unet", class_name="Network", role="denoiser", bytes=600 * MIB, dtypes={"float16": 600 * MIB},
-        blocks=(*units, WeightBlock(name="", bytes=0, dtypes={})), layers=leaves, small_tensor_bytes=0, compiled=True,
+        blocks=(*blocks, WeightBlock(name="", bytes=0, dtypes={})), layers=layers, small_tensor_bytes=0, compiled=True,
     )  # fmt: skip
     uses = tuple(
         BlockUse(
@@ -101,10 +103,10 @@ def test_compiled_blocks_come_as_a_whole() -> None:
             live_bytes_at_start=0,
             peak=MIB,
             layer_work=tuple(
-                LayerWork(layer=leaf.name, work=(workload(10**9),)) for leaf in leaves if unit.name in leaf.name
+                LayerWork(layer=leaf.name, work=(workload(10**9),)) for leaf in layers if unit.name in leaf.name
             ),
         )
-        for unit in units
+        for unit in blocks
     )
     footprint = called(part, ComponentCall(component="unet", method="forward", runs=4, peak=MIB, block_uses=uses))
     with pytest.raises(BudgetTooSmall) as error:

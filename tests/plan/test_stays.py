@@ -27,25 +27,25 @@ from tightfit.schema.plan import ComponentPlan, Granularity, OffloadTarget
 
 PAGE = ALIGNMENT
 BARE = PAGE - PADDING  # bytes of a leaf that takes one page in the ring
-GRAINS: tuple[Granularity, ...] = ("layer", "block")
+GRANULARITIES: tuple[Granularity, ...] = ("layer", "block")
 HOMES: tuple[OffloadTarget, ...] = ("cpu", "disk")
 
 
-def component(leaves: Mapping[str, int], blocks: Collection[str] = (), loose: int = 0) -> Component:
+def component(leaves: Mapping[str, int], blocks: Collection[str] = (), small_bytes: int = 0) -> Component:
     units = (WeightBlock(name=name, bytes=0) for name in (*blocks, ""))
     return Component(
         name="transformer",
         class_name="T",
         role="denoiser",
-        bytes=sum(leaves.values()) + loose,
+        bytes=sum(leaves.values()) + small_bytes,
         blocks=tuple(units) if blocks else (),
         layers=tuple(WeightBlock(name=name, bytes=size) for name, size in leaves.items()),
     )
 
 
-def layers(*pages: int, loose: int = 0) -> Component:
+def layers(*pages: int, small_bytes: int = 0) -> Component:
     """Layers that take so many pages in the ring."""
-    return component({f"l{i}": (count - 1) * PAGE + BARE for i, count in enumerate(pages)}, loose=loose)
+    return component({f"l{i}": (count - 1) * PAGE + BARE for i, count in enumerate(pages)}, small_bytes=small_bytes)
 
 
 def settle(what: Component, seconds: Mapping[str, float] | None = None, **choices: Any) -> ComponentPlan:
@@ -56,9 +56,9 @@ def in_ring(what: Component, plan: ComponentPlan) -> dict[str, int]:
     """Bytes that all that moves together takes on the device, by what is said of them."""
     assert plan.granularity is not None
     more = SECTORS * PAGE if plan.offload_to == "disk" else PADDING
-    own = {leaf.name: leaf.bytes + more for leaf in what.layers}
+    own = {layer.name: layer.bytes + more for layer in what.layers}
     groups = group_layers(what, plan.granularity)
-    return {name: -(-sum(own[leaf] for leaf in inside) // PAGE) * PAGE for name, inside in groups.items()}
+    return {name: -(-sum(own[layer] for layer in inside) // PAGE) * PAGE for name, inside in groups.items()}
 
 
 def stay_bytes(what: Component, plan: ComponentPlan) -> int:
@@ -81,9 +81,9 @@ def components(draw: st.DrawFn) -> Component:
 def cases(draw: st.DrawFn) -> tuple[Component, dict[str, Any], dict[str, float] | None]:
     """A component, what is chosen for it apart from `weights`, and how long its leaves are at work."""
     what = draw(components())
-    chosen = {"offload_to": draw(st.sampled_from(HOMES)), "granularity": draw(st.sampled_from((None, *GRAINS)))}
+    chosen = {"offload_to": draw(st.sampled_from(HOMES)), "granularity": draw(st.sampled_from((None, *GRANULARITIES)))}
     times = st.floats(0, 10) | st.just(0.0)
-    return what, chosen, {leaf.name: draw(times) for leaf in what.layers} if draw(st.booleans()) else None
+    return what, chosen, {layer.name: draw(times) for layer in what.layers} if draw(st.booleans()) else None
 
 
 def some_weights(what: Component) -> st.SearchStrategy[int]:
@@ -100,8 +100,8 @@ BLOCKS = component(
 
 
 def test_leaves_move_one_by_one() -> None:
-    assert group_layers(BLOCKS, "layer") == {leaf.name: [leaf.name] for leaf in BLOCKS.layers}
-    assert list(group_layers(BLOCKS, "layer")) == [leaf.name for leaf in BLOCKS.layers]
+    assert group_layers(BLOCKS, "layer") == {layer.name: [layer.name] for layer in BLOCKS.layers}
+    assert list(group_layers(BLOCKS, "layer")) == [layer.name for layer in BLOCKS.layers]
 
 
 def test_the_leaves_of_a_block_move_together() -> None:
@@ -121,10 +121,12 @@ def test_without_blocks_there_is_one_grain() -> None:
 
 
 @settings(deadline=None)
-@given(what=components(), granularity=st.sampled_from(GRAINS))
-def test_every_leaf_moves_once(what: Component, grain: Granularity) -> None:
-    groups = group_layers(what, grain)
-    assert sorted(leaf for inside in groups.values() for leaf in inside) == sorted(leaf.name for leaf in what.layers)
+@given(what=components(), granularity=st.sampled_from(GRANULARITIES))
+def test_every_leaf_moves_once(what: Component, granularity: Granularity) -> None:
+    groups = group_layers(what, granularity)
+    assert sorted(layer for inside in groups.values() for layer in inside) == sorted(
+        layer.name for layer in what.layers
+    )
 
 
 # how much stays
@@ -135,7 +137,7 @@ def test_every_leaf_moves_once(what: Component, grain: Granularity) -> None:
 def test_all_together_is_never_more_than_there_may_be(case: tuple[Component, dict[str, Any], Any], data: Any) -> None:
     what, chosen, seconds = case
     weights = data.draw(some_weights(what))
-    loose = what.bytes - sum(leaf.bytes for leaf in what.layers)
+    small_bytes = what.bytes - sum(layer.bytes for layer in what.layers)
     try:
         plan = settle(what, seconds, weight_memory=weights, **chosen)
     except PlanError as error:
@@ -144,7 +146,7 @@ def test_all_together_is_never_more_than_there_may_be(case: tuple[Component, dic
         assert least > weights
         return
     assert plan.ring_buffer is not None
-    assert stay_bytes(what, plan) + plan.ring_buffer + loose <= weights
+    assert stay_bytes(what, plan) + plan.ring_buffer + small_bytes <= weights
 
 
 @settings(deadline=None, max_examples=300)
@@ -155,14 +157,14 @@ def test_a_ring_that_is_asked_for_is_refused_or_kept_to(
 ) -> None:
     what, chosen, seconds = case
     weights, ring = 1 + int(share * what.bytes) + pages * PAGE, pages * PAGE
-    loose = what.bytes - sum(leaf.bytes for leaf in what.layers)
+    small_bytes = what.bytes - sum(layer.bytes for layer in what.layers)
     try:
         plan = settle(what, seconds, weight_memory=weights, ring_buffer=ring, **chosen)
     except PlanError:
         return
     assert plan.ring_buffer is not None
     assert plan.ring_buffer <= ring
-    assert stay_bytes(what, plan) + plan.ring_buffer + loose <= weights
+    assert stay_bytes(what, plan) + plan.ring_buffer + small_bytes <= weights
 
 
 @settings(deadline=None, max_examples=300)
@@ -203,9 +205,9 @@ def test_what_is_settled_is_settled(case: tuple[Component, dict[str, Any], Any],
 def test_everything_stays_where_it_fits(case: tuple[Component, dict[str, Any], Any]) -> None:
     what, chosen, seconds = case
     chosen["granularity"] = chosen["granularity"] or "layer"
-    loose = what.bytes - sum(leaf.bytes for leaf in what.layers)
+    small_bytes = what.bytes - sum(layer.bytes for layer in what.layers)
     sizes = in_ring(what, ComponentPlan(placement="stream", **chosen))
-    whole = sum(sizes.values()) + loose
+    whole = sum(sizes.values()) + small_bytes
     if not sizes:
         return
     plan = settle(what, seconds, weight_memory=whole, **chosen)
@@ -288,20 +290,22 @@ def test_between_one_and_all_that_it_wants_the_ring_gets_what_there_is() -> None
 
 
 def test_what_is_small_and_always_there_counts() -> None:
-    loose = 5 * PAGE + 77
-    plan = settle(layers(*[2] * 20, loose=loose), weight_memory=10 * PAGE + loose)
+    small_bytes = 5 * PAGE + 77
+    plan = settle(layers(*[2] * 20, small_bytes=small_bytes), weight_memory=10 * PAGE + small_bytes)
     assert (plan.ring_buffer, len(plan.resident_layers or ())) == (8 * PAGE, 1)
     with pytest.raises(PlanError):
-        settle(layers(*[2] * 20, loose=loose), weight_memory=2 * PAGE + loose - 1)
-    assert settle(layers(*[2] * 20, loose=loose), weight_memory=2 * PAGE + loose).ring_buffer == 2 * PAGE
+        settle(layers(*[2] * 20, small_bytes=small_bytes), weight_memory=2 * PAGE + small_bytes - 1)
+    assert (
+        settle(layers(*[2] * 20, small_bytes=small_bytes), weight_memory=2 * PAGE + small_bytes).ring_buffer == 2 * PAGE
+    )
 
 
 # too little, or wrong
 
 
 def test_too_little_says_what_would_be_enough() -> None:
-    loose = 3 * 2**20
-    what = layers(*[256] * 20, loose=loose)
+    small_bytes = 3 * 2**20
+    what = layers(*[256] * 20, small_bytes=small_bytes)
     with pytest.raises(PlanError) as caught:
         settle(what, weight_memory=2 * 2**20)
     said = str(caught.value)
@@ -375,7 +379,7 @@ def test_a_ring_too_small_for_any_layer_is_refused() -> None:
 
 def test_blocks_move_whole_where_there_is_room_for_many() -> None:
     names = [f"blocks.{b}" for b in range(60)]
-    what = component({f"{name}.{leaf}": BARE + PAGE for name in names for leaf in ("up", "down")}, names)
+    what = component({f"{name}.{layer}": BARE + PAGE for name in names for layer in ("up", "down")}, names)
     enough = BLOCKS_FROM * 4 * PAGE
     assert settle(what, weight_memory=enough).granularity == "block"
     assert settle(what, weight_memory=enough - 1).granularity == "layer"
@@ -389,7 +393,7 @@ def test_blocks_move_whole_where_there_is_room_for_many() -> None:
 
 def test_blocks_are_not_taken_for_room_that_what_is_small_takes() -> None:
     """1,000 pages are small and always there: of what is left, a layer can pass through, and a block cannot."""
-    what = component({f"blocks.0.{i}": BARE for i in range(8)}, ["blocks.0"], loose=1000 * PAGE)
+    what = component({f"blocks.0.{i}": BARE for i in range(8)}, ["blocks.0"], small_bytes=1000 * PAGE)
     assert settle(what, granularity="layer", weight_memory=1004 * PAGE).granularity == "layer"
     assert settle(what, weight_memory=1004 * PAGE).granularity == "layer"
 
@@ -412,15 +416,15 @@ def test_of_a_block_on_disk_each_leaf_has_its_sectors() -> None:
 
 
 @settings(deadline=None)
-@given(what=components(), granularity=st.sampled_from(GRAINS))
-def test_a_disk_needs_no_less_than_host_memory(what: Component, grain: Granularity) -> None:
+@given(what=components(), granularity=st.sampled_from(GRANULARITIES))
+def test_a_disk_needs_no_less_than_host_memory(what: Component, granularity: Granularity) -> None:
     if not what.layers:
         return
     least = {}
-    for home in HOMES:
+    for store in HOMES:
         with pytest.raises(PlanError) as caught:
-            settle(what, offload_to=home, granularity=grain, weight_memory=1)
-        least[home] = caught.value.facts["needed_bytes"]
+            settle(what, offload_to=store, granularity=granularity, weight_memory=1)
+        least[store] = caught.value.facts["needed_bytes"]
     assert least["disk"] > least["cpu"]  # type: ignore[operator]
 
 
@@ -440,33 +444,33 @@ def test_no_more_stays_than_there_is_room_for(
     sizes = {str(i): count * PAGE for i, count in enumerate(pages)}
     seconds = None if times is None else dict(zip(sizes, times, strict=False))
     ring = (max(pages, default=0) + more) * PAGE
-    stays = choose_resident_layers(sizes, capacity * PAGE, ring, seconds)
-    assert stays <= set(sizes)
-    assert sum(sizes[name] for name in stays) <= capacity * PAGE
-    assert (stays == set(sizes)) == (sum(pages) <= capacity)
-    left = capacity * PAGE - sum(sizes[name] for name in stays)
-    assert all(sizes[name] > left for name in sizes if name not in stays)  # no room is left that somebody could use
+    resident = choose_resident_layers(sizes, capacity * PAGE, ring, seconds)
+    assert resident <= set(sizes)
+    assert sum(sizes[name] for name in resident) <= capacity * PAGE
+    assert (resident == set(sizes)) == (sum(pages) <= capacity)
+    left = capacity * PAGE - sum(sizes[name] for name in resident)
+    assert all(sizes[name] > left for name in sizes if name not in resident)  # no room is left that somebody could use
 
 
 def test_what_takes_long_gives_time_for_what_follows() -> None:
     """Layers of equal size: those stay that follow upon quick ones, not those for which there was time to come."""
     sizes = {str(i): PAGE for i in range(40)}
     seconds = {str(i): 9.0 if i < 20 else 1.0 for i in range(40)}
-    stays = choose_resident_layers(sizes, 10 * PAGE, 4 * PAGE, seconds)
-    assert sum(int(name) >= 20 for name in stays) >= 9
+    resident = choose_resident_layers(sizes, 10 * PAGE, 4 * PAGE, seconds)
+    assert sum(int(name) >= 20 for name in resident) >= 9
 
 
 # how long a step takes
 
 
 def seconds_per_step(
-    sizes: Mapping[str, int], seconds: Mapping[str, float], stays: Collection[str], ring: int, rate: float
+    sizes: Mapping[str, int], seconds: Mapping[str, float], resident: Collection[str], ring: int, rate: float
 ) -> float:
     """Of a device that computes one after the other, and a link that brings `rate` bytes a second into a real ring.
 
     What passes is sent in the order of use, as soon as there is a place, and written when the last work there is done.
     """
-    passing = [name for name in sizes if name not in stays]
+    passing = [name for name in sizes if name not in resident]
     room, here = Ring(ring), {}  # what is there or on its way: its place, and when it has come
     link = device = 0.0
     sent, ends = 0, []
@@ -483,7 +487,7 @@ def seconds_per_step(
                 here[found[0]] = found[1], link
                 sent += 1
             lease, come = here.pop(name, (None, 0.0))
-            assert lease or name in stays, f"{name} is needed, and there was no place for it"
+            assert lease or name in resident, f"{name} is needed, and there was no place for it"
             device = max(device, come) + seconds[name]
             if lease:
                 room.give_back(lease, device)
@@ -522,14 +526,14 @@ def test_a_step_takes_hardly_longer_than_it_must(
         return
     rate = speed * (total - capacity) / work  # 1: the link takes as long as the device
     shortest = max(work, (total - capacity) / rate)
-    stays = choose_resident_layers(sizes, capacity, ring, seconds)
-    assert seconds_per_step(sizes, seconds, stays, ring, rate) <= 1.05 * shortest
+    resident = choose_resident_layers(sizes, capacity, ring, seconds)
+    assert seconds_per_step(sizes, seconds, resident, ring, rate) <= 1.05 * shortest
 
 
 def test_the_first_layers_would_be_the_wrong_ones_to_keep() -> None:
     sizes, seconds = {str(i): PAGE for i in range(40)}, {str(i): 1.0 for i in range(40)}
-    stays = choose_resident_layers(sizes, 20 * PAGE, 4 * PAGE, seconds)
-    assert seconds_per_step(sizes, seconds, stays, 4 * PAGE, PAGE / 2) == 40
+    resident = choose_resident_layers(sizes, 20 * PAGE, 4 * PAGE, seconds)
+    assert seconds_per_step(sizes, seconds, resident, 4 * PAGE, PAGE / 2) == 40
     assert seconds_per_step(sizes, seconds, {str(i) for i in range(20)}, 4 * PAGE, PAGE / 2) > 50
 
 
@@ -537,11 +541,11 @@ def test_the_first_layers_would_be_the_wrong_ones_to_keep() -> None:
 @pytest.mark.parametrize("ring", [2, 3, 4])
 def test_of_equal_layers_those_that_stay_are_as_good_as_evenly_apart(stay: int, ring: int) -> None:
     sizes, seconds = {str(i): PAGE for i in range(40)}, {str(i): 1.0 for i in range(40)}
-    stays = choose_resident_layers(sizes, stay * PAGE, ring * PAGE)
-    assert len(stays) == stay
+    resident = choose_resident_layers(sizes, stay * PAGE, ring * PAGE)
+    assert len(resident) == stay
     rate = (40 - stay) * PAGE / 40
     even = seconds_per_step(sizes, seconds, {str(i * 40 // stay) for i in range(stay)}, ring * PAGE, rate)
-    assert seconds_per_step(sizes, seconds, stays, ring * PAGE, rate) <= 1.05 * even
+    assert seconds_per_step(sizes, seconds, resident, ring * PAGE, rate) <= 1.05 * even
 
 
 @pytest.mark.parametrize(
@@ -552,8 +556,8 @@ def test_in_the_smallest_ring_they_are_spread_too(stay: int) -> None:
     sizes, seconds = {str(i): PAGE for i in range(40)}, {str(i): 1.0 for i in range(40)}
     rate = (40 - stay) * PAGE / 40
     best = seconds_per_step(sizes, seconds, {str(i * 40 // stay) for i in range(stay)}, PAGE, rate)
-    stays = choose_resident_layers(sizes, stay * PAGE, PAGE, seconds)
-    assert seconds_per_step(sizes, seconds, stays, PAGE, rate) <= 1.05 * best
+    resident = choose_resident_layers(sizes, stay * PAGE, PAGE, seconds)
+    assert seconds_per_step(sizes, seconds, resident, PAGE, rate) <= 1.05 * best
 
 
 @settings(deadline=None, max_examples=60)

@@ -18,7 +18,7 @@ seconds = st.floats(0, 0.01)
 
 
 @st.composite
-def laps(draw: st.DrawFn) -> list[StripStageTiming]:
+def timings(draw: st.DrawFn) -> list[StripStageTiming]:
     found = []
     for _ in range(draw(st.integers(1, 3))):
         count = draw(st.integers(1, 60))
@@ -35,13 +35,13 @@ def laps(draw: st.DrawFn) -> list[StripStageTiming]:
 
 
 def flow(staying: int, ring: int, sizes: list[int]) -> TransferSimulator:
-    parcels = dict(zip(NAMES, sizes, strict=True))
-    return TransferSimulator(NAMES, parcels, set(NAMES[:staying]), max(ring, *sizes) + 8192, RATE, 1e-5)
+    groups = dict(zip(NAMES, sizes, strict=True))
+    return TransferSimulator(NAMES, groups, set(NAMES[:staying]), max(ring, *sizes) + 8192, RATE, 1e-5)
 
 
 @settings(deadline=None, max_examples=300)
 @given(
-    laps(), st.integers(0, 4), st.integers(0, 40 * MB), st.lists(st.integers(1, 10 * MB), min_size=4, max_size=4),
+    timings(), st.integers(0, 4), st.integers(0, 40 * MB), st.lists(st.integers(1, 10 * MB), min_size=4, max_size=4),
     st.integers(1, 2),
 )  # fmt: skip
 def test_strips_that_are_like_those_before_them_need_not_be_played(

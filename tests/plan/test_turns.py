@@ -51,7 +51,7 @@ def test_the_order_is_that_of_the_call() -> None:
 def test_parts_that_no_pass_uses_have_no_work() -> None:
     whole = pipeline()
     unet = next(c for c in whole.components if c.name == "unet")
-    tower = [leaf.model_copy(update={"name": f"tower.{leaf.name}"}) for leaf in unet.layers]
+    tower = [layer.model_copy(update={"name": f"tower.{layer.name}"}) for layer in unet.layers]
     more = unet.model_copy(update={"layers": (*unet.layers, *tower, tower[0].model_copy(update={"name": "head"}))})
     grown = whole.model_copy(update={"components": tuple(more if c is unet else c for c in whole.components)})
     (stint,) = (stint for stint in schedule_of(grown) if stint.component == "unet")
@@ -119,4 +119,4 @@ def test_guests_come_each_time_that_another_worked_until_they_stay_together() ->
     guests = CoResidencyTracker()
     came = [guests.works(name) for name in "aabababbabaac"]
     assert came == [True, False, True, True, True, True, True, False, False, False, False, False, True]
-    assert guests.aboard == {"c"}
+    assert guests.device_bytes == {"c"}

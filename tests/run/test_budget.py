@@ -100,7 +100,7 @@ def test_what_has_no_work_does_not_come() -> None:
         pictures.append(run(pipe, case).cpu())
         brought.append(sum(phase.bytes_in for phase in fitted.report().trace.phases))
     text_encoder = next(c for c in inspect_pipeline(case.make()).components if c.name == "text_encoder")
-    unused = sum(leaf.bytes for leaf in text_encoder.layers if leaf.name.startswith("model.visual."))
+    unused = sum(layer.bytes for layer in text_encoder.layers if layer.name.startswith("model.visual."))
     assert brought[1] - brought[0] >= unused > 0
     assert torch.equal(*pictures)
 
@@ -165,7 +165,7 @@ def test_a_budget_is_a_size_and_for_a_pipeline() -> None:
 
 
 def launches_of(way: StripProfile) -> int:
-    return way.batch_items * sum(leg.copies + sum(work.kernels for work in leg.work) for leg in way.stages)
+    return way.batch_items * sum(stage.copies + sum(work.kernels for work in stage.work) for stage in way.stages)
 
 
 def test_ways_are_in_the_footprint() -> None:

@@ -118,12 +118,12 @@ def test_four_gigabytes_of_weights_in_one_and_a_half(large_model: Path, cage: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("home", ["disk", "cpu"])
 def test_what_is_larger_than_memory_is_loaded_into_eight_bits(
-    home: str, large_model: Path, cage: Path, tmp_path: Path
+    store: str, large_model: Path, cage: Path, tmp_path: Path
 ) -> None:
     """Four gigabytes in float32 are one in eight bits: no more than one weight is there as the files hold it."""
     chosen = {"placement": "stream", "offload_to": "disk", "storage": "float8_e4m3fn", "skip_patterns": []}
     parts: dict[str, Any] = {
-        "text_encoder_2": chosen | {"offload_to": home}, "transformer": chosen,
+        "text_encoder_2": chosen | {"offload_to": store}, "transformer": chosen,
         "vae": {"placement": "stream", "offload_to": "disk"},
     }  # fmt: skip
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"components": parts}))
@@ -135,7 +135,7 @@ def test_what_is_larger_than_memory_is_loaded_into_eight_bits(
     assert most < LIMIT
     assert json.loads(said.splitlines()[-1])["lossless"] is False
     assert np.array(Image.open(tmp_path / "c.png")).std() > 1
-    print(f"{home}: {most / 1e6:.0f} MB resident at most")
+    print(f"{store}: {most / 1e6:.0f} MB resident at most")
 
 
 @pytest.mark.slow

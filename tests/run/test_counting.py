@@ -31,8 +31,8 @@ def told(*words: str) -> dict[str, Any]:
 def test_less_ram_is_slower_on_a_card_and_keeps_within_both() -> None:
     plenty = told("--card", "rtx3060", "--budget", "1GB")
     short = told("--card", "rtx3060", "--budget", "1GB", "--ram", "800MB")
-    homes = {part["offload_to"] for part in short["plan"]["components"].values() if part["placement"] != "resident"}
-    assert "disk" in homes
+    stores = {part["offload_to"] for part in short["plan"]["components"].values() if part["placement"] != "resident"}
+    assert "disk" in stores
     assert short["fits"]
     assert short["predicted"]["peak_reserved_bytes"] <= 10**9
     assert short["predicted"]["seconds"] > plenty["predicted"]["seconds"]

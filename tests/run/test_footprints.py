@@ -21,7 +21,7 @@ from tightfit import Request, fit, measure_footprint
 from tightfit.catalog.known import known_card, model_names
 from tightfit.errors import InputError, PlanError, RequestError
 from tightfit.measure.meta_copy import fingerprint
-from tightfit.measure.modules import find_components, find_units
+from tightfit.measure.modules import find_blocks, find_components
 from tightfit.run import footprints
 from tightfit.run.footprints import Measurer
 from tightfit.run.pass_replay import PassReplayer
@@ -66,9 +66,9 @@ def seen(pipe: Any, undo: ExitStack) -> list[str]:
     """Every unit's turn as it comes while `pipe` is called."""
     turns: list[str] = []
     for name, module in find_components(pipe).items():
-        for path, unit in find_units(module).items():
+        for path, block in find_blocks(module).items():
             note = lambda *_, turn=f"{name}.{path}": turns.append(turn)  # noqa: E731
-            undo.callback(unit.register_forward_pre_hook(note).remove)
+            undo.callback(block.register_forward_pre_hook(note).remove)
     return turns
 
 
@@ -82,13 +82,13 @@ def test_units_are_in_their_true_order(case: TinyCase) -> None:
     assert uses(footprint) == turns
     used = {turn.partition(".")[0] for turn in turns}
     for component in footprint.components:
-        units = {f"{component.name}.{unit.name}" for unit in component.blocks if unit.name}
+        blocks = {f"{component.name}.{block.name}" for block in component.blocks if block.name}
         for phase in footprint.phases:
             if component.name in {done.component for done in phase.calls}:
                 turned = {f"{d.component}.{u.block}" for d in phase.calls for u in d.block_uses}
-                assert set(phase.unused_blocks) & units == units - turned
-        assert component.bytes == sum(unit.bytes for unit in component.blocks) or component.name not in used
-        assert all(sum(unit.dtypes.values()) == unit.bytes for unit in component.blocks)
+                assert set(phase.unused_blocks) & blocks == blocks - turned
+        assert component.bytes == sum(block.bytes for block in component.blocks) or component.name not in used
+        assert all(sum(block.dtypes.values()) == block.bytes for block in component.blocks)
 
 
 @every_case
@@ -225,7 +225,7 @@ class Asking(nn.Module):
 def test_where_the_host_waits_for_the_device_is_known() -> None:
     (phase,) = measure_footprint(Asking(), inputs={"x": (4, 8)}).phases
     turns = [(turn.layer, turn.host_waits) for use in phase.calls[0].block_uses for turn in use.layer_work]
-    assert [leaf for leaf, waits in turns if waits] == [""]
+    assert [layer for layer, waits in turns if waits] == [""]
     assert turns.index(("first", False)) < turns.index(("", True)) < turns.index(("second", False))
 
 

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from a_few import a_few
 from tightfit import fit, load
 from tightfit.apply.choices import choices_of, decide
-from tightfit.apply.weights import file_weights as shelf
+from tightfit.apply.weights import file_weights
 from tightfit.apply.weights.weight_groups import WeightGroup
 from tightfit.measure import build_models as building
 from tightfit.measure.modules import find_components
@@ -49,19 +49,19 @@ def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each weight that is read to stay."""
     sizes: list[int] = []
-    read_like = shelf.read_like
+    read_like = file_weights.read_like
 
     def watched(*args: Any) -> torch.Tensor:
         value = read_like(*args)
         sizes.append(value.nbytes)
         return value
 
-    def filled(parcel: WeightGroup) -> None:
-        fill(parcel)
-        sizes.append(parcel.size)
+    def filled(group: WeightGroup) -> None:
+        fill(group)
+        sizes.append(group.size)
 
     fill = WeightGroup.fill
-    monkeypatch.setattr(shelf, "read_like", watched)
+    monkeypatch.setattr(file_weights, "read_like", watched)
     monkeypatch.setattr(WeightGroup, "fill", filled)
     return sizes
 

@@ -367,7 +367,7 @@ def from_disk(*wanted: Any) -> PlannedFolder:
 
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 def test_plan_knows_what_run_has_seen(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:
     """On this computer's CPU, whose rates nobody measured."""
     here = find_machine()
@@ -375,10 +375,10 @@ def test_plan_knows_what_run_has_seen(
     asked, limits = Request(height=64, width=64, steps=STEPS), Limits(Budget(ram="20GB"))
     job = Job(Prompt("a fox", 1), asked, choices={}, limits=limits, model=str(tiny_model), device="cpu", out=tmp_path)
     job.prepare()
-    if home == "disk":
+    if store == "disk":
         monkeypatch.setattr("tightfit.run.job.plan_within", from_disk)
     job.load()
-    assert {part.offload_to for part in job.fitted.plan.components.values()} == {home}
+    assert {part.offload_to for part in job.fitted.plan.components.values()} == {store}
     job.run()
     (file,) = kept()
     (seen,) = json.loads(file.read_text())

@@ -48,7 +48,7 @@ def test_somebody_else_in_the_process_takes_memory() -> None:
     trace = fitted.report().trace
     assert any("more than it may: planned anew within" in note and "unet: stream" in note for note in trace.notes)
     assert fitted.plan.components["unet"].placement == "stream"
-    assert fitted.plan.components["unet"].home == "disk"
+    assert fitted.plan.components["unet"].store == "disk"
     assert [phase.name for phase in trace.phases][:2] == ["encode", "denoise"]
     taken.clear()
     assert torch.equal(draw(pipe), wanted)
@@ -125,15 +125,15 @@ def test_after_the_last_pass_the_next_call_is_planned_anew(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("home", a_few(["cpu", "disk"], "disk"))
 def test_a_run_of_the_command_line_is_planned_anew_too(
-    home: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits, asked = Limits(Budget(ram="20GB")), Request.from_mapping(REQUEST)
     job = Job(Prompt("a fox", 1), asked, choices={}, limits=limits, model=str(tiny_model), device="cpu", out=tmp_path)
     job.prepare()
-    if home == "disk":
+    if store == "disk":
         monkeypatch.setattr("tightfit.run.job.plan_within", from_disk)
     job.load()
-    assert {part.offload_to for part in job.fitted.plan.components.values()} == {home}
+    assert {part.offload_to for part in job.fitted.plan.components.values()} == {store}
     exceeding(monkeypatch, lambda ask: ask == 5)
     job.run()
     assert "more than it may: planned anew" in str(job.report.trace.notes)

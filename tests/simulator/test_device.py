@@ -78,17 +78,17 @@ def test_memory_goes_with_the_last_view(make_cards: MakeCards) -> None:
 def test_modules_move_load_and_swap(make_cards: MakeCards, tmp_path: Path) -> None:
     make_cards(2)
     torch.manual_seed(0)
-    home = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    store = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
     value = torch.randn(3, 4)
-    save_file(home.state_dict(), tmp_path / "weights.safetensors")
+    save_file(store.state_dict(), tmp_path / "weights.safetensors")
     there = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).to("privateuseone:1")
     there.load_state_dict(load_file(tmp_path / "weights.safetensors"))
     assert all(isinstance(parameter, nn.Parameter) for parameter in there.parameters())
-    assert torch.equal(there(value.to("privateuseone:1")).cpu(), home(value))
+    assert torch.equal(there(value.to("privateuseone:1")).cpu(), store(value))
     there[0].weight.data = torch.zeros(8, 4, device="privateuseone:1")
     there[0].bias.data.zero_()
     assert torch.equal(there[0](value.to("privateuseone:1")).cpu(), torch.zeros(3, 8))
-    assert torch.equal(there.cpu()[2].weight, home[2].weight)
+    assert torch.equal(there.cpu()[2].weight, store[2].weight)
 
 
 @pytest.mark.parametrize("spatial", [1, 2, 3])

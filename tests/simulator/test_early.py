@@ -76,12 +76,12 @@ def test_what_is_given_up_is_free_when_that_is_told(make_cards: MakeCards) -> No
     (card,) = make_cards()
     device = SimulatedDevice(0)
     network = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    parcels = weight_groups_of(
+    groups = weight_groups_of(
         network, inspect_component("n", network), "layer",
         lambda masters: HostStore(list(masters), device), lambda master: master,
     )  # fmt: skip
     recorder = Recorder(device, count_activations=False)
-    streamer = Streamer(parcels, [parcel.name for parcel in parcels], 0, device, recorder)
+    streamer = Streamer(groups, [group.name for group in groups], 0, device, recorder)
     told: list[tuple[int, int]] = []
 
     def bytes_there() -> int:
@@ -101,5 +101,5 @@ def test_what_is_given_up_is_free_when_that_is_told(make_cards: MakeCards) -> No
         streamer.end()
         streamer.clear()
     ((given_up, there),) = told
-    assert given_up == sum(parcel.size for parcel in parcels)
+    assert given_up == sum(group.size for group in groups)
     assert there <= before - given_up + 2048  # activations

@@ -54,8 +54,8 @@ def test_factories(form: torch.dtype, values: Any, make_cards: MakeCards) -> Non
 @every_form
 def test_modules(form: torch.dtype, make_cards: MakeCards) -> None:
     make_cards(2)
-    home = nn.Linear(6, 4, dtype=torch.float32)
-    state = {name: value.to(form) for name, value in home.state_dict().items()}
+    store = nn.Linear(6, 4, dtype=torch.float32)
+    state = {name: value.to(form) for name, value in store.state_dict().items()}
     for assign in (False, True):
         there = nn.Linear(6, 4).to("privateuseone:1", form)
         there.load_state_dict({name: value.to("privateuseone:1") for name, value in state.items()}, assign=assign)

@@ -41,9 +41,9 @@ def test_the_host_does_not_wait_for_what_is_kept(values: Values, make_cards: Mak
 def test_a_lane_waits_where_memory_was_not_locked(values: Values, make_cards: MakeCards) -> None:
     (card,) = make_cards(values=values)
     device, waits = SimulatedDevice(0), waits_of(card)
-    lane, there, room = device.copy_stream(), device.allocate(2**20), device.allocate_host(2**20)
-    lane.send(room, there)
+    stream, there, room = device.copy_stream(), device.allocate(2**20), device.allocate_host(2**20)
+    stream.send(room, there)
     assert len(waits) == 1
     assert device.lock_pages(room) is not None
-    lane.send(room[2**10 :], there[2**10 :])
+    stream.send(room[2**10 :], there[2**10 :])
     assert len(waits) == 1

@@ -209,14 +209,14 @@ def test_deep_copies_share_what_was_shared(make_cards: MakeCards) -> None:
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_is_loaded_and_parameters_stay_parameters(assign: bool, make_cards: MakeCards) -> None:
     make_cards(2)
-    home, there = nn.Linear(3, 2), nn.Linear(3, 2).to("privateuseone:1")
+    store, there = nn.Linear(3, 2), nn.Linear(3, 2).to("privateuseone:1")
     before = there.weight
-    state = {name: tensor.to("privateuseone:0") for name, tensor in home.state_dict().items()}
+    state = {name: tensor.to("privateuseone:0") for name, tensor in store.state_dict().items()}
     there.load_state_dict(state, assign=assign)
     assert isinstance(there.weight, nn.Parameter)
     assert (there.weight is before) is not assign
     assert there.weight.device == torch.device("privateuseone:0" if assign else "privateuseone:1")
-    assert torch.equal(there.weight.cpu(), home.weight)
+    assert torch.equal(there.weight.cpu(), store.weight)
 
 
 def test_what_shapes_gave_is_not_worked_out_again(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,13 +46,13 @@ def _split(pipe: Any) -> None:
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     for index, part in enumerate(parts.values()):
         part.to(f"privateuseone:{index % 2}")
-    home = pipe.device
-    parts.pop("vae").to(home)  # it is not called but asked to decode
+    store = pipe.device
+    parts.pop("vae").to(store)  # it is not called but asked to decode
     for part in parts.values():
         part.register_forward_pre_hook(
             lambda part, args, kwargs: _moved((args, kwargs), next(part.parameters()).device), with_kwargs=True
         )
-        part.register_forward_hook(lambda part, args, output: _moved(output, home))
+        part.register_forward_hook(lambda part, args, output: _moved(output, store))
 
 
 def _moved(values: Any, device: torch.device) -> Any:

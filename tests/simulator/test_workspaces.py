@@ -40,12 +40,12 @@ def asked_by_products(card: SimulatedCard) -> list[int]:
     ],
 )
 def test_products_work_where_they_do_in_torch(
-    version: str, asked: list[int], stays: int, make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch
+    version: str, asked: list[int], resident: int, make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_in_torch(version, monkeypatch)
     (card,) = make_cards()
     assert asked_by_products(card) == asked
-    assert card.workspace_bytes == stays
+    assert card.workspace_bytes == resident
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def train(
         loss.backward()
         torch.nn.utils.clip_grad_norm_([p for module in live.values() for p in module.parameters()], 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = RATE * group["share"] * _pace(step, steps)
+            group["lr"] = RATE * group["share"] * _cost_model(step, steps)
         optimizer.step()
         optimizer.zero_grad()
         _follow(average, live, step)
@@ -121,7 +121,7 @@ def train(
     return average["average_text"], average["average_unet"]
 
 
-def _pace(step: int, steps: int) -> float:
+def _cost_model(step: int, steps: int) -> float:
     return min((step + 1) / WARMUP, 1.0, (steps - step) / (0.2 * steps))
 
 

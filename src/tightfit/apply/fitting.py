@@ -27,7 +27,7 @@ from tightfit.apply.call_runner import CallObserver, CallRunner, ReplannerProtoc
 from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.cross_device import CrossDeviceCall
 from tightfit.apply.method_overrides import (
-    cast_at_home,
+    cast_on_host,
     computing,
     exported,
     override_class_members,
@@ -109,12 +109,12 @@ class Fitted:
         device: Device,
         *,
         count_activations: bool = True,
-        shelf: FileBackedWeights | None = None,
+        file_weights: FileBackedWeights | None = None,
         replans: ReplannerProtocol | None = None,
     ) -> None:
-        """`shelf` has what of the weights is in files alone."""
+        """`file_weights` has what of the weights is in files alone."""
         self._device, self._recorder = device, JointRecorder(device, count_activations)
-        self._shelf = shelf or FileBackedWeights()
+        self._file_weights = file_weights or FileBackedWeights()
         self._calls = CallRunner(device, replans)
         self._trace: Trace | None = None
         self._undo: ExitStack | None = None
@@ -125,19 +125,19 @@ class Fitted:
 
         What both read from files as it is used is not read in between.
         """
-        self._shelf.stays = True
+        self._file_weights.resident = True
         try:
             self.undo()
         finally:
-            self._shelf.stays = False
+            self._file_weights.resident = False
         components = find_components(pipe)
         with ExitStack() as undo:
             give_owners(components.values(), undo.callback)
-            undo.callback(self._clear_shelf, components.values())
-            self._shelf.begin()
+            undo.callback(self._clear_file_weights, components.values())
+            self._file_weights.begin()
             devices = self._devices_of(plan)
             self.plan, self.devices = plan, tuple(devices.values())
-            self._places = DeviceOffloadManagers(plan, devices, self._recorder, self._shelf)
+            self._places = DeviceOffloadManagers(plan, devices, self._recorder, self._file_weights)
             alone = isinstance(pipe, nn.Module)  # nobody else wants its place
             self._session = Session(self._places, self._recorder, self._finished, self._calls.exceeded, keeps=alone)
             limit_allocators(plan, devices, undo, self._calls.remark)
@@ -149,14 +149,14 @@ class Fitted:
             undo.callback(self._session.close)
             self._undo = undo.pop_all()
         self._places.settled()
-        self._shelf.tidy()
+        self._file_weights.tidy()
 
-    def _clear_shelf(self, components: Iterable[nn.Module]) -> None:
+    def _clear_file_weights(self, components: Iterable[nn.Module]) -> None:
         """Nothing is in files alone any more, unless another plan follows."""
-        if not self._shelf.stays:
+        if not self._file_weights.resident:
             for module in components:
-                self._shelf.fill(module)
-            self._shelf.close()
+                self._file_weights.fill(module)
+            self._file_weights.close()
 
     def _devices_of(self, plan: Plan) -> dict[str, Device]:
         """On which components compute by `plan`, by name; all of them are measured."""
@@ -173,14 +173,14 @@ class Fitted:
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
     ) -> None:
         """Layout, storage, place, moving activations; then the module learns to say when it works."""
-        residency, recorder = self._places.of(name), self._recorder.of(device.name)
-        self._shelf.fill(module, left_in_files(module, plan, separate=device.separate))
+        manager, recorder = self._places.of(name), self._recorder.of(device.name)
+        self._file_weights.fill(module, left_in_files(module, plan, separate=device.separate))
         forward = exported(module, plan)  # before anything is changed: it is compared with the module
         if plan.channels_last:
             undo.callback(channels_last(module))
-        residency.store(name, module, plan, undo)
-        residency.place(name, module, plan, undo)
-        residency.stream(name, module, plan, undo)
+        manager.store(name, module, plan, undo)
+        manager.place(name, module, plan, undo)
+        manager.stream(name, module, plan, undo)
         if plan.ffn_chunk is not None:
             chunk_feed_forwards(module, plan.ffn_chunk, undo)
         if _in_parts(plan) and plan.placement == "stream":  # block by block: the weights come once for all parts
@@ -202,14 +202,14 @@ class Fitted:
     ) -> dict[str, Any]:
         role, original, session = find_role(name, module), type(module), self._session
         lossy, calls, host = plan.lossy(name), self._calls, self._device
-        recorder, residency = self._recorder.of(device.name), self._places.of(name)
+        recorder, manager = self._recorder.of(device.name), self._places.of(name)
         seam = AttentionDispatcher(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
         # what is compiled has chosen already, and would be compiled anew
         attends = plan.attention != "auto" or not compiled_around(module)
 
         def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
             inner = CrossDeviceCall(host, device).around(inner) if device.separate or device is not host else inner
-            inner = retry_on_oom(inner, lambda: residency.make_more_room(name, ""))
+            inner = retry_on_oom(inner, lambda: manager.make_more_room(name, ""))
 
             @functools.wraps(inner)
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -233,9 +233,7 @@ class Fitted:
             for method, cut in cut_up(original, self.plan.vae, device, recorder, undo).items():
                 members[method] = working(method, cut)
         if hasattr(original, "to"):
-            members["to"] = cast_at_home(
-                original.to, lambda: None if session.at_work(name) else residency.dismiss(name)
-            )
+            members["to"] = cast_on_host(original.to, lambda: None if session.at_work(name) else manager.dismiss(name))
         if plan.offload_to == "disk" and hasattr(original, "save_pretrained"):
             members["save_pretrained"] = refused(name)
         if hasattr(original, "device"):
@@ -313,7 +311,9 @@ class Fitted:
         if self._undo is not None:
             self._undo.close()
             self._undo = None
-        if self._calls.finished is not None and not self._shelf.stays:  # else the call goes on, under another plan
+        if (
+            self._calls.finished is not None and not self._file_weights.resident
+        ):  # else the call goes on, under another plan
             self._calls.finished.close()
 
 

@@ -20,7 +20,7 @@ from tightfit.errors import RunError
 from tightfit.files import cache_folder
 from tightfit.schema.plan import ComponentPlan
 
-__all__ = ["cast_at_home", "computing", "exported", "override_class_members", "refused", "while_followed"]
+__all__ = ["cast_on_host", "computing", "exported", "override_class_members", "refused", "while_followed"]
 
 
 def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def while_followed(run: Callable[..., Any], method: str, over: Callable[[], bool
     return called
 
 
-def cast_at_home(to: Callable[..., Any], leave: Callable[[], object]) -> Callable[..., Any]:
+def cast_on_host(to: Callable[..., Any], leave: Callable[[], object]) -> Callable[..., Any]:
     """`module.to`, before which a module whose dtype changes leaves the device: it is cast where its masters are."""
 
     @functools.wraps(to)

@@ -41,7 +41,7 @@ class _Copy(NamedTuple):
 
 
 class _Result(NamedTuple):
-    leaves: list[Any]  # copies, tensors that are in host memory anyway, where they are in a file, plain values
+    layers: list[Any]  # copies, tensors that are in host memory anyway, where they are in a file, plain values
     form: TreeSpec
 
 
@@ -49,7 +49,7 @@ class OutputReplayCache:
     """What networks gave back in one call, in their order."""
 
     def __init__(self, device: Device) -> None:
-        self._device, self._lane = device, device.copy_stream()
+        self._device, self._stream = device, device.copy_stream()
         self._rooms = _HostBuffers(device)
         self._results: list[_Result | None] = []  # None: it has to be done again
         self._bytes = 0  # of host memory that they take
@@ -116,42 +116,42 @@ class OutputReplayCache:
 
     def _kept(self, value: Any) -> _Result | None:
         """A copy of `value`, on its way; None of what nobody can copy, or while there is no room."""
-        leaves, form = tree_flatten(value)
-        size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        if not all(isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN for leaf in leaves):
+        layers, form = tree_flatten(value)
+        size = sum(layer.nbytes for layer in layers if isinstance(layer, torch.Tensor))
+        if not all(isinstance(layer, torch.Tensor) or type(layer) in _PLAIN for layer in layers):
             return None
         if self._bytes + size > MOST_BYTES:
             return None
         self._bytes += size
         try:
-            return _Result([self._copied(leaf) for leaf in leaves], form)
+            return _Result([self._copied(layer) for layer in layers], form)
         except (torch.OutOfMemoryError, RunError, OSError):  # the device is full, or the disk; or there is none
             return None
 
-    def _copied(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
+    def _copied(self, layer: Any) -> Any:
+        if not isinstance(layer, torch.Tensor):
+            return layer
         if not self._device.separate:
             self._file = self._file or SpillFile()
-            return self._file.write(leaf if is_dense(leaf) else leaf.contiguous())
-        if leaf.device != self._device.torch_device:
-            return leaf.detach().clone(memory_format=torch.contiguous_format)
-        sent = leaf.detach() if is_dense(leaf) else leaf.detach().contiguous()
+            return self._file.write(layer if is_dense(layer) else layer.contiguous())
+        if layer.device != self._device.torch_device:
+            return layer.detach().clone(memory_format=torch.contiguous_format)
+        sent = layer.detach() if is_dense(layer) else layer.detach().contiguous()
         room = self._rooms.take(sent.nbytes)
-        arrival = self._lane.send(room, bytes_of(sent), self._lane.mark())
-        arrival.wait_on_device()  # its caller may write into it, and the device has no memory for a second one
+        handle = self._stream.send(room, bytes_of(sent), self._stream.mark())
+        handle.wait_on_device()  # its caller may write into it, and the device has no memory for a second one
         return _Copy(room, sent.shape, sent.stride(), sent.dtype)
 
     def _back(self, result: _Result) -> Any:
-        return tree_unflatten([self._there(leaf) for leaf in result.leaves], result.form)
+        return tree_unflatten([self._there(layer) for layer in result.layers], result.form)
 
-    def _there(self, leaf: Any) -> Any:
-        if isinstance(leaf, _Copy):
-            return self._device.to_device(leaf.room.view(leaf.dtype).as_strided(leaf.shape, leaf.strides))
-        if isinstance(leaf, FileTensor):
+    def _there(self, layer: Any) -> Any:
+        if isinstance(layer, _Copy):
+            return self._device.to_device(layer.room.view(layer.dtype).as_strided(layer.shape, layer.strides))
+        if isinstance(layer, FileTensor):
             with DiskReader() as reader:
-                return read_stored(leaf, reader)
-        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+                return read_stored(layer, reader)
+        return layer.clone() if isinstance(layer, torch.Tensor) else layer
 
 
 class _HostBuffers:

@@ -100,17 +100,17 @@ class Session:
     def work(self, name: str, role: Role, method: str = "forward") -> Iterator[None]:
         """The component `name` works; outside a call, its work is a call of its own."""
         with self.call():
-            outermost, residency = not self.at_work(name), self._places.of(name)
+            outermost, manager = not self.at_work(name), self._places.of(name)
             if outermost:
-                self._tell(residency.keep_within(name), during=True)
-                residency.make_room(name)  # what goes belongs to the phase before, what comes to this one
+                self._tell(manager.keep_within(name), during=True)
+                manager.make_room(name)  # what goes belongs to the phase before, what comes to this one
                 self._recorder.enter(find_phase(name, role, method))
-                residency.bring(name, method)
+                manager.bring(name, method)
             self._working.append(name)
             try:
                 yield
                 if outermost:
-                    residency.finish(name)
+                    manager.finish(name)
             finally:
                 if self._working:
                     self._working.pop()
@@ -120,8 +120,8 @@ class Session:
         """A part of `name` is about to work without `name` having been called: its weights come all the same."""
         if self.at_work(name):
             return
-        residency = self._places.of(name)
+        manager = self._places.of(name)
         if self._working:  # who uses the part has to stay
-            residency.bring(name)
+            manager.bring(name)
         else:
-            residency.enter(name)
+            manager.enter(name)

@@ -35,7 +35,7 @@ class LazyCheckpoint:
 
         ModelError where a file ends too soon, cannot be read or was changed since its header was.
         """
-        shelf = FileBackedWeights()
+        file_weights = FileBackedWeights()
         with DiskReader() as reader:
             for name, places in self._places.items():
                 network = self._networks[name]
@@ -43,10 +43,10 @@ class LazyCheckpoint:
                 for weight, place in _weights(network, places).values():
                     where = FileTensor(place.path, place.offset, place.dtype, weight.shape, _strides(weight.shape))
                     if isinstance(weight, nn.Parameter) and id(weight) in unread:
-                        shelf.put(weight, where)
+                        file_weights.put(weight, where)
                     else:
                         _replace(network, weight, read_stored(where, reader).to(weight.dtype))
-        return shelf
+        return file_weights
 
 
 def build_lazily(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -> LazyCheckpoint:

@@ -1,7 +1,7 @@
 """Bytes of a device that wait in host memory: they go beside its arithmetic, and may come back ahead of need.
 
 Nothing here lets the host wait for a copy from or to page-locked memory. What a copy reads or writes on the device is
-kept until the device's own arithmetic is told to wait for the copy (`Lane`); so memory is never used again too early,
+kept until the device's own stream waits for the copy (`CopyStream`); so memory is never used again too early,
 and how much is under way is up to who sends.
 """
 
@@ -33,9 +33,9 @@ class ActivationHostPool:
         """A new tape for `size` bytes."""
         return HostTape(self, size)
 
-    def depart(self, lane: CopyStream, tensor: torch.Tensor) -> HostTransfer:
-        """Copies are about to begin on `lane` that read from `tensor`, or write to it."""
-        crossing = HostTransfer(lane, tensor, self._under_way)
+    def depart(self, stream: CopyStream, tensor: torch.Tensor) -> HostTransfer:
+        """Copies are about to begin on `stream` that read from `tensor`, or write to it."""
+        crossing = HostTransfer(stream, tensor, self._under_way)
         self._under_way[id(crossing)] = crossing
         return crossing
 
@@ -58,14 +58,14 @@ class ActivationHostPool:
 class HostTransfer:
     """Copies that belong together, and the tensor on the device that they read or write."""
 
-    def __init__(self, lane: CopyStream, tensor: torch.Tensor, under_way: dict[int, HostTransfer]) -> None:
-        self._lane, self._after = lane, lane.mark()
+    def __init__(self, stream: CopyStream, tensor: torch.Tensor, under_way: dict[int, HostTransfer]) -> None:
+        self._stream, self._after = stream, stream.mark()
         self._tensor: torch.Tensor | None = tensor
         self._under_way = under_way
         self._copies: list[PendingCopy] = []
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._copies.append(self._lane.send(target, source, self._after))
+        self._copies.append(self._stream.send(target, source, self._after))
 
     def settle(self) -> None:
         """What the device is given from now on begins after all of them; the tensor is not kept any more."""
@@ -75,10 +75,10 @@ class HostTransfer:
         self._tensor = None
         self._under_way.pop(id(self), None)
 
-    def precede(self, lane: CopyStream) -> None:
-        """What `lane` is given from now on begins after it."""
+    def precede(self, stream: CopyStream) -> None:
+        """What `stream` is given from now on begins after it."""
         for copy in self._copies:
-            lane.follow(copy)
+            stream.follow(copy)
 
 
 class HostTape:
@@ -87,8 +87,8 @@ class HostTape:
     One piece is on its way there at most, the last: the next waits for it.
     """
 
-    def __init__(self, depot: ActivationHostPool, size: int) -> None:
-        self._depot, self._size = depot, size
+    def __init__(self, host_pool: ActivationHostPool, size: int) -> None:
+        self._host_pool, self._size = host_pool, size
         self._pages: dict[int, torch.Tensor] = {}  # by number; they are the depot's again when nobody holds them
         self.written = 0  # bytes that are there, or on their way
         self._latest = 0  # where those begin that were written last
@@ -98,7 +98,7 @@ class HostTape:
         """Sends `source`, uint8 of shape (bytes,) on the device, which nobody writes into before it is there."""
         self.sent()
         self._latest, self.written = self.written, self.written + source.nbytes
-        crossing = self._writing = self._depot.depart(self._depot.outward, source)
+        crossing = self._writing = self._host_pool.depart(self._host_pool.outward, source)
         for page, part in self._parts(self._latest, source):
             crossing.send(page, part)
 
@@ -114,8 +114,8 @@ class HostTape:
         They are there for what the device is given after `settle()`, and not to be forgotten before.
         """
         if self._writing is not None and start + target.nbytes > self._latest:
-            self._writing.precede(self._depot.inward)
-        crossing = self._depot.depart(self._depot.inward, target)
+            self._writing.precede(self._host_pool.inward)
+        crossing = self._host_pool.depart(self._host_pool.inward, target)
         for page, part in self._parts(start, target):
             crossing.send(part, page)
         return crossing
@@ -137,7 +137,7 @@ class HostTape:
     def _page(self, number: int) -> torch.Tensor:
         page = self._pages.get(number)
         if page is None:
-            page = self._pages[number] = self._depot.pages.take(min(PAGE, self._size - number * PAGE))
+            page = self._pages[number] = self._host_pool.pages.take(min(PAGE, self._size - number * PAGE))
         return page
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.measure.call_profiler import CallProfiler
 from tightfit.measure.module_equivalence import REPEATS, ModuleEquivalence
-from tightfit.measure.modules import find_leaves, find_role
+from tightfit.measure.modules import find_layers, find_role
 from tightfit.measure.passes import OpenPass
 from tightfit.simulator.allocator import AllocatorEvent
 from tightfit.simulator.blocks import Block
@@ -39,22 +39,22 @@ class _Place(NamedTuple):
     """Where a block is in its component. Blocks that are alike tell their leaves alike."""
 
     path: str
-    leaves: tuple[str, ...]  # as they are told
+    layers: tuple[str, ...]  # as they are told
 
-    def told(self, leaf: str) -> str | None:
+    def told(self, layer: str) -> str | None:
         """ ":" and what comes behind the block's own path; "" for none at all, None for a leaf that is not in here."""
-        if leaf and not _is_within(leaf, self.path):
+        if layer and not _is_within(layer, self.path):
             return None
-        return leaf and f":{leaf[len(self.path) :]}"
+        return layer and f":{layer[len(self.path) :]}"
 
-    def leaf(self, told: str) -> str:
+    def layer(self, told: str) -> str:
         return told and f"{self.path}{told[1:]}"
 
 
 class _Kernel(NamedTuple):
     position: int  # in the allocator's history
     work: KernelCost
-    leaf: str  # at work
+    layer: str  # at work
 
 
 class _Asked(NamedTuple):
@@ -69,7 +69,7 @@ class _Freed(NamedTuple):
 
 class _Ran(NamedTuple):
     work: KernelCost
-    leaf: str  # as it is told
+    layer: str  # as it is told
 
 
 class _Given(NamedTuple):
@@ -90,7 +90,7 @@ class _Done(NamedTuple):
     """What one block did."""
 
     events: tuple[_Asked | _Freed | _Ran, ...]
-    leaf: str  # that is at work afterwards, as it is told
+    layer: str  # that is at work afterwards, as it is told
     kept: tuple[tuple[int, int, tuple[Look, ...]], ...]  # memory of outputs: its number, bytes, and the looks at it
     outputs: tuple[Any, ...]  # their leaves: _Given, _Kept, or as they are
     structure: TreeSpec
@@ -113,10 +113,10 @@ class BlockReplay:
         undo.callback(card.awaiters.remove, self._wait)
         for name, module in components.items():
             if find_role(name, module) != "autoencoder":
-                leaves = find_leaves(module)
+                layers = find_layers(module)
                 for path, block in _blocks(module):
                     bare = _Place(path, ())
-                    within = tuple(told for leaf in leaves if (told := bare.told(leaf)) is not None)
+                    within = tuple(told for layer in layers if (told := bare.told(layer)) is not None)
                     self._follow(name, _Place(path, within), block, undo)
 
     def listen(self, ledger: CallProfiler) -> None:
@@ -139,7 +139,7 @@ class BlockReplay:
             layouts = _layouts(given)
             if layouts is None:
                 return usual(*args, **kwargs)
-            kind = self._likeness.of(block), place.leaves, structure, layouts
+            kind = self._likeness.of(block), place.layers, structure, layouts
             known = self._known.get(kind, 0)
             if isinstance(known, _Done):
                 return self._repeat(known, given, place, opened)
@@ -157,7 +157,7 @@ class BlockReplay:
     def _note(self, work: KernelCost) -> None:
         if self._noting and self._pass is not None:
             free_dead_tensors()
-            self._kernels.append(_Kernel(len(self._card.allocator.history), work, self._pass.leaf))
+            self._kernels.append(_Kernel(len(self._card.allocator.history), work, self._pass.layer))
 
     def _wait(self) -> None:
         self._waits += 1
@@ -178,12 +178,12 @@ class BlockReplay:
             kernels = self._kernels[first:]
             if not self._noting:
                 self._kernels.clear()
-        ran = [(each.position - began, each.work, place.told(each.leaf)) for each in kernels]
-        leaf = place.told(opened.leaf)
-        if self._around() != before or opened is not self._pass or leaf is None:
+        ran = [(each.position - began, each.work, place.told(each.layer)) for each in kernels]
+        layer = place.told(opened.layer)
+        if self._around() != before or opened is not self._pass or layer is None:
             return output, None
         found = _events(history[began:], ran)
-        return output, found and _done(*found, leaf, given, output)
+        return output, found and _done(*found, layer, given, output)
 
     def _around(self) -> tuple[Any, ...]:
         """What a block that can be repeated leaves as it is."""
@@ -200,9 +200,9 @@ class BlockReplay:
                 case _Freed():
                     card.allocator.free(made[event.number])
                 case _Ran():
-                    opened.leaf = place.leaf(event.leaf)
+                    opened.layer = place.layer(event.layer)
                     card.repeat(event.work)
-        opened.leaf = place.leaf(done.leaf)
+        opened.layer = place.layer(done.layer)
         kept = [tensors_in(card, made[number], size, looks) for number, size, looks in done.kept]
         return tree_unflatten([_output(each, given, kept) for each in done.outputs], done.structure)
 
@@ -216,8 +216,8 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
         yield from _blocks(child, f"{prefix}{name}.")
 
 
-def _is_within(leaf: str, path: str) -> bool:
-    return leaf == path or leaf.startswith(f"{path}.")
+def _is_within(layer: str, path: str) -> bool:
+    return layer == path or layer.startswith(f"{path}.")
 
 
 def _is_tensor(value: Any) -> bool:
@@ -258,10 +258,10 @@ def _events(
     asked, kernels = 0, deque(ran)
     for position, step in enumerate((*steps, None)):
         while kernels and (step is None or kernels[0][0] <= position):
-            _, work, leaf = kernels.popleft()
-            if leaf is None:  # one outside, which others do not have
+            _, work, layer = kernels.popleft()
+            if layer is None:  # one outside, which others do not have
                 return None
-            events.append(_Ran(work, leaf))
+            events.append(_Ran(work, layer))
         if step is None:
             break
         if step.what == "malloc":
@@ -276,15 +276,15 @@ def _events(
 
 
 def _done(
-    events: tuple[_Asked | _Freed | _Ran, ...], there: Mapping[int, int], leaf: str, given: Sequence[Any], output: Any
+    events: tuple[_Asked | _Freed | _Ran, ...], there: Mapping[int, int], layer: str, given: Sequence[Any], output: Any
 ) -> _Done | None:
     """With how `output` is made of what was `given`, and of the memory that is `there`; None where it is not."""
-    leaves, structure = tree_flatten(output)
+    layers, structure = tree_flatten(output)
     inputs = {id(value): place for place, value in enumerate(given) if _is_tensor(value)}
     storages = {store_of(given[place]).address: place for place in inputs.values()}
     kept: dict[int, tuple[int, list[Look]]] = {}
     outputs: list[Any] = []
-    for value in leaves:
+    for value in layers:
         if isinstance(value, _PLAIN):
             outputs.append(value)
             continue
@@ -306,7 +306,7 @@ def _done(
     if kept.keys() != there.keys():  # something else keeps it
         return None
     memory = tuple((there[number], size, tuple(looks)) for number, (size, looks) in kept.items())
-    return _Done(events, leaf, memory, tuple(outputs), structure)
+    return _Done(events, layer, memory, tuple(outputs), structure)
 
 
 def _output(told: Any, given: Sequence[Any], kept: Sequence[Sequence[torch.Tensor]]) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from tightfit.errors import RunError
 from tightfit.measure.kernel_counter import KernelCounter
 from tightfit.measure.module_equivalence import call_signature
-from tightfit.measure.modules import find_leaves, find_parts, find_phase, find_role, find_units, weight_tensors
+from tightfit.measure.modules import find_blocks, find_layers, find_parts, find_phase, find_role, weight_tensors
 from tightfit.measure.passes import OpenPass, OpenPhase, OpenUse
 from tightfit.schema.footprint import Phase
 from tightfit.simulator.allocator import AllocatorEvent
@@ -31,8 +31,8 @@ MOST_ANSWERS = 1000  # with zeros: who asks more often may wait for another answ
 class _ProfiledComponent(NamedTuple):
     """What of a component is listened to, by dotted path."""
 
-    units: dict[str, nn.Module]
-    leaves: dict[str, tuple[nn.Module, ...]]
+    blocks: dict[str, nn.Module]
+    layers: dict[str, tuple[nn.Module, ...]]
     parts: dict[str, nn.Module]
 
 
@@ -68,7 +68,7 @@ class CallProfiler:
     def _begin_call(self) -> None:
         self._phases: list[OpenPhase] = []
         self._open: list[OpenPass] = []
-        self._units: dict[str, list[str]] = {}
+        self._blocks: dict[str, list[str]] = {}
         self._seen: dict[Any, list[OpenUse]] = {}  # passes, by what could be seen of them before they began
         self._before = KernelCounter()  # work before the first phase
         self._doubt: RunError | None = None  # what was asked for after denoisers' passes, and answered with zeros
@@ -86,11 +86,11 @@ class CallProfiler:
         for name, module in components.items():
             if name not in self._followed:
                 self._followed[name] = _ProfiledComponent(
-                    find_units(module), find_leaves(module), find_parts(name, module)
+                    find_blocks(module), find_layers(module), find_parts(name, module)
                 )
-            units, leaves, parts = self._followed[name]
-            self._follow_units(name, units, undo)
-            self._follow_leaves(name, leaves, undo)
+            blocks, layers, parts = self._followed[name]
+            self._follow_units(name, blocks, undo)
+            self._follow_leaves(name, layers, undo)
             role = find_role(name, module)
             for method in ("forward", "encode", "decode") if role == "autoencoder" else ("forward",):
                 self._follow_method(name, module, method, find_phase(name, role, method), undo)
@@ -106,7 +106,7 @@ class CallProfiler:
         """What was seen."""
         ends = [phase.began for phase in self._phases[1:]] + [len(self._card.allocator.history)]
         return tuple(
-            phase.phase(self._units, self._room(phase, self._history(phase.began, end), end))
+            phase.phase(self._blocks, self._room(phase, self._history(phase.began, end), end))
             for phase, end in zip(self._phases, ends, strict=True)
         )
 
@@ -145,16 +145,16 @@ class CallProfiler:
                 there.pop(step.block, None)
         return there
 
-    def _follow_units(self, name: str, units: dict[str, nn.Module], undo: ExitStack) -> None:
-        self._units[name] = list(units)
-        for path, unit in units.items():
+    def _follow_units(self, name: str, blocks: dict[str, nn.Module], undo: ExitStack) -> None:
+        self._blocks[name] = list(blocks)
+        for path, block in blocks.items():
             enter, leave = functools.partial(self._enter, name, path), functools.partial(self._leave, name)
-            undo.callback(unit.register_forward_pre_hook(enter, prepend=True).remove)
-            undo.callback(unit.register_forward_hook(leave, always_call=True).remove)
+            undo.callback(block.register_forward_pre_hook(enter, prepend=True).remove)
+            undo.callback(block.register_forward_hook(leave, always_call=True).remove)
 
-    def _follow_leaves(self, name: str, leaves: dict[str, tuple[nn.Module, ...]], undo: ExitStack) -> None:
-        for leaf, parts in leaves.items():
-            begin, end = functools.partial(self._at_leaf, name, leaf), functools.partial(self._at_leaf, name, "")
+    def _follow_leaves(self, name: str, layers: dict[str, tuple[nn.Module, ...]], undo: ExitStack) -> None:
+        for layer, parts in layers.items():
+            begin, end = functools.partial(self._at_leaf, name, layer), functools.partial(self._at_leaf, name, "")
             for part in parts:
                 undo.callback(part.register_forward_pre_hook(begin, prepend=True).remove)
                 undo.callback(part.register_forward_hook(end, always_call=True).remove)
@@ -222,12 +222,12 @@ class CallProfiler:
         """
         done = self._open.pop()
         if done.kernels or not self._seen.get(done.key):
-            stretches = [stretch for stretch in done.stretches if stretch.worked]
+            segments = [segment for segment in done.segments if segment.worked]
         else:
-            more = done.stretches[0].waiting - self._seen[done.key][0].waiting
-            stretches = [stretch.later(more) for stretch in self._seen[done.key]]
-        self._seen[done.key] = stretches
-        self._phases[-1].add(done, stretches)
+            more = done.segments[0].waiting - self._seen[done.key][0].waiting
+            segments = [segment.later(more) for segment in self._seen[done.key]]
+        self._seen[done.key] = segments
+        self._phases[-1].add(done, segments)
 
     def _enter(self, name: str, path: str, *_: Any) -> None:
         if self._open and self._open[-1].component == name:
@@ -240,14 +240,14 @@ class CallProfiler:
             inside.pop()
             self._turn(inside[-1] if inside else "")
 
-    def _at_leaf(self, name: str, leaf: str, *_: Any) -> None:
+    def _at_leaf(self, name: str, layer: str, *_: Any) -> None:
         if self._open and self._open[-1].component == name:
-            self._open[-1].leaf = leaf
+            self._open[-1].layer = layer
 
-    def _turn(self, unit: str) -> None:
+    def _turn(self, block: str) -> None:
         free_dead_tensors()
         now = self._activations
-        self._open[-1].stretches.append(OpenUse(unit, now, now))
+        self._open[-1].segments.append(OpenUse(block, now, now))
 
     @property
     def _activations(self) -> int:
@@ -259,9 +259,9 @@ class CallProfiler:
         if self._phases:
             self._phases[-1].peak = max(self._phases[-1].peak, now)
         if self._open:
-            stretch = self._open[-1].stretches[-1]
-            stretch.peak = max(stretch.peak, now)
-            stretch.add(self._open[-1].leaf, work)
+            segment = self._open[-1].segments[-1]
+            segment.peak = max(segment.peak, now)
+            segment.add(self._open[-1].layer, work)
             for each in self._open:
                 each.kernels += 1
         else:
@@ -271,7 +271,7 @@ class CallProfiler:
 
     def _wait(self) -> None:
         if self._open:
-            self._open[-1].stretches[-1].wait(self._open[-1].leaf)
+            self._open[-1].segments[-1].wait(self._open[-1].layer)
 
 
 def _blocks_of(components: Mapping[str, nn.Module]) -> dict[int, int]:

@@ -98,7 +98,7 @@ def _facts(path: str, value: Any, seen: set[int]) -> Iterator[str | None]:
         yield f"{path}:again"
     elif isinstance(value, PreTrainedTokenizerBase):  # of its long vocabulary, what it makes of the prompt matters
         yield f"{path}:{type(value).__qualname__} {value.model_max_length} {value.tokenize(PROMPT)}"
-    elif isinstance(value, FunctionType | MethodType | partial) or _home(value) not in _LIBRARIES:
+    elif isinstance(value, FunctionType | MethodType | partial) or _store(value) not in _LIBRARIES:
         yield None
     else:
         seen.add(id(value))
@@ -116,10 +116,10 @@ def _meddled(module: nn.Module) -> bool:
     hooks = [getattr(hook, "__module__", None) for hook in own["_forward_hooks"].values()]
     registry = own.get("_diffusers_hook")
     others = own["_forward_pre_hooks"] or "forward" in own or (registry is not None and registry.hooks)
-    return bool(others) or any(home != "transformers.utils.output_capturing" for home in hooks)
+    return bool(others) or any(store != "transformers.utils.output_capturing" for store in hooks)
 
 
-def _home(value: Any) -> str:
+def _store(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
 
 

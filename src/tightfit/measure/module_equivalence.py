@@ -59,7 +59,7 @@ class ModuleEquivalence:
         return self._type(type(module)), children, tuple(tensors), tuple(others)
 
     def _type(self, kind: type) -> Hashable:
-        """One that stands in for another (see `disguise`) is told by what it does otherwise."""
+        """One that stands in for another (see `override_class_members`) is told by what it does otherwise."""
         changes: list[Hashable] = []
         while type(kind).__name__ == "Disguise":
             members = ((name, value) for name, value in vars(kind).items() if not name.startswith("__"))
@@ -125,6 +125,6 @@ def _is_memory(value: Any) -> bool:
 
 def call_signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
     """The arguments of a call, and of tensors shape and dtype."""
-    leaves, structure = tree_flatten((args, kwargs))
-    shapes = ((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+    layers, structure = tree_flatten((args, kwargs))
+    shapes = ((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in layers)
     return (str(structure), *shapes)

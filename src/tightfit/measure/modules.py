@@ -21,17 +21,17 @@ __all__ = [
     "HANDLE",
     "compiled_around",
     "convolves",
+    "find_blocks",
     "find_components",
-    "find_leaves",
+    "find_layers",
     "find_parts",
     "find_phase",
     "find_role",
-    "find_units",
     "has_skips",
     "head_widths",
     "inspect_component",
     "inspect_pipeline",
-    "leaf_weights",
+    "layer_weights",
     "weight_bytes",
     "weight_tensors",
 ]
@@ -62,14 +62,14 @@ def inspect_pipeline(pipe: object) -> Footprint:
 def inspect_component(name: str, module: nn.Module) -> Component:
     """What the component `name` is made of. Reads only."""
     tensors = {id(tensor): tensor for tensor in weight_tensors(module)}
-    left, units = dict(tensors), []
-    for path, block in find_units(module).items():
-        units.append(_unit(path, list(weight_tensors(block))))
+    left, blocks = dict(tensors), []
+    for path, block in find_blocks(module).items():
+        blocks.append(_unit(path, list(weight_tensors(block))))
         for tensor in weight_tensors(block):
             left.pop(id(tensor), None)  # tied weights may be in two blocks
     whole = _unit(name, list(tensors.values()))
-    leaves = find_leaves(module)
-    large = {id(tensor) for parts in leaves.values() for part in parts for tensor in _own(part)}
+    layers = find_layers(module)
+    large = {id(tensor) for parts in layers.values() for part in parts for tensor in _own(part)}
     return Component(
         name=name,
         class_name=type(module).__name__,
@@ -77,8 +77,8 @@ def inspect_component(name: str, module: nn.Module) -> Component:
         bytes=whole.bytes,
         allocator_bytes=_room(tensors.values()),
         dtypes=whole.dtypes,
-        blocks=(*units, _unit("", list(left.values()))) if units else (),
-        layers=tuple(_joined(module, {path: _leaf(path, parts) for path, parts in leaves.items()}, leaves)),
+        blocks=(*blocks, _unit("", list(left.values()))) if blocks else (),
+        layers=tuple(_joined(module, {path: _layer(path, parts) for path, parts in layers.items()}, layers)),
         small_tensor_bytes=len(tensors.keys() - large),
         has_skip_connections=has_skips(module),
         compiled=bool(compiled_around(module)),
@@ -93,7 +93,7 @@ def _room(tensors: Iterable[torch.Tensor]) -> int:
     return replay(asked, 2**60, expandable=True).reserved.peak
 
 
-def _leaf(path: str, parts: tuple[nn.Module, ...]) -> WeightBlock:
+def _layer(path: str, parts: tuple[nn.Module, ...]) -> WeightBlock:
     tensors = list({id(tensor): tensor for part in parts for tensor in _own(part)}.values())
     linear = all(isinstance(part, nn.Linear) for part in parts)
     matrices = [tensor for tensor in tensors if linear and tensor.ndim == 2]
@@ -102,21 +102,21 @@ def _leaf(path: str, parts: tuple[nn.Module, ...]) -> WeightBlock:
 
 
 def _joined(
-    module: nn.Module, units: Mapping[str, WeightBlock], leaves: Mapping[str, tuple[nn.Module, ...]]
+    module: nn.Module, blocks: Mapping[str, WeightBlock], layers: Mapping[str, tuple[nn.Module, ...]]
 ) -> Iterator[WeightBlock]:
     """The leaves; those that are small move together with their neighbours in the same block.
 
     They are used one after another, unless the block is made otherwise, and then they come more often than once.
     """
-    sizes = {path: _loaded_bytes(tensor for part in parts for tensor in _own(part)) for path, parts in leaves.items()}
+    sizes = {path: _loaded_bytes(tensor for part in parts for tensor in _own(part)) for path, parts in layers.items()}
     most = min(JOINED * _smallest(module), max(sizes.values(), default=0))
     repeated = _repeated_blocks(module)
     first, block, size = "", "", 0
-    for path, unit in units.items():
+    for path, unit in blocks.items():
         outer = itertools.accumulate(path.split("."), "{}.{}".format)
         around = max(repeated.intersection(outer), key=len, default="")  # the innermost
         size += sizes[path]
-        if len(leaves[path]) > 1:  # which share their weights, and are used at different times
+        if len(layers[path]) > 1:  # which share their weights, and are used at different times
             first = ""
             yield unit
         elif first and around == block and size <= most:
@@ -205,7 +205,7 @@ def find_parts(name: str, module: nn.Module) -> dict[str, nn.Module]:
     """
     if find_role(name, module) in ("denoiser", "autoencoder") or compiled_around(module):
         return dict(module.named_children())
-    blocks = tuple(f"{path}." for path in find_units(module))
+    blocks = tuple(f"{path}." for path in find_blocks(module))
     return {path: part for path, part in module.named_modules() if path and not path.startswith(blocks)}
 
 
@@ -214,7 +214,7 @@ def find_phase(name: str, role: Role, method: str) -> str:
     return method if role == "autoencoder" and method in ("encode", "decode") else _PHASES.get(role, name)
 
 
-def find_units(module: nn.Module) -> dict[str, nn.Module]:
+def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks of `module` by dotted path: the elements of its outermost module lists."""
     return {path: block for path, block in _blocks(module, "") if any(True for _ in block.parameters())}
 
@@ -238,7 +238,7 @@ def _smallest(module: nn.Module) -> int:
     return max(min(SMALLEST, int(_loaded_bytes(weight_tensors(module)) * SMALLEST_SHARE)), 1)
 
 
-def find_leaves(module: nn.Module) -> dict[str, tuple[nn.Module, ...]]:
+def find_layers(module: nn.Module) -> dict[str, tuple[nn.Module, ...]]:
     """The modules of `module` whose own large parameters are used in their own forward pass, by dotted path.
 
     A leaf is one module, or several that share a parameter. Left out are modules with other leaves inside (what they
@@ -248,20 +248,20 @@ def find_leaves(module: nn.Module) -> dict[str, tuple[nn.Module, ...]]:
     least = _smallest(module)
     large = {path for path, (_, owned) in own.items() if owned and _loaded_bytes(owned) >= least}
     around = {path[:end] for path in large for end, sign in enumerate(path) if sign == "."} | ({""} if large else set())
-    leaves: dict[str, tuple[nn.Module, ...]] = {}
-    homes: dict[int, str] = {}  # the leaf that has a parameter
+    layers: dict[str, tuple[nn.Module, ...]] = {}
+    stores: dict[int, str] = {}  # the leaf that has a parameter
     for path, (part, owned) in own.items():
         if path in large - around:
-            leaf = next((homes[id(tensor)] for tensor in owned if id(tensor) in homes), path)
-            leaves[leaf] = (*leaves.get(leaf, ()), part)
-            homes.update((id(tensor), leaf) for tensor in owned)
+            layer = next((stores[id(tensor)] for tensor in owned if id(tensor) in stores), path)
+            layers[layer] = (*layers.get(layer, ()), part)
+            stores.update((id(tensor), layer) for tensor in owned)
     shared = Counter(id(tensor) for _, owned in own.values() for tensor in owned)
-    return {leaf: parts for leaf, parts in leaves.items() if _complete(parts, shared)}
+    return {layer: parts for layer, parts in layers.items() if _complete(parts, shared)}
 
 
-def leaf_weights(module: nn.Module) -> set[int]:
+def layer_weights(module: nn.Module) -> set[int]:
     """By id, the parameters that leaves own."""
-    parts = [part for parts in find_leaves(module).values() for part in parts]
+    parts = [part for parts in find_layers(module).values() for part in parts]
     return {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
 
 

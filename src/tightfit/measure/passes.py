@@ -16,7 +16,7 @@ __all__ = ["OpenPass", "OpenPhase", "OpenUse"]
 class OpenTurn:
     """Of one leaf, or of what is done between leaves ("")."""
 
-    leaf: str
+    layer: str
     tally: KernelCounter = field(default_factory=KernelCounter)
     waits: bool = False
 
@@ -25,36 +25,36 @@ class OpenTurn:
 class OpenUse:
     """A unit's turn while it lasts."""
 
-    unit: str
+    block: str
     waiting: int
     peak: int
     turns: list[OpenTurn] = field(default_factory=list)
 
     @property
     def worked(self) -> bool:
-        return bool(self.unit or self.turns)
+        return bool(self.block or self.turns)
 
-    def add(self, leaf: str, work: KernelCost) -> None:
-        self._turn(leaf).tally.add(work)
+    def add(self, layer: str, work: KernelCost) -> None:
+        self._turn(layer).tally.add(work)
 
-    def wait(self, leaf: str) -> None:
-        """The host waits for `leaf`, and for all before it."""
-        self._turn(leaf).waits = True
+    def wait(self, layer: str) -> None:
+        """The host waits for `layer`, and for all before it."""
+        self._turn(layer).waits = True
 
-    def _turn(self, leaf: str) -> OpenTurn:
-        if not self.turns or self.turns[-1].leaf != leaf or self.turns[-1].waits:
-            self.turns.append(OpenTurn(leaf))
+    def _turn(self, layer: str) -> OpenTurn:
+        if not self.turns or self.turns[-1].layer != layer or self.turns[-1].waits:
+            self.turns.append(OpenTurn(layer))
         return self.turns[-1]
 
     def later(self, more: int) -> OpenUse:
         """The same, with `more` bytes waiting."""
-        return OpenUse(self.unit, self.waiting + more, self.peak + more, self.turns)
+        return OpenUse(self.block, self.waiting + more, self.peak + more, self.turns)
 
     def use(self) -> BlockUse:
         turns = tuple(
-            LayerWork(layer=each.leaf, work=each.tally.workloads(), host_waits=each.waits) for each in self.turns
+            LayerWork(layer=each.layer, work=each.tally.workloads(), host_waits=each.waits) for each in self.turns
         )
-        return BlockUse(block=self.unit, live_bytes_at_start=self.waiting, peak=self.peak, layer_work=turns)
+        return BlockUse(block=self.block, live_bytes_at_start=self.waiting, peak=self.peak, layer_work=turns)
 
 
 @dataclass
@@ -64,9 +64,9 @@ class OpenPass:
     component: str
     method: str
     inputs: tuple[Any, ...]
-    stretches: list[OpenUse] = field(default_factory=list)
+    segments: list[OpenUse] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # units that are at work, the innermost last
-    leaf: str = ""  # that is at work
+    layer: str = ""  # that is at work
     kernels: int = 0
 
     @property
@@ -85,22 +85,22 @@ class OpenPhase:
         self._kinds: dict[Any, list[OpenUse]] = {}
         self._order: list[Any] = []
 
-    def add(self, done: OpenPass, stretches: list[OpenUse]) -> None:
-        kind = (*done.key, tuple(stretch.unit for stretch in stretches))
-        if kind not in self._kinds or _highest(stretches) > _highest(self._kinds[kind]):
-            self._kinds[kind] = stretches
+    def add(self, done: OpenPass, segments: list[OpenUse]) -> None:
+        kind = (*done.key, tuple(segment.block for segment in segments))
+        if kind not in self._kinds or _highest(segments) > _highest(self._kinds[kind]):
+            self._kinds[kind] = segments
         self._order.append(kind)
-        self.peak = max(self.peak, _highest(stretches))
+        self.peak = max(self.peak, _highest(segments))
 
-    def phase(self, units: dict[str, list[str]], room: int) -> Phase:
-        """`units` are all there are, by component; `room` is what an allocator wants for its activations."""
+    def phase(self, blocks: dict[str, list[str]], room: int) -> Phase:
+        """`blocks` are all there are, by component; `room` is what an allocator wants for its activations."""
         kinds = list(self._kinds)
         used: dict[str, list[set[str]]] = {}
         for component, *_, names in kinds:
             used.setdefault(component, []).append(set(names))
-        skipped = [f"{c}.{u}" for c, sets in used.items() for u in units[c] if u not in set.union(*sets)]
+        skipped = [f"{c}.{u}" for c, sets in used.items() for u in blocks[c] if u not in set.union(*sets)]
         always = {c: set.intersection(*sets) for c, sets in used.items()}
-        some = [f"{c}.{u}" for c, sets in used.items() for u in units[c] if u in set.union(*sets) - always[c]]
+        some = [f"{c}.{u}" for c, sets in used.items() for u in blocks[c] if u in set.union(*sets) - always[c]]
         return Phase(
             name=self.name,
             peak=self.peak,
@@ -114,7 +114,7 @@ class OpenPhase:
         )
 
     def _pass(self, kind: Any) -> ComponentCall:
-        uses = tuple(stretch.use() for stretch in self._kinds[kind])
+        uses = tuple(segment.use() for segment in self._kinds[kind])
         component, method = kind[:2]
         peak = _highest(self._kinds[kind])
         return ComponentCall(
@@ -122,5 +122,5 @@ class OpenPhase:
         )
 
 
-def _highest(stretches: list[OpenUse]) -> int:
-    return max((stretch.peak for stretch in stretches), default=0)
+def _highest(segments: list[OpenUse]) -> int:
+    return max((segment.peak for segment in segments), default=0)

@@ -56,7 +56,7 @@ class _Phase:
     bytes_in: int = 0
     bytes_out: int = 0
     runs: int = 0
-    on_demand: int = 0  # parcels of weights
+    on_demand: int = 0  # groups of weights
     unforeseen: int = 0  # of these, how many came in an order that was thought to be known
     waited: float = 0.0
 

@@ -69,26 +69,30 @@ def measurement_of(
     their times: the device runs behind the host.
     """
     footprint = footprint.with_variant(variant_of(footprint, plan))
-    told, first, lived = simulate(footprint, plan, device, disk_rate), trace.call == 1, []
+    told, first, measured_phase = simulate(footprint, plan, device, disk_rate), trace.call == 1, []
     for number, seen in _matched(footprint, trace.phases):
         phase = footprint.phases[number]
         several = len(phase.call_order) >= SEVERAL
-        pace = None
+        time_scale = None
         if seen.runs == len(phase.call_order) and (several or not (first or spread)):
-            pace = _pace(_player(footprint, number, plan, device, disk_rate), seen.seconds)
-            if pace is not None and pace < 1 and not ((several or device.is_cpu) and (first or _stays(phase, plan))):
-                pace = None
+            time_scale = _cost_model(_player(footprint, number, plan, device, disk_rate), seen.seconds)
+            if (
+                time_scale is not None
+                and time_scale < 1
+                and not ((several or device.is_cpu) and (first or _resident(phase, plan)))
+            ):
+                time_scale = None
         ahead = told[number + 1 : number + 2] if not first else ()
         more = _more(told[number], seen.peak_bytes, device, ahead) if trace.other_bytes <= most_beside(device) else 0
-        lived.append(
+        measured_phase.append(
             PhaseMeasurement(
                 name=phase.name, runs=seen.runs, predicted_seconds=told[number].seconds, seconds=seen.seconds,
                 predicted_bytes=told[number].peak(device), peak_bytes=seen.peak_bytes,
                 activations=max(seen.peak_bytes - seen.peak_weights, 0), peak_reserved=seen.peak_reserved,
-                time_scale=pace, extra_bytes=more,
+                time_scale=time_scale, extra_bytes=more,
             )
         )  # fmt: skip
-    return CallMeasurement(plan=_digest(plan), first_call=first, stored=stored_in(plan), phases=tuple(lived))
+    return CallMeasurement(plan=_digest(plan), first_call=first, stored=stored_in(plan), phases=tuple(measured_phase))
 
 
 def stored_in(plan: Plan) -> dict[str, Storage]:
@@ -121,7 +125,7 @@ def _counted(names: Iterable[str]) -> Iterator[tuple[str, int]]:
         times[name] += 1
 
 
-def _stays(phase: Phase, plan: Plan) -> bool:
+def _resident(phase: Phase, plan: Plan) -> bool:
     """Whether no weights come for any of its passes."""
     return all(plan.components[done.component].placement == "resident" for done in phase.calls)
 
@@ -144,14 +148,14 @@ def _player(
     """The seconds of a phase at a pace."""
     before, phase = footprint.phases[:number], footprint.phases[number]
 
-    def seconds(pace: float) -> float:
-        tried = footprint.model_copy(update={"phases": (*before, _paced(phase, pace))})
+    def seconds(time_scale: float) -> float:
+        tried = footprint.model_copy(update={"phases": (*before, _paced(phase, time_scale))})
         return simulate(tried, plan, device, disk_rate)[number].seconds
 
     return seconds
 
 
-def _pace(played: Callable[[float], float], seconds: float) -> float | None:
+def _cost_model(played: Callable[[float], float], seconds: float) -> float | None:
     """The pace at which a phase takes `seconds`; None where it does not tell.
 
     Copies take their time at any pace, so a phase that is n times as long computes at least n times as long, and one
@@ -161,8 +165,8 @@ def _pace(played: Callable[[float], float], seconds: float) -> float | None:
     if not plain or not 1 / MOST < seconds / plain < MOST:
         return None
 
-    def follows(pace: float, there: float) -> bool:
-        return played(pace * (1 + STEP)) - there >= SHARE * STEP * there
+    def follows(time_scale: float, there: float) -> bool:
+        return played(time_scale * (1 + STEP)) - there >= SHARE * STEP * there
 
     guess = seconds / plain
     if guess >= 1 and not follows(1.0, plain):  # the slower it computes, the more it does
@@ -194,20 +198,22 @@ def calibrate(
     alike = [each for each in experiences if each.stored == storages]
     changes, reasons, told = dict[int, tuple[float, int]](), list[Reason](), True
     for number, phase in enumerate(footprint.phases):
-        lived = [
+        measured_phase = [
             (each.first_call, one) for each in alike for at, one in _matched(footprint, each.phases) if at == number
         ]
-        paces = [one.time_scale for first, one in lived if one.time_scale and not first]
-        paces = paces or [one.time_scale for _, one in lived if one.time_scale]
-        told = told and bool(paces)
-        pace = statistics.median_low(paces) if paces else 1.0
-        pace = pace if abs(pace - 1) > NOTABLE else 1.0
-        if pace != 1.0:
+        time_scales = [one.time_scale for first, one in measured_phase if one.time_scale and not first]
+        time_scales = time_scales or [one.time_scale for _, one in measured_phase if one.time_scale]
+        told = told and bool(time_scales)
+        time_scale = statistics.median_low(time_scales) if time_scales else 1.0
+        time_scale = time_scale if abs(time_scale - 1) > NOTABLE else 1.0
+        if time_scale != 1.0:
             reasons.append(
-                Reason(decision=f"times of {phase.name} are {pace:.3g} × what rates say", because=_in(paces))
+                Reason(
+                    decision=f"times of {phase.name} are {time_scale:.3g} × what rates say", because=_in(time_scales)
+                )
             )
-        more = [one.extra_bytes for _, one in lived if one.extra_bytes]
-        changes[number] = pace, max(more, default=0)
+        more = [one.extra_bytes for _, one in measured_phase if one.extra_bytes]
+        changes[number] = time_scale, max(more, default=0)
         if more:
             decision = f"{phase.name} takes {format_bytes(max(more))} more than shapes say"
             reasons.append(Reason(decision=decision, because=_in(more)))
@@ -221,8 +227,12 @@ def _changed(footprint: Footprint, changes: Mapping[int, tuple[float, int]]) -> 
     """`footprint` with the pace and the bytes more of each phase by number, however denoisers work."""
 
     def change(number: int, phase: Phase) -> Phase:
-        pace, more = changes[number]
-        return _roomier(_paced(phase, pace) if pace != 1.0 else phase, more) if (pace, more) != (1.0, 0) else phase
+        time_scale, more = changes[number]
+        return (
+            _roomier(_paced(phase, time_scale) if time_scale != 1.0 else phase, more)
+            if (time_scale, more) != (1.0, 0)
+            else phase
+        )
 
     places = footprint.denoiser_phases
     variants = (
@@ -237,9 +247,9 @@ def _in(runs: Sequence[object]) -> str:
     return f"measured in {len(runs)} run{'s' * (len(runs) > 1)} on this machine"
 
 
-def _paced(phase: Phase, pace: float) -> Phase:
-    """`phase` with all that is computed, and launched, taking `pace` times as long."""
-    passes = tuple(done.model_copy(update={"time_scale": pace}) for done in phase.calls)
+def _paced(phase: Phase, time_scale: float) -> Phase:
+    """`phase` with all that is computed, and launched, taking `time_scale` times as long."""
+    passes = tuple(done.model_copy(update={"time_scale": time_scale}) for done in phase.calls)
     return phase.model_copy(update={"calls": passes})
 
 

@@ -40,7 +40,7 @@ class Candidate(NamedTuple):
 def candidates(
     component: Component,
     whole: ComponentPlan,
-    parcels: Mapping[Granularity, WeightGroupSizes],
+    groups: Mapping[Granularity, WeightGroupSizes],
     count: int,
     *,
     by_blocks: bool,
@@ -52,52 +52,57 @@ def candidates(
 
     If it is to work `by_blocks`, which only does what streams, then with all of them staying, too.
     """
-    layers = parcels["layer"]
+    layers = groups["layer"]
     yield Candidate(whole, taken(layers.sizes.values(), 0))
     if component.layers:
-        grains: list[Granularity] = [grain for grain in parcels if _may_move(component, grain, parcels)]
-        streams = {grain: whole.model_copy(update={"placement": "stream", "granularity": grain}) for grain in grains}
+        granularities: list[Granularity] = [
+            granularity for granularity in groups if _may_move(component, granularity, groups)
+        ]
+        streams = {
+            granularity: whole.model_copy(update={"placement": "stream", "granularity": granularity})
+            for granularity in granularities
+        }
         if by_blocks:
-            yield _all_staying(streams[grains[0]], parcels[grains[0]])
-        for grain, draft in streams.items():
-            yield from _sized(component, draft, parcels[grain], count)
-            if len(parcels[grain].sizes) <= FEW and not component.compiled:
-                yield from _any_staying(draft, parcels[grain])
-            elif grain == "layer":
-                yield from _giants_staying(draft, parcels[grain])
+            yield _all_staying(streams[granularities[0]], groups[granularities[0]])
+        for granularity, draft in streams.items():
+            yield from _sized(component, draft, groups[granularity], count)
+            if len(groups[granularity].sizes) <= FEW and not component.compiled:
+                yield from _any_staying(draft, groups[granularity])
+            elif granularity == "layer":
+                yield from _giants_staying(draft, groups[granularity])
 
 
-def _may_move(component: Component, grain: Granularity, parcels: Mapping[Granularity, WeightGroupSizes]) -> bool:
+def _may_move(component: Component, granularity: Granularity, groups: Mapping[Granularity, WeightGroupSizes]) -> bool:
     """Whether its weights may move so: by blocks where they are compiled, else by layers, or by blocks of several."""
-    if grain == "layer":
+    if granularity == "layer":
         return not component.compiled
-    return component.compiled or len(parcels["block"].sizes) < len(parcels["layer"].sizes)
+    return component.compiled or len(groups["block"].sizes) < len(groups["layer"].sizes)
 
 
-def _sized(component: Component, streams: ComponentPlan, parcels: WeightGroupSizes, count: int) -> Iterator[Candidate]:
+def _sized(component: Component, streams: ComponentPlan, groups: WeightGroupSizes, count: int) -> Iterator[Candidate]:
     """Sizes between the least that a component streams with and all of it, each larger by the same factor."""
-    loose = small_tensor_bytes(component)
-    least, most = loose + parcels.least, loose + parcels.whole
+    small_bytes = small_tensor_bytes(component)
+    least, most = small_bytes + groups.least, small_bytes + groups.whole
     sizes = {int(least * (most / least) ** (step / count)) for step in range(count)} if least < most else set()
     for size in sorted(sizes):
-        divided = parcels.divide(size - loose)
+        divided = groups.divide(size - small_bytes)
         draft = streams.model_copy(update={"weight_memory": size})
         if divided.spare:
             yield Candidate(draft, up(divided.least), exact=False)
         else:
-            yield Candidate(draft, _taken(parcels, divided.kept, divided.ring))
+            yield Candidate(draft, _taken(groups, divided.kept, divided.ring))
 
 
-def _any_staying(streams: ComponentPlan, parcels: WeightGroupSizes) -> Iterator[Candidate]:
-    for count in range(len(parcels.sizes)):
-        for stays in itertools.combinations(parcels.sizes, count):
+def _any_staying(streams: ComponentPlan, groups: WeightGroupSizes) -> Iterator[Candidate]:
+    for count in range(len(groups.sizes)):
+        for resident in itertools.combinations(groups.sizes, count):
             for ahead in AHEAD:
-                yield _staying(streams, parcels, frozenset(stays), ahead)
+                yield _staying(streams, groups, frozenset(resident), ahead)
 
 
-def _all_staying(streams: ComponentPlan, parcels: WeightGroupSizes) -> Candidate:
-    plan = streams.model_copy(update={"resident_layers": tuple(parcels.sizes), "ring_buffer": 0})
-    return Candidate(plan, taken(parcels.sizes.values(), 0))
+def _all_staying(streams: ComponentPlan, groups: WeightGroupSizes) -> Candidate:
+    plan = streams.model_copy(update={"resident_layers": tuple(groups.sizes), "ring_buffer": 0})
+    return Candidate(plan, taken(groups.sizes.values(), 0))
 
 
 def _giants_staying(streams: ComponentPlan, layers: WeightGroupSizes) -> Iterator[Candidate]:
@@ -135,14 +140,14 @@ def _with_more(
     return Candidate(streams, up(max(least, 0)), exact=False, chosen=chosen)
 
 
-def _staying(streams: ComponentPlan, parcels: WeightGroupSizes, stays: Set[str], ahead: int) -> Candidate:
+def _staying(streams: ComponentPlan, groups: WeightGroupSizes, resident: Set[str], ahead: int) -> Candidate:
     """Just these stay."""
-    passing = (parcels.sizes[name] for name in parcels.order if name not in stays)
+    passing = (groups.sizes[name] for name in groups.order if name not in resident)
     ring = sum(itertools.islice(passing, ahead))
-    named = tuple(name for name in parcels.sizes if name in stays)
+    named = tuple(name for name in groups.sizes if name in resident)
     plan = streams.model_copy(update={"resident_layers": named, "ring_buffer": ring})
-    return Candidate(plan, _taken(parcels, stays, ring))
+    return Candidate(plan, _taken(groups, resident, ring))
 
 
-def _taken(parcels: WeightGroupSizes, stays: Set[str], ring: int) -> int:
-    return taken((size for name, size in parcels.sizes.items() if name in stays), ring)
+def _taken(groups: WeightGroupSizes, resident: Set[str], ring: int) -> int:
+    return taken((size for name, size in groups.sizes.items() if name in resident), ring)

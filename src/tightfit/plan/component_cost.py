@@ -26,24 +26,24 @@ ALIKE = 1e-6  # … or three, if these took as long up to so much of it
 
 
 class ComponentCost:
-    """A component that follows `plan` on `device`, at its `pace` there; a disk gives `disk_rate` bytes a second."""
+    """A component that follows `plan` on `device`, timed by `cost_model`; disks read `disk_rate` bytes a second."""
 
     def __init__(
         self,
         component: Component,
         plan: ComponentPlan,
         device: Accelerator,
-        pace: CostModel,
+        time_scale: CostModel,
         disk_rate: float | None = None,
         seconds: Mapping[str, float] | None = None,
     ) -> None:
         """`seconds` is how long each of its leaves is at work, where that is known."""
         self.component, self.remains = component, plan.placement == "resident"
         self.plan = resolve_streaming(component, plan, seconds) if plan.placement == "stream" else plan
-        self._device, self._pace = device, pace
-        self._sizes = {} if self.remains else weight_group_sizes(component, self._grain, self.plan)
-        self._stays = set(self._sizes if plan.placement == "offload" else self.plan.resident_layers or ())
-        self._loose = small_tensor_bytes(component)
+        self._device, self._cost_model = device, time_scale
+        self._sizes = {} if self.remains else weight_group_sizes(component, self._granularity, self.plan)
+        self._resident = set(self._sizes if plan.placement == "offload" else self.plan.resident_layers or ())
+        self._small_bytes = small_tensor_bytes(component)
         link = device.link_rate or float("inf")
         self.rate = min(link, disk_rate or link) if plan.offload_to == "disk" else link  # bytes a second from its home
         self.launch = device.launch_overhead  # seconds of the host for each piece of work
@@ -52,7 +52,7 @@ class ComponentCost:
         self.idle = 0.0  # seconds at the end of its last pass for which its link has nothing to bring for it
 
     @property
-    def _grain(self) -> Granularity:
+    def _granularity(self) -> Granularity:
         return self.plan.granularity or "layer"
 
     @property
@@ -73,7 +73,7 @@ class ComponentCost:
     @cached_property
     def passing(self) -> dict[str, int]:
         """What passes through its ring, with its bytes."""
-        return {name: size for name, size in self._sizes.items() if name not in self._stays}
+        return {name: size for name, size in self._sizes.items() if name not in self._resident}
 
     @property
     def room(self) -> int:
@@ -85,8 +85,8 @@ class ComponentCost:
         """Bytes more while it works."""
         if self.remains:
             return 0
-        stays = (size for name, size in self._sizes.items() if name in self._stays)
-        return taken(stays, self.plan.ring_buffer or 0) + (0 if self._device.is_cpu else up(self._loose))
+        resident = (size for name, size in self._sizes.items() if name in self._resident)
+        return taken(resident, self.plan.ring_buffer or 0) + (0 if self._device.is_cpu else up(self._small_bytes))
 
     def early(self, seconds: float) -> int:
         """Bytes of it that can come in so long; none where that is no more than the largest that moves together."""
@@ -99,32 +99,36 @@ class ComponentCost:
         if self._device.is_cpu:
             return now
         launching = self.component.small_tensor_bytes * self.launch
-        return now + launching + self._loose / (self.rate * PAGEABLE)  # it is not page-locked
+        return now + launching + self._small_bytes / (self.rate * PAGEABLE)  # it is not page-locked
 
     def work(self, done: ComponentCall, runs: int, now: float, way: StripProfile | None = None) -> float:
         """When `runs` passes are done that begin `now`, one after another, each in the same `way`."""
         if self.remains or (self._flow is not None and self._flow.complete):
-            self.idle = self._pace.seconds_without_weights(done, way, None if self.remains else self._grain)
+            self.idle = self._cost_model.seconds_without_weights(done, way, None if self.remains else self._granularity)
             return now + runs * self.idle
-        stretches = self._pace.stretches(done, self._grain)
+        segments = self._cost_model.segments(done, self._granularity)
         if self._flow is None:
-            used = {stretch.parcel for stretch in stretches}
-            guess = [name for name in self._pace.expected(self._grain) if name in used]
+            used = {segment.group for segment in segments}
+            guess = [name for name in self._cost_model.expected(self._granularity) if name in used]
             ring, overheads = self.plan.ring_buffer or 0, self._overheads
             self._flow = TransferSimulator(
-                guess, self._sizes, self._stays, ring, self.rate, self.launch, now, overheads
+                guess, self._sizes, self._resident, ring, self.rate, self.launch, now, overheads
             )
         self._flow.now = max(self._flow.now, now)
         seconds: list[float] = []
         while len(seconds) < min(runs, KNOWN) and not self._flow.complete and not _steady(seconds):
             if way is None:
-                seconds.append(self._flow.work(stretches))
+                seconds.append(self._flow.work(segments))
             else:
                 seconds.append(
-                    work_in_strips(self._pace.laps(way, done.time_scale, self._grain), way.batch_items, self._flow)
+                    work_in_strips(
+                        self._cost_model.timings(way, done.time_scale, self._granularity), way.batch_items, self._flow
+                    )
                 )
         later = (
-            self._pace.seconds_without_weights(done, way, self._grain) if self._flow.complete else sum(seconds[-2:]) / 2
+            self._cost_model.seconds_without_weights(done, way, self._granularity)
+            if self._flow.complete
+            else sum(seconds[-2:]) / 2
         )
         self.idle = later if self._flow.complete and len(seconds) < runs else self._flow.idle
         return now + sum(seconds) + later * (runs - len(seconds))
@@ -135,16 +139,16 @@ def _steady(seconds: Sequence[float]) -> bool:
     return len(seconds) > 2 and abs(seconds[-1] - seconds[-2]) <= ALIKE * seconds[-1]
 
 
-def chunks(parcels: Iterable[Parcel], size: Callable[[Parcel], int]) -> Iterator[list[Parcel]]:
+def chunks(groups: Iterable[Parcel], size: Callable[[Parcel], int]) -> Iterator[list[Parcel]]:
     """What is taken, and given up, together of what stays: up to CHUNK bytes."""
     chunk: list[Parcel] = []
     whole = 0
-    for parcel in parcels:
-        if chunk and whole + size(parcel) > CHUNK:
+    for group in groups:
+        if chunk and whole + size(group) > CHUNK:
             yield chunk
             chunk, whole = [], 0
-        chunk.append(parcel)
-        whole += size(parcel)
+        chunk.append(group)
+        whole += size(group)
     if chunk:
         yield chunk
 
@@ -156,9 +160,9 @@ def always(component: Component, device: Accelerator, *, remains: bool) -> int:
     return up(small_tensor_bytes(component)) if device.is_cpu else 0
 
 
-def taken(stays: Iterable[int], ring: int) -> int:
+def taken(resident: Iterable[int], ring: int) -> int:
     """Bytes of a device for what stays, and for the ring."""
-    return sum(up(sum(chunk)) for chunk in chunks(stays, int)) + up(ring)
+    return sum(up(sum(chunk)) for chunk in chunks(resident, int)) + up(ring)
 
 
 def up(size: int, multiple: int = SEGMENT) -> int:

@@ -20,7 +20,7 @@ class CoResidencyTracker:
     """Components on one device, as if none of them stayed there for good."""
 
     def __init__(self) -> None:
-        self.aboard: set[str] = set()
+        self.device_bytes: set[str] = set()
         self._turns: Counter[frozenset[str]] = Counter()
         self._last: str | None = None
 
@@ -29,9 +29,9 @@ class CoResidencyTracker:
         if self._last not in (None, name):
             self._turns[frozenset((name, self._last or ""))] += 1
         self._last = name
-        self.aboard = {other for other in self.aboard if other == name or self._share(name, other)}
-        came = name not in self.aboard
-        self.aboard.add(name)
+        self.device_bytes = {other for other in self.device_bytes if other == name or self._share(name, other)}
+        came = name not in self.device_bytes
+        self.device_bytes.add(name)
         return came
 
     def _share(self, one: str, other: str) -> bool:
@@ -72,8 +72,8 @@ def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
     used = {
         path for done in passes for use in done.block_uses for turn in use.layer_work for path in paths_to(turn.layer)
     }
-    leaves = (leaf.name for c in footprint.components if c.name == key[0] for leaf in c.layers)
-    roots = (next((path for path in paths_to(leaf) if path not in used), None) for leaf in leaves)
+    layers = (layer.name for c in footprint.components if c.name == key[0] for layer in c.layers)
+    roots = (next((path for path in paths_to(layer) if path not in used), None) for layer in layers)
     return tuple(root for root in dict.fromkeys(roots) if root is not None)
 
 

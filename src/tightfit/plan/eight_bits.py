@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tightfit.plan.cost_model import strip_profile_of
 from tightfit.schema.footprint import Component, Footprint, WeightBlock
 from tightfit.schema.plan import ComponentPlan, Storage, VaePlan
 
@@ -35,7 +34,7 @@ def rooms_of(footprint: Footprint, vae: VaePlan, storages: Mapping[str, Storage]
         if component.name in storages
     }
     return [
-        (strip_profile_of(phase, vae) or phase).allocator_bytes
+        (vae.strip_profile(phase) or phase).allocator_bytes
         + max((widened.get(done.component, 0) for done in phase.calls), default=0)
         for phase in footprint.phases
     ]
@@ -43,13 +42,13 @@ def rooms_of(footprint: Footprint, vae: VaePlan, storages: Mapping[str, Storage]
 
 def widened_bytes(component: Component, chosen: ComponentPlan) -> int:
     """The most bytes that a layer's weights take beside those stored in eight bits, while an operation uses them."""
-    return max((_widened_bytes(leaf, chosen) for leaf in component.layers if _narrow(leaf, chosen)), default=0)
+    return max((_widened_bytes(layer, chosen) for layer in component.layers if _narrow(layer, chosen)), default=0)
 
 
-def _widened_bytes(leaf: WeightBlock, chosen: ComponentPlan) -> int:
+def _widened_bytes(layer: WeightBlock, chosen: ComponentPlan) -> int:
     """In float32, and in the dtype that is computed in; int8 goes to bfloat16 at once."""
     whole = 0
-    for dtype, size in (leaf.matrices if chosen.storage == "int8" else leaf.dtypes).items():
+    for dtype, size in (layer.matrices if chosen.storage == "int8" else layer.dtypes).items():
         numbers, compute = size // WIDTHS.get(dtype, 1), chosen.compute_dtype or dtype
         if dtype in WIDTHS and not (chosen.storage == "int8" and compute == "bfloat16"):
             whole += numbers * WIDTHS["float32"]
@@ -58,18 +57,20 @@ def _widened_bytes(leaf: WeightBlock, chosen: ComponentPlan) -> int:
     return whole
 
 
-def _narrow(leaf: WeightBlock, chosen: ComponentPlan) -> bool:
-    """Whether `leaf` is stored in eight bits."""
+def _narrow(layer: WeightBlock, chosen: ComponentPlan) -> bool:
+    """Whether `layer` is stored in eight bits."""
     skip = DEFAULT_SKIP if chosen.skip_patterns is None else chosen.skip_patterns
-    return chosen.storage != "as-loaded" and not any(re.search(pattern, f"{leaf.name}.weight") for pattern in skip)
+    return chosen.storage != "as-loaded" and not any(re.search(pattern, f"{layer.name}.weight") for pattern in skip)
 
 
-def stored_bytes(leaf: WeightBlock, chosen: ComponentPlan) -> int:
-    """Bytes of `leaf` in the form in which it is stored."""
-    if not _narrow(leaf, chosen):
-        return leaf.bytes
+def stored_bytes(layer: WeightBlock, chosen: ComponentPlan) -> int:
+    """Bytes of `layer` in the form in which it is stored."""
+    if not _narrow(layer, chosen):
+        return layer.bytes
     if chosen.storage == "int8":
-        values = sum(size // WIDTHS.get(dtype, 1) for dtype, size in leaf.matrices.items())
-        return leaf.bytes - sum(leaf.matrices.values()) + values + leaf.rows * INT8_ROW
-    narrowed = sum(size - size // WIDTHS[dtype] - size // ROW for dtype, size in leaf.dtypes.items() if dtype in WIDTHS)
-    return leaf.bytes - narrowed
+        values = sum(size // WIDTHS.get(dtype, 1) for dtype, size in layer.matrices.items())
+        return layer.bytes - sum(layer.matrices.values()) + values + layer.rows * INT8_ROW
+    narrowed = sum(
+        size - size // WIDTHS[dtype] - size // ROW for dtype, size in layer.dtypes.items() if dtype in WIDTHS
+    )
+    return layer.bytes - narrowed

@@ -113,7 +113,7 @@ def _moves(plan: Plan, parts: Parts, *, separate: bool) -> Said:
         yield f"{names} offload", f"{whose} {sizes} are only needed while {who} works"
     for component, chosen in able:
         if chosen.placement == "stream":
-            largest = max(leaf.bytes for leaf in component.layers)
+            largest = max(layer.bytes for layer in component.layers)
             why = f"one layer at a time needs {format_bytes(largest)} of its {format_bytes(component.bytes)}"
             yield f"{component.name} stream", why
     if plan.offload_activations and separate:
@@ -142,7 +142,7 @@ def summarize(plan: Plan, footprint: Footprint) -> str:
     streams, turns = [], []
     for role, components in _by_role(footprint).items():
         if any(plan.components[c.name].placement == "stream" for c in components):
-            there = sum(_aboard(c, plan.components[c.name]) for c in components)
+            there = sum(_device_bytes(c, plan.components[c.name]) for c in components)
             share = _share(there, sum(c.bytes for c in components))
             streams.append(f"{_LABELS[role]} {share}{_whence(plan, components)}")
         elif any(plan.components[c.name].placement == "offload" for c in components):
@@ -158,7 +158,7 @@ def there_while_working(plan: Plan, footprint: Footprint, role: str) -> str:
     components = _by_role(footprint).get(role, [])
     if not components:
         return "none"
-    whole, there = sum(c.bytes for c in components), sum(_aboard(c, plan.components[c.name]) for c in components)
+    whole, there = sum(c.bytes for c in components), sum(_device_bytes(c, plan.components[c.name]) for c in components)
     placements = {plan.components[c.name].placement for c in components}
     if "stream" in placements:
         said = f"{format_bytes(there)} of {format_bytes(whole)}, streamed"
@@ -182,15 +182,16 @@ def _whence(plan: Plan, components: Sequence[Component]) -> str:
     return " from the disk" if any(c.placement != "resident" and c.offload_to == "disk" for c in chosen) else ""
 
 
-def _aboard(component: Component, chosen: ComponentPlan) -> int:
+def _device_bytes(component: Component, chosen: ComponentPlan) -> int:
     """Bytes of its weights on the device while it works, with the ring for what passes through."""
     if chosen.placement != "stream":
         return component.bytes
     settled = resolve_streaming(component, chosen)
     sizes = weight_group_sizes(component, settled.granularity or "layer", settled)
-    loose = component.bytes - sum(leaf.bytes for leaf in component.layers)
+    small_bytes = component.bytes - sum(layer.bytes for layer in component.layers)
     return min(
-        loose + (settled.ring_buffer or 0) + sum(sizes[name] for name in settled.resident_layers or ()), component.bytes
+        small_bytes + (settled.ring_buffer or 0) + sum(sizes[name] for name in settled.resident_layers or ()),
+        component.bytes,
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tightfit.catalog.cuda import PAGE_TAIL, WORKSPACE_STAYS, product_workspaces, workspace_bytes
 from tightfit.plan.component_cost import SEGMENT, ComponentCost, up
 from tightfit.plan.component_order import CoResidencyTracker, coming_early, worker_of
-from tightfit.plan.cost_model import CostModel, strip_profile_of
+from tightfit.plan.cost_model import CostModel
 from tightfit.plan.options import variant_of
 from tightfit.plan.timeline import seconds_without_weights, segment_of
 from tightfit.schema.footprint import ComponentCall, Footprint, Phase, Variant
@@ -66,7 +66,7 @@ def simulate(
 def add_joint_forecast(
     footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None = None
 ) -> Plan:
-    """`foresee` where components compute on several `devices`, by name."""
+    """`add_forecast` where components compute on several `devices`, by name."""
     calls = _calls(footprint, plan, devices, disk_rate)
     told = tuple(_joined(plan.device, phases, devices) for phases in _by_phases(calls))
     early = {stint: size for call in calls.values() for stint, size in call.early.items()}
@@ -178,7 +178,7 @@ class _CallSimulation:
 
     def _phase(self, phase: Phase) -> PhaseEstimate:
         began, weights = self._now, 0 if phase.call_order else self._there
-        way, widened = strip_profile_of(phase, self._vae), 0
+        way, widened = self._vae.strip_profile(phase), 0
         for index, group in itertools.groupby(phase.call_order):
             done = phase.calls[index]
             part = self._parts[done.component]
@@ -201,7 +201,7 @@ class _CallSimulation:
     @property
     def _there(self) -> int:
         """Bytes of weights on the device, of what comes and goes."""
-        return sum(self._parts[name].comes for name in self._guests.aboard)
+        return sum(self._parts[name].comes for name in self._guests.device_bytes)
 
 
 def share_of(footprint: Footprint, names: Collection[str], *, hosts: bool) -> Footprint:

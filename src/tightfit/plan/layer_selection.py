@@ -101,13 +101,13 @@ class WeightGroupSizes:
         return MemorySplit(frozenset(self.order[:count]), *best)
 
 
-def group_layers(component: Component, grain: Granularity) -> dict[str, list[str]]:
+def group_layers(component: Component, granularity: Granularity) -> dict[str, list[str]]:
     """The leaves that move together, by the name of what they are part of, in the order of the model."""
-    blocks = {unit.name for unit in component.blocks if unit.name} if grain == "block" else set()
+    blocks = {block.name for block in component.blocks if block.name} if granularity == "block" else set()
     groups: dict[str, list[str]] = {}
-    for leaf in component.layers:
-        alone = leaf.moves_with or leaf.name
-        groups.setdefault(next((path for path in paths_to(leaf.name) if path in blocks), alone), []).append(leaf.name)
+    for layer in component.layers:
+        alone = layer.moves_with or layer.name
+        groups.setdefault(next((path for path in paths_to(layer.name) if path in blocks), alone), []).append(layer.name)
     return groups
 
 
@@ -122,76 +122,78 @@ def resolve_streaming(
     """`chosen` with its granularity, ring buffer and resident layers decided, where it leaves them open.
 
     `seconds` is how long each of the component's leaves is at work; None: taken to be as their bytes.
-    Raises PlanError where `weights` is too little, with what would be enough, and for unknown names in `stays`.
+    Raises PlanError where `weight_memory` is too little, with what would be enough, and for unknown `resident_layers`.
     """
-    grain = chosen.granularity or _choose_grain(component, chosen)
-    if grain == "layer" and component.compiled:
+    granularity = chosen.granularity or _choose_granularity(component, chosen)
+    if granularity == "layer" and component.compiled:
         raise PlanError(
             f"{component.name} has compiled blocks, all of whose layers are needed at once: choose granularity=block",
             name=component.name,
         )
-    sizes = weight_group_sizes(component, grain, chosen)
+    sizes = weight_group_sizes(component, granularity, chosen)
     if chosen.resident_layers is not None:
-        return _checked(component, chosen.model_copy(update={"granularity": grain}), sizes)
-    parcels, loose = WeightGroupSizes(sizes), small_tensor_bytes(component)
-    room = parcels.good if chosen.weight_memory is None else chosen.weight_memory - loose
-    if room >= parcels.whole:
-        return chosen.model_copy(update={"granularity": grain, "resident_layers": tuple(sizes), "ring_buffer": 0})
-    divided = parcels.divide(room)
+        return _checked(component, chosen.model_copy(update={"granularity": granularity}), sizes)
+    groups, small_bytes = WeightGroupSizes(sizes), small_tensor_bytes(component)
+    room = groups.good if chosen.weight_memory is None else chosen.weight_memory - small_bytes
+    if room >= groups.whole:
+        return chosen.model_copy(update={"granularity": granularity, "resident_layers": tuple(sizes), "ring_buffer": 0})
+    divided = groups.divide(room)
     if divided.spare < 0:
-        raise _too_little(component, chosen, loose, loose + parcels.least)
+        raise _too_little(component, chosen, small_bytes, small_bytes + groups.least)
     left = divided.ring + divided.spare
     ring = divided.ring if chosen.ring_buffer is None else min(chosen.ring_buffer, left)
     passing = {name: size for name, size in sizes.items() if name not in divided.kept}
-    stays = choose_resident_layers(passing, left - ring, ring, _by_parcel(component, grain, seconds)).union(
+    resident = choose_resident_layers(passing, left - ring, ring, _by_group(component, granularity, seconds)).union(
         divided.kept
     )
-    if (taken := sum(sizes[name] for name in stays) + ring) > room:
+    if (taken := sum(sizes[name] for name in resident) + ring) > room:
         raise PlanError(
             f"{component.name}: a ring of {format_bytes(ring)} cannot take what is larger, and if all that stays, "
-            f"its weights take {format_bytes(loose + taken)}, not {format_bytes(loose + room)}: a ring of "
+            f"its weights take {format_bytes(small_bytes + taken)}, not {format_bytes(small_bytes + room)}: a ring of "
             f"{format_bytes(divided.ring)} would do",
             name=component.name,
-            needed_bytes=loose + taken,
+            needed_bytes=small_bytes + taken,
         )
-    named = tuple(name for name in sizes if name in stays)
+    named = tuple(name for name in sizes if name in resident)
     return _checked(
         component,
-        chosen.model_copy(update={"granularity": grain, "ring_buffer": ring, "resident_layers": named}),
+        chosen.model_copy(update={"granularity": granularity, "ring_buffer": ring, "resident_layers": named}),
         sizes,
     )
 
 
 def small_tensor_bytes(component: Component) -> int:
     """What is small, and there as long as the component works."""
-    return component.bytes - sum(leaf.bytes for leaf in component.layers)
+    return component.bytes - sum(layer.bytes for layer in component.layers)
 
 
-def _too_little(component: Component, chosen: ComponentPlan, loose: int, least: int) -> PlanError:
+def _too_little(component: Component, chosen: ComponentPlan, small_bytes: int, least: int) -> PlanError:
     return PlanError(
         f"{component.name}: {format_bytes(chosen.weight_memory or 0)} are too little for its weights: "
-        f"{format_bytes(loose)} "
+        f"{format_bytes(small_bytes)} "
         f"of small ones always stay, and the large ones pass one by one from {least:,} bytes on",
         name=component.name,
         needed_bytes=least,
     )
 
 
-def _by_parcel(
-    component: Component, grain: Granularity, seconds: Mapping[str, float] | None
+def _by_group(
+    component: Component, granularity: Granularity, seconds: Mapping[str, float] | None
 ) -> dict[str, float] | None:
     if seconds is None:
         return None
-    return {name: sum(seconds[leaf] for leaf in leaves) for name, leaves in group_layers(component, grain).items()}
+    return {
+        name: sum(seconds[layer] for layer in layers) for name, layers in group_layers(component, granularity).items()
+    }
 
 
-def _choose_grain(component: Component, chosen: ComponentPlan) -> Granularity:
+def _choose_granularity(component: Component, chosen: ComponentPlan) -> Granularity:
     """Where nobody has tried both: blocks where they are compiled, or there is room for many, else layers.
 
     The smaller what passes through, the more can stay.
     """
     if chosen.resident_layers:  # by their names
-        whole = {unit.name for unit in component.blocks} - {leaf.name for leaf in component.layers}
+        whole = {block.name for block in component.blocks} - {layer.name for layer in component.layers}
         return "block" if whole.intersection(chosen.resident_layers) else "layer"
     if component.compiled:
         return "block"
@@ -201,12 +203,12 @@ def _choose_grain(component: Component, chosen: ComponentPlan) -> Granularity:
     return "block" if chosen.weight_memory - small_tensor_bytes(component) >= BLOCKS_FROM * largest else "layer"
 
 
-def weight_group_sizes(component: Component, grain: Granularity, chosen: ComponentPlan) -> dict[str, int]:
+def weight_group_sizes(component: Component, granularity: Granularity, chosen: ComponentPlan) -> dict[str, int]:
     """Bytes in the ring of all that moves together; from disks come whole sectors around what is wanted."""
     more = SECTORS * ALIGNMENT if chosen.offload_to == "disk" else PADDING
-    own = {leaf.name: stored_bytes(leaf, chosen) + more for leaf in component.layers}
-    groups = group_layers(component, grain)
-    return {name: -(-sum(own[leaf] for leaf in leaves) // ALIGNMENT) * ALIGNMENT for name, leaves in groups.items()}
+    own = {layer.name: stored_bytes(layer, chosen) + more for layer in component.layers}
+    groups = group_layers(component, granularity)
+    return {name: -(-sum(own[layer] for layer in layers) // ALIGNMENT) * ALIGNMENT for name, layers in groups.items()}
 
 
 def choose_resident_layers(
@@ -226,12 +228,12 @@ def choose_resident_layers(
     usual = total / whole if whole else 0.0  # bytes per second
     least, most = 0.0, 1000 * usual
     best = set(sizes) if total <= capacity else {name for name, size in sizes.items() if size > ring}
-    parcels = [(name, size, work[name]) for name, size in sizes.items()]
+    groups = [(name, size, work[name]) for name, size in sizes.items()]
     while most - least > CLOSE * (most + usual):
         rate = (least + most) / 2
-        stays = _late(parcels, ring, rate)
-        if sum(sizes[name] for name in stays) <= capacity:
-            best, most = stays, rate
+        resident = _late(groups, ring, rate)
+        if sum(sizes[name] for name in resident) <= capacity:
+            best, most = resident, rate
         else:
             least = rate
     left = capacity - sum(sizes[name] for name in best)
@@ -241,13 +243,13 @@ def choose_resident_layers(
     return best
 
 
-def _late(parcels: Sequence[tuple[str, int, float]], ring: int, rate: float) -> set[str]:
+def _late(groups: Sequence[tuple[str, int, float]], ring: int, rate: float) -> set[str]:
     """What would not have come in time at `rate` bytes a second, in the second of two passes."""
     come = float(ring)
     late: set[str] = set()
     for _ in range(2):
         late = set()
-        for name, size, seconds in parcels:
+        for name, size, seconds in groups:
             if size <= come:
                 come -= size
             else:
@@ -258,12 +260,12 @@ def _late(parcels: Sequence[tuple[str, int, float]], ring: int, rate: float) -> 
 
 
 def _checked(component: Component, chosen: ComponentPlan, sizes: Mapping[str, int]) -> ComponentPlan:
-    joined = {leaf.name: leaf.moves_with for leaf in component.layers if leaf.moves_with in sizes}
+    joined = {layer.name: layer.moves_with for layer in component.layers if layer.moves_with in sizes}
     for name in chosen.resident_layers or ():
         if name not in sizes and name not in joined:
             raise PlanError(unknown_name(f"layer of {component.name}", name, [*sizes, *joined]), name=name)
-    stays = {name if name in sizes else joined[name] for name in chosen.resident_layers or ()}
-    passing = [size for name, size in sizes.items() if name not in stays]
+    resident = {name if name in sizes else joined[name] for name in chosen.resident_layers or ()}
+    passing = [size for name, size in sizes.items() if name not in resident]
     ring = chosen.ring_buffer if chosen.ring_buffer is not None else min(AHEAD * max(passing, default=0), sum(passing))
     if ring < max(passing, default=0):
         raise PlanError(
@@ -272,5 +274,5 @@ def _checked(component: Component, chosen: ComponentPlan, sizes: Mapping[str, in
             name=component.name,
         )
     return chosen.model_copy(
-        update={"ring_buffer": ring, "resident_layers": tuple(name for name in sizes if name in stays)}
+        update={"ring_buffer": ring, "resident_layers": tuple(name for name in sizes if name in resident)}
     )

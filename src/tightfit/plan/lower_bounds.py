@@ -30,29 +30,31 @@ class LowerBounds:
     def __init__(
         self,
         part: ComponentCost,
-        parcels: Mapping[Granularity, WeightGroupSizes],
+        groups: Mapping[Granularity, WeightGroupSizes],
         work: Sequence[Runs],
-        pace: CostModel,
+        time_scale: CostModel,
     ) -> None:
         """`part` is there by phases."""
-        self._part, self._parcels, self._work, self._pace = part, parcels, work, pace
+        self._part, self._groups, self._work, self._cost_model = part, groups, work, time_scale
         self._small = small_tensor_bytes(part.component)
         self._known: dict[Granularity, _StoreBounds] = {}
 
     def of(self, plan: ComponentPlan) -> tuple[float, int]:
         """Seconds, and bytes that come."""
-        grain: Granularity = plan.granularity or "layer"
-        if grain not in self._known:
-            self._known[grain] = _StoreBounds(self._part, self._parcels[grain].sizes, self._work, self._pace, grain)
-        parcels = self._parcels[grain]
+        granularity: Granularity = plan.granularity or "layer"
+        if granularity not in self._known:
+            self._known[granularity] = _StoreBounds(
+                self._part, self._groups[granularity].sizes, self._work, self._cost_model, granularity
+            )
+        groups = self._groups[granularity]
         if plan.placement == "offload":
-            room = least = parcels.whole
+            room = least = groups.whole
         elif plan.resident_layers is None:
             room = max((plan.weight_memory or 0) - self._small, 0)
-            least = max(room - parcels.largest, 0)  # that may be left over
+            least = max(room - groups.largest, 0)  # that may be left over
         else:
-            room = least = sum(parcels.sizes[name] for name in plan.resident_layers) + (plan.ring_buffer or 0)
-        return self._known[grain].seconds(room), least + (0 if self._part.on_cpu else self._small)
+            room = least = sum(groups.sizes[name] for name in plan.resident_layers) + (plan.ring_buffer or 0)
+        return self._known[granularity].seconds(room), least + (0 if self._part.on_cpu else self._small)
 
     def of_part(self, part: ComponentCost) -> float:
         """Seconds, where `part` decides which weights stay."""
@@ -65,12 +67,17 @@ class _StoreBounds:
     """The same, for what moves together."""
 
     def __init__(
-        self, part: ComponentCost, sizes: Mapping[str, int], work: Sequence[Runs], pace: CostModel, grain: Granularity
+        self,
+        part: ComponentCost,
+        sizes: Mapping[str, int],
+        work: Sequence[Runs],
+        time_scale: CostModel,
+        granularity: Granularity,
     ) -> None:
         def pieces(done: ComponentCall, way: StripProfile | None, most: float = 0.0) -> _CallSegments | _StripBounds:
             if way is None:
-                return _CallSegments(pace.stretches(done, grain), sizes)
-            return _StripBounds(pace.laps(way, done.time_scale, grain), way.batch_items, sizes, most)
+                return _CallSegments(time_scale.segments(done, granularity), sizes)
+            return _StripBounds(time_scale.timings(way, done.time_scale, granularity), way.batch_items, sizes, most)
 
         self._rate = part.rate
         self._first = 0.0  # seconds until all that phases need has come once
@@ -80,10 +87,12 @@ class _StoreBounds:
         for (first, count, way), *later in work:
             self._first += part.come(0.0)
             if way is None:
-                self._first += _coming(pace.stretches(first, grain), sizes, part)
+                self._first += _coming(time_scale.segments(first, granularity), sizes, part)
             else:
-                coming = _coming(_one_after_another(pace.laps(way, first.time_scale, grain)), sizes, part)
-                self._again.append((pieces(first, way, max(coming, pace.seconds_without_weights(first, way))), 1))
+                coming = _coming(
+                    _one_after_another(time_scale.timings(way, first.time_scale, granularity)), sizes, part
+                )
+                self._again.append((pieces(first, way, max(coming, time_scale.seconds_without_weights(first, way))), 1))
             others = [(first, count - 1, way), *later]
             self._again += [(pieces(done, how), runs) for done, runs, how in others if runs]
 
@@ -96,24 +105,24 @@ class _StoreBounds:
         return self._first + sum(pieces.settled(part, runs) for pieces, runs in self._again)
 
 
-def _coming(stretches: Sequence[ComputeSegment], sizes: Mapping[str, int], part: ComponentCost) -> float:
+def _coming(segments: Sequence[ComputeSegment], sizes: Mapping[str, int], part: ComponentCost) -> float:
     """Seconds of a first pass: by the time something begins, all that was needed until then has come."""
     came, now, there = part.launch * part.rate, 0.0, set[str]()
-    for stretch in stretches:
-        if stretch.parcel not in there:
-            there.add(stretch.parcel)
-            came += sizes.get(stretch.parcel, 0)
-        now = max(now, came / part.rate) + stretch.seconds
+    for segment in segments:
+        if segment.group not in there:
+            there.add(segment.group)
+            came += sizes.get(segment.group, 0)
+        now = max(now, came / part.rate) + segment.seconds
     return now
 
 
 class _CallSegments:
     """A later pass in pieces. Its host may have launched all of it while weights of the first were awaited."""
 
-    def __init__(self, stretches: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> None:
-        self._stretches = stretches
-        pieces = _pieces(stretches, sizes)
-        self._works = [sum(stretch.seconds for stretch in piece) for piece in pieces]
+    def __init__(self, segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> None:
+        self._segments = segments
+        pieces = _pieces(segments, sizes)
+        self._works = [sum(segment.seconds for segment in piece) for piece in pieces]
         self._wants = [_wanted(pieces[first:], sizes) for first in range(len(pieces))]
 
     def seconds(self, room: int, rate: float) -> float:
@@ -133,17 +142,17 @@ class _CallSegments:
 
         Those that are not played take as long as the last two that are.
         """
-        one, two = two_in_a_row(self._stretches, part.passing, part.plan.ring_buffer or 0, part.rate)
+        one, two = two_in_a_row(self._segments, part.passing, part.plan.ring_buffer or 0, part.rate)
         return one + (runs - 1) * two / 2
 
 
-def _one_after_another(laps: Sequence[StripStageTiming]) -> list[ComputeSegment]:
+def _one_after_another(timings: Sequence[StripStageTiming]) -> list[ComputeSegment]:
     """A pass in strips, with the first of each lap in full."""
-    stretches: list[ComputeSegment] = []
-    for lap in laps:
-        others = sum((runs - 1) * stretch.seconds for runs, stretch in lap.turns)
-        stretches += [*lap.once, *lap.strip(0), ComputeSegment("", others, 0.0)]
-    return stretches
+    segments: list[ComputeSegment] = []
+    for timing in timings:
+        others = sum((runs - 1) * segment.seconds for runs, segment in timing.turns)
+        segments += [*timing.once, *timing.strip(0), ComputeSegment("", others, 0.0)]
+    return segments
 
 
 class _StripBounds:
@@ -153,21 +162,21 @@ class _StripBounds:
     """
 
     def __init__(
-        self, laps: Sequence[StripStageTiming], items: int, sizes: Mapping[str, int], most: float = 0.0
+        self, timings: Sequence[StripStageTiming], items: int, sizes: Mapping[str, int], most: float = 0.0
     ) -> None:
         self._items, self._most = items, most
         self._rounds: Counter[tuple[float, int]] = Counter()  # seconds, and bytes that are needed
         work, wanted, there, last = 0.0, 0, set[str](), ""
-        for stretch in in_order(laps):
-            if stretch.parcel in there and stretch.parcel != last:
+        for segment in in_order(timings):
+            if segment.group in there and segment.group != last:
                 self._rounds[work, wanted] += 1
                 work, wanted, there = 0.0, 0, set()
-            if stretch.parcel:
-                if stretch.parcel not in there:
-                    wanted += sizes.get(stretch.parcel, 0)
-                there.add(stretch.parcel)
-                last = stretch.parcel
-            work += stretch.seconds
+            if segment.group:
+                if segment.group not in there:
+                    wanted += sizes.get(segment.group, 0)
+                there.add(segment.group)
+                last = segment.group
+            work += segment.seconds
         self._rounds[work, wanted] += 1
 
     def seconds(self, room: int, rate: float) -> float:
@@ -180,17 +189,17 @@ class _StripBounds:
         return runs * self.seconds(part.room, part.rate)
 
 
-def _pieces(stretches: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> list[list[ComputeSegment]]:
+def _pieces(segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> list[list[ComputeSegment]]:
     """Cut wherever another equal share of all arithmetic and of all that is needed has been done."""
-    work = sum(stretch.seconds for stretch in stretches) or math.inf
-    needed = sum(sizes.get(stretch.parcel, 0) for stretch in stretches) or math.inf
+    work = sum(segment.seconds for segment in segments) or math.inf
+    needed = sum(sizes.get(segment.group, 0) for segment in segments) or math.inf
     pieces: list[list[ComputeSegment]] = []
     done = 0.0  # of 2
-    for stretch in stretches:
+    for segment in segments:
         if len(pieces) <= done / 2 * PIECES:
             pieces.append([])
-        pieces[-1].append(stretch)
-        done += stretch.seconds / work + sizes.get(stretch.parcel, 0) / needed
+        pieces[-1].append(segment)
+        done += segment.seconds / work + sizes.get(segment.group, 0) / needed
     return pieces
 
 
@@ -199,7 +208,7 @@ def _wanted(pieces: Sequence[Sequence[ComputeSegment]], sizes: Mapping[str, int]
     there: set[str] = set()
     wanted, whole = list[int](), 0
     for piece in pieces:
-        new = {stretch.parcel for stretch in piece} - there
+        new = {segment.group for segment in piece} - there
         there |= new
         whole += sum(sizes.get(name, 0) for name in new)
         wanted.append(whole)
@@ -209,14 +218,14 @@ def _wanted(pieces: Sequence[Sequence[ComputeSegment]], sizes: Mapping[str, int]
 class _Use(NamedTuple):
     """Of what comes; and all that is done from then until the next."""
 
-    parcel: str
+    group: str
     size: int  # bytes
     needed: float  # seconds for which it is at work
     later: float  # seconds
 
 
 def two_in_a_row(
-    stretches: Sequence[ComputeSegment], passing: Mapping[str, int], ring: int, rate: float
+    segments: Sequence[ComputeSegment], passing: Mapping[str, int], ring: int, rate: float
 ) -> tuple[float, float]:
     """Seconds until a pass is done, and two of them, at the least.
 
@@ -224,34 +233,34 @@ def two_in_a_row(
     of their use. What fits into the ring is there at the beginning, and what is to be used again before others need its
     place stays in it.
     """
-    lead, uses = _uses(stretches, passing)
+    lead, uses = _uses(segments, passing)
     following = [*uses, *uses]
     following.reverse()
-    arrivals: deque[float] = deque()  # of what is in the ring, use by use
+    handles: deque[float] = deque()  # of what is in the ring, use by use
     arrived, awaited = dict.fromkeys(passing, 0.0), dict.fromkeys(passing, 0)
     now = link = -math.inf  # all that comes before the beginning is there in time
     free = ring
 
     def send() -> None:
         nonlocal link, free
-        while following and (awaited[following[-1].parcel] or following[-1].size <= free):
-            parcel, size, _, _ = following.pop()
-            if not awaited[parcel]:
+        while following and (awaited[following[-1].group] or following[-1].size <= free):
+            group, size, _, _ = following.pop()
+            if not awaited[group]:
                 free -= size
                 link = (now if now > link else link) + size / rate
-                arrived[parcel] = link
-            awaited[parcel] += 1
-            arrivals.append(arrived[parcel])
+                arrived[group] = link
+            awaited[group] += 1
+            handles.append(arrived[group])
 
     send()
     now, ends = 0.0, list[float]()
     for _ in range(2):
         now += lead
-        for parcel, size, needed, later in uses:
-            arrival = arrivals.popleft()
-            now = (now if now > arrival else arrival) + needed
-            awaited[parcel] -= 1
-            if not awaited[parcel]:
+        for group, size, needed, later in uses:
+            handle = handles.popleft()
+            now = (now if now > handle else handle) + needed
+            awaited[group] -= 1
+            if not awaited[group]:
                 free += size
                 send()
             now += later
@@ -259,14 +268,14 @@ def two_in_a_row(
     return ends[0], ends[1]
 
 
-def _uses(stretches: Sequence[ComputeSegment], passing: Mapping[str, int]) -> tuple[float, list[_Use]]:
+def _uses(segments: Sequence[ComputeSegment], passing: Mapping[str, int]) -> tuple[float, list[_Use]]:
     """Seconds until something is needed that comes, and all that does."""
     lead, uses = 0.0, list[_Use]()
-    for stretch in stretches:
-        if stretch.parcel in passing:
-            uses.append(_Use(stretch.parcel, passing[stretch.parcel], stretch.seconds, 0.0))
+    for segment in segments:
+        if segment.group in passing:
+            uses.append(_Use(segment.group, passing[segment.group], segment.seconds, 0.0))
         elif uses:
-            uses[-1] = uses[-1]._replace(later=uses[-1].later + stretch.seconds)
+            uses[-1] = uses[-1]._replace(later=uses[-1].later + segment.seconds)
         else:
-            lead += stretch.seconds
+            lead += segment.seconds
     return lead, uses

@@ -72,8 +72,8 @@ def _plan(
 ) -> Plan:
     footprint, devices = team.footprint, [member.device for member in team.members]
     (host, _), *_ = found.shares
-    home: OffloadTarget = "disk" if budget.ram else "cpu"
-    components = {c.name: idle_plan(c, home) for c in footprint.components}
+    store: OffloadTarget = "disk" if budget.ram else "cpu"
+    components = {c.name: idle_plan(c, store) for c in footprint.components}
     for post, share in found.shares:
         elsewhere = {} if post is host else {"device": devices[post.member].name}
         components |= {name: option.plan.model_copy(update=elsewhere) for name, option in share.options}

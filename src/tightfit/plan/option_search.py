@@ -31,7 +31,7 @@ class Option(NamedTuple):
     plan: ComponentPlan
 
     @property
-    def aboard(self) -> int:
+    def device_bytes(self) -> int:
         """Bytes on the device while it works."""
         return self.always + self.comes
 
@@ -47,7 +47,7 @@ class LazyOption:
         least: Callable[[ComponentCost], float],
         time: Callable[[ComponentCost], float],
     ) -> None:
-        """`settle` decides what the plan leaves open, `least` knows better then, and `time` plays it, which is long."""
+        """`settle` decides what is open, `least` is the better bound then, and `time`, which is slow, simulates it."""
         self.seconds = seconds * (1 - ROUNDING)
         self.comes = comes
         self._settle, self._least, self._time = settle, least, time

@@ -13,7 +13,7 @@ from typing import Literal
 from tightfit.plan.candidates import Candidate, candidates
 from tightfit.plan.component_cost import ComponentCost, always, up
 from tightfit.plan.component_order import visits
-from tightfit.plan.cost_model import CostModel, strip_profile_of
+from tightfit.plan.cost_model import CostModel
 from tightfit.plan.layer_selection import WeightGroupSizes, small_tensor_bytes, weight_group_sizes
 from tightfit.plan.lower_bounds import LowerBounds, Runs
 from tightfit.plan.option_search import LazyOption, Option, OptionSet
@@ -29,7 +29,7 @@ Where = Literal["resident", "cpu", "disk"]  # the home of what comes and goes
 ENOUGH = 0.9  # of what is left: who takes less would gain nothing by more
 SIZES = 24  # between the least that a component streams with and all of it, each larger by the same factor, …
 FEWER = 12  # … and so many where denoisers work otherwise than usual
-GRAINS: tuple[Granularity, ...] = ("layer", "block")
+GRANULARITIES: tuple[Granularity, ...] = ("layer", "block")
 WHOLE = VaePlan()  # how it works if nothing is cut
 
 
@@ -49,7 +49,7 @@ class ComponentWorkload:
     def seconds(self, vae: VaePlan = WHOLE) -> float:
         """How long it works where all weights are there."""
         return sum(
-            count * self._pace.seconds_without_weights(done, way)
+            count * self._cost_model.seconds_without_weights(done, way)
             for runs in self._work(vae)
             for done, count, way in runs
         )
@@ -82,7 +82,7 @@ class ComponentWorkload:
         every, changes = self._sketches(where, storage, variant), variant.fields if variant else {}
         asked = [sketch.plan(self._by_leaf) for sketch in every if _goes_with(variant, sketch.draft)]
         part = self._part(every[0].draft, disk_rate)
-        least = None if part.remains else LowerBounds(part, self._parcels(part.plan), work, self._pace)
+        least = None if part.remains else LowerBounds(part, self._groups(part.plan), work, self._cost_model)
 
         def offer(plan: ComponentPlan) -> LazyOption:
             seconds, comes = least.of(plan) if least else (self.seconds(vae), 0)
@@ -101,19 +101,20 @@ class ComponentWorkload:
         small = 0 if self.device.is_cpu else up(small_tensor_bytes(self.component))
         count = SIZES if variant is None else FEWER
         by_blocks = variant is not None and variant.splits_batch and variant.by_blocks
-        found = candidates(self.component, whole, self._parcels(whole), count, by_blocks=by_blocks)
+        found = candidates(self.component, whole, self._groups(whole), count, by_blocks=by_blocks)
         return [sketch._replace(comes=sketch.comes + small) for sketch in found]
 
-    def _parcels(self, plan: ComponentPlan) -> Mapping[Granularity, WeightGroupSizes]:
+    def _groups(self, plan: ComponentPlan) -> Mapping[Granularity, WeightGroupSizes]:
         key = plan.offload_to, plan.storage
         if key not in self._known:
             self._known[key] = {
-                grain: WeightGroupSizes(weight_group_sizes(self.component, grain, plan)) for grain in GRAINS
+                granularity: WeightGroupSizes(weight_group_sizes(self.component, granularity, plan))
+                for granularity in GRANULARITIES
             }
         return self._known[key]
 
     def _part(self, plan: ComponentPlan, disk_rate: float | None = None) -> ComponentCost:
-        return ComponentCost(self.component, plan, self.device, self._pace, disk_rate, self._by_leaf)
+        return ComponentCost(self.component, plan, self.device, self._cost_model, disk_rate, self._by_leaf)
 
     def _work(self, vae: VaePlan) -> list[Runs]:
         if vae not in self._works:
@@ -121,12 +122,12 @@ class ComponentWorkload:
         return self._works[vae]
 
     @cached_property
-    def _pace(self) -> CostModel:
+    def _cost_model(self) -> CostModel:
         return CostModel(self.component, self.device)
 
     @cached_property
     def _by_leaf(self) -> dict[str, float] | None:
-        return self._pace.leaf_seconds(self._footprint, self.component)
+        return self._cost_model.leaf_seconds(self._footprint, self.component)
 
 
 def variant_of(footprint: Footprint, plan: Plan) -> Variant | None:
@@ -166,7 +167,7 @@ def why_there(task: ComponentWorkload, option: Option, left: int, phase: str, va
     kept += f" come one after another while those before them compute, {format_bytes(plan.ring_buffer or 0)} ahead"
     enough = "; more memory would not be faster" if option.comes < ENOUGH * left else ""
     return Reason(
-        decision=f"{name} streams{whence}, {format_bytes(option.aboard)} of its {whole} there at a time",
+        decision=f"{name} streams{whence}, {format_bytes(option.device_bytes)} of its {whole} there at a time",
         because=f"{there}: {kept}; {cost}{enough}",
     )
 
@@ -183,7 +184,7 @@ def _time(part: ComponentCost, work: Sequence[Runs]) -> float:
 
 def _work_of(component: Component, footprint: Footprint, vae: VaePlan) -> list[Runs]:
     """Its passes, and how often and in which way each is done at a time, by the times that it comes."""
-    ways = {id(done): strip_profile_of(phase, vae) for phase in footprint.phases for done in phase.calls}
+    ways = {id(done): vae.strip_profile(phase) for phase in footprint.phases for done in phase.calls}
     passes = (phase.calls[index] for phase in footprint.phases for index in phase.call_order)
     own = (done for done in passes if done.component == component.name)
     work = (list(itertools.islice(own, count)) for count in visits(footprint).get(component.name, ()))

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from tightfit.plan.component_order import ALTERNATIONS, visits
-from tightfit.plan.cost_model import strip_profile_of
 from tightfit.plan.eight_bits import rooms_of
 from tightfit.plan.forecast import most_weights, needed_bytes
 from tightfit.plan.option_search import BestOptionSearch, Option, OptionSet
@@ -113,7 +112,7 @@ class VariantSearch:
         return {vae: rooms_of(self.footprint, vae, self.storages) for vae in self._vaes}
 
     def _ways(self, vae: VaePlan) -> list[StripProfile | None]:
-        return [strip_profile_of(phase, vae) for phase in self.footprint.phases]
+        return [vae.strip_profile(phase) for phase in self.footprint.phases]
 
     def task(self, name: str) -> ComponentWorkload:
         """What the component `name` does."""

@@ -225,8 +225,8 @@ def _plan(
     idle.
     """
     footprint, device = found.branch.footprint, search.device
-    home: OffloadTarget = "disk" if device.is_cpu or (budget is not None and budget.ram) else "cpu"
-    components = {c.name: idle_plan(c, home) for c in footprint.components}
+    store: OffloadTarget = "disk" if device.is_cpu or (budget is not None and budget.ram) else "cpu"
+    components = {c.name: idle_plan(c, store) for c in footprint.components}
     components |= {name: option.plan for name, option in found.options}
     choices = {
         "components": {name: part.to_mapping() for name, part in components.items()},

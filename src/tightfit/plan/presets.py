@@ -74,9 +74,9 @@ def _placement(component: Component, level: int) -> Placement:
     return "offload" if level == 2 and component.role == "encoder" else "resident"
 
 
-def idle_plan(component: Component, home: OffloadTarget) -> ComponentPlan:
+def idle_plan(component: Component, store: OffloadTarget) -> ComponentPlan:
     """Where a component is that never works: it comes if somebody asks for it after all, or is there to be read."""
-    return ComponentPlan(placement="offload", offload_to=home) if component.has_forward else ComponentPlan()
+    return ComponentPlan(placement="offload", offload_to=store) if component.has_forward else ComponentPlan()
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

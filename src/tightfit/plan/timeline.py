@@ -26,14 +26,14 @@ __all__ = [
 class ComputeSegment(NamedTuple):
     """What is done while one leaf, or what it moves together with, is needed, or nothing that moves ("")."""
 
-    parcel: str
+    group: str
     seconds: float  # of the device
     launching: float  # seconds of the host, ahead of that
     waits: bool = False  # whether the host waits for it at its end
     gate: str = ""  # which of several layers that move together is at work
 
 
-def segment_of(work: Iterable[KernelGroup], device: Accelerator, parcel: str = "") -> ComputeSegment:
+def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = "") -> ComputeSegment:
     """Kernels one after another on `device`; what has no rate takes no time."""
     seconds = launching = 0.0
     for kernels in work:
@@ -41,16 +41,16 @@ def segment_of(work: Iterable[KernelGroup], device: Accelerator, parcel: str = "
         arithmetic = kernels.operations / rate if rate else 0.0
         seconds += max(arithmetic, kernels.traffic / device.memory_rate if device.memory_rate else 0.0)
         launching += kernels.kernels * device.launch_overhead
-    return ComputeSegment(parcel, seconds + launching if device.is_cpu else seconds, launching)
+    return ComputeSegment(group, seconds + launching if device.is_cpu else seconds, launching)
 
 
-def seconds_without_weights(stretches: Iterable[ComputeSegment], overhead: float = 0.0) -> float:
+def seconds_without_weights(segments: Iterable[ComputeSegment], overhead: float = 0.0) -> float:
     """The seconds of a pass that waits for no weights; the host takes `overhead` for each use of what could move."""
     seconds = launching = 0.0
-    for stretch in stretches:
-        seconds, launching = seconds + stretch.seconds, launching + stretch.launching
-        launching += overhead if stretch.parcel else 0.0
-        if stretch.waits:
+    for segment in segments:
+        seconds, launching = seconds + segment.seconds, launching + segment.launching
+        launching += overhead if segment.group else 0.0
+        if segment.waits:
             seconds = launching = max(seconds, launching)
     return max(seconds, launching)
 
@@ -74,29 +74,29 @@ class StripStageTiming(NamedTuple):
     def strip(self, number: int) -> list[ComputeSegment]:
         """What is done in one of them: in the first all of it."""
         return [
-            stretch
-            for runs, stretch in self.turns
+            segment
+            for runs, segment in self.turns
             if not number or number * runs // self.strips > (number - 1) * runs // self.strips
         ]
 
 
-def in_order(laps: Iterable[StripStageTiming]) -> Iterator[ComputeSegment]:
+def in_order(timings: Iterable[StripStageTiming]) -> Iterator[ComputeSegment]:
     """All that is done, one after another."""
-    for lap in laps:
-        yield from lap.once
-        for number in range(lap.strips):
-            yield from lap.strip(number)
+    for timing in timings:
+        yield from timing.once
+        for number in range(timing.strips):
+            yield from timing.strip(number)
 
 
-def merge_segments(stretches: Iterable[ComputeSegment], pace: float) -> list[ComputeSegment]:
-    """Neighbours that need the same are one; their arithmetic and launches take `pace` times as long as they say."""
+def merge_segments(segments: Iterable[ComputeSegment], time_scale: float) -> list[ComputeSegment]:
+    """Merge neighbours that need the same weights; arithmetic and launches take `time_scale` times as long."""
     found = list[ComputeSegment]()
-    for parcel, seconds, launching, waits, gate in stretches:
-        paced = ComputeSegment(parcel, seconds * pace, launching * pace, waits, gate)
-        if found and (found[-1].parcel, found[-1].gate) == (parcel, gate) and not found[-1].waits:
+    for group, seconds, launching, waits, gate in segments:
+        paced = ComputeSegment(group, seconds * time_scale, launching * time_scale, waits, gate)
+        if found and (found[-1].group, found[-1].gate) == (group, gate) and not found[-1].waits:
             before = found.pop()
             paced = ComputeSegment(
-                parcel, before.seconds + paced.seconds, before.launching + paced.launching, waits, gate
+                group, before.seconds + paced.seconds, before.launching + paced.launching, waits, gate
             )
         found.append(paced)
     return found
@@ -122,14 +122,14 @@ class Clocks(NamedTuple):
 
 @dataclass
 class _SimulatedArrival:
-    """A parcel that is there, or on its way."""
+    """A group that is there, or on its way."""
 
-    arrival: float
+    handle: float
     lease: Lease | None  # its place in the ring; None: it stays, or has memory of its own
 
 
 class TransferSimulator:
-    """Parcels of `sizes` bytes over a link of `link_rate` bytes a second: those in `stays` once, others for each use.
+    """Groups of `sizes` bytes over a link of `link_rate` bytes a second: those in `resident` once, others for each use.
 
     `guess` is the order in which they are expected to be used, until that is known. The host takes `launch` seconds
     for each piece of work, and `overheads` for each use. The computing stream has done all that it was given by `now`.
@@ -139,7 +139,7 @@ class TransferSimulator:
         self,
         guess: Sequence[str],
         sizes: Mapping[str, int],
-        stays: Collection[str],
+        resident: Collection[str],
         ring: int,
         link_rate: float,
         launch: float = 0.0,
@@ -147,7 +147,7 @@ class TransferSimulator:
         overheads: HostOverheads = NO_OVERHEADS,
     ) -> None:
         self.now = self._link = self._began = self._host = self._fed = now
-        self._sizes, self._stays, self._rate, self._launch = sizes, set(stays), link_rate, launch
+        self._sizes, self._resident, self._rate, self._launch = sizes, set(resident), link_rate, launch
         self._overheads = overheads
         self._order, self._ring = PrefetchOrder(guess), Ring(ring)
         self._here: dict[str, _SimulatedArrival] = {}
@@ -155,19 +155,19 @@ class TransferSimulator:
     @property
     def complete(self) -> bool:
         """Whether nothing comes any more: all that is used stays, and is there."""
-        return self._order.known and all(parcel in self._stays and parcel in self._here for parcel in self._order)
+        return self._order.known and all(group in self._resident and group in self._here for group in self._order)
 
     @property
     def idle(self) -> float:
         """Seconds at the end of the last pass for which the link had nothing to bring for it."""
         return self.now - self._fed
 
-    def work(self, stretches: Iterable[ComputeSegment]) -> float:
-        """The seconds that a pass takes in which parcels are needed for these stretches."""
+    def work(self, segments: Iterable[ComputeSegment]) -> float:
+        """The seconds that a pass takes in which groups are needed for these stretches."""
         began = self.now
         self.begin()
-        for stretch in stretches:
-            self.do(stretch)
+        for segment in segments:
+            self.do(segment)
         self.end()
         return self.now - began
 
@@ -182,25 +182,25 @@ class TransferSimulator:
         self._order.end()
         self._send_ahead()
 
-    def expect(self, parcels: Sequence[str]) -> None:
+    def expect(self, groups: Sequence[str]) -> None:
         """Of this pass it is known that these are needed from now on, in this order."""
-        if self._order.expect(parcels):
+        if self._order.expect(groups):
             self._send_ahead()
             self._drop(lambda other: not self._order.awaited(other))
             self._send_ahead()
 
-    def do(self, stretch: ComputeSegment) -> None:
+    def do(self, segment: ComputeSegment) -> None:
         """Work, as soon as what it needs is there."""
-        parcel, seconds, launching, waits, _ = stretch
-        if parcel:
+        group, seconds, launching, waits, _ = segment
+        if group:
             self._host += self._overheads.resident
-            self._need(parcel)
+            self._need(group)
         self._host += launching
         self.now = max(self.now + seconds, self._host)
         if waits:
             self._host = self.now
-        if parcel:
-            self._done(parcel)
+        if group:
+            self._done(group)
 
     def launch(self, seconds: float) -> None:
         """The host is busy for so long."""
@@ -219,67 +219,67 @@ class TransferSimulator:
     def clocks(self) -> Clocks:
         return Clocks(self.now, self._host, self._link)
 
-    def skip(self, parcels: Sequence[str], most: int, later: Clocks) -> int:
-        """What needs `parcels`, one after another, is done again up to `most` times; returns how often.
+    def skip(self, groups: Sequence[str], most: int, later: Clocks) -> int:
+        """What needs `groups`, one after another, is done again up to `most` times; returns how often.
 
         Each time that makes the clocks so much `later`. What comes after it has not been looked at then, unless
         nothing of this has to come.
         """
-        there = all(parcel in self._stays and parcel in self._here for parcel in parcels)
-        times = most if there else max(most - self._order.ahead // len(parcels), 0)
+        there = all(group in self._resident and group in self._here for group in groups)
+        times = most if there else max(most - self._order.ahead // len(groups), 0)
         if times:
-            self._order.skip(times * len(parcels), times * len(parcels) * (not there))
+            self._order.skip(times * len(groups), times * len(groups) * (not there))
             self.now, self._host, self._link = (a + times * b for a, b in zip(self.clocks, later, strict=True))
             for here in self._here.values():
-                here.arrival += times * later.now
+                here.handle += times * later.now
         return times
 
-    def _need(self, parcel: str) -> None:
-        expected = self._order.used(parcel)
+    def _need(self, group: str) -> None:
+        expected = self._order.used(group)
         if not expected:
-            self._drop(lambda other: self._order.passed(other) and other != parcel)
-        if parcel not in self._here and not self._send_if_room(parcel):
-            self._drop(lambda other: other != parcel)
-            if not self._send_if_room(parcel):
-                self._send(parcel, self.now, None)
-        arrival = self._here[parcel].arrival
-        self.now, self._fed = max(self.now, arrival), max(self._fed, arrival)
+            self._drop(lambda other: self._order.passed(other) and other != group)
+        if group not in self._here and not self._send_if_room(group):
+            self._drop(lambda other: other != group)
+            if not self._send_if_room(group):
+                self._send(group, self.now, None)
+        handle = self._here[group].handle
+        self.now, self._fed = max(self.now, handle), max(self._fed, handle)
 
-    def _done(self, parcel: str) -> None:
-        if parcel not in self._stays and not self._order.awaited(parcel):
-            self._release(parcel)
+    def _done(self, group: str) -> None:
+        if group not in self._resident and not self._order.awaited(group):
+            self._release(group)
             self._send_ahead()
 
     def _send_ahead(self) -> None:
         self._order.look_ahead(self._send_if_room)
 
-    def _send_if_room(self, parcel: str) -> bool:
-        if parcel in self._here:
+    def _send_if_room(self, group: str) -> bool:
+        if group in self._here:
             return True
-        if parcel in self._stays:
-            self._send(parcel, self._began, None)
+        if group in self._resident:
+            self._send(group, self._began, None)
             return True
-        lease = self._ring.take(self._sizes[parcel])
+        lease = self._ring.take(self._sizes[group])
         if lease is None:
             return False
-        self._send(parcel, self._began if lease.after is None else lease.after, lease)
+        self._send(group, self._began if lease.after is None else lease.after, lease)
         return True
 
-    def _send(self, parcel: str, after: float, lease: Lease | None) -> None:
+    def _send(self, group: str, after: float, lease: Lease | None) -> None:
         self._host += self._launch
-        if parcel not in self._stays:
+        if group not in self._resident:
             self._host += self._overheads.streamed - self._overheads.resident
-        self._link = max(self._link, after, self._host) + self._sizes[parcel] / self._rate
-        self._here[parcel] = _SimulatedArrival(self._link, lease)
+        self._link = max(self._link, after, self._host) + self._sizes[group] / self._rate
+        self._here[group] = _SimulatedArrival(self._link, lease)
 
-    def _release(self, parcel: str) -> None:
-        lease = self._here.pop(parcel).lease
+    def _release(self, group: str) -> None:
+        lease = self._here.pop(group).lease
         if lease is not None:
             self._ring.give_back(lease, self.now)
 
     def _drop(self, which: Callable[[str], bool]) -> None:
-        idle = [parcel for parcel in self._here if parcel not in self._stays and which(parcel)]
-        for parcel in idle:
-            self._release(parcel)
+        idle = [group for group in self._here if group not in self._resident and which(group)]
+        for group in idle:
+            self._release(group)
         if idle:
             self._order.look_again()

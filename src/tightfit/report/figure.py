@@ -105,12 +105,12 @@ def bytes_scale(top: float) -> Scale:
 
 def seconds_scale(end: float) -> Scale:
     """Milliseconds, seconds, minutes or hours, so that an axis up to `end` seconds has short numbers."""
-    units = [(3600.0, "h", 2 * 3600.0), (60.0, "min", 180.0), (1.0, "s", 0.5), (1e-3, "ms", 0.0)]
-    return next(Scale(size, name) for size, name, least in units if end >= least)
+    blocks = [(3600.0, "h", 2 * 3600.0), (60.0, "min", 180.0), (1.0, "s", 0.5), (1e-3, "ms", 0.0)]
+    return next(Scale(size, name) for size, name, least in blocks if end >= least)
 
 
-def _largest(top: float, units: list[tuple[float, str]]) -> Scale:
-    return Scale(*next((unit for unit in units if top >= unit[0]), units[-1]))
+def _largest(top: float, blocks: list[tuple[float, str]]) -> Scale:
+    return Scale(*next((block for block in blocks if top >= block[0]), blocks[-1]))
 
 
 GAP = 0.018  # between two names, as a share of the axes' width

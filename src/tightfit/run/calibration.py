@@ -103,13 +103,13 @@ class PlanningInputs(NamedTuple):
             self.footprint, self.machine, budget, allow, device=host, experiences=past, workings=self.workings
         )
 
-    def paces(self, plan: Plan) -> dict[str, float]:
+    def time_scales(self, plan: Plan) -> dict[str, float]:
         """How many times as long as rates say phases take under `plan`, by name, where that is not once."""
         known = calibrate(self.footprint, self.past.read(), stored_in(plan)).footprint
         return {phase.name: phase.time_scale for phase in known.phases if phase.time_scale != 1}
 
     def learn(self, plan: Plan, trace: Trace, *, spread: bool) -> None:
-        """Keeps what `trace` teaches of a call under `plan`; `spread`: see `experience_of`."""
+        """Keeps what `trace` teaches of a call under `plan`; `spread`: see `measurement_of`."""
         (known,) = self.machine.accelerators
         disk_rate = default_disk_rate(self.machine, known)
         self.past.add(measurement_of(self.footprint, plan, with_default_rates(known), trace, disk_rate, spread=spread))
@@ -125,13 +125,13 @@ def measured(
 
     workings = SearchCaches()
 
-    def basis(footprint: Footprint) -> PlanningInputs:
+    def planning_inputs(footprint: Footprint) -> PlanningInputs:
         there = machine()
         return PlanningInputs(
             footprint, there, CalibrationStore(measurer.question(asked), there.accelerators[0]), call, workings
         )
 
-    return basis(measurer.measure(asked, call, lambda bare: basis(bare).missing(limits)))
+    return planning_inputs(measurer.measure(asked, call, lambda bare: planning_inputs(bare).missing(limits)))
 
 
 def _folder() -> Path:
@@ -152,15 +152,15 @@ class CalibrationRecorder:
         self._bases: dict[Request, PlanningInputs] = {}
         self._learned: Counter[Request] = Counter()
 
-    def studies(self, plan: Plan, basis: PlanningInputs) -> None:
-        """`plan` was made from `basis`, and so is any other for the same request."""
+    def studies(self, plan: Plan, planning_inputs: PlanningInputs) -> None:
+        """`plan` was made from `planning_inputs`, and so is any other for the same request."""
         if plan.request is not None:
-            self._bases[plan.request] = basis
+            self._bases[plan.request] = planning_inputs
 
     def ended(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan, trace: Trace) -> None:
         """A call of `pipe` with these arguments, all of it under `plan`, is over."""
-        basis = self._bases.get(plan.request) if plan.request else None
-        if basis is None or plan.request is None or self._learned[plan.request] == MOST:
+        planning_inputs = self._bases.get(plan.request) if plan.request else None
+        if planning_inputs is None or plan.request is None or self._learned[plan.request] == MOST:
             return
         if plan.budget is not None and plan.budget.devices:
             return  # of which device would that be true?
@@ -169,4 +169,4 @@ class CalibrationRecorder:
         if asked is None or disturbed or shape_of(pipe, asked) != shape_of(pipe, plan.request):
             return
         self._learned[plan.request] += 1
-        basis.learn(plan, trace, spread=self._device.runs_ahead)
+        planning_inputs.learn(plan, trace, spread=self._device.runs_ahead)

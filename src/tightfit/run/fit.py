@@ -86,7 +86,11 @@ def fit(
 
 
 def _fit_within(
-    pipe: Any, site: PlanTarget, request: Request | None, example: Mapping[str, Any] | None, count_activations: bool
+    pipe: Any,
+    plan_target: PlanTarget,
+    request: Request | None,
+    example: Mapping[str, Any] | None,
+    count_activations: bool,
 ) -> Fitted:
     if isinstance(pipe, nn.Module):
         raise PlanError(f"a budget is for a whole pipeline: give a single {type(pipe).__name__} a level or a plan")
@@ -95,9 +99,9 @@ def _fit_within(
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()
-    replanner = Replanner(pipe, site)
-    plan = plan_until_called(pipe, site) if asked is None else replanner.plan(pipe, asked, example)
-    target = site.host_of(plan)
+    replanner = Replanner(pipe, plan_target)
+    plan = plan_until_called(pipe, plan_target) if asked is None else replanner.plan(pipe, asked, example)
+    target = plan_target.host_of(plan)
     fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner)
-    fitted.tell(replanner.pupil)
+    fitted.tell(replanner.calibration_recorder)
     return fitted

@@ -60,7 +60,7 @@ def measure_footprint(
     position or by name: a tensor (of which only shape and dtype count, if it is large), a tuple of numbers for a
     shape in the module's own dtype, anything else as it is.
 
-    Sizes are bytes, as the CUDA caching allocator would hand them out, without cuBLAS's workspace (`Card` has it).
+    Sizes are bytes, as the CUDA caching allocator would hand them out, without cuBLAS's workspace.
     A denoiser's first two passes with each shape of input are followed; the others are taken to be like the second.
     The answer is kept on disk; of modules with code of their own, or with hooks, it is not.
 

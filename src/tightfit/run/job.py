@@ -48,9 +48,11 @@ class Job:
     def prepare(self) -> None:
         """Everything that can be wrong is found here, before anything is loaded or written."""
         Plan.from_mapping(self.choices)
-        self._site: PlanTarget | None = plan_target_of(self.limits, self.device) if self.limits is not None else None
+        self._plan_target: PlanTarget | None = (
+            plan_target_of(self.limits, self.device) if self.limits is not None else None
+        )
         named = self.device or self.choices.get("device")
-        self._target: Device = self._site.devices[0] if self._site else choose_device(named)
+        self._target: Device = self._plan_target.devices[0] if self._plan_target else choose_device(named)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InputError(unknown_name("dtype", self.dtype, DTYPES), dtype=self.dtype)
         if self.snapshot is not None:
@@ -85,12 +87,12 @@ class Job:
         elapsed = stopwatch()
         default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
         dtype = self.dtype or default
-        if self._site is None and not self.choices and self._target.kind == "cuda":
-            self._site = PlanTarget(Limits(None), (self._target,))
-        if self._site is not None:
-            made = plan_within(self._folder.path, self.request, self._site, dtype)
-            self._target = self._site.host_of(made.plan)
-            self._pipe, fitted = load_made(self._folder, dtype, self._site, made)
+        if self._plan_target is None and not self.choices and self._target.kind == "cuda":
+            self._plan_target = PlanTarget(Limits(None), (self._target,))
+        if self._plan_target is not None:
+            made = plan_within(self._folder.path, self.request, self._plan_target, dtype)
+            self._target = self._plan_target.host_of(made.plan)
+            self._pipe, fitted = load_made(self._folder, dtype, self._plan_target, made)
         else:
             choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
             self._pipe, fitted = load(

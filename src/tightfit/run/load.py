@@ -65,38 +65,46 @@ def load(
     computed; PlanError, RequestError, InputError and BudgetTooSmall as `fit` does.
     """
     limits = limits_for(budget, ram, allow, level, plan)
-    site = plan_target_of(limits, device) if limits is not None else None
-    choices, target = ({}, site.devices[0]) if site is not None else choices_of(level, plan, device)
+    plan_target = plan_target_of(limits, device) if limits is not None else None
+    choices, target = ({}, plan_target.devices[0]) if plan_target is not None else choices_of(level, plan, device)
     path, folder = _find(model)
     if dtype is not None and dtype not in DTYPES:
         raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
     dtype = dtype or _usual(path, folder, target)
-    if site is not None:
+    if plan_target is not None:
         if folder is None:
             raise PlanError(f"a budget is for a whole pipeline: give the network in {path} a level or a plan")
-        made = plan_within(path, asked_for(request, example), site, dtype, example)
-        return load_made(folder, dtype, site, made, count_activations=count_activations)
+        made = plan_within(path, asked_for(request, example), plan_target, dtype, example)
+        return load_made(folder, dtype, plan_target, made, count_activations=count_activations)
     straight = build_lazily(path, folder, getattr(torch, dtype))
     decided = decide(straight.pipe, choices, request, target)
-    shelf = _fill(straight, decided, target)
+    file_weights = _fill(straight, decided, target)
     return Loaded(
-        straight.pipe, Fitted(straight.pipe, decided, target, count_activations=count_activations, shelf=shelf)
+        straight.pipe,
+        Fitted(straight.pipe, decided, target, count_activations=count_activations, file_weights=file_weights),
     )
 
 
 def load_made(
-    folder: ModelFolder, dtype: str, site: PlanTarget, made: PlannedFolder, *, count_activations: bool = True
+    folder: ModelFolder, dtype: str, plan_target: PlanTarget, made: PlannedFolder, *, count_activations: bool = True
 ) -> Loaded:
     """The pipeline in `folder`, to follow the plan `made` for it within a site; other calls are planned for there.
 
     Raises as `load`.
     """
-    target = site.host_of(made.plan)
+    target = plan_target.host_of(made.plan)
     straight = build_lazily(folder.path, folder, getattr(torch, dtype))
-    shelf = _fill(straight, made.plan, target)
-    replans = Replanner(straight.pipe, site, made)
-    fitted = Fitted(straight.pipe, made.plan, target, count_activations=count_activations, shelf=shelf, replans=replans)
-    fitted.tell(replans.pupil)
+    file_weights = _fill(straight, made.plan, target)
+    replans = Replanner(straight.pipe, plan_target, made)
+    fitted = Fitted(
+        straight.pipe,
+        made.plan,
+        target,
+        count_activations=count_activations,
+        file_weights=file_weights,
+        replans=replans,
+    )
+    fitted.tell(replans.calibration_recorder)
     return Loaded(straight.pipe, fitted)
 
 

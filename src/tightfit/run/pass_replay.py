@@ -100,12 +100,12 @@ class CallReplayer:
         self._passes[key] += 1
         place = key, self._passes[key]
         if place in self._given:
-            leaves, whole = self._given[place]
-            return tree_unflatten([leaf() for leaf in leaves], whole)
+            layers, whole = self._given[place]
+            return tree_unflatten([layer() for layer in layers], whole)
         output = self._forward(*args, **kwargs)
-        leaves, whole = tree_flatten(output)
-        if not self._again and all(isinstance(leaf, _PLAIN) for leaf in leaves):
-            self._given[place] = [_copy_of(leaf) for leaf in leaves], whole
+        layers, whole = tree_flatten(output)
+        if not self._again and all(isinstance(layer, _PLAIN) for layer in layers):
+            self._given[place] = [_copy_of(layer) for layer in layers], whole
         return output
 
 
@@ -163,8 +163,8 @@ def _watched(work: Callable[[], Any], recorder: Recorder, card: SimulatedCard) -
 def _few(moments: list[Moment]) -> tuple[Moment, ...]:
     """The highest of each stretch of moments."""
     length = -(-len(moments) // MOST_MOMENTS) or 1
-    stretches = (moments[start : start + length] for start in range(0, len(moments), length))
-    return tuple(max(stretch, key=lambda moment: moment.total) for stretch in stretches)
+    segments = (moments[start : start + length] for start in range(0, len(moments), length))
+    return tuple(max(segment, key=lambda moment: moment.total) for segment in segments)
 
 
 def _placed(values: Any, device: torch.device) -> Any:

@@ -161,11 +161,11 @@ class PlannedFolder(NamedTuple):
     """A plan, and what it was made from; None where its call could not be measured."""
 
     plan: Plan
-    basis: PlanningInputs | None
+    planning_inputs: PlanningInputs | None
 
 
 def plan_within(
-    path: Path, request: Request | None, site: PlanTarget, dtype: str, example: Mapping[str, Any] | None = None
+    path: Path, request: Request | None, plan_target: PlanTarget, dtype: str, example: Mapping[str, Any] | None = None
 ) -> PlannedFolder:
     """The plan for a call of the pipeline in the folder `path` within a site's limits: for `request`, or the `example`.
 
@@ -174,20 +174,22 @@ def plan_within(
     asked, given = request or Request(), None
     if example is not None:
         kind = getattr(diffusers, check_folder(path).pipeline_class)
-        asked, given = asked_by(object.__new__(kind), example), Given(example, site.devices[0].torch_device)
+        asked, given = asked_by(object.__new__(kind), example), Given(example, plan_target.devices[0].torch_device)
     try:
-        measurer = Measurer(path, dtype, expandable=site.expandable)
+        measurer = Measurer(path, dtype, expandable=plan_target.expandable)
         with showing("planning", {}):
-            basis = measured(measurer, asked, given, site.limits, lambda: machine_now(*site.devices))
+            planning_inputs = measured(
+                measurer, asked, given, plan_target.limits, lambda: machine_now(*plan_target.devices)
+            )
     except InputError as error:
         if request is not None or not isinstance(error, RequestError):
             raise
-        return _unmeasured(path, asked, site, dtype, error)
+        return _unmeasured(path, asked, plan_target, dtype, error)
     except Exception as error:  # of anybody's code
-        return _unmeasured(path, asked, site, dtype, error)
-    return PlannedFolder(basis.plan(site.limits), basis)
+        return _unmeasured(path, asked, plan_target, dtype, error)
+    return PlannedFolder(planning_inputs.plan(plan_target.limits), planning_inputs)
 
 
-def _unmeasured(path: Path, asked: Request, site: PlanTarget, dtype: str, error: Exception) -> PlannedFolder:
+def _unmeasured(path: Path, asked: Request, plan_target: PlanTarget, dtype: str, error: Exception) -> PlannedFolder:
     pipe = build_folder(check_folder(path), getattr(torch, dtype))
-    return PlannedFolder(with_reason(plan_unmeasured(pipe, site), asked, error), None)
+    return PlannedFolder(with_reason(plan_unmeasured(pipe, plan_target), asked, error), None)

@@ -57,7 +57,7 @@ def forecast(
     Plan.from_mapping(fields)
     own = None if known else _own_machine(say)
     accelerator, *others = known or _own_devices(own, limits)
-    paces: dict[str, float] = {}
+    time_scales: dict[str, float] = {}
     footprint = None  # one that is kept
     if limits is None and not choices and not accelerator.is_cpu:
         limits = Limits(None)  # all that the card has
@@ -66,24 +66,26 @@ def forecast(
         limits = _among(called if others or not known else [card_called(card or "")], limits)
         with say("planning"):
             footprint = _kept_footprint(which, mark, (accelerator, *others), asked, limits)
-            fields, paces = _planned(which, (accelerator, *others), asked, limits, own, footprint)
+            fields, time_scales = _planned(which, (accelerator, *others), asked, limits, own, footprint)
     name = title or "the demo model"
     card = " and ".join(each.name for each in (accelerator, *others)) if others else card and card_called(card)
     if reads_disk(fields):
         with say("counting"):
             measured = footprint or _measurer(which, accelerator).measure(asked)
             found = counted(measured, accelerator, fields, others=others, title=name, card=card, machine=own)
-        return found.model_copy(update={"rates": _rates(accelerator, own, paces)})
+        return found.model_copy(update={"rates": _rates(accelerator, own, time_scales)})
 
     def rehearsal() -> Prediction:
         with say("rehearsing on a simulated card"):
             from tightfit.run.simulate import simulate_call
 
-            return simulate_call(which, accelerator, fields, asked, others=others, title=name, card=card, paces=paces)
+            return simulate_call(
+                which, accelerator, fields, asked, others=others, title=name, card=card, time_scales=time_scales
+            )
 
     on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
     question = {"model": mark, "title": title, "card": on, "choices": fields, "request": asked.to_mapping()}
-    question["paces"] = paces
+    question["paces"] = time_scales
     if known and footprint is not None and not rehearsed:
         found = recalled(Prediction, question) or counted(
             footprint, accelerator, fields, others=others, title=name, card=card, note=KNOWN_NOTE
@@ -94,16 +96,16 @@ def forecast(
     if chosen and not found.fits and not others:
         with say("looking for what would fit"):
             instead = _instead(which, accelerator, asked, own, mark)
-    return found.model_copy(update={"rates": _rates(accelerator, own, paces), "would_fit": instead})
+    return found.model_copy(update={"rates": _rates(accelerator, own, time_scales), "would_fit": instead})
 
 
 def _rates(
-    accelerator: Accelerator, own: Machine | None, paces: Mapping[str, float]
+    accelerator: Accelerator, own: Machine | None, time_scales: Mapping[str, float]
 ) -> Literal["nominal", "measured", "learned", "guessed"]:
     """What times on `accelerator` are made from."""
     if own is None:
         return "nominal"
-    return "learned" if paces else "measured" if accelerator.arithmetic_rates else "guessed"
+    return "learned" if time_scales else "measured" if accelerator.arithmetic_rates else "guessed"
 
 
 def _instead(which: str | ModelFolder, accelerator: Accelerator, asked: Request, own: Machine | None, mark: str) -> str:
@@ -176,10 +178,10 @@ def _planned(
     missing = lambda bare: PlanningInputs(bare, machine, past, None, workings).missing(limits)  # noqa: E731
     measured = footprint if measurer is None else measurer.measure(asked, None, missing)
     assert measured is not None
-    basis = PlanningInputs(measured, machine, past, None, workings)
-    plan = basis.plan(limits)
+    planning_inputs = PlanningInputs(measured, machine, past, None, workings)
+    plan = planning_inputs.plan(limits)
     left_out = {"request"} if others else {"device", "request"}
-    return plan.model_dump(mode="json", exclude=left_out), {} if others else basis.paces(plan)
+    return plan.model_dump(mode="json", exclude=left_out), {} if others else planning_inputs.time_scales(plan)
 
 
 def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Budget:

@@ -40,28 +40,29 @@ LESS = 0.95  # of what a plan wanted that ran out of memory
 class Replanner:
     """Makes plans for a pipeline, as it was when this was made, for the same site.
 
-    `made` is one that was made for it already, and what from. The `pupil` is told what every plan is made from.
+    `made` is one that was made for it already, and what from. The `calibration_recorder` sees what
+    every plan is made from.
     """
 
-    def __init__(self, pipe: Any, site: PlanTarget, made: PlannedFolder | None = None) -> None:
-        self._limits, self._devices = site
+    def __init__(self, pipe: Any, plan_target: PlanTarget, made: PlannedFolder | None = None) -> None:
+        self._limits, self._devices = plan_target
         self._own = {device.name: _bytes_of(pipe, device) for device in self._devices}
-        self._unmeasured = plan_unmeasured(pipe, site)  # for calls that cannot be measured
-        self._measurer = _measurer(pipe, site)
+        self._unmeasured = plan_unmeasured(pipe, plan_target)  # for calls that cannot be measured
+        self._measurer = _measurer(pipe, plan_target)
         self._machine: Machine | None = None  # as it was before the pipeline followed any plan
         self._bases: dict[CallShape, PlanningInputs] = {}
         self._plans: dict[CallShape, Plan] = {}
-        self.pupil = CalibrationRecorder(self._devices[0])
+        self.calibration_recorder = CalibrationRecorder(self._devices[0])
         self._logs: dict[CallShape, PassLog] = {}  # of calls that could not be foreseen and are over, until planned for
         self._tried: set[Request] = set()  # what those asked for
         if made is not None and made.plan.request is not None:
             self._machine = self._free_machine()
             shape = shape_of(pipe, made.plan.request)
             self._plans[shape] = made.plan
-            if made.basis is not None:
-                self._bases[shape] = made.basis
-                self._stays_on(made.plan)
-                self.pupil.studies(made.plan, made.basis)
+            if made.planning_inputs is not None:
+                self._bases[shape] = made.planning_inputs
+                self._resident_on(made.plan)
+                self.calibration_recorder.studies(made.plan, made.planning_inputs)
 
     def plan(self, pipe: Any, request: Request, given: Mapping[str, Any] | None = None) -> Plan:
         """The plan for `request`, a new one or that which was made before; level 3 where it cannot be measured.
@@ -79,7 +80,9 @@ class Replanner:
         log = self._logs.pop(shape, None)
         try:
             known = self._bases.get(shape)
-            basis = self._suited(request, known) if known else self._basis(request, log or self._call(given))
+            planning_inputs = (
+                self._suited(request, known) if known else self._planning_inputs(request, log or self._call(given))
+            )
         except RequestError as error:
             if given is None and request != Request():
                 raise
@@ -87,14 +90,16 @@ class Replanner:
         except Exception as error:  # of anybody's code: pipelines, hooks, adapters
             return self._level_3(request, error)
         try:
-            plan = basis.plan(self._limits)
+            plan = planning_inputs.plan(self._limits)
         except BudgetTooSmall as error:
-            if not basis.footprint.from_call_log:
+            if not planning_inputs.footprint.from_call_log:
                 raise
             return self._level_3(request, error)
-        self._bases[shape] = basis = basis._replace(workings=None)  # which take memory, and are for one plan
-        self._stays_on(plan)
-        self.pupil.studies(plan, basis)
+        self._bases[shape] = planning_inputs = planning_inputs._replace(
+            workings=None
+        )  # which take memory, and are for one plan
+        self._resident_on(plan)
+        self.calibration_recorder.studies(plan, planning_inputs)
         return plan
 
     def _call(self, given: Mapping[str, Any] | None) -> Given | None:
@@ -105,22 +110,22 @@ class Replanner:
         logger.info("this call cannot be measured: %s", error)
         return with_reason(self._unmeasured, request, error)
 
-    def _stays_on(self, plan: Plan) -> None:
+    def _resident_on(self, plan: Plan) -> None:
         """Of several devices, the one on which the pipeline computes stays the same."""
         if len(self._devices) > 1:
             self._limits = self._limits._replace(host=plan.device)
 
-    def _basis(self, request: Request, call: Given | PassLog | None) -> PlanningInputs:
+    def _planning_inputs(self, request: Request, call: Given | PassLog | None) -> PlanningInputs:
         if isinstance(self._measurer, Exception):
             raise self._measurer
         return measured(self._measurer, request, call, self._limits, self._machine_once_free)
 
-    def _suited(self, request: Request, basis: PlanningInputs) -> PlanningInputs:
-        """`basis`; where a plan within the limits as they are now needs that, with more that is known of its call."""
-        if isinstance(self._measurer, Exception) or not basis.missing(self._limits):
-            return basis
-        missing = lambda bare: basis._replace(footprint=bare).missing(self._limits)  # noqa: E731
-        return basis._replace(footprint=self._measurer.measure(request, basis.call, missing))
+    def _suited(self, request: Request, planning_inputs: PlanningInputs) -> PlanningInputs:
+        """`planning_inputs`, with more of its call measured where a plan within the present limits needs that."""
+        if isinstance(self._measurer, Exception) or not planning_inputs.missing(self._limits):
+            return planning_inputs
+        missing = lambda bare: planning_inputs._replace(footprint=bare).missing(self._limits)  # noqa: E731
+        return planning_inputs._replace(footprint=self._measurer.measure(request, planning_inputs.call, missing))
 
     def _machine_once_free(self) -> Machine:
         self._machine = self._machine or self._free_machine()
@@ -168,14 +173,14 @@ class Replanner:
         shape, told = shape_of(pipe, now.request), now.predicted_peak(now.device)
         if shape not in self._bases:
             raise _nothing_less(now, held)
-        basis = self._bases[shape]
-        more = max(held - (basis.machine.ram_used or 0) - told, int(told * (1 - LESS)), 1)
-        machine = with_less_taken(basis.machine, {now.device: -more})
-        basis = self._bases[shape] = self._suited(now.request, basis._replace(machine=machine))
-        plan = basis.plan(self._limits)
+        planning_inputs = self._bases[shape]
+        more = max(held - (planning_inputs.machine.ram_used or 0) - told, int(told * (1 - LESS)), 1)
+        machine = with_less_taken(planning_inputs.machine, {now.device: -more})
+        planning_inputs = self._bases[shape] = self._suited(now.request, planning_inputs._replace(machine=machine))
+        plan = planning_inputs.plan(self._limits)
         self._now_on(machine)
         self._plans = {shape: plan}
-        self.pupil.studies(plan, self._bases[shape])
+        self.calibration_recorder.studies(plan, self._bases[shape])
         return plan
 
     def _now_on(self, machine: Machine) -> Machine:
@@ -210,10 +215,10 @@ class Replanner:
         return self.plan(pipe, now.request)
 
 
-def _measurer(pipe: Any, site: PlanTarget) -> Measurer | Exception:
+def _measurer(pipe: Any, plan_target: PlanTarget) -> Measurer | Exception:
     """Who measures `pipe`, or why nobody can: weights in somebody else's format, say."""
     try:
-        return Measurer(pipe, expandable=site.expandable)
+        return Measurer(pipe, expandable=plan_target.expandable)
     except Exception as error:  # of anybody's code, which copies of modules run
         return error
 
@@ -236,8 +241,8 @@ def _bytes_of(pipe: Any, target: Device) -> int:
 
 def _is_whole(plan: Plan) -> bool:
     """Whether nothing could be gained with more room."""
-    stays = all(part.placement == "resident" for part in plan.components.values())
-    return stays and plan.lossless and not plan.vae.splits
+    resident = all(part.placement == "resident" for part in plan.components.values())
+    return resident and plan.lossless and not plan.vae.splits
 
 
 def _is_within(shape: CallShape, other: CallShape) -> bool:

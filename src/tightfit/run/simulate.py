@@ -179,13 +179,13 @@ def simulate_call(
     others: Sequence[Accelerator] = (),
     title: str | None = None,
     card: str | None = None,
-    paces: Mapping[str, float] | None = None,
+    time_scales: Mapping[str, float] | None = None,
 ) -> Prediction:
     """What `model`, a known one's name or a checked folder, would do on `accelerator`, under `choices` of Plan fields.
 
     With `others`, components compute on those of them that the choices name as their device. What `asked` leaves open
     is a known model's usual request, or the pipeline's own defaults. The prediction calls the model `title` and the
-    accelerators `card`. Phases by name are played at the `paces` that runs have shown. InputError for unknown names,
+    accelerators `card`. Phases by name take `time_scales` times as long. InputError for unknown names,
     ModelError for a folder that makes no pipeline, RequestError and PlanError for what is illegal.
     """
     all_of_them, shares = (accelerator, *others), not accelerator.is_cpu  # a card is shared with its driver's own bytes
@@ -199,8 +199,8 @@ def simulate_call(
         stage = SimulationRun(model, simulated, _renamed(chosen, dict(zip(ours, theirs, strict=True))), asked)
         recorder = stage.fitted.recorder
         simulated.watchers.append(lambda _: recorder.look())
-        if paces:
-            simulated.watchers.append(lambda _: simulated.at_pace(paces.get(recorder.live().phase, 1.0)))
+        if time_scales:
+            simulated.watchers.append(lambda _: simulated.at_pace(time_scales.get(recorder.live().phase, 1.0)))
         said = stage.play()
     called = dict(zip(theirs, ours, strict=True))
     plan, trace = _renamed(stage.fitted.plan, called), stage.fitted.report().trace

@@ -29,43 +29,43 @@ STAYING = 3  # a component's weights have a third of it at most
 STRIPS = 4  # an autoencoder's feature maps have a quarter of the device: what is beside them is not known
 
 
-def plan_unmeasured(pipe: Any, site: PlanTarget) -> Plan:
-    """Level 3 for the untouched `pipe` on the first device of `site`, in strips, with its budget for a cap.
+def plan_unmeasured(pipe: Any, plan_target: PlanTarget) -> Plan:
+    """Level 3 for the untouched `pipe` on the first device of `plan_target`, in strips, with its budget for a cap.
 
     Every component streams that can; of each, as much stays as a third of the device takes, until memory runs out.
     """
-    device, budget = site.devices[0], site.limits.budget
+    device, budget = plan_target.devices[0], plan_target.limits.budget
     room = _room(device, budget)
     choices: dict[str, Any] = {"level": LEVEL, "vae": {"tile": None, "strips": max(room // STRIPS, 1)}}
     choices["vae"] |= {"feature_maps": "host"} if device.separate else {}
-    home: OffloadTarget = "disk" if budget is not None and not device.separate else "cpu"  # where memory is RAM
+    store: OffloadTarget = "disk" if budget is not None and not device.separate else "cpu"  # where memory is RAM
     components = inspect_pipeline(pipe).components
-    choices["components"] = {each.name: _placed(each, room // STAYING, home) for each in components}
-    if (stays := sum(each.bytes for each in components if not each.has_forward)) >= room:
-        about = f"{format_bytes(stays)} of weights, which the pipeline reads itself, have to stay on {device.name}"
+    choices["components"] = {each.name: _placed(each, room // STAYING, store) for each in components}
+    if (resident := sum(each.bytes for each in components if not each.has_forward)) >= room:
+        about = f"{format_bytes(resident)} of weights, which the pipeline reads itself, have to stay on {device.name}"
         raise BudgetTooSmall(f"{about}: more than {format_bytes(room)}", available_bytes=room)
     return decide(pipe, choices, None, device).model_copy(update={"budget": budget})
 
 
-def _placed(component: Component, room: int, home: OffloadTarget) -> dict[str, Any]:
-    chosen = idle_plan(component, home)
+def _placed(component: Component, room: int, store: OffloadTarget) -> dict[str, Any]:
+    chosen = idle_plan(component, store)
     if component.has_forward and component.layers:
-        chosen = ComponentPlan(placement="stream", offload_to=home)
+        chosen = ComponentPlan(placement="stream", offload_to=store)
         with contextlib.suppress(PlanError):  # that is too little: as few bytes as run well
             resolve_streaming(component, larger := chosen.model_copy(update={"weight_memory": max(room, 1)}))
             chosen = larger
     return chosen.model_dump(mode="json", exclude_unset=True)
 
 
-def plan_until_called(pipe: Any, site: PlanTarget) -> Plan:
+def plan_until_called(pipe: Any, plan_target: PlanTarget) -> Plan:
     """What the untouched `pipe` follows until its first call, which is what is planned for: weights stay in RAM."""
-    device = site.devices[0]
+    device = plan_target.devices[0]
     placement = {"placement": "offload", "pinned": False} if device.separate else {}
     choices: dict[str, Any] = {"components": dict.fromkeys(find_components(pipe), placement)}
     because = "give fit request=… or example=… to have it earlier"
     reason = Reason(decision="the plan is made at the first call, from its arguments", because=because)
     plan = decide(pipe, choices, None, device)
-    return plan.model_copy(update={"budget": site.limits.budget, "reasons": (reason,)})
+    return plan.model_copy(update={"budget": plan_target.limits.budget, "reasons": (reason,)})
 
 
 def with_reason(plan: Plan, request: Request, error: Exception) -> Plan:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from tightfit.errors import PlanError, unknown_name
 from tightfit.schema.base import Count, Positive, Real, Record, Size
-from tightfit.schema.footprint import FeatureMaps, Request
+from tightfit.schema.footprint import FeatureMaps, Phase, Request, StripProfile
 from tightfit.schema.machine import Budget
 from tightfit.units import format_bytes
 
@@ -100,6 +100,11 @@ class VaePlan(Record):
     def splits(self) -> bool:
         """Whether batches or images are processed in parts."""
         return self.slicing or self.strips is not None or self.tile is not None
+
+    def strip_profile(self, phase: Phase) -> StripProfile | None:
+        """What exact tiling takes in `phase`; None where this plan does not tile, or not in a measured way."""
+        wanted = self.strips, self.feature_maps
+        return next((each for each in phase.strip_options if (each.strip_bytes, each.feature_maps) == wanted), None)
 
     @property
     def described(self) -> str:

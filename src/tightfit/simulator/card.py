@@ -41,7 +41,7 @@ class SimulatedCard:
     base: int = field(default_factory=lambda: next(_bases))  # of its addresses, which are nobody else's
     timeline: Timeline = field(init=False)
     allocator: CachingAllocator = field(init=False)
-    pace: float = 1.0  # times as long as its rates say that it computes and launches: see `at_pace`
+    time_scale: float = 1.0  # times as long as its rates say that it computes and launches: see `at_pace`
     bytes_in: int = 0  # what has crossed the link
     bytes_out: int = 0
     watchers: list[Callable[[KernelCost], None]] = field(default_factory=list)  # told of each kernel while it runs
@@ -63,9 +63,9 @@ class SimulatedCard:
         finally:
             self.stream = before
 
-    def at_pace(self, pace: float) -> None:
-        """From now on all that it computes and launches takes `pace` times as long as its rates say."""
-        self.pace, self.timeline.launch = pace, round(self.accelerator.launch_overhead * pace * 1e9)
+    def at_pace(self, time_scale: float) -> None:
+        """From now on all that it computes and launches takes `time_scale` times as long as its rates say."""
+        self.time_scale, self.timeline.launch = time_scale, round(self.accelerator.launch_overhead * time_scale * 1e9)
 
     def new_stream(self) -> int:
         """A stream that nobody else has."""
@@ -109,7 +109,7 @@ class SimulatedCard:
         self._let_pass(work)
 
     def _let_pass(self, work: KernelCost) -> None:
-        self.timeline.run(self.stream, "compute", round(duration(work, self.accelerator) * self.pace))
+        self.timeline.run(self.stream, "compute", round(duration(work, self.accelerator) * self.time_scale))
         if self.accelerator.is_cpu:  # it computes by itself what it would launch elsewhere
             self.record().wait()
 

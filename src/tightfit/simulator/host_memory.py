@@ -67,8 +67,8 @@ def _buffers(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> 
     alike = source.dtype == target.dtype
     if alike and _lie_alike(source, target):
         return ()
-    leaves = source.device.type == NAME
-    if not leaves:
+    layers = source.device.type == NAME
+    if not layers:
         size = target.numel() * (source if non_blocking else target).itemsize
         return () if target.is_contiguous() and (alike or not non_blocking) else (size,)
     size = target.numel() * (target if non_blocking else source).itemsize

@@ -52,14 +52,14 @@ def _computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     for tensor in _written(op, args, kwargs):
         _note_write(tensor, inside[id(tensor)], card)
     back = {id(inside[id(tensor)]): tensor for tensor in outer}
-    homes = {inside[id(tensor)].untyped_storage()._cdata: tensor for tensor in outer}
+    stores = {inside[id(tensor)].untyped_storage()._cdata: tensor for tensor in outer}
     outputs = list(_tensors((result,)))
     work = kernel_cost_of(op, inner_args, inner_kwargs, list(inside.values()), outputs, card.accelerator)
     if key is not None:
-        _remember(key, op, result, homes.keys(), work)
+        _remember(key, op, result, stores.keys(), work)
     free_dead_tensors()
     with card.holding(work.early):
-        final = _returned(result, back, homes, card)
+        final = _returned(result, back, stores, card)
         card.do(work)
     return final
 
@@ -253,17 +253,17 @@ def _result(value: torch.Tensor, card: SimulatedCard) -> torch.Tensor:
     return new_tensor(card, value, storage if keeps else None)
 
 
-def _returned(value: Any, back: dict[int, torch.Tensor], homes: dict[int, torch.Tensor], card: SimulatedCard) -> Any:
+def _returned(value: Any, back: dict[int, torch.Tensor], stores: dict[int, torch.Tensor], card: SimulatedCard) -> Any:
     """`value` with its tensors on the card: those that went in, views of them, and new ones."""
     if isinstance(value, torch.Tensor):
         if id(value) in back:
             return back[id(value)]
-        home = homes.get(value.untyped_storage()._cdata)
-        if home is not None:
-            return view(home, value.shape, value.stride(), int(value.storage_offset()))
+        store = stores.get(value.untyped_storage()._cdata)
+        if store is not None:
+            return view(store, value.shape, value.stride(), int(value.storage_offset()))
         return _result(value, card)
     if isinstance(value, list | tuple):
-        return type(value)(_returned(item, back, homes, card) for item in value)
+        return type(value)(_returned(item, back, stores, card) for item in value)
     return value
 
 

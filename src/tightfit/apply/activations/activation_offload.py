@@ -22,7 +22,7 @@ from tightfit.apply.module_hooks import wrap
 from tightfit.devices.activation_pool import ActivationHostPool, HostTape, HostTransfer, bytes_of, is_dense
 from tightfit.devices.device import Device
 from tightfit.devices.memory import is_shared
-from tightfit.measure.modules import find_units
+from tightfit.measure.modules import find_blocks
 from tightfit.measure.recorder import Recorder
 
 __all__ = ["offload_waiting_activations"]
@@ -40,22 +40,22 @@ def offload_waiting_activations(module: Any, device: Device, recorder: Recorder,
     """
     if module._compiled_call_impl is not None:
         return
-    hall = _ActivationOffloader(device, recorder)
-    undo.callback(hall.depot.close)
-    undo.callback(module.register_forward_pre_hook(hall.open, prepend=True, with_kwargs=True).remove)
-    undo.callback(module.register_forward_hook(hall.close, always_call=True).remove)
-    blocks = set(map(id, find_units(module).values()))
+    offloader = _ActivationOffloader(device, recorder)
+    undo.callback(offloader.host_pool.close)
+    undo.callback(module.register_forward_pre_hook(offloader.open, prepend=True, with_kwargs=True).remove)
+    undo.callback(module.register_forward_hook(offloader.close, always_call=True).remove)
+    blocks = set(map(id, find_blocks(module).values()))
     for part in _parts(module, blocks):
         is_block = id(part) in blocks
         is_small = not is_block and not any(True for _ in part.children())
-        _watch(part, functools.partial(hall.enter, is_block=is_block, is_small=is_small), hall.leave, undo)
+        _watch(part, functools.partial(offloader.enter, is_block=is_block, is_small=is_small), offloader.leave, undo)
 
 
-def _parts(network: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+def _parts(network: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
     """The repeated blocks of `network`, and what is beside them."""
     for child in network.children():
-        if id(child) not in units and any(id(inner) in units for inner in child.modules()):
-            yield from _parts(child, units)
+        if id(child) not in blocks and any(id(inner) in blocks for inner in child.modules()):
+            yield from _parts(child, blocks)
         else:
             yield child
 
@@ -86,7 +86,7 @@ class _ActivationOffloader:
 
     def __init__(self, device: Device, recorder: Recorder) -> None:
         self.device, self.recorder = device, recorder
-        self.depot = ActivationHostPool(device)
+        self.host_pool = ActivationHostPool(device)
         self._leaving: list[HostTape] = []  # where guests are going while a part works
         self._guests: weakref.WeakSet[_OffloadedActivation] = weakref.WeakSet()
         self._is_open = False  # whether the network works
@@ -103,7 +103,7 @@ class _ActivationOffloader:
         if self._is_open:  # the pass before was interrupted
             self._rest()
         self._is_open, self._begun, self._count = True, False, 0
-        self._strangers = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        self._strangers = {id(layer) for layer in tree_leaves((args, kwargs))}
         self.went.clear()
         self.came.clear()
         self.turn = 0
@@ -118,7 +118,7 @@ class _ActivationOffloader:
 
     def _rest(self) -> None:
         self._leaving.clear()
-        self.depot.settle()
+        self.host_pool.settle()
         self._is_open = False
 
     def enter(self, args: Any, kwargs: Any, *, is_block: bool, is_small: bool) -> tuple[Any, Any]:
@@ -127,12 +127,12 @@ class _ActivationOffloader:
         Nothing goes for a single layer beside the blocks, or before the first of these.
         """
         self._begun |= is_block
-        given = {id(leaf.guest) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ActivationProxy)}
+        given = {id(layer.activation) for layer in tree_leaves((args, kwargs)) if isinstance(layer, _ActivationProxy)}
         if self._begun and not is_small:
             while self._leaving:
                 self._leaving.pop().sent()
-            for guest in list(self._guests):
-                if id(guest) not in given and guest.journey not in self._vain and (tape := guest.go()):
+            for activation in list(self._guests):
+                if id(activation) not in given and activation.journey not in self._vain and (tape := activation.go()):
                     self._leaving.append(tape)
         present: tuple[Any, Any] = self.present((args, kwargs))
         return present
@@ -140,13 +140,13 @@ class _ActivationOffloader:
     def present(self, values: Any) -> Any:
         """`values` with guests in place of what stands for them; then those that came next the last time set out."""
         came = len(self.came)
-        present = tree_map_only(_ActivationProxy, lambda stand_in: stand_in.guest.present(), values)
+        present = tree_map_only(_ActivationProxy, lambda stand_in: stand_in.activation.present(), values)
         if len(self.came) > came:
             self.turn += 1
             following = self._turns.get(next(reversed(self.came)), -2) + 1
-            for guest in list(self._guests):
-                if self._turns.get(guest.journey) == following:
-                    guest.set_out()
+            for activation in list(self._guests):
+                if self._turns.get(activation.journey) == following:
+                    activation.set_out()
         return present
 
     def leave(self, output: Any) -> Any:
@@ -156,12 +156,12 @@ class _ActivationOffloader:
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._may_wait(tensor) or id(tensor) in self._strangers:
             return tensor
-        guest = next((guest for guest in self._guests if guest.tensor is tensor), None)
-        if guest is None:
+        activation = next((activation for activation in self._guests if activation.tensor is tensor), None)
+        if activation is None:
             self._count += 1
-            guest = _OffloadedActivation(tensor, self._count, self)
-            self._guests.add(guest)
-        return _ActivationProxy(guest)
+            activation = _OffloadedActivation(tensor, self._count, self)
+            self._guests.add(activation)
+        return _ActivationProxy(activation)
 
     def _may_wait(self, tensor: torch.Tensor) -> bool:
         """Whether it is a plain tensor that is worth a journey."""
@@ -172,9 +172,9 @@ class _ActivationOffloader:
 class _OffloadedActivation:
     """One activation: on the device, or in host memory."""
 
-    def __init__(self, tensor: torch.Tensor, number: int, hall: _ActivationOffloader) -> None:
+    def __init__(self, tensor: torch.Tensor, number: int, offloader: _ActivationOffloader) -> None:
         self.tensor: torch.Tensor | None = tensor
-        self.hall, self.journey = hall, (number, 1)
+        self.offloader, self.journey = offloader, (number, 1)
         self._tape: HostTape | None = None  # where it is, if it is not here
         self._coming: tuple[torch.Tensor, HostTransfer] | None = None
         self._form, self._dtype = (tensor.shape, tensor.stride()), tensor.dtype
@@ -185,11 +185,11 @@ class _OffloadedActivation:
             return None
         dense = self.tensor if is_dense(self.tensor) else self.tensor.contiguous()
         self._form = dense.shape, dense.stride()
-        with self.hall.recorder.uncounted():
-            self._tape = self.hall.depot.tape(dense.nbytes)
+        with self.offloader.recorder.uncounted():
+            self._tape = self.offloader.host_pool.tape(dense.nbytes)
             self._tape.write(bytes_of(dense))
-        self.hall.recorder.moved(bytes_out=dense.nbytes)
-        self.hall.went.add(self.journey)
+        self.offloader.recorder.moved(bytes_out=dense.nbytes)
+        self.offloader.went.add(self.journey)
         self.tensor = None
         return self._tape
 
@@ -198,9 +198,9 @@ class _OffloadedActivation:
         if self.tensor is not None or self._coming is not None:
             return
         assert self._tape is not None  # it is there if it is not here
-        tensor = torch.empty_strided(*self._form, dtype=self._dtype, device=self.hall.depot.place)
-        self.hall.recorder.moved(bytes_in=tensor.nbytes)
-        with self.hall.recorder.uncounted():
+        tensor = torch.empty_strided(*self._form, dtype=self._dtype, device=self.offloader.host_pool.place)
+        self.offloader.recorder.moved(bytes_in=tensor.nbytes)
+        with self.offloader.recorder.uncounted():
             self._coming = tensor, self._tape.read(0, bytes_of(tensor))
 
     def present(self) -> torch.Tensor:
@@ -208,10 +208,10 @@ class _OffloadedActivation:
         if self.tensor is None:
             self.set_out()
             assert self._coming is not None
-            tensor, arrival = self._coming
-            arrival.settle()
+            tensor, handle = self._coming
+            handle.settle()
             self.tensor, self._coming, self._tape = tensor, None, None
-            self.hall.came[self.journey] = self.hall.turn
+            self.offloader.came[self.journey] = self.offloader.turn
             self.journey = self.journey[0], self.journey[1] + 1
         return self.tensor
 
@@ -219,17 +219,17 @@ class _OffloadedActivation:
 class _ActivationProxy(torch.Tensor):
     """Stands for a guest: of the same shape, strides and dtype, on the device. What is made of it is a guest too."""
 
-    guest: _OffloadedActivation
+    activation: _OffloadedActivation
 
     @staticmethod
-    def __new__(cls, guest: _OffloadedActivation) -> _ActivationProxy:
-        like = guest.present()
+    def __new__(cls, activation: _OffloadedActivation) -> _ActivationProxy:
+        like = activation.present()
         return torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
         )
 
-    def __init__(self, guest: _OffloadedActivation) -> None:
-        self.guest = guest
+    def __init__(self, activation: _OffloadedActivation) -> None:
+        self.activation = activation
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -238,7 +238,9 @@ class _ActivationProxy(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _ALIASES:
-            return cls(args[0].guest)
-        hall = next(leaf.guest.hall for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ActivationProxy))
-        args, kwargs = hall.present((args, kwargs or {}))
-        return hall.leave(func(*args, **kwargs))
+            return cls(args[0].activation)
+        offloader = next(
+            layer.activation.offloader for layer in tree_leaves((args, kwargs)) if isinstance(layer, _ActivationProxy)
+        )
+        args, kwargs = offloader.present((args, kwargs or {}))
+        return offloader.leave(func(*args, **kwargs))

@@ -122,7 +122,7 @@ class AttentionDispatcher:
 
 
 def _kind_of(device: Device) -> tuple[str, tuple[int, int] | None]:
-    """The kind of `device` for attention, and its compute capability: of a simulated card, the oldest with all kernels."""
+    """The kind of `device` for attention, and its compute capability; of a simulated card, one with all kernels."""
     simulated = device.kind == "simulated"
     if device.kind != "cuda" and not (simulated and device.separate):
         return "cpu" if simulated else device.torch_device.type, None

@@ -51,23 +51,23 @@ class _Call:
     """What a network is called with, taken apart."""
 
     batch: Batch
-    leaves: list[Any]
+    layers: list[Any]
     spec: TreeSpec
 
     @property
     def given(self) -> tuple[Any, Any]:
         """Positional and other arguments."""
-        args, kwargs = tree_unflatten(self.leaves, self.spec)
+        args, kwargs = tree_unflatten(self.layers, self.spec)
         return args, kwargs
 
     @property
     def plain(self) -> list[Any]:
         """What is no tensor, with None for tensors."""
-        return [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        return [None if isinstance(layer, torch.Tensor) else layer for layer in self.layers]
 
     @property
     def tensors(self) -> dict[int, torch.Tensor]:
-        return {index: leaf for index, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, torch.Tensor)}
 
     @property
     def along(self) -> list[Any]:
@@ -145,13 +145,13 @@ class _Pair:
         """The call that should follow `first`; None where `first` is no first call of this pair."""
         if self.spec != first.spec or self.plain != first.plain:
             return None
-        leaves = list(first.leaves)
+        layers = list(first.layers)
         for index, (one, other) in self.own.items():
             known, follows = one.now(), other.now()
-            if known is not leaves[index] or follows is None or len(known) % first.batch.count:
+            if known is not layers[index] or follows is None or len(known) % first.batch.count:
                 return None
-            leaves[index] = follows
-        return _Call(first.batch, leaves, first.spec)
+            layers[index] = follows
+        return _Call(first.batch, layers, first.spec)
 
 
 class _Equals:
@@ -242,7 +242,7 @@ class _Pairs:
         alone = past.answer()
         if not own or alone is None:
             return None
-        first = _Call(call.batch, [before.get(index, leaf) for index, leaf in enumerate(call.leaves)], call.spec)
+        first = _Call(call.batch, [before.get(index, layer) for index, layer in enumerate(call.layers)], call.spec)
         halves = _halves(first.with_other(call).run(forward))
         if not (_close(_tensors(halves[0]), alone) and _close(_tensors(halves[1]), _tensors(answer))):
             self._misses = MISSES
@@ -269,7 +269,7 @@ def _close(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bo
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return [layer for layer in tree_leaves(output) if isinstance(layer, torch.Tensor)]
 
 
 def agree(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.activations.cfg_batching import agree
 from tightfit.apply.method_overrides import override_class_members
-from tightfit.measure.modules import compiled_around, find_units
+from tightfit.measure.modules import compiled_around, find_blocks
 
 __all__ = ["chunk_feed_forwards", "find_feed_forwards", "inside_feed_forwards"]
 
@@ -44,7 +44,7 @@ def find_feed_forwards(network: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     if network._compiled_call_impl is not None:
         return
     compiled = compiled_around(network)
-    for block in find_units(network).values():
+    for block in find_blocks(network).values():
         yield from ((module, width) for module, width in _outermost(block) if id(module) not in compiled)
 
 

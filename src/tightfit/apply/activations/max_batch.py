@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.apply.activations.outputs import combine
 from tightfit.apply.method_overrides import override_class_members
 from tightfit.errors import RunError
-from tightfit.measure.modules import compiled_around, find_units
+from tightfit.measure.modules import compiled_around, find_blocks
 
 __all__ = ["Batch", "chunk_blocks", "find_batch", "in_chunks", "why_whole"]
 
@@ -188,7 +188,7 @@ def chunk_blocks(
 
     undo.callback(network.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
     compiled = compiled_around(network)
-    for block in find_units(network).values():
+    for block in find_blocks(network).values():
         if id(block) not in compiled:
             undo.callback(override_class_members(block, forward=in_turn(type(block).forward)))
 
@@ -254,5 +254,5 @@ def _laid_out_as(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _of_numbers(value: Any) -> bool:
     """Whether it is a list or tuple of numbers, or of such."""
-    leaves = tree_leaves(value)
-    return isinstance(value, list | tuple) and all(isinstance(leaf, int | float) for leaf in leaves)
+    layers = tree_leaves(value)
+    return isinstance(value, list | tuple) and all(isinstance(layer, int | float) for layer in layers)

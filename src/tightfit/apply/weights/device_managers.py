@@ -21,10 +21,10 @@ class DeviceOffloadManagers:
         plan: Plan,
         devices: Mapping[str, Device],
         recorder: JointRecorder,
-        shelf: FileBackedWeights,
+        file_weights: FileBackedWeights,
     ) -> None:
         self._plan = plan
-        self._all = {name: OffloadManager(device, recorder.of(name), shelf) for name, device in devices.items()}
+        self._all = {name: OffloadManager(device, recorder.of(name), file_weights) for name, device in devices.items()}
         if plan.schedule:
             passes = [(each.component, each.method) for each in plan.schedule for _ in range(each.runs)]
             unused = {(each.component, each.method): each.unused_blocks for each in plan.schedule}
@@ -32,8 +32,8 @@ class DeviceOffloadManagers:
                 (each.component, each.method): each.prefetch for each in plan.schedule if each.prefetch is not None
             }
             steps = plan.request.steps if plan.request is not None else None
-            for name, residency in self._all.items():
-                residency.expect(steps, [each for each in passes if plan.device_of(each[0]) == name], unused, early)
+            for name, manager in self._all.items():
+                manager.expect(steps, [each for each in passes if plan.device_of(each[0]) == name], unused, early)
 
     def of(self, name: str) -> OffloadManager:
         """That of the component `name`."""

@@ -15,22 +15,22 @@ from tightfit.plan.prefetch import ALIGNMENT, Lease, Ring
 
 __all__ = ["DeviceWeightPool"]
 
-PLACES = 32  # in the ring for which a parcel's parameters are kept: pass after pass they soon are the same few
+PLACES = 32  # in the ring for which a group's parameters are kept: pass after pass they soon are the same few
 
 
 class DeviceWeightPool:
-    """Taken for a while, in few large pieces, and counted: a place for each that `stays`, and a ring."""
+    """Taken for a while, in few large pieces, and counted: a place for each that `resident`, and a ring."""
 
     def __init__(
-        self, parcels: Sequence[WeightGroup], stays: Collection[str], ring: int, device: Device, recorder: Recorder
+        self, groups: Sequence[WeightGroup], resident: Collection[str], ring: int, device: Device, recorder: Recorder
     ) -> None:
         self._device, self._recorder = device, recorder
-        self._stays = [parcel for parcel in parcels if parcel.name in stays]
-        self._passing = [parcel for parcel in parcels if parcel.name not in stays]
+        self._resident = [group for group in groups if group.name in resident]
+        self._passing = [group for group in groups if group.name not in resident]
         self._planned = self._ring_size = ring
         self._made_for = _size(self._passing)  # bytes
         self._lent: list[WeightGroup] = []
-        self.stays = set(self._stays)  # those that have a place, or will have one
+        self.resident = set(self._resident)  # those that have a place, or will have one
         self._forget()
 
     def _forget(self) -> None:
@@ -44,13 +44,13 @@ class DeviceWeightPool:
 
     def open(self) -> None:
         """Memory is taken from now on, until `clear`: in a larger ring where somebody made weights larger."""
-        self._expected = list(chunks((parcel for parcel in self._stays if parcel in self.stays), _aligned))
+        self._expected = list(chunks((group for group in self._resident if group in self.resident), _aligned))
         grown = _size(self._passing) > self._made_for
         self._ring_size = self._ring_for(self._passing) if grown else self._planned
 
     def _ring_for(self, passing: Sequence[WeightGroup]) -> int:
         """The bytes in which about as many of `passing` lie as was planned, the largest of them at least."""
-        largest = max(-(-parcel.size // ALIGNMENT) * ALIGNMENT for parcel in passing)
+        largest = max(-(-group.size // ALIGNMENT) * ALIGNMENT for group in passing)
         return max(self._planned * _size(passing) // self._made_for, largest)
 
     def take_some(self, limit: int) -> None:
@@ -62,12 +62,12 @@ class DeviceWeightPool:
                 return
 
     def take(self) -> list[WeightGroup]:
-        """Takes all that is missing; returns those of `stays` for which there was no memory."""
+        """Takes all that is missing; returns those of `resident` for which there was no memory."""
         while self._expected and self._take_chunk():
             pass
-        left = [parcel for chunk in self._expected for parcel in chunk]
+        left = [group for chunk in self._expected for group in chunk]
         self._expected = []
-        self.stays.difference_update(left)
+        self.resident.difference_update(left)
         while self._ring is None and not self._take_ring():
             given_up = self.give_up(lambda _: True)
             if not given_up:
@@ -83,9 +83,9 @@ class DeviceWeightPool:
         chunk = self._expected.pop(0)
         self._chunks.append((room, chunk))
         offset = 0
-        for parcel in chunk:
-            self._places[parcel] = LoadedGroup(parcel, room[offset : offset + parcel.size])
-            offset += _aligned(parcel)
+        for group in chunk:
+            self._places[group] = LoadedGroup(group, room[offset : offset + group.size])
+            offset += _aligned(group)
         return True
 
     def _take_ring(self) -> bool:
@@ -111,22 +111,22 @@ class DeviceWeightPool:
         self._counted += size
         self._recorder.hold(self, self._counted)
 
-    def place(self, parcel: WeightGroup) -> LoadedGroup | None:
-        """Where `parcel`, which stays, has its place; None while that is not taken."""
-        return self._places.get(parcel)
+    def place(self, group: WeightGroup) -> LoadedGroup | None:
+        """Where `group`, which stays, has its place; None while that is not taken."""
+        return self._places.get(group)
 
-    def lease(self, parcel: WeightGroup) -> LoadedGroup | None:
+    def lease(self, group: WeightGroup) -> LoadedGroup | None:
         """A place in the ring; None while there is none."""
-        lease = None if self._ring is None else self._ring.take(parcel.size)
+        lease = None if self._ring is None else self._ring.take(group.size)
         if lease is None:
             return None
-        known = self._known.setdefault(parcel, {})
+        known = self._known.setdefault(group, {})
         found = known.get(lease.offset)
         if found is None:
             if len(known) >= PLACES:
                 known.clear()
-            region = self._ring_room[lease.offset : lease.offset + parcel.size]
-            found = known[lease.offset] = LoadedGroup(parcel, region)
+            region = self._ring_room[lease.offset : lease.offset + group.size]
+            found = known[lease.offset] = LoadedGroup(group, region)
         found.lease = lease
         return found
 
@@ -136,15 +136,15 @@ class DeviceWeightPool:
             self._ring.give_back(lease, mark)
 
     def give_up(self, idle: Callable[[WeightGroup], bool]) -> list[WeightGroup]:
-        """Gives up the latest piece whose parcels are all `idle`; returns these: they do not stay any more."""
-        for index, (room, parcels) in reversed(list(enumerate(self._chunks))):
-            if all(map(idle, parcels)):
+        """Gives up the latest piece whose groups are all `idle`; returns these: they do not stay any more."""
+        for index, (room, groups) in reversed(list(enumerate(self._chunks))):
+            if all(map(idle, groups)):
                 del self._chunks[index]
-                for parcel in parcels:
-                    del self._places[parcel]
-                    self.stays.remove(parcel)
+                for group in groups:
+                    del self._places[group]
+                    self.resident.remove(group)
                 self._count(-room.nbytes)
-                return parcels
+                return groups
         return []
 
     def lend(self, idle: Callable[[WeightGroup], bool]) -> list[WeightGroup]:
@@ -166,7 +166,7 @@ class DeviceWeightPool:
     def clear(self) -> None:
         """Everything is given back."""
         self._forget()
-        self.stays.update(self._lent)
+        self.resident.update(self._lent)
         self._lent = []
         self._recorder.hold(self, 0)
 
@@ -175,5 +175,5 @@ def _size(chunk: Iterable[WeightGroup]) -> int:
     return sum(map(_aligned, chunk))
 
 
-def _aligned(parcel: WeightGroup) -> int:
-    return -(-parcel.size // parcel.home.alignment) * parcel.home.alignment
+def _aligned(group: WeightGroup) -> int:
+    return -(-group.size // group.store.alignment) * group.store.alignment

@@ -72,14 +72,14 @@ class DiskStore(WeightStore):
             self.layouts = _layouts(stored, _aligned(stored, places, self._pieces))
         self._aligned, self.size = aligned, self._pieces[-1].target + self._pieces[-1].size
 
-    def send(self, lane: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
+    def send(self, stream: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
         if target.device.type == "cpu" and not self._aligned:
             return _Read(self._read(target))
         if self._stager is not None:
-            return self._stager.send(lane, target, after, self._fill, self._pieces, self._read_size)
+            return self._stager.send(stream, target, after, self._fill, self._pieces, self._read_size)
         staging = arena(self._read_size)
         self._fill(staging)
-        return send_pieces(lane, target, staging, self._pieces, after)
+        return send_pieces(stream, target, staging, self._pieces, after)
 
     def _fill(self, part: torch.Tensor) -> None:
         self._read(part).wait()

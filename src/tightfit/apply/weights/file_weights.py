@@ -34,7 +34,7 @@ class FileBackedWeights:
         self._asked: set[int] = set()  # of these, what the pipeline's plan needs there
         self._spills: list[SpillFile] = []
         self._earlier: list[SpillFile] = []  # of plans before
-        self.stays = False  # whether what is in files is left there, because another plan follows
+        self.resident = False  # whether what is in files is left there, because another plan follows
 
     def put(self, shape: nn.Parameter, stored: FileTensor, weight: nn.Parameter | None = None) -> nn.Parameter:
         """`shape` means what `stored` says, and becomes `weight` (None: a new parameter) when that is wanted."""
@@ -116,10 +116,10 @@ class FileBackedWeights:
 
 
 class StoreFactory:
-    """Of the weights that come to `device`; the `shelf` has what is in files alone."""
+    """Of the weights that come to `device`; the `file_weights` has what is in files alone."""
 
-    def __init__(self, device: Device, shelf: FileBackedWeights) -> None:
-        self._device, self._shelf = device, shelf
+    def __init__(self, device: Device, file_weights: FileBackedWeights) -> None:
+        self._device, self._file_weights = device, file_weights
         self._aside: dict[int, tuple[torch.Tensor, FileTensor]] = {}  # which were written to the disk already, by id
         self._spill: SpillFile | None = None
         self._reader: DiskReader | None = None
@@ -139,11 +139,11 @@ class StoreFactory:
                 for part, stored in self._aside.values():
                     part.data = read_stored(stored, reader)
             self._aside.clear()
-        self._shelf.fill(module)
+        self._file_weights.fill(module)
         if self._spill is not None:
             self._spill.finish()
 
-    def homes(self, plan: ComponentPlan, undo: ExitStack) -> Callable[[list[nn.Parameter]], WeightStore]:
+    def stores(self, plan: ComponentPlan, undo: ExitStack) -> Callable[[list[nn.Parameter]], WeightStore]:
         """How to find a home for masters of a component that follows `plan`."""
         if plan.offload_to == "cpu":
             stager = self._staging(undo) if self._device.plain_copies_block else None
@@ -155,17 +155,17 @@ class StoreFactory:
         reader = self._reader
         aligned = self._device.separate and self._device.torch_device.type != "cpu"
 
-        def home(masters: list[nn.Parameter]) -> WeightStore:
+        def store(masters: list[nn.Parameter]) -> WeightStore:
             stored = [self._on_disk(part, reader) for part in _plain(masters)]
             return DiskStore(stored, reader, stager, aligned=aligned)
 
-        return home
+        return store
 
     def _on_disk(self, tensor: torch.Tensor, reader: DiskReader) -> FileTensor:
         """Where `tensor` is as it is used; it is written where it is in no file, or not like that."""
         if id(tensor) in self._aside:
             return self._aside.pop(id(tensor))[1]
-        stored = self._shelf.where(tensor)
+        stored = self._file_weights.where(tensor)
         if stored is None:
             return self._spilling().write(tensor)
         same_layout = tensor.ndim < 4 or stored.strides == tensor.stride()  # kernels may be channels-last
@@ -175,7 +175,7 @@ class StoreFactory:
 
     def _spilling(self) -> SpillFile:
         if self._spill is None:
-            self._spill = self._shelf.spill()
+            self._spill = self._file_weights.spill()
         return self._spill
 
     def _staging(self, undo: ExitStack) -> Stager:

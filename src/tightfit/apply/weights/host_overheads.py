@@ -38,7 +38,7 @@ class _Layer(nn.Module):
 def layer_overheads(device: Device, launch_overhead: float) -> HostOverheads:
     """Of the usual pass. To launch the copies of what streams takes `launch_overhead` each, which is not in it."""
     network = nn.ModuleList(_Layer() for _ in range(LAYERS))
-    parcels = weight_groups_of(
+    groups = weight_groups_of(
         network,
         inspect_component("layers", network),
         "layer",
@@ -46,18 +46,18 @@ def layer_overheads(device: Device, launch_overhead: float) -> HostOverheads:
         lambda master: master,
     )
     with ExitStack() as undo:
-        for parcel in parcels:
-            parcel.home.lock_pages()
-            undo.callback(parcel.unlock_pages)
+        for group in groups:
+            group.store.lock_pages()
+            undo.callback(group.unlock_pages)
         bare = statistics.median(_pass(network, device) for _ in range(PASSES))
-        streamed, resident = (_seconds(network, parcels, stays, device) - bare for stays in ((), range(LAYERS)))
+        streamed, resident = (_seconds(network, groups, stays, device) - bare for stays in ((), range(LAYERS)))
     return HostOverheads(max(streamed / LAYERS - launch_overhead, 0.0), max(resident / LAYERS, 0.0))
 
 
-def _seconds(network: nn.ModuleList, parcels: list[WeightGroup], stays: Collection[int], device: Device) -> float:
+def _seconds(network: nn.ModuleList, groups: list[WeightGroup], stays: Collection[int], device: Device) -> float:
     """Of the host for a pass, once the order is known and what stays is there."""
-    names, recorder = {parcels[index].name for index in stays}, Recorder(device, count_activations=False)
-    streamer = Streamer(parcels, names, AHEAD * parcels[0].size, device, recorder)
+    names, recorder = {groups[index].name for index in stays}, Recorder(device, count_activations=False)
+    streamer = Streamer(groups, names, AHEAD * groups[0].size, device, recorder)
     with ExitStack() as undo:
         undo.callback(streamer.clear)
         streamer.hook(undo.callback)

@@ -1,4 +1,4 @@
-"""A parcel's weights at one place in device memory, and when modules see them."""
+"""A group's weights at one place in device memory, and when modules see them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["LoadedGroup"]
 
 @dataclass(eq=False)
 class LoadedGroup:
-    """A parcel at one place on the device: there, or on its way, since its latest `arrival`.
+    """A group at one place on the device: there, or on its way, since its latest `handle`.
 
-    It is kept for the next time that the parcel comes to the same place: to make parameters takes the host 17 us.
+    It is kept for the next time that the group comes to the same place: to make parameters takes the host 17 us.
     """
 
-    parcel: WeightGroup
+    group: WeightGroup
     region: torch.Tensor
-    arrival: CopyHandle = field(default_factory=CopyHandle)
+    handle: CopyHandle = field(default_factory=CopyHandle)
     lease: Lease | None = None  # its place in the ring; None: it stays, or has memory of its own
     users: int = 0
     visible: bool = False  # whether modules see the weights
@@ -37,9 +37,9 @@ class LoadedGroup:
 
     def show(self, away: LazyWeights, recorder: Recorder) -> None:
         """Modules find the weights, with what others wrote into what stood for them."""
-        if waited := self.arrival.wait_on_device():
+        if waited := self.handle.wait_on_device():
             recorder.waited(waited)
-        if self._seen_at is None or away.any_written(self.parcel):
+        if self._seen_at is None or away.any_written(self.group):
             self._look(away, recorder)
         self.visible = True
         for table, name, gone, weight in self._seen_at or ():
@@ -49,12 +49,12 @@ class LoadedGroup:
     def _look(self, away: LazyWeights, recorder: Recorder) -> None:
         with recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
             if self._views is None:
-                self._views = self.parcel.views(self.region)
-            self.weights = away.with_written(self.parcel, self._views)
+                self._views = self.group.views(self.region)
+            self.weights = away.with_written(self.group, self._views)
         self._versions = versions_of(self.weights)
-        each = zip(self.parcel.places, away[self.parcel], self.weights, strict=True)
+        each = zip(self.group.places, away[self.group], self.weights, strict=True)
         self._seen_at = [(at.table, at.name, gone, weight) for places, gone, weight in each for at in places]
-        self._others = away.any_written(self.parcel)
+        self._others = away.any_written(self.group)
 
     def let_go(self) -> bool:
         """One user less; whether that was the last."""
@@ -70,7 +70,7 @@ class LoadedGroup:
                 table[name] = gone
         changed = versions_of(self.weights) != self._versions
         if changed:
-            away.keep_changed(self.parcel, self.weights, self._versions)
+            away.keep_changed(self.group, self.weights, self._versions)
         if changed or self._others:  # which are kept elsewhere, and not for the next time
             self._seen_at, self.weights = None, []
         self.visible = False
@@ -78,4 +78,4 @@ class LoadedGroup:
     def copy_of(self, index: int) -> torch.Tensor:
         """A copy of one weight, which has come."""
         with torch.no_grad():
-            return (self.weights or self.parcel.views(self.region))[index].detach().clone()
+            return (self.weights or self.group.views(self.region))[index].detach().clone()

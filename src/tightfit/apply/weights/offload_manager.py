@@ -20,7 +20,7 @@ from tightfit.apply.weights.weight_groups import WeightGroup, weight_groups_of
 from tightfit.apply.weights.weight_store import HOST, Held, moved
 from tightfit.devices.device import Device
 from tightfit.devices.memory import trim_heap
-from tightfit.measure.modules import find_units, inspect_component, leaf_weights, weight_bytes, weight_tensors
+from tightfit.measure.modules import find_blocks, inspect_component, layer_weights, weight_bytes, weight_tensors
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.component_order import ALTERNATIONS
 from tightfit.plan.layer_selection import resolve_streaming
@@ -36,13 +36,13 @@ class OffloadManager:
     ControlNet and its UNet): those stay together from then on.
     """
 
-    def __init__(self, device: Device, recorder: Recorder, shelf: FileBackedWeights) -> None:
-        self._device, self._shelf = device, shelf
-        self._housing = StoreFactory(device, shelf)
+    def __init__(self, device: Device, recorder: Recorder, file_weights: FileBackedWeights) -> None:
+        self._device, self._file_weights = device, file_weights
+        self._housing = StoreFactory(device, file_weights)
         self._elsewhere: set[str] = set()  # whose weights were not in host memory before
         self._held: Held = {}  # until all is in place
         self._recorder = recorder
-        self._cargo: dict[str, TensorLoader] = {}
+        self._loaders: dict[str, TensorLoader] = {}
         self._streamers: dict[str, Streamer] = {}
         self._turns: Counter[frozenset[str]] = Counter()
         self._together: set[frozenset[str]] = set()
@@ -59,9 +59,9 @@ class OffloadManager:
         """
         self._look_where(name, module)
         if plan.placement == "resident" and self._device.swaps_parameters:
-            cargo = TensorLoader(module, self._device, self._recorder)
-            cargo.load()
-            undo.callback(cargo.evict)
+            loader = TensorLoader(module, self._device, self._recorder)
+            loader.load()
+            undo.callback(loader.evict)
         elif plan.placement == "resident" or not self._device.separate:
             undo.callback(moved(module, self._device.torch_device, self._held))
             self._count(weight_bytes(module), undo)
@@ -85,14 +85,14 @@ class OffloadManager:
         if plan.storage == "as-loaded":
             return
         self._look_where(name, module)
-        passing = leaf_weights(module) if plan.offload_to == "disk" and plan.placement != "resident" else set()
+        passing = layer_weights(module) if plan.offload_to == "disk" and plan.placement != "resident" else set()
 
         def aside(original: nn.Parameter, weight: StoredWeight) -> None:
             if id(original) in passing:
                 self._housing.set_aside(weight)
 
         in_ram = self._device.separate
-        undo.callback(store_weights(module, plan, self._shelf, originals_in_ram=in_ram, aside=aside))
+        undo.callback(store_weights(module, plan, self._file_weights, originals_in_ram=in_ram, aside=aside))
         trim_heap()
 
     def stream(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
@@ -104,24 +104,24 @@ class OffloadManager:
             plan = resolve_streaming(component, plan)
         inside = inside_feed_forwards(module) if plan.ffn_chunk else {}
         unused = {method: parts for (whose, method), parts in self._unused.items() if whose == name}
-        homes, weight_of = self._housing.homes(plan, undo), self._shelf.weight_of
-        parcels = weight_groups_of(module, component, plan.granularity or "layer", homes, weight_of, inside, unused)
+        stores, weight_of = self._housing.stores(plan, undo), self._file_weights.weight_of
+        groups = weight_groups_of(module, component, plan.granularity or "layer", stores, weight_of, inside, unused)
         self._housing.settle(module)
         if plan.pinned:
-            self._lock(name, parcels, undo)
-        stays = {parcel.name for parcel in parcels} if plan.placement == "offload" else plan.resident_layers or ()
-        streamer = Streamer(parcels, stays, plan.ring_buffer or 0, self._device, self._recorder)
+            self._lock(name, groups, undo)
+        resident = {group.name for group in groups} if plan.placement == "offload" else plan.resident_layers or ()
+        streamer = Streamer(groups, resident, plan.ring_buffer or 0, self._device, self._recorder)
         streamer.hook(undo.callback)
         self._streamers[name] = streamer
         if self._device.separate:
-            retry_blocks_on_oom(find_units(module), lambda block: self.make_more_room(name, block), undo)
+            retry_blocks_on_oom(find_blocks(module), lambda block: self.make_more_room(name, block), undo)
         if plan.offload_to == "disk":
             streamer.set_aside()
             undo.callback(self._give_back, name)
         if self._device.separate:
-            self._cargo[name] = TensorLoader(module, self._device, self._recorder, without=streamer.owned)
+            self._loaders[name] = TensorLoader(module, self._device, self._recorder, without=streamer.owned)
         else:  # what is small is in RAM anyway, and what is large no more
-            self._count(-sum(leaf.bytes for leaf in component.layers), undo)
+            self._count(-sum(layer.bytes for layer in component.layers), undo)
 
     def _count(self, size: int, undo: ExitStack) -> None:
         """`size` bytes more are on the device until `undo`."""
@@ -130,16 +130,16 @@ class OffloadManager:
 
     def _give_back(self, name: str) -> None:
         """What `name` has on the disk it has in memory again; or there, where another plan follows."""
-        goes_on = self._shelf.stays and name not in self._elsewhere
-        self._streamers[name].give_back(self._shelf if goes_on else None)
+        goes_on = self._file_weights.resident and name not in self._elsewhere
+        self._streamers[name].give_back(self._file_weights if goes_on else None)
 
-    def _lock(self, name: str, parcels: list[WeightGroup], undo: ExitStack) -> None:
+    def _lock(self, name: str, groups: list[WeightGroup], undo: ExitStack) -> None:
         """Page-locks the masters, as far as the system lets us."""
-        for count, parcel in enumerate(parcels):
-            if not parcel.home.lock_pages():
-                self._recorder.note(f"{name}: page-locking was refused after {count} of {len(parcels)} parcels")
+        for count, group in enumerate(groups):
+            if not group.store.lock_pages():
+                self._recorder.note(f"{name}: page-locking was refused after {count} of {len(groups)} groups")
                 return
-            undo.callback(parcel.unlock_pages)  # by then it may have another home
+            undo.callback(group.unlock_pages)  # by then it may have another home
 
     def enter(self, name: str) -> None:
         """The component `name` starts to work: those it does not share the device with go, and it comes."""
@@ -185,8 +185,8 @@ class OffloadManager:
         self._agenda.works(name, method)
 
         def come() -> None:
-            if name in self._cargo:
-                self._cargo[name].load()
+            if name in self._loaders:
+                self._loaders[name].load()
             if name in self._streamers:
                 self._streamers[name].begin(method, self._let_come if self._coming else None)
 
@@ -261,10 +261,10 @@ class OffloadManager:
         return room
 
     def _evict(self, name: str) -> None:
-        if self._streamers[name].aboard:
+        if self._streamers[name].device_bytes:
             self._streamers[name].clear()
-        if name in self._cargo and self._cargo[name].is_loaded:
-            self._cargo[name].evict()
+        if name in self._loaders and self._loaders[name].is_loaded:
+            self._loaders[name].evict()
 
     def _take_turns(self, pair: frozenset[str]) -> None:
         self._turns[pair] += 1
@@ -279,9 +279,9 @@ class OffloadManager:
 
     def rest(self) -> None:
         """What is small goes, so that at the next call the modules are looked through for new weights."""
-        for cargo in self._cargo.values():
-            if cargo.is_loaded:
-                cargo.evict()
+        for loader in self._loaders.values():
+            if loader.is_loaded:
+                loader.evict()
 
     def clear(self) -> None:
         """Everything that came goes."""

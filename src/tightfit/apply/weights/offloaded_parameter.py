@@ -34,8 +34,8 @@ class LazyWeight:
         """`data` stands for the weight from now on; what was written in place comes back like that (`+=`)."""
         if not isinstance(data, OffloadedParameter):
             self.written = data.detach()
-        elif data.absence is not self:
-            self.written = data.absence.value(data.device)
+        elif data.lazy_weight is not self:
+            self.written = data.lazy_weight.value(data.device)
 
     def value(self, device: torch.device) -> torch.Tensor:
         return self._fetch() if self.written is None else self.written.to(device)
@@ -44,16 +44,16 @@ class LazyWeight:
 class OffloadedParameter(torch.Tensor):
     """Stands for a weight of the same shape, strides and dtype on `device`."""
 
-    absence: LazyWeight
+    lazy_weight: LazyWeight
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, device: torch.device, absence: LazyWeight) -> OffloadedParameter:
+    def __new__(cls, like: torch.Tensor, device: torch.device, lazy_weight: LazyWeight) -> OffloadedParameter:
         return torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
         )
 
-    def __init__(self, like: torch.Tensor, device: torch.device, absence: LazyWeight) -> None:
-        self.absence = absence
+    def __init__(self, like: torch.Tensor, device: torch.device, lazy_weight: LazyWeight) -> None:
+        self.lazy_weight = lazy_weight
 
     @classmethod
     def standing_for(
@@ -73,11 +73,11 @@ class OffloadedParameter(torch.Tensor):
     def data(self, data: torch.Tensor) -> None:
         """`weight.data = …`, as module.to(dtype) does."""
         _DATA.__set__(self, data)
-        self.absence.take(data)
+        self.lazy_weight.take(data)
 
     def _whole(self) -> torch.Tensor:
         with torch.no_grad():
-            value = self.absence.value(self.device).detach().clone(memory_format=torch.preserve_format)
+            value = self.lazy_weight.value(self.device).detach().clone(memory_format=torch.preserve_format)
         return nn.Parameter(value, self.requires_grad) if getattr(self, "_is_param", False) else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -94,21 +94,21 @@ class OffloadedParameter(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ALIASES:
-            return OffloadedParameter(args[0], args[0].device, args[0].absence)
+            return OffloadedParameter(args[0], args[0].device, args[0].lazy_weight)
         values: dict[int, torch.Tensor] = {}
 
         def present(away: OffloadedParameter) -> torch.Tensor:
-            if id(away.absence) not in values:
-                values[id(away.absence)] = away.absence.value(away.device)
-            return values[id(away.absence)]
+            if id(away.lazy_weight) not in values:
+                values[id(away.lazy_weight)] = away.lazy_weight.value(away.device)
+            return values[id(away.lazy_weight)]
 
         result = func(
             *tree_map_only(OffloadedParameter, present, args), **tree_map_only(OffloadedParameter, present, kwargs)
         )
         back = {}
         for away in _written(func, args, kwargs):
-            away.absence.written = values[id(away.absence)]
-            back[id(away.absence.written)] = away
+            away.lazy_weight.written = values[id(away.lazy_weight)]
+            back[id(away.lazy_weight.written)] = away
         return tree_map_only(torch.Tensor, lambda tensor: back.get(id(tensor), tensor), result) if back else result
 
 
@@ -126,11 +126,11 @@ Versions = list[tuple[Any, ...]]
 
 
 class LazyWeights:
-    """For each parcel a tensor for each of its weights, which fetches it by `fetch(parcel, number)`."""
+    """For each group a tensor for each of its weights, which fetches it by `fetch(group, number)`."""
 
     def __init__(
         self,
-        parcels: Sequence[WeightGroup],
+        groups: Sequence[WeightGroup],
         device: Device,
         recorder: Recorder,
         fetch: Callable[[WeightGroup, int], torch.Tensor],
@@ -138,95 +138,95 @@ class LazyWeights:
         self._device, self._recorder, self._fetch = device, recorder, fetch
         self._of: dict[WeightGroup, list[OffloadedParameter]] = {}
         self._absences: dict[WeightGroup, list[LazyWeight]] = {}  # the same, where to look takes less time
-        for parcel in parcels:
-            self.renew(parcel)
+        for group in groups:
+            self.renew(group)
 
-    def __getitem__(self, parcel: WeightGroup) -> list[OffloadedParameter]:
-        return self._of[parcel]
+    def __getitem__(self, group: WeightGroup) -> list[OffloadedParameter]:
+        return self._of[group]
 
-    def renew(self, parcel: WeightGroup) -> None:
-        """The parcel's weights are laid out in another way by now."""
-        self._of[parcel] = list(self._made(parcel))
-        self._absences[parcel] = [away.absence for away in self._of[parcel]]
+    def renew(self, group: WeightGroup) -> None:
+        """The group's weights are laid out in another way by now."""
+        self._of[group] = list(self._made(group))
+        self._absences[group] = [away.lazy_weight for away in self._of[group]]
 
-    def _made(self, parcel: WeightGroup) -> Iterator[OffloadedParameter]:
-        for index, (master, like) in enumerate(zip(parcel.masters, parcel.likes, strict=True)):
-            away = OffloadedParameter.standing_for(like, self._device.torch_device, self._fetching(parcel, index))
+    def _made(self, group: WeightGroup) -> Iterator[OffloadedParameter]:
+        for index, (master, like) in enumerate(zip(group.masters, group.likes, strict=True)):
+            away = OffloadedParameter.standing_for(like, self._device.torch_device, self._fetching(group, index))
             yield nn.Parameter(away, master.requires_grad)  # type: ignore[misc]
 
-    def _fetching(self, parcel: WeightGroup, index: int) -> Callable[[], torch.Tensor]:
-        return lambda: self._fetch(parcel, index)
+    def _fetching(self, group: WeightGroup, index: int) -> Callable[[], torch.Tensor]:
+        return lambda: self._fetch(group, index)
 
-    def any_written(self, parcel: WeightGroup) -> bool:
-        """Whether others wrote into one of the parcel's weights."""
-        for absence in self._absences[parcel]:  # noqa: SIM110 - a generator takes three times as long
-            if absence.written is not None:
+    def any_written(self, group: WeightGroup) -> bool:
+        """Whether others wrote into one of the group's weights."""
+        for lazy_weight in self._absences[group]:  # noqa: SIM110 - a generator takes three times as long
+            if lazy_weight.written is not None:
                 return True
         return False
 
-    def with_written(self, parcel: WeightGroup, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def with_written(self, group: WeightGroup, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """`weights`, which have come from their home, with what others wrote in its place."""
         return [
             weight
-            if away.absence.written is None
-            else nn.Parameter(away.absence.value(away.device), away.requires_grad)
-            for away, weight in zip(self._of[parcel], weights, strict=True)
+            if away.lazy_weight.written is None
+            else nn.Parameter(away.lazy_weight.value(away.device), away.requires_grad)
+            for away, weight in zip(self._of[group], weights, strict=True)
         ]
 
-    def keep_changed(self, parcel: WeightGroup, weights: list[nn.Parameter], versions: Versions) -> None:
+    def keep_changed(self, group: WeightGroup, weights: list[nn.Parameter], versions: Versions) -> None:
         """Somebody wrote into weights that will be forgotten (a LoRA fused in a callback, say)."""
-        for away, weight, version in zip(self._of[parcel], weights, versions, strict=True):
+        for away, weight, version in zip(self._of[group], weights, versions, strict=True):
             if versions_of([weight]) != [version]:
                 with torch.no_grad(), self._recorder.uncounted():
-                    away.absence.written = weight.detach().clone()
+                    away.lazy_weight.written = weight.detach().clone()
 
-    def keep(self, parcel: WeightGroup) -> None:
+    def keep(self, group: WeightGroup) -> None:
         """What others wrote while the weights were here, or away, goes into the masters, or stays in RAM."""
-        self._take_up(parcel)
-        for away, master in zip(self._of[parcel], parcel.masters, strict=True):
-            written = away.absence.written
+        self._take_up(group)
+        for away, master in zip(self._of[group], group.masters, strict=True):
+            written = away.lazy_weight.written
             if written is None:
                 continue
             with torch.no_grad(), self._recorder.uncounted():
-                if not parcel.home.writable:
-                    away.absence.written = self._device.to_host(written)
+                if not group.store.writable:
+                    away.lazy_weight.written = self._device.to_host(written)
                     continue
                 write_back(master, written, self._device)
                 self._recorder.moved(bytes_out=written.nbytes)
-                away.absence.written = None
+                away.lazy_weight.written = None
 
-    def _take_up(self, parcel: WeightGroup) -> None:
+    def _take_up(self, group: WeightGroup) -> None:
         """What others put in the place of a weight that was away (`module.to(dtype)` may) has its home from now on."""
-        if parcel.home.writable:
-            ours = {*map(id, parcel.masters), *map(id, self._of[parcel])}
-            for index, there in parcel.put_by_others(ours):
-                self._of[parcel][index].absence.written = there.detach()
+        if group.store.writable:
+            ours = {*map(id, group.masters), *map(id, self._of[group])}
+            for index, there in group.put_by_others(ours):
+                self._of[group][index].lazy_weight.written = there.detach()
 
     def set_aside(self) -> None:
         """Where masters have no values, modules find what stands for them, from now on."""
-        for parcel in self._valueless():
-            parcel.show(parcel.masters, self._of[parcel])
+        for group in self._valueless():
+            group.show(group.masters, self._of[group])
 
-    def give_back(self, shelf: FileBackedWeights | None = None) -> None:
+    def give_back(self, file_weights: FileBackedWeights | None = None) -> None:
         """Masters without values have them again, as others wrote them, and modules find them.
 
-        With a `shelf`, modules find shapes there, but for what others wrote into.
+        With a `file_weights`, modules find shapes there, but for what others wrote into.
         """
-        for parcel in self._valueless():
-            if shelf is not None and not any(away.absence.written is not None for away in self._of[parcel]):
-                parcel.show(self._of[parcel], parcel.shapes(shelf))
+        for group in self._valueless():
+            if file_weights is not None and not any(away.lazy_weight.written is not None for away in self._of[group]):
+                group.show(self._of[group], group.shapes(file_weights))
                 continue
-            parcel.fill()
-            self._write_back(parcel)
-            parcel.show(self._of[parcel], parcel.masters)
+            group.fill()
+            self._write_back(group)
+            group.show(self._of[group], group.masters)
 
     def _valueless(self) -> Iterator[WeightGroup]:
-        return (parcel for parcel in self._of if not parcel.home.writable)
+        return (group for group in self._of if not group.store.writable)
 
-    def _write_back(self, parcel: WeightGroup) -> None:
+    def _write_back(self, group: WeightGroup) -> None:
         """The masters, which have come from their home, are as others wrote them."""
-        for away, master in zip(self._of[parcel], parcel.masters, strict=True):
-            written = away.absence.written
+        for away, master in zip(self._of[group], group.masters, strict=True):
+            written = away.lazy_weight.written
             if written is None:
                 continue
             if (written.dtype, written.shape) == (master.dtype, master.shape):

@@ -14,22 +14,22 @@ __all__ = ["OnDemandLoader"]
 
 
 class OnDemandLoader:
-    """Keeps the parcel that was asked for last, because its other weights are often asked for next."""
+    """Keeps the group that was asked for last, because its other weights are often asked for next."""
 
-    def __init__(self, rooms: DeviceWeightPool, lane: CopyStream, recorder: Recorder) -> None:
-        self._rooms, self._lane, self._recorder = rooms, lane, recorder
+    def __init__(self, rooms: DeviceWeightPool, stream: CopyStream, recorder: Recorder) -> None:
+        self._rooms, self._stream, self._recorder = rooms, stream, recorder
         self._last: tuple[WeightGroup, list[nn.Parameter]] | None = None
 
-    def fetch(self, parcel: WeightGroup, index: int) -> torch.Tensor:
-        """A copy of one weight of `parcel`."""
-        if self._last is None or self._last[0] is not parcel:
+    def fetch(self, group: WeightGroup, index: int) -> torch.Tensor:
+        """A copy of one weight of `group`."""
+        if self._last is None or self._last[0] is not group:
             self._last = None
             self._recorder.unforeseen()
             with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
-                region = self._rooms.extra(parcel.size)
-                parcel.home.send(self._lane, region, self._lane.mark()).wait_on_device()
-                self._recorder.moved(bytes_in=parcel.size)
-                self._last = (parcel, parcel.views(region))
+                region = self._rooms.extra(group.size)
+                group.store.send(self._stream, region, self._stream.mark()).wait_on_device()
+                self._recorder.moved(bytes_in=group.size)
+                self._last = (group, group.views(region))
         return self._last[1][index].detach().clone()
 
     def forget(self) -> None:

@@ -58,29 +58,29 @@ class ByteRange(NamedTuple):
 
 
 def send_pieces(
-    lane: CopyStream, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[ByteRange], after: Any
+    stream: CopyStream, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[ByteRange], after: Any
 ) -> PendingCopy:
-    """Sends `pieces` of `source` to `target`, as `lane` does."""
-    arrivals = [lane.send(target[to : to + size], source[begin : begin + size], after) for begin, to, size in pieces]
-    return arrivals[0] if len(arrivals) == 1 else _Several(arrivals)
+    """Sends `pieces` of `source` to `target`, as `stream` does."""
+    handles = [stream.send(target[to : to + size], source[begin : begin + size], after) for begin, to, size in pieces]
+    return handles[0] if len(handles) == 1 else _Several(handles)
 
 
 class _Several(PendingCopy):
     """Copies that are waited for together."""
 
-    def __init__(self, arrivals: Sequence[PendingCopy]) -> None:
-        self._arrivals = arrivals
+    def __init__(self, handles: Sequence[PendingCopy]) -> None:
+        self._handles = handles
 
     def wait_on_device(self) -> float:
-        return sum(arrival.wait_on_device() for arrival in self._arrivals)
+        return sum(handle.wait_on_device() for handle in self._handles)
 
     def synchronize(self) -> None:
-        for arrival in self._arrivals:
-            arrival.synchronize()
+        for handle in self._handles:
+            handle.synchronize()
 
     def cancel(self) -> None:
-        for arrival in self._arrivals:
-            arrival.cancel()
+        for handle in self._handles:
+            handle.cancel()
 
 
 class Stager:
@@ -93,20 +93,20 @@ class Stager:
 
     def send(
         self,
-        lane: CopyStream,
+        stream: CopyStream,
         target: torch.Tensor,
         after: Any,
         fill: Callable[[torch.Tensor], None],
         pieces: Sequence[ByteRange] = (),
         size: int | None = None,
     ) -> CopyHandle:
-        """Sends to `target` (uint8, on the device), as `lane` does, what `fill` puts into a tensor of that size.
+        """Sends to `target` (uint8, on the device), as `stream` does, what `fill` puts into a tensor of that size.
 
         Or into one of `size` bytes, of which `pieces` are sent.
         """
         whole = pieces or [ByteRange(0, 0, target.nbytes)]
         size = target.nbytes if size is None else size
-        return _Staged(self._thread.submit(self._buffer.send, lane, target, after, fill, whole, size))
+        return _Staged(self._thread.submit(self._buffer.send, stream, target, after, fill, whole, size))
 
     def close(self) -> None:
         """What has not been begun is not sent any more; the buffer goes."""
@@ -125,7 +125,7 @@ class _Buffer:
 
     def send(
         self,
-        lane: CopyStream,
+        stream: CopyStream,
         target: torch.Tensor,
         after: Any,
         fill: Callable[[torch.Tensor], None],
@@ -137,12 +137,12 @@ class _Buffer:
             part = self._memory[lease.offset : lease.offset + size]
             try:
                 fill(part)
-                arrival = send_pieces(lane, target, part, pieces, after)
+                handle = send_pieces(stream, target, part, pieces, after)
             except BaseException:
                 self._ring.give_back(lease)
                 raise
-        self._under_way.append((lease, arrival))
-        return arrival
+        self._under_way.append((lease, handle))
+        return handle
 
     def _lease(self, size: int) -> Lease:
         while (lease := self._ring.take(size)) is None:
@@ -153,8 +153,8 @@ class _Buffer:
         return lease
 
     def _await_one(self) -> None:
-        lease, arrival = self._under_way.popleft()
-        arrival.synchronize()
+        lease, handle = self._under_way.popleft()
+        handle.synchronize()
         self._ring.give_back(lease)
 
     def _grow(self, size: int) -> None:
@@ -180,8 +180,8 @@ class _Staged(CopyHandle):
 
     def wait_on_device(self) -> float:
         start = time.perf_counter()
-        arrival = self._given.result()
-        return time.perf_counter() - start + arrival.wait_on_device()
+        handle = self._given.result()
+        return time.perf_counter() - start + handle.wait_on_device()
 
     def cancel(self) -> None:
         if self._given.cancel():

@@ -20,7 +20,7 @@ from tightfit.devices.device import Device
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.memory import own_room
 from tightfit.errors import PlanError
-from tightfit.measure.modules import leaf_weights
+from tightfit.measure.modules import layer_weights
 from tightfit.schema.plan import ComponentPlan, Plan, Storage
 
 __all__ = ["check_kinds", "check_storage", "left_in_files", "storable_in", "store_weights"]
@@ -49,13 +49,13 @@ def check_kinds(components: Mapping[str, nn.Module], plan: Plan, device_of: Call
     """
     for name, module in components.items():
         chosen, device = plan.components.get(name, ComponentPlan()), device_of(name)
-        host_is_home = not device.separate and chosen.offload_to != "disk"
-        stays = (chosen.placement == "resident" or host_is_home) and not device.swaps_parameters
+        host_is_store = not device.separate and chosen.offload_to != "disk"
+        resident = (chosen.placement == "resident" or host_is_store) and not device.swaps_parameters
         for path, weight in module.named_parameters():
             kind = type(weight)
             if kind is nn.Parameter or is_traceable_wrapper_subclass(weight):
                 continue
-            if not (stays and weight.device == device.torch_device):
+            if not (resident and weight.device == device.torch_device):
                 raise PlanError(
                     f"{name}: {path} is a {kind.__name__}, whose values cannot be moved without what belongs to them: "
                     f"load {name} without that quantisation, or move it to {device.name} before and leave it "
@@ -80,14 +80,14 @@ def left_in_files(network: nn.Module, chosen: ComponentPlan, *, separate: bool) 
     if chosen.placement == "resident":
         return set() if separate else weights
     if chosen.offload_to == "disk" and chosen.compute_dtype is None:  # else all that is not stored is converted
-        weights |= leaf_weights(network)
+        weights |= layer_weights(network)
     return {id(weight) for weight in network.parameters() if weight.is_meta}.intersection(weights)
 
 
 def store_weights(
     module: nn.Module,
     plan: ComponentPlan,
-    shelf: FileBackedWeights,
+    file_weights: FileBackedWeights,
     *,
     originals_in_ram: bool,
     aside: Callable[[nn.Parameter, StoredWeight], None] = lambda original, weight: None,
@@ -95,7 +95,7 @@ def store_weights(
     """Stores what `plan` wants of `module`'s weights in eight bits in host memory, one weight after another.
 
     So a device never holds what the plan stores in eight bits in another form; what was there leaves it here.
-    Originals on the `shelf` are read from there one by one, and stay there; others go to RAM, or to a file on the shelf
+    Originals in `file_weights` are read from there one by one, and stay there; others go to RAM, or to a temporary file
     where RAM is what should be saved. `aside` is given each original and what it became.
 
     Returns how to restore the originals exactly.
@@ -108,22 +108,22 @@ def store_weights(
     stored: dict[int, StoredWeight] = {}
     with _put_back_on_failure(originals, places), DiskReader() as reader:
         for key, original in originals.items():
-            file = shelf.where(original)
+            file = file_weights.where(original)
             _place(original, HOST)
             there = original if file is None else read_like(original, file, reader)
             weight = stored[key] = _stored(there, plan.storage, compute, original.requires_grad)
             aside(original, weight)
     for owner, name, original in entries:
         owner._parameters[name] = stored[id(original)]  # type: ignore[assignment]
-    kept = _set_aside(originals, shelf, in_ram=originals_in_ram)
+    kept = _set_aside(originals, file_weights, in_ram=originals_in_ram)
     cast = _cast_rest(module, compute) if compute else []
 
     def restore() -> None:
         with DiskReader() as reader:
             back = {
                 key: shape
-                if shelf.stays and places[key].type in ("cpu", "meta") and not stored[key].written
-                else shelf.filled(shape, reader)
+                if file_weights.resident and places[key].type in ("cpu", "meta") and not stored[key].written
+                else file_weights.filled(shape, reader)
                 for key, shape in kept.items()
             }
         for owner, name, original in entries:
@@ -158,17 +158,17 @@ def _put_back_on_failure(weights: Mapping[int, nn.Parameter], places: Mapping[in
 
 
 def _set_aside(
-    originals: Mapping[int, nn.Parameter], shelf: FileBackedWeights, *, in_ram: bool
+    originals: Mapping[int, nn.Parameter], file_weights: FileBackedWeights, *, in_ram: bool
 ) -> dict[int, nn.Parameter]:
-    """What stands for `originals`, by key, while others are in their places: themselves, or shapes on the `shelf`."""
+    """What stands for `originals`, by key, while they are replaced: themselves, or shapes in `file_weights`."""
     file, kept = None, dict(originals)
     for key, original in originals.items():
         if in_ram or original.is_meta:  # on the shelf already, or without values everywhere
             continue
-        file = file or shelf.spill()
+        file = file or file_weights.spill()
         like = torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device="meta")
         where = file.write(original if is_dense(original) else original.contiguous())
-        kept[key] = shelf.shape_of(original, like, where)
+        kept[key] = file_weights.shape_of(original, like, where)
         original.data = torch.empty(0, dtype=original.dtype)
     if file is not None:
         file.finish()

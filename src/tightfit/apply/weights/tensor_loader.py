@@ -89,13 +89,13 @@ class TensorLoader:
                     write_back(master, copy.data, self._device)
                 self._recorder.moved(bytes_out=copy.nbytes)
             table[name] = master
-        self._send_home({id(slot.master) for slot in self._slots})
+        self._move_to_host({id(slot.master) for slot in self._slots})
         self._slots = []
         forget_casts()
         self._recorder.hold(self, 0)
         self.is_loaded = False  # last: who is interrupted here is evicted again
 
-    def _send_home(self, masters: set[int]) -> None:
+    def _move_to_host(self, masters: set[int]) -> None:
         """What somebody put on the device in place of a weight goes to host memory."""
         target = self._device.torch_device
         moved: dict[int, torch.Tensor] = {}

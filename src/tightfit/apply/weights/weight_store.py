@@ -80,7 +80,7 @@ class WeightStore(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def send(self, lane: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
+    def send(self, stream: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
         """Sends all to `target` (uint8, `size` bytes), beginning after `after`."""
 
 
@@ -119,10 +119,10 @@ class HostStore(WeightStore):
             self._lock.release()
             self._lock = None
 
-    def send(self, lane: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
+    def send(self, stream: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
         if self._lock is not None or self._stager is None:
-            return lane.send(target, self._buffer, after)
-        return self._stager.send(lane, target, after, self._fill)
+            return stream.send(target, self._buffer, after)
+        return self._stager.send(stream, target, after, self._fill)
 
     def _fill(self, part: torch.Tensor) -> None:
         part.copy_(self._buffer)
@@ -139,10 +139,10 @@ class HostStore(WeightStore):
         """A home for what `tensors` are by now, page-locked if this one should be, which is given up."""
         locked = self._wants_lock
         self.unlock_pages()
-        home = HostStore(tensors, self._device, self._stager)
+        store = HostStore(tensors, self._device, self._stager)
         if locked:
-            home.lock_pages()
-        return home
+            store.lock_pages()
+        return store
 
 
 def write_back(master: torch.Tensor, written: torch.Tensor, device: Device) -> None:
@@ -202,21 +202,21 @@ def moved(module: nn.Module, target: torch.device, held: Held) -> Callable[[], N
     What they consisted of in host memory stays in `held` until its owner empties it: a card that fails at once is not
     asked for a copy.
     """
-    homes = {id(tensor): tensor.device for tensor in weight_tensors(module) if not tensor.is_meta}
-    usual = next(iter(homes.values()), HOST)  # for what is loaded in the meantime
+    stores = {id(tensor): tensor.device for tensor in weight_tensors(module) if not tensor.is_meta}
+    usual = next(iter(stores.values()), HOST)  # for what is loaded in the meantime
 
     def move_back() -> None:
-        for tensor in _found_elsewhere(module, lambda tensor: homes.get(id(tensor), usual)):
+        for tensor in _found_elsewhere(module, lambda tensor: stores.get(id(tensor), usual)):
             if id(tensor) in held:
                 _adopt(tensor, rebuilt(tensor, held.pop(id(tensor))))
             else:
-                relocate(tensor, homes.get(id(tensor), usual))
+                relocate(tensor, stores.get(id(tensor), usual))
 
     try:
         for tensor in _found_elsewhere(module, lambda tensor: target):
             before = [part.data for part in plain_parts(tensor)]
             relocate(tensor, target)
-            if homes[id(tensor)] == HOST:
+            if stores[id(tensor)] == HOST:
                 held[id(tensor)] = before
     except BaseException:  # out of memory half way, say
         move_back()

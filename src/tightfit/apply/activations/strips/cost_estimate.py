@@ -37,19 +37,21 @@ BORDER = 16  # rows from it, beyond which what is padded knows nothing of it
 NOTHING = Span(0, 0)
 
 
-def profile_stages(course: StripPlan, trials: OpCostCache, leaves: Mapping[str, str]) -> Iterator[StripStageProfile]:
-    """What a run of `course` gives a card to do, stage by stage; `leaves` names, by path, modules that own weights."""
-    return _CostEstimator(course, trials, leaves).legs()
+def profile_stages(
+    strip_plan: StripPlan, trials: OpCostCache, layers: Mapping[str, str]
+) -> Iterator[StripStageProfile]:
+    """The work of a run of `strip_plan`, stage by stage; `layers` has the modules that own weights, by path."""
+    return _CostEstimator(strip_plan, trials, layers).stages()
 
 
 class _CostEstimator:
     """A run without tensors."""
 
-    def __init__(self, course: StripPlan, trials: OpCostCache, leaves: Mapping[str, str]) -> None:
-        self._course, self._graph, self._trials = course, course.graph, trials
-        program = course.graph.program
+    def __init__(self, strip_plan: StripPlan, trials: OpCostCache, layers: Mapping[str, str]) -> None:
+        self._strip_plan, self._graph, self._trials = strip_plan, strip_plan.graph, trials
+        program = strip_plan.graph.program
         self._nodes, self._kinds = program.nodes, program.kinds
-        self._leaves = [_leaves_of(node, self._nodes, leaves) for node in self._nodes]
+        self._layers = [_leaves_of(node, self._nodes, layers) for node in self._nodes]
         self._fixed = {index: _new_output(node) for index, node in enumerate(self._nodes) if node.op in _FIXED}
         self._values: dict[int, OpLayout] = {}
         self._maps: dict[int, MapLayout] = {}
@@ -65,22 +67,22 @@ class _CostEstimator:
             if self._nodes[index].axis is not None:
                 self._maps[index] = GivenLayout(whole, self._nodes[index].axis or 0)
 
-    def legs(self) -> Iterator[StripStageProfile]:
-        for stage, strips, ahead in self._course.passes:
-            once = _LayerOrder((index, self._leaves[index]) for index in stage.whole)
+    def stages(self) -> Iterator[StripStageProfile]:
+        for stage, strips, ahead in self._strip_plan.passes:
+            once = _LayerOrder((index, self._layers[index]) for index in stage.whole)
             made = (step.node for step in strips[0])
             reads = set(stage.reads)
-            turns = _LayerOrder((index, () if index in reads else self._leaves[index]) for index in made)
+            turns = _LayerOrder((index, () if index in reads else self._layers[index]) for index in made)
             self._account = StageCost(self._trials)
             self._reads, self._stores, self._dropped = set(stage.reads), set(stage.stores), set(stage.drops)
             self._begin(stage, once)
             for number, strip in enumerate(strips):
                 for step in strip:
                     if step.span.hi > step.span.lo:
-                        self._account.at(len(once.leaves) + turns.places[step.node], number)
+                        self._account.at(len(once.layers) + turns.places[step.node], number)
                     self._do(stage, step)
             self._end(stage)
-            yield self._account.leg(once.leaves, turns.leaves, len(strips), ahead=ahead)
+            yield self._account.stage(once.layers, turns.layers, len(strips), ahead=ahead)
 
     def _begin(self, stage: Stage, turns: _LayerOrder) -> None:
         for index, used_up in zip(stage.whole, self._graph.used_up(stage), strict=True):
@@ -109,7 +111,7 @@ class _CostEstimator:
         node = self._nodes[index]
         if self._graph.needed_whole(index):
             return GivenLayout(_new_output(node), node.axis or 0)
-        return HostLayouts(node) if index in self._course.in_host else DeviceLayouts(node.axis or 0)
+        return HostLayouts(node) if index in self._strip_plan.in_host else DeviceLayouts(node.axis or 0)
 
     def _end(self, stage: Stage) -> None:
         for index, groups in self._groups.items():
@@ -212,13 +214,13 @@ class _LayerOrder:
     """
 
     def __init__(self, needs: Iterable[tuple[int, Sequence[str]]]) -> None:
-        self.leaves: list[str] = []
+        self.layers: list[str] = []
         self.places: dict[int, int] = {}
-        for index, leaves in needs:
-            for leaf in leaves or ("",):
-                if self.leaves[-1:] != [leaf]:
-                    self.leaves.append(leaf)
-            self.places[index] = len(self.leaves) - 1
+        for index, layers in needs:
+            for layer in layers or ("",):
+                if self.layers[-1:] != [layer]:
+                    self.layers.append(layer)
+            self.places[index] = len(self.layers) - 1
 
 
 _FIXED = ("weight", "constant")
@@ -230,10 +232,10 @@ def _new_output(node: Node) -> OpLayout:
     return dense(node.shape, node.dtype)
 
 
-def _leaves_of(node: Node, nodes: Sequence[Node], leaves: Mapping[str, str]) -> list[str]:
+def _leaves_of(node: Node, nodes: Sequence[Node], layers: Mapping[str, str]) -> list[str]:
     """The leaves whose weights it takes."""
     owners = (nodes[source].name.rpartition(".")[0] for source in node.sources if nodes[source].op == "weight")
-    return list(dict.fromkeys(leaves[owner] for owner in owners if owner in leaves))
+    return list(dict.fromkeys(layers[owner] for owner in owners if owner in layers))
 
 
 def _measuring(groups: int, *, again: bool) -> Callable[[Sequence[torch.Tensor]], Callable[[], None]]:

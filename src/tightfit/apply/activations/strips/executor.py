@@ -60,7 +60,7 @@ class StripExecutor:
     ) -> None:
         self._kind, self._working, self._maps = kind, working, maps
         self._device, self._recorder = device, recorder
-        self._depot: ActivationHostPool | None = None  # as soon as maps wait in host memory
+        self._host_pool: ActivationHostPool | None = None  # as soon as maps wait in host memory
         self._known: dict[Any, _Prepared | str] = {}  # or why not, by kind of call
 
     def bound(
@@ -92,8 +92,8 @@ class StripExecutor:
 
     def close(self) -> None:
         """Gives up the host memory that its maps waited in."""
-        if self._depot is not None:
-            self._depot.close()
+        if self._host_pool is not None:
+            self._host_pool.close()
 
     def _run(self, prepared: _Prepared, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs; where memory runs out, in a narrower way, which is remembered if it comes to its end."""
@@ -117,34 +117,34 @@ class StripExecutor:
             way = less
 
     def _run_once(self, way: StripConfig, weights: LiveWeights, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        course = way.course
-        if self._depot is None and way.maps == "host" and self._device.separate:
-            self._depot = ActivationHostPool(self._device)
-        runner = Runner(course.graph, course.in_host, self._depot, weights, self._recorder)
-        return runner.run(inputs, course.passes)
+        strip_plan = way.strip_plan
+        if self._host_pool is None and way.maps == "host" and self._device.separate:
+            self._host_pool = ActivationHostPool(self._device)
+        runner = Runner(strip_plan.graph, strip_plan.in_host, self._host_pool, weights, self._recorder)
+        return runner.run(inputs, strip_plan.passes)
 
     def _prepare(self, module: nn.Module, method: str, first: torch.Tensor, args: Any, kwargs: Any) -> _Prepared | str:
-        leaves, form = tree_flatten((args, kwargs))
-        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in (first, *leaves))
+        layers, form = tree_flatten((args, kwargs))
+        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in (first, *layers))
         key = method, str(form), shapes
         if key not in self._known:
             try:
                 with self._recorder.uncounted():
-                    self._known[key] = self._take_apart(module, method, first, leaves, form)
+                    self._known[key] = self._take_apart(module, method, first, layers, form)
             except UnsupportedGraph as reason:
                 self._known[key] = str(reason)
         return self._known[key]
 
     def _take_apart(
-        self, module: nn.Module, method: str, first: torch.Tensor, leaves: list[Any], form: Any
+        self, module: nn.Module, method: str, first: torch.Tensor, layers: list[Any], form: Any
     ) -> _Prepared:
-        program, mark, rebuild = program_of(module, self._kind, method, first, leaves, form)
+        program, mark, rebuild = program_of(module, self._kind, method, first, layers, form)
         planned = StripConfig(program, self._working, self._maps, mark)
         return _Prepared(planned, planned, LiveWeights(module, program), rebuild)
 
 
 def program_of(
-    module: nn.Module, kind: type[nn.Module], method: str, first: torch.Tensor, leaves: Sequence[Any], form: Any
+    module: nn.Module, kind: type[nn.Module], method: str, first: torch.Tensor, layers: Sequence[Any], form: Any
 ) -> tuple[Program, str, Rebuild]:
     """A call of a method of `module`, an instance of `kind`, with `first` and other arguments, flattened: of `form`.
 
@@ -154,18 +154,18 @@ def program_of(
 
     def call(double: Any, first: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
         left = iter(others)
-        args, kwargs = tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in leaves], form)
+        args, kwargs = tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in layers], form)
         tensors, together = take_apart(getattr(double, method)(first, *args, **kwargs))
         rebuild[:] = [together]
         return tensors
 
     with torch.inference_mode(False):
-        given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in (first, *_tensors(leaves))]
+        given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in (first, *_tensors(layers))]
         try:
             double = without_weights(module, kind)
         except NotExported as error:
             raise UnsupportedGraph(str(error)) from error
-    mark = mark_of_call(double, method, form, (first, *leaves))
+    mark = mark_of_call(double, method, form, (first, *layers))
     work_around(double)
     program = kept_program(mark, double, given, lambda: capture(double, call, given))
     if not rebuild:  # it was not exported here, and what the method returns is not known yet

@@ -162,12 +162,12 @@ def _nodes(exported: ExportedProgram) -> Program:
             spec = given[node.name]
             if spec.kind == InputKind.USER_INPUT:
                 inputs.append(len(nodes))
-                nodes.append(_leaf(node, "input"))
+                nodes.append(_layer(node, "input"))
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                nodes.append(_leaf(node, "weight", str(spec.target).removeprefix("module.")))
+                nodes.append(_layer(node, "weight", str(spec.target).removeprefix("module.")))
             elif spec.kind == InputKind.CONSTANT_TENSOR:
                 constants[str(spec.target)] = exported.constants[str(spec.target)]
-                nodes.append(_leaf(node, "constant", str(spec.target)))
+                nodes.append(_layer(node, "constant", str(spec.target)))
             else:
                 raise UnsupportedGraph(f"torch.export: an input of kind {spec.kind.name}")
             place[node] = len(nodes) - 1
@@ -179,7 +179,7 @@ def _nodes(exported: ExportedProgram) -> Program:
     return Program(tuple(nodes), tuple(inputs), tuple(outputs), constants)
 
 
-def _leaf(node: fx.Node, op: str, name: str = "") -> Node:
+def _layer(node: fx.Node, op: str, name: str = "") -> Node:
     return Node(op, (), {}, tuple(node.meta["val"].shape), node.meta["val"].dtype, name=name)
 
 

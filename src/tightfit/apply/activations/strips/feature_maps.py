@@ -96,10 +96,10 @@ class HostMapBuffer:
     way until they are waited for, and those that are expected are on theirs: the device keeps both for that.
     """
 
-    def __init__(self, node: Node, depot: ActivationHostPool, recorder: Recorder) -> None:
+    def __init__(self, node: Node, host_pool: ActivationHostPool, recorder: Recorder) -> None:
         self._node, self._axis = node, node.axis or 0
-        self._depot, self._recorder = depot, recorder
-        self._tape = depot.tape(node.bytes)
+        self._host_pool, self._recorder = host_pool, recorder
+        self._tape = host_pool.tape(node.bytes)
         self._coming: tuple[Span, torch.Tensor, HostTransfer] | None = None
 
     def put(self, rows: torch.Tensor, span: Span) -> None:
@@ -116,16 +116,16 @@ class HostMapBuffer:
             self._coming = self._fetch(span)
 
     def take(self, span: Span) -> torch.Tensor:
-        found, rows, arrival = self._coming or self._fetch(span)
+        found, rows, handle = self._coming or self._fetch(span)
         self._coming = None
-        arrival.settle()
+        handle.settle()
         assert found == span  # nothing else was expected
         return rows.movedim(0, self._axis).contiguous()
 
     def _fetch(self, span: Span) -> tuple[Span, torch.Tensor, HostTransfer]:
         node, axis = self._node, self._axis
         shape = (span.hi - span.lo, *node.shape[:axis], *node.shape[axis + 1 :])
-        rows = torch.empty(shape, dtype=node.dtype, device=self._depot.place)
+        rows = torch.empty(shape, dtype=node.dtype, device=self._host_pool.place)
         self._recorder.moved(bytes_in=rows.nbytes)
         with self._recorder.uncounted():
             return span, rows, self._tape.read(span.lo * node.row_bytes, bytes_of(rows))

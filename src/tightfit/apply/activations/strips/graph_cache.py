@@ -78,8 +78,10 @@ def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequen
     given = list(map(_described, arguments))
     if not network or None in given:
         return ""
-    homes = {type(part).__module__.partition(".")[0] for part in double.modules()}.intersection(_LIBRARIES)
-    versions = [f"{home} {version(home).partition('+')[0]}" for home in sorted({"torch", *homes})]  # for CUDA or not
+    stores = {type(part).__module__.partition(".")[0] for part in double.modules()}.intersection(_LIBRARIES)
+    versions = [
+        f"{store} {version(store).partition('+')[0]}" for store in sorted({"torch", *stores})
+    ]  # for CUDA or not
     facts = (network, method, str(form), given, str(torch.get_default_dtype()), mark_of_makers(), versions)
     digest = hashlib.sha256(repr(facts).encode())
     for part in double.modules():
@@ -136,9 +138,9 @@ def kept_strip_plan(mark: str, program: Program, working: int, maps: FeatureMaps
     file = folder / f"{mark}.zip"
     with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # whatever is wrong with it
         return strip_plan_from_json(_words(file, bundle, _COURSE, mark), program)
-    course = find_strip_plan(program, working, maps, moves=moves)
-    _write_parts(file, {_COURSE: json.dumps({"mark": mark, **strip_plan_to_json(course)})})
-    return course
+    strip_plan = find_strip_plan(program, working, maps, moves=moves)
+    _write_parts(file, {_COURSE: json.dumps({"mark": mark, **strip_plan_to_json(strip_plan)})})
+    return strip_plan
 
 
 def _folder(name: str) -> Path | None:
@@ -269,14 +271,14 @@ def check_program(program: Program, weights: Mapping[str, torch.Tensor], inputs:
         raise ValueError(f"outputs {program.outputs} of {len(program.nodes)} nodes")
 
 
-def strip_plan_to_json(course: StripPlan) -> dict[str, Any]:
-    """What is long to find of `course`: its stages, and in how many strips each is done."""
-    passes = [[*map(list, vars(stage).values()), len(strips), ahead] for stage, strips, ahead in course.passes]
+def strip_plan_to_json(strip_plan: StripPlan) -> dict[str, Any]:
+    """What is long to find of `strip_plan`: its stages, and in how many strips each is done."""
+    passes = [[*map(list, vars(stage).values()), len(strips), ahead] for stage, strips, ahead in strip_plan.passes]
     return {
-        "in_order": course.graph.in_order,
-        "in_host": sorted(course.in_host),
+        "in_order": strip_plan.graph.in_order,
+        "in_host": sorted(strip_plan.in_host),
         "passes": passes,
-        "peak": list(course.peak),
+        "peak": list(strip_plan.peak),
     }
 
 

@@ -240,11 +240,11 @@ class StageCost:
         self._bytes_out += size
         self._copies += _pages(start, size)
 
-    def leg(self, once: Sequence[str], leaves: Sequence[str], strips: int, *, ahead: bool) -> StripStageProfile:
-        """All of it: the turns of `once` came first, then those of `leaves` in so many strips."""
+    def stage(self, once: Sequence[str], layers: Sequence[str], strips: int, *, ahead: bool) -> StripStageProfile:
+        """All of it: the turns of `once` came first, then those of `layers` in so many strips."""
         turns = {
-            number: LayerWork(layer=leaf, work=self._workloads(number))
-            for number, leaf in enumerate((*once, *leaves))
+            number: LayerWork(layer=layer, work=self._workloads(number))
+            for number, layer in enumerate((*once, *layers))
             if number in self._strips
         }
         first = len(once)

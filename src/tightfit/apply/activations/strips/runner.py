@@ -34,18 +34,18 @@ NOTHING = Span(0, 0)
 
 
 class Runner:
-    """One run of a program; maps that are `in_host` wait in the `depot`."""
+    """One run of a program; maps that are `in_host` wait in the `host_pool`."""
 
     def __init__(
         self,
         graph: StageGraph,
         in_host: frozenset[int],
-        depot: ActivationHostPool | None,
+        host_pool: ActivationHostPool | None,
         weights: LiveWeights,
         recorder: Recorder,
     ) -> None:
         self._graph, self._nodes = graph, graph.program.nodes
-        self._in_host, self._depot = in_host, depot
+        self._in_host, self._host_pool = in_host, host_pool
         self._weights, self._recorder = weights, recorder
         self._maps: dict[int, FeatureMapBuffer] = {}
         self._values: dict[int, torch.Tensor] = {}  # of what was done whole
@@ -76,8 +76,8 @@ class Runner:
                         self._maps[index].sent()
                 self._end(stage)
         finally:
-            if self._depot is not None:
-                self._depot.settle()
+            if self._host_pool is not None:
+                self._host_pool.settle()
         return [self._outputs[index] if index in self._outputs else self._values[index] for index in program.outputs]
 
     def _layers(self, passes: Sequence[PlannedStage]) -> Iterator[nn.Module]:
@@ -129,8 +129,8 @@ class Runner:
         axis = node.axis or 0
         if self._graph.needed_whole(index):
             return InputMapBuffer(torch.empty(node.shape, dtype=node.dtype, device=self._like.device), axis)
-        if index in self._in_host and self._depot is not None:
-            return HostMapBuffer(node, self._depot, self._recorder)
+        if index in self._in_host and self._host_pool is not None:
+            return HostMapBuffer(node, self._host_pool, self._recorder)
         return DeviceMapBuffer(axis)
 
     def _end(self, stage: Stage) -> None:

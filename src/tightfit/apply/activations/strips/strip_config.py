@@ -27,7 +27,7 @@ class StripConfig:
     moves: bool = False  # whether its course keeps what is taken and given back
 
     @cached_property
-    def course(self) -> StripPlan:
+    def strip_plan(self) -> StripPlan:
         return kept_strip_plan(self.mark, self.program, self.working, self.maps, moves=self.moves)
 
     def described(self, planned: StripConfig) -> str:
@@ -43,7 +43,7 @@ class StripConfig:
         Strips are halved as long as that helps. Then maps go to host memory, where that is `separate`, and strips have
         as many of the bytes that were `planned` as still take less.
         """
-        half = max(min(self.working, self.course.peak.device) // 2, 1)
+        half = max(min(self.working, self.strip_plan.peak.device) // 2, 1)
         found = self._below(half, self.maps)
         if found is None and separate and self.maps != "host":
             found = self._below(planned.working, "host")
@@ -60,4 +60,4 @@ class StripConfig:
         return way
 
     def _takes_more_than(self, other: StripConfig) -> bool:
-        return other.course.peak.device < LESS * self.course.peak.device
+        return other.strip_plan.peak.device < LESS * self.strip_plan.peak.device

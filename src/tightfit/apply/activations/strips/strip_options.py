@@ -12,7 +12,7 @@ from tightfit.apply.activations.strips.cost_estimate import profile_stages
 from tightfit.apply.activations.strips.executor import program_of
 from tightfit.apply.activations.strips.op_costs import OpCostCache
 from tightfit.apply.activations.strips.strip_config import StripConfig as Strips
-from tightfit.measure.modules import find_leaves
+from tightfit.measure.modules import find_layers
 from tightfit.schema.footprint import FeatureMaps, StripProfile
 
 __all__ = ["StripOptionProfiler"]
@@ -28,9 +28,9 @@ class StripOptionProfiler:
         first, *others = args
         count = len(first)
         alone = lambda x: x[:1] if isinstance(x, torch.Tensor) and x.ndim and len(x) == count else x  # noqa: E731
-        leaves, form = tree_flatten(tree_map(alone, (tuple(others), kwargs)))  # as a call has them: its program is kept
-        self._program, self.mark, _ = program_of(module, type(module), method, first[:1], leaves, form)
-        self._items, self._trials, self._homes = count, OpCostCache(), _homes_of(module)
+        layers, form = tree_flatten(tree_map(alone, (tuple(others), kwargs)))  # as a call has them: its program is kept
+        self._program, self.mark, _ = program_of(module, type(module), method, first[:1], layers, form)
+        self._items, self._trials, self._stores = count, OpCostCache(), _stores_of(module)
 
     @property
     def operations(self) -> int:
@@ -45,24 +45,24 @@ class StripOptionProfiler:
         `beside` bytes more are there all along, and `outside` bytes before or after. Segments of the allocator grow if
         it is `expandable`.
         """
-        course = Strips(self._program, strips, maps, self.mark, moves=True).course
-        if maps == "host" and not course.in_host:
+        strip_plan = Strips(self._program, strips, maps, self.mark, moves=True).strip_plan
+        if maps == "host" and not strip_plan.in_host:
             return None
         made = (self._items - 1) * sum(self._program.nodes[index].bytes for index in self._program.outputs)
-        room = max(beside + made + max(course.room(expandable=expandable), strips), outside) + PAGES
+        room = max(beside + made + max(strip_plan.room(expandable=expandable), strips), outside) + PAGES
         with self._trials.working():
-            legs = tuple(profile_stages(course, self._trials, self._homes))
+            stages = tuple(profile_stages(strip_plan, self._trials, self._stores))
         return StripProfile(
             strip_bytes=strips,
             feature_maps=maps,
             allocator_bytes=room,
-            host_bytes=course.peak.host,
+            host_bytes=strip_plan.peak.host,
             batch_items=self._items,
-            stages=legs,
+            stages=stages,
         )
 
 
-def _homes_of(module: nn.Module) -> dict[str, str]:
+def _stores_of(module: nn.Module) -> dict[str, str]:
     """The leaf that each module is of, by paths."""
-    leaves = {id(part): leaf for leaf, parts in find_leaves(module).items() for part in parts}
-    return {path: leaves[id(part)] for path, part in module.named_modules() if id(part) in leaves}
+    layers = {id(part): layer for layer, parts in find_layers(module).items() for part in parts}
+    return {path: layers[id(part)] for path, part in module.named_modules() if id(part) in layers}

@@ -41,7 +41,7 @@ class StripPlan:
     in_host: frozenset[int]  # what is kept in host memory
     passes: tuple[PlannedStage, ...]
     peak: StripPeak  # bytes beside weights and inputs, and what kernels hold for themselves
-    moves: Sequence[int] | None = field(default=None, compare=False, repr=False)  # of `peak_of_passes`, if kept
+    moves: Sequence[int] | None = field(default=None, compare=False, repr=False)  # of `peak_of_stages`, if kept
 
     def room(self, *, expandable: bool = True) -> int:
         """Bytes that an allocator needs on the device, with what kernels hold; `expandable`: its segments grow.
@@ -69,7 +69,7 @@ def find_strip_plan(program: Program, working: int, maps: FeatureMaps, *, moves:
     are recorded.
     """
     drafts = [_draft(graph, working, maps) for graph in _graphs_of(program)]
-    return min(drafts, key=lambda draft: draft.cost(working)).course(moves=moves)
+    return min(drafts, key=lambda draft: draft.cost(working)).strip_plan(moves=moves)
 
 
 def _graphs_of(program: Program) -> list[StageGraph]:
@@ -112,7 +112,7 @@ class _Draft:
         ways = [sum(nodes[i].bytes for i in self.in_host.intersection(way)) for way in (stage.reads, stage.stores)]
         return max(ways) if ahead else sum(ways)
 
-    def course(self, *, moves: bool) -> StripPlan:
+    def strip_plan(self, *, moves: bool) -> StripPlan:
         passes, told = planned_stages_of(self.graph, self.stages), array("q") if moves else None
         return StripPlan(self.graph, self.in_host, passes, peak_of_stages(self.graph, self.in_host, passes, told), told)
 

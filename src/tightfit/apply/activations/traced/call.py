@@ -33,7 +33,7 @@ def split(arguments: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[s
     tensors: dict[str, torch.Tensor] = {}
     settings: dict[str, Any] = {}
     for name, value in arguments.items():
-        for path, item in _leaves(name, value):
+        for path, item in _layers(name, value):
             if isinstance(item, torch.Tensor):
                 tensors[path] = item
             elif item is None or isinstance(item, bool | int | float | str | list | tuple | dict):
@@ -44,13 +44,13 @@ def split(arguments: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[s
     return tensors, settings
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _layers(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from _leaves(f"{name}.{key}", item)
+            yield from _layers(f"{name}.{key}", item)
     elif isinstance(value, list | tuple) and value:
         for place, item in enumerate(value):
-            yield from _leaves(f"{name}.{place}", item)
+            yield from _layers(f"{name}.{place}", item)
     else:
         yield name, value
 
