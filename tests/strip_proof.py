@@ -58,7 +58,7 @@ class Proof:
 
     name: str
     method: str
-    why_whole: str
+    why_not_split: str
     error: float
     farther: dict[str, float]
     peaks: tuple[float, float]
@@ -66,7 +66,7 @@ class Proof:
     @property
     def row(self) -> str:
         """Its line of the table: classes of figures, so that another processor's roundings change nothing."""
-        if self.why_whole:
+        if self.why_not_split:
             how = f"whole: {self.why_whole}".replace("|", "/")
             return f"| {' | '.join((self.name, self.method, how, *['the same'] * 3, *['100 %'] * 2))} |"
         exact = f"≤ {ROUNDING:.0e}".replace("e-0", "e-") if self.error <= ROUNDING else f"**{self.error:.0e}**"
@@ -82,9 +82,9 @@ def prove(case: TinyAutoencoder) -> Iterator[Proof]:
     """What is found of each method of `case`."""
     for method in ("decode", "encode") if case.encodes else ("decode",):
         work = _Work(case, method)
-        why_whole, error = _compare(work)
-        if why_whole:
-            yield Proof(case.name, method, why_whole, error, dict.fromkeys(HALVES, 1.0), (1.0, 1.0))
+        why_not_split, error = _compare(work)
+        if why_not_split:
+            yield Proof(case.name, method, why_not_split, error, dict.fromkeys(HALVES, 1.0), (1.0, 1.0))
             continue
         peaks, error_of_one = _count(work)
         farther = {dtype: _farther(work, getattr(torch, dtype)) for dtype in HALVES}
@@ -166,17 +166,17 @@ def _run(
 
 def _compare(work: _Work) -> tuple[str, float]:
     """Why `work` runs whole, or "", and how far it is from whole execution in float32, of the largest value."""
-    model, worst, why_whole = work.case.make(), 0.0, ""
+    model, worst, why_not_split = work.case.make(), 0.0, ""
     given = work.high(BATCH)
     whole = work(model, given)
     between = whole.nbytes // len(whole)
     for plan in (_plan(SMALLEST, "host"), _plan(between, "again"), _plan(ONE_STRIP, "device")):
         found, trace = _run(work, model, given, plan)
         worst = max(worst, _largest_difference(found, whole))
-        why_whole = "; ".join(note.partition(" runs whole: ")[2] for note in trace.notes if " runs whole: " in note)
-        if why_whole:
+        why_not_split = "; ".join(note.partition(" runs whole: ")[2] for note in trace.notes if " runs whole: " in note)
+        if why_not_split:
             break
-    return why_whole, worst
+    return why_not_split, worst
 
 
 def _largest_difference(found: torch.Tensor, whole: torch.Tensor) -> float:

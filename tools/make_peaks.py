@@ -18,32 +18,36 @@ FACTS = ROOT / "bench/results/peaks-cuda.json"
 PUBLISHED = ROOT / "bench/results/published.json"
 COLUMNS = {"copies": "as assumed", "0": "none", "twice": "twice that"}
 OLD = "†"  # measured with an older version of the code
-HEAD = """# Peaks by torch's own allocator
+HEAD = """# Predicted and measured memory peaks
 
-`bench/peaks_cuda.py` calls known models at full size on a stand-in for the CUDA runtime: torch's own CUDA build, its
-caching allocator, its streams and its limits, without a card. Weights are memory that nobody touches, and only small
-tensors are computed. So this compares layouts, the order of requests, the allocator and its limits with the
-prediction. It does not compare cuDNN or a real card: how large a convolution's workspace is, is the stand-in's choice,
-as many bytes as are assumed, none, or twice as many.
+This page answers: how close are predicted peaks to those of torch's own allocator?
 
-Differences are prediction less torch, the largest of a call's three phases. "Exact" means that allocated and reserved
-bytes are equal to the byte in every phase. For budgets, the cap was kept unless a cell says otherwise.
+`bench/peaks_cuda.py` calls known models at full size on a stub of the CUDA runtime. torch's CUDA build, caching
+allocator, streams and memory limits are the real ones; there is no card. Weights are memory that is never touched, and
+only small tensors are computed. This compares the prediction with tensor layouts, the order of allocations, the
+allocator and its limits. It does not compare cuDNN or a real card: the size of a convolution's workspace is set by the
+stub to as many bytes as are assumed, none, or twice as many.
+
+A difference is prediction minus torch, the largest of a call's three phases. "Exact": allocated and reserved bytes are
+equal to the byte in every phase. For budgets, the cap was kept unless a cell says otherwise.
 
 """
-CAUSES = """## What remains
+CAUSES = """## Known differences
 
-- Not simulated: the buffer through which torch splits a sum with few outputs among a card's processors
-  (`setReduceConfig` in Reduce.cuh; it depends on how many there are), and what cuFFT and cub's sorting ask for.
-- Decodes of clips near their cap, where the allocator gives back its cache again and again: what is reserved is up to
-  7 % off. CogVideoX within 5.4 GB allocates 213 MB more than was rehearsed, and less than the plan's forecast.
-- torch 2.11 takes, of several free blocks of the same size, the one with the lowest address, which is the driver's
-  choice. So with 2.11 reserved bytes can be off, and allocated ones by up to 1 MiB. This page is for the version
-  named above.
-- With another workspace than is assumed, peaks differ by what convolutions hold; that is the point of these columns.
-- Rows with {old} were measured with an older version of the code. There, outputs under a budget were copied on the card
-  first (up to 15 MB in each phase), values that a pipeline reads back were garbage (Wan's text encoder made a mask of
-  30 MB for it; flux.2-dev and sd-1.5 could not run), kernels' buffers beside their outputs were partly missing, and
-  torch's choice among free blocks of the same size was not known (up to 5 % of what is reserved).
+- Not simulated: the buffer through which torch splits a sum with few outputs among a card's multiprocessors
+  (`setReduceConfig` in Reduce.cuh; its size depends on their number), and the allocations of cuFFT and of cub's
+  sorting.
+- Decoding videos near the cap, where the allocator releases its cache repeatedly: reserved bytes differ by up to 7 %.
+  CogVideoX within 5.4 GB allocates 213 MB more than the simulated call, and less than the plan's forecast.
+- Of several free blocks of the same size, torch 2.11 takes the one with the lowest address, which the driver chooses.
+  With 2.11, reserved bytes can therefore differ, and allocated bytes by up to 1 MiB. This page is for the version named
+  above.
+- With another workspace than the assumed one, peaks differ by the bytes of convolutions' workspaces. The last two
+  columns exist to show that.
+- Rows with {old} were measured with an older version of the code. There, outputs under a budget were first copied on
+  the card (up to 15 MB in each phase), values that a pipeline reads back were undefined (Wan's text encoder made a mask
+  of 30 MB from one; flux.2-dev and sd-1.5 could not run), some buffers of kernels beside their outputs were missing,
+  and torch's choice among free blocks of the same size was not modelled (up to 5 % of reserved bytes).
 """
 
 
@@ -112,8 +116,8 @@ def renewed(rows: list[dict[str, Any]]) -> str:
     new = [row for row in rows if "commit" in row]
     if len(new) == len(rows):
         return ""
-    said = f"{len(new)} of {len(rows)} rows were measured since the code changed last:\n\n{summary(new)}"
-    return f"{said}All rows, the older ones included:\n\n"
+    said = f"{len(new)} of {len(rows)} rows were measured since the last change of the code:\n\n{summary(new)}"
+    return f"{said}All rows, including older ones:\n\n"
 
 
 def tight(rows: list[dict[str, Any]]) -> str:
@@ -124,9 +128,9 @@ def tight(rows: list[dict[str, Any]]) -> str:
     said = ", ".join(f"{row['model']} on a {row['card']} GB card" for row in short) or "none"
     over = ", ".join(f"{row['model']} on a {row['card']} GB card" for row in above) or "none"
     return (
-        "## If convolutions held twice as much\n\n"
-        f"A convolution ran out of memory, where cuDNN's other engines without a workspace would be taken: {said}.\n\n"
-        f"More was reserved than the budget: {over}.\n\n"
+        "## Workspaces of twice the assumed size\n\n"
+        f"A convolution ran out of memory, where cuDNN would use an engine without a workspace: {said}.\n\n"
+        f"More than the budget was reserved: {over}.\n\n"
     )
 
 
@@ -140,16 +144,17 @@ def tables(rows: list[dict[str, Any]]) -> str:
             cells = [cell(found.get((name, workspace))) for workspace in COLUMNS]
             lines.append(f"| {name} | {' | '.join(cells)} |")
         parts.append("\n".join(lines) + "\n")
-    return "## Models\n\nA card's budget is 90 % of it.\n\n" + "\n".join(parts)
+    return "## Models\n\nThe budget of a card is 90 % of its memory.\n\n" + "\n".join(parts)
 
 
 def published(calls: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     """Whole calls that others measured on cards."""
     lines = [
-        "## Peaks that others published\n",
+        "## Published peaks\n",
         "Allocated bytes of whole calls, everything on the card. The pages that these figures are from were not found",
-        "again, so their conditions are not known; single passes, whose pages are known, are within 0.2 % (README).",
-        "The last column is what torch's allocator gives here where convolutions have no workspace.\n",
+        "again, so their conditions are unknown. Single passes, whose pages are known, are within 0.2 %",
+        "([prediction accuracy](prediction-accuracy.md)). The last column is the peak of torch's allocator on the",
+        "stub, with no workspace for convolutions.\n",
         "| call | predicted | published | difference | highest phase | may differ | without workspaces |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -165,10 +170,10 @@ def published(calls: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
             f"| {call['error']:+.1%} | {call['phase']} | {call['remark'] or '–'} | {without} |"
         )
     lines.append(
-        "\nSDXL decodes in float32, and what was published lies between no workspace and the assumed one: for single "
-        "precision, what is assumed is probably too much. CogVideoX's peak is at a pointwise operation of its decoder, "
-        "so no workspace explains it; diffusers' decoder of 2024 may have been another. Both predictions are too high, "
-        "so a plan made from them fits."
+        "\nSDXL decodes in float32. Its published peak is between the one without a workspace and the one with the "
+        "assumed workspace, so the assumption is probably too large for single precision. CogVideoX's peak is at a "
+        "pointwise operation of its decoder, so a workspace does not explain it; the decoder of diffusers may have "
+        "been different in 2024. Both predictions are too high, so a plan made from them fits."
     )
     return "\n".join(lines) + "\n\n"
 
@@ -176,7 +181,7 @@ def published(calls: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     facts = json.loads(FACTS.read_text())
     rows = facts["rows"]
-    page = HEAD + f"torch {facts['torch']}, two steps, a model's usual size.\n\n" + renewed(rows) + summary(rows)
+    page = HEAD + f"torch {facts['torch']}, two steps, each model's usual size.\n\n" + renewed(rows) + summary(rows)
     page += tight(rows) + CAUSES.format(old=OLD) + "\n"
     page += published(json.loads(PUBLISHED.read_text()).get("calls", []), rows) + tables(rows)
     if "--check" in sys.argv:

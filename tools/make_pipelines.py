@@ -23,23 +23,34 @@ PAGE = ROOT / "docs" / "pipelines.md"
 COLUMNS = ("level 0", "level 1", "level 2", "level 3", "75%", "40%", "least", "in float64", "times as far")
 HEAD = """# Pipeline classes
 
-Every class of diffusers {version} whose name ends in Pipeline: {total}. Of {tried} there is a small pipeline of
-random weights here, and {run} have been run: at levels 0 to 3 and within budgets of 75 and 40 % of what level 0
-takes, and within the least that a plan names as enough, on a simulated card that computes: two calls alike, one of
-another size, `undo`; levels 1 to 3 on a quarter of the weights or all. A cell has the largest difference from the
-untouched pipeline on a card of the same kind (for {on_cpu} classes on the CPU, since they were run before, or mix
-devices), relative to the largest number; 0: bit-equal. More than {close:.0e} counts as failed; "in float64"
-is then the largest of all cells with the pipeline in float64, where a mistake is as large as before and rounding is
-some 1e-15, and "times as far" how far such cells are from what the pipeline gives in float64 with the same noise,
-divided by how far the untouched pipeline is: random weights amplify a last digit. "needs": the least budget is more
-than that share, because a plan keeps 50 MiB of a card free, or because activations take most. "lossy": this level
-blends tiles of large pictures, and says so. {failed} have a cell that failed. Made by `tools/make_pipelines.py` from
-what `python -m recipes.proof` writes.
+This page answers: which pipeline classes of diffusers run under tightfit, and how close are their results to those of
+the untouched pipeline?
+
+diffusers {version} has {total} classes whose name ends in Pipeline. For {tried} of them there is a small pipeline of
+random weights here, and {run} have been run. {failed} have a cell that failed.
+
+**How a class is run.** On a simulated card that computes: at levels 0 to 3, with budgets of 75 and 40 % of the peak at
+level 0, and with the smallest budget that a plan names as enough ("least"). Each run has two equal calls, one call of
+another size, and `undo`. Levels 1 to 3 use a quarter of the weights or all of them.
+
+**What a cell has.** The largest difference from the untouched pipeline, relative to the largest number. 0: bit-equal.
+More than {close:.0e} counts as failed. The untouched pipeline runs on a simulated card of the same kind; for {on_cpu}
+classes it ran on the CPU, in an older run or because they mix devices.
+
+- *in float64*: for a class with a cell above that bound, the largest of all cells with the pipeline in float64. A
+  mistake is as large there as before, and rounding is about 1e-15.
+- *times as far*: how far such cells are from the float64 result with the same noise, divided by how far the untouched
+  pipeline is from it. Random weights amplify a last digit.
+- *needs*: the smallest budget is more than that share, because a plan keeps 50 MiB of a card free, or because
+  activations take most of the memory.
+- *lossy*: this level blends tiles of large images, and reports it.
+
+`tools/make_pipelines.py` makes this page from the results of `python -m recipes.proof`.
 
 """
 
-ALIKE = """On a simulated card these raise the same error with all modules on it and without tightfit. Flex attention
-torch does on CPUs and real cards alone."""
+ALIKE = """On a simulated card, these raise the same error without tightfit and with all modules on the card. torch
+supports flex attention only on CPUs and real cards."""
 
 
 def page() -> str:
@@ -59,9 +70,9 @@ def page() -> str:
     }
     lines = [HEAD.format(**numbers), f"| class | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     lines += [f"| {name} | {' | '.join(_cells(rows.get(name)))} |" for name in sorted(known) if name not in alike]
-    lines += ["", "## Fail untouched, too", "", ALIKE, "", "| class | error |", "|---|---|"]
+    lines += ["", "## Fail without tightfit, too", "", ALIKE, "", "| class | error |", "|---|---|"]
     lines += [f"| {name} | {error.replace('|', ' ')} |" for name, error in alike.items()]
-    lines += ["", "## Not made here", "", "| class | why |", "|---|---|"]
+    lines += ["", "## No test pipeline", "", "| class | why |", "|---|---|"]
     lines += [f"| {name} | {reasons.get(name, 'no recipe yet')} |" for name in classes if name not in made]
     return "\n".join(lines) + "\n"
 

@@ -16,18 +16,22 @@ FACTS = ROOT / "bench" / "results" / "planning.json"
 AIMS = {"first": (5, 15), "exporting": (15, 40), "known": (1, 1)}  # seconds, for pictures and for clips
 HEAD = """# How long planning takes
 
-CPU seconds that a plan takes in a process of its own on {cpu}, {cores} cores, torch {torch}; importing torch, diffusers
-and transformers is not counted. Wall seconds were {wall:.1f} times as many, as other work ran beside it. Budgets are
-shares of the bytes of all weights, on an RTX 4090's rates; *r*: refused, with what would be enough.
+This page answers: how many seconds does a plan take, on the first call of a model and later?
 
-- **first**: nothing of the model is known but what comes with the package (programs of the catalog's autoencoders);
-- **exporting**: nor that, as with another version of a library;
-- **known**: its call was measured before; all of the command's own time is counted, and no torch is imported.
+The table has the CPU seconds of one plan in a process of its own, on {cpu}, {cores} cores, torch {torch}. Importing
+torch, diffusers and transformers is not counted. Wall-clock seconds were {wall:.1f} times as many, because other work
+ran on the machine. Budgets are shares of the bytes of all weights, with the rates of an RTX 4090. *r*: refused, with
+the budget that would be enough.
 
-Aimed at: {aims}.
-What is above that is in **bold**: {missed} of {all} cells. Models marked * are not in the catalog, and planned for from
-their folders: they may take as long as *exporting*. Made by `tools/make_planning.py` from what `bench/planning.py`
-found.
+- **first**: nothing about the model is known except what the package contains (exported graphs of the catalog's
+  autoencoders).
+- **exporting**: as *first*, but without those graphs, as with another version of a library.
+- **known**: the call was measured before. All of the command's own time is counted, and torch is not imported.
+
+Targets: {aims}.
+Cells above the target are in **bold**: {missed} of {all}. Models marked * are not in the catalog and are planned from
+their folders: their target is that of *exporting*. `tools/make_planning.py` makes this page from the results of
+`bench/planning.py`.
 
 """
 
@@ -43,7 +47,7 @@ def page() -> str:
         HEAD.format(
             **facts["machine"],
             wall=sum(row["wall"] for row in timed) / sum(row["cpu"] for row in timed),
-            aims="; ".join(f"{way} {picture} s, for a clip {clip} s" for way, (picture, clip) in AIMS.items()),
+            aims="; ".join(f"{way} {image} s, {video} s for a video" for way, (image, video) in AIMS.items()),
             missed=sum(_is_late(row) for row in rows),
             all=len(rows),
         ),

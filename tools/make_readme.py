@@ -20,8 +20,18 @@ from tightfit.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
-PAGES = (ROOT / "README.md", ROOT / "src/tightfit/demo/model/README.md")
+PAGES = (
+    ROOT / "README.md", ROOT / "src/tightfit/demo/model/README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "demo-model", "prediction-accuracy")),
+)  # fmt: skip
 OURS = "tightfit"  # among contenders
+COMPARED = (  # model, request, GiB of the card: the README's table
+    ("sdxl", "1024×1024", 6),
+    ("flux.1-dev", "1024×1024", 8),
+    ("flux.1-dev", "512×512", 16),
+    ("cogvideox-5b", "720×480, 49 frames", 12),
+    ("wan-2.1-14b", "832×480, 81 frames", 16),
+)
 SHOWN = (
     "sdxl",
     "flux.1-dev",
@@ -239,6 +249,32 @@ def _beside(here: dict[str, dict[str, Any]]) -> str:
     return f"{format_seconds(own['call'])}; {best['call'] / own['call']:.3f} × ({name}{tiles})"
 
 
+def compared() -> str:
+    """Five calls of `rivals`: seconds of tightfit, and of the fastest switch of diffusers and of diffusers-mm."""
+    by_budget, rows = rivals_by_budget(), []
+    for model, request, budget in COMPARED:
+        here = by_budget[model, request, budget * 2**30]
+        switches = [name for name in here if name.startswith("diffusers:") or name == "all on the card"]
+        cells = (_fastest(here, names) for names in ([OURS], switches, ["diffusers-mm"]))
+        rows.append((f"{model} {request}", f"{budget} GiB", *cells))
+    return table(("call", "limit", "tightfit", "diffusers' fastest switch", "diffusers-mm"), rows)
+
+
+def _fastest(here: dict[str, dict[str, Any]], names: list[str]) -> str:
+    """Of those that finish with the same pictures."""
+    seconds = {name: here[name]["call"] for name in names if "call" in here[name] and not here[name].get("tiles")}
+    if not seconds:
+        return "blended tiles only" if any("call" in here[name] for name in names) else "out of memory"
+    name = min(seconds, key=lambda each: float(seconds[each]))
+    how = f" ({name.removeprefix('diffusers: ')})" if len(names) > 1 else ""
+    return f"{format_seconds(seconds[name])}{how}"
+
+
+def plan_example() -> str:
+    asked = read("chart-simulated")["plans"]["fits"]
+    return f"```\n$ {asked['command']}\n{asked['said']}\n```"
+
+
 def weights(kind: str) -> str:
     names = {"tightfit": "**tightfit**"}
     rows = []
@@ -300,6 +336,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "streaming": streaming,
     "budgets": budgets,
     "rivals": rivals,
+    "compared": compared,
+    "plan_example": plan_example,
     "strips": strips,
     "weights_cpu": functools.partial(weights, "cpu"),
 }

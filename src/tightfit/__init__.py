@@ -1,4 +1,4 @@
-"""tightfit: any diffusers pipeline, any memory budget, the same pictures."""
+"""Run any diffusers pipeline within a memory budget, with the same output."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ __all__ = [
     "measure_footprint",
 ]
 
-# the last four bring torch and diffusers, which takes seconds
+# the last four import torch and diffusers, which takes seconds
 _MODULES = (
     "errors", "schema.footprint", "schema.machine", "schema.plan", "schema.results", "report.summary", "plan.planner",
     "run.fit", "apply.fitting", "run.footprints", "run.load",
@@ -58,7 +58,7 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are looked up when they are first asked for, so that `tightfit --help` need not load torch."""
+    """Import public names on first access, so that `tightfit --help` does not load torch."""
     if name in __all__:
         for name_of_module in _MODULES:
             module = import_module(f"tightfit.{name_of_module}")

@@ -1,4 +1,4 @@
-"""`python -m tightfit` is `tightfit`."""
+"""Entry point of `python -m tightfit`, the same as the command `tightfit`."""
 
 from tightfit.cli import app
 

@@ -1,4 +1,4 @@
-"""The command line: each command composes the stages. Errors are one line, never a traceback."""
+"""The command-line interface: each command calls functions of `tightfit.run`. Errors are one line, no traceback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 
-# options that several commands have
+# options shared by several commands
 Level = Annotated[int | None, typer.Option(help="0 all on the device … 3 the least memory.")]
 PlanFile = Annotated[Path | None, typer.Option(help="YAML or JSON file of plan fields.")]
 Within = Annotated[str | None, typer.Option("--budget", help="What the device may hold. Default: what it has.")]
@@ -52,7 +52,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Last line of stdout: one J
 
 
 class _Run(TyperCommand):
-    """Says in its usage line which of the words is which."""
+    """A command whose usage line names its positional arguments: [MODEL] PROMPT."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", "[MODEL]", "PROMPT"]
@@ -70,9 +70,9 @@ def main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """What all commands have in common."""
-    # where torchao is installed, diffusers 0.42 imports it, and then, whatever is wanted: torchao 0.18 tells which of
-    # its kernels suit another computer, torch 2.13 what it wants torchao to change, diffusers which torchao it misses
+    """Handle the options of the program itself, and silence torchao's import messages."""
+    # where torchao is installed, diffusers 0.42 imports it for every command, and logs appear: torchao 0.18 names its
+    # kernels for other computers, torch 2.13 what torchao should change, diffusers which torchao it misses
     for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -115,7 +115,7 @@ def run(
         )
         with say("starting"):
             from tightfit.run.call_arguments import Prompt
-            from tightfit.run.job import Job  # brings torch and diffusers, which takes seconds
+            from tightfit.run.job import Job  # imports torch and diffusers, which takes seconds
 
         job = Job(
             prompt=Prompt(words[-1], random.randrange(2**32) if seed is None else seed, negative),

@@ -1,13 +1,13 @@
-"""The exceptions of tightfit. Every message says what was wrong, with the numbers, and what would work.
+"""Exceptions of tightfit. Each message says what is wrong, with the values, and what would work.
 
-TightfitError                   base of all; carries its numbers in `.facts`
-├── InputError (ValueError)     what was asked for is wrong               exit code 2
-│   ├── RequestError            a size, step count or prompt that the pipeline cannot take
-│   ├── PlanError               an illegal or unknown field, level, technique or component
+TightfitError                   base class; has the values of the message in `.facts`
+├── InputError (ValueError)     invalid arguments                         exit code 2
+│   ├── RequestError            a size, step count or prompt that the pipeline does not accept
+│   ├── PlanError               an invalid or unknown field, level, technique or component
 │   └── ModelError              a model folder or file that cannot be used
-├── BudgetTooSmall              the budget cannot hold the run            exit code 3
+├── BudgetTooSmall              no plan fits the budget                   exit code 3
 └── RunError (RuntimeError)     the run itself failed                     exit code 1
-    └── AlreadyFitted           it follows a plan that stands in the way of what was asked
+    └── AlreadyFitted           not possible while the pipeline follows its current plan
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class TightfitError(Exception):
-    """Base of all errors here. `facts` holds the numbers and names behind the message, ready for JSON."""
+    """Base class of all tightfit errors. `facts` holds the numbers and names of the message, for JSON output."""
 
     exit_code = 1
 
@@ -67,7 +67,7 @@ class AlreadyFitted(RunError):
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """The sentence for an unknown `name`: with the nearest known one, or all of them where none is near.
+    """Return the message for an unknown `name`: with the closest known one, or all of them if none is close.
 
     >>> unknown_name("technique", "fp9", ["blended-tiling", "fp8"])
     "unknown technique 'fp9': did you mean 'fp8'?"

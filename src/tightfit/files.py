@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and the folder for what need not be worked out twice."""
+"""Atomic file replacement, positioned reads and writes, the cache folder, and digests of the package's code."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 
 __all__ = ["BINARY", "cache_folder", "code_mark", "mark_of_modules", "read_at", "replacing", "write_at"]
 
-BINARY = getattr(os, "O_BINARY", 0)  # without it Windows reads and writes text
+BINARY = getattr(os, "O_BINARY", 0)  # without it, Windows opens files in text mode
 _LIBRARIES = ("diffusers", "torch", "transformers")
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/tightfit, or ~/.cache/tightfit."""
+    """Return $XDG_CACHE_HOME/tightfit, or ~/.cache/tightfit."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightfit"
 
 
 @functools.cache
 def code_mark() -> str:
-    """A digest of this package's code and data, and of the versions of what it stands on."""
+    """Return a digest of this package's code and data, and of the versions of diffusers, torch and transformers."""
     package = Path(str(files("tightfit")))
     modules = sorted(path for suffix in ("py", "json") for path in package.rglob(f"*.{suffix}"))
     libraries = " ".join(f"{library} {version(library)}" for library in _LIBRARIES)
@@ -34,7 +34,7 @@ def code_mark() -> str:
 
 @functools.cache
 def mark_of_modules(*modules: str) -> str:
-    """A digest of the code of some `modules` of this package, each by its file's path in it."""
+    """Return a digest of the code of `modules`, each given by its file's path in this package."""
     package = Path(str(files("tightfit")))
     return _digest(package, [package / module for module in modules])
 
@@ -49,7 +49,7 @@ def _digest(package: Path, modules: Iterable[Path]) -> str:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that becomes it when all went well, and vanishes when not."""
+    """Yield a temporary path beside `path`, which replaces `path` on success and is deleted on an error."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tightfit-", suffix=path.suffix)
     os.close(handle)
     partial = Path(name)
@@ -68,7 +68,7 @@ def _umask() -> int:
 
 
 def read_at(handle: int, view: memoryview, offset: int) -> int:
-    """Reads into `view` from `offset` on; how many bytes came. One thread at a time: on Windows it moves the file."""
+    """Read into `view` at `offset`; return the byte count. One thread at a time: Windows moves the file position."""
     if hasattr(os, "preadv"):
         return os.preadv(handle, [view], offset)
     os.lseek(handle, offset, os.SEEK_SET)
@@ -78,7 +78,7 @@ def read_at(handle: int, view: memoryview, offset: int) -> int:
 
 
 def write_at(handle: int, data: memoryview, offset: int) -> int:
-    """Writes `data` from `offset` on; how many bytes went. One thread at a time, as `read_at`."""
+    """Write `data` at `offset`; return the byte count. One thread at a time, as `read_at`."""
     if hasattr(os, "pwrite"):
         return os.pwrite(handle, data, offset)
     os.lseek(handle, offset, os.SEEK_SET)

@@ -1,4 +1,4 @@
-"""How far something is that takes long, told to whoever listens: a command, or a bar like those of diffusers."""
+"""Progress of long operations, reported to the current listener: a command, or a bar like those of diffusers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tightfit.units import format_seconds
 
 __all__ = ["ProgressTracker", "Told", "listening", "showing"]
 
-Told = Callable[[float, float], object]  # the share that is done, and the seconds that are left
-DELAY = 2.0  # seconds until a bar is shown
+Told = Callable[[float, float], object]  # called with the fraction done and the seconds left
+DELAY = 2.0  # seconds before a bar is shown
 
 _listener: ContextVar[Told | None] = ContextVar("listener", default=None)
 
 
 @contextlib.contextmanager
 def listening(told: Told) -> Iterator[None]:
-    """What is done inside is told to `told`."""
+    """Report progress inside the block to `told`."""
     token = _listener.set(told)
     try:
         yield
@@ -30,9 +30,9 @@ def listening(told: Told) -> Iterator[None]:
 
 @contextlib.contextmanager
 def showing(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """A bar with the time left for what is done inside, once it takes longer than a moment.
+    """Show a bar with the time left for the work inside the block, once it takes longer than DELAY.
 
-    With a pipeline's `settings` for its own bars (`set_progress_bar_config`). None if somebody listens already.
+    `settings` are a pipeline's for its own bars (`set_progress_bar_config`). No bar is shown if there is a listener.
     """
     if _listener.get() is not None:
         yield
@@ -51,17 +51,17 @@ def showing(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 class ProgressTracker:
-    """ProgressTracker of known parts; what they are measured in is all the same."""
+    """Progress of work whose parts have known sizes, in any unit."""
 
     def __init__(self, size: float) -> None:
         self._begun, self._size, self._done = time.monotonic(), size, 0.0
 
     def expect(self, size: float) -> None:
-        """So much more is to be done than was known."""
+        """Add `size` to the work to be done."""
         self._size += size
 
     def did(self, size: float) -> None:
-        """So much of it is done."""
+        """Add `size` to the work done, and report the progress to the listener."""
         self._done = min(self._done + size, self._size)
         told = _listener.get()
         if told is not None and self._done:

@@ -1,4 +1,4 @@
-"""What a command shows beside its answer: what is going on, a log, and errors as one line with the right exit code."""
+"""Status, log and errors of a command on stderr. An error is one line and sets the exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["errors_as_lines", "log_to_stderr", "quiet_transformers", "say", "sho
 
 @contextlib.contextmanager
 def say(what: str) -> Iterator[None]:
-    """Shows `what` is going on, and the time left where that is known, if somebody is looking."""
+    """Show `what` as a status on stderr, with the time left where that is known, if stderr is a terminal."""
     from rich.console import Console
 
     with Console(stderr=True).status(f"{what} …") as status:
@@ -32,7 +32,7 @@ def say(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def showing_steps() -> Iterator[Callable[[str, int, int], None]]:
-    """Yields what is told what is done now and how many steps are done, of how many: shown with the time left."""
+    """Yield a callback (step name, steps done, total steps) that shows a bar with the time left on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -45,7 +45,7 @@ def showing_steps() -> Iterator[Callable[[str, int, int], None]]:
 
 @contextlib.contextmanager
 def log_to_stderr(wanted: bool) -> Iterator[None]:
-    """tightfit's own log, one line per call, on stderr."""
+    """Write tightfit's log to stderr, one line per call, if `wanted`."""
     logger, handler = logging.getLogger("tightfit"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     level = logger.level
@@ -61,7 +61,7 @@ def log_to_stderr(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keeps transformers' notices off the terminal. diffusers' stay: they say what was done to the request."""
+    """Hide transformers' warnings. Those of diffusers are shown: they report changes to the request."""
     from transformers.utils import logging as library
 
     level = library.get_verbosity()
@@ -74,7 +74,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_as_lines(as_json: bool) -> Iterator[None]:
-    """Ends the command with one line on stderr and the right exit code, whatever goes wrong."""
+    """End the command with one line on stderr and the matching exit code, whatever is raised."""
     try:
         yield
     except TightfitError as error:

@@ -1,6 +1,6 @@
-"""Sizes of memory: text ⇄ bytes. The only place where sizes are spelled.
+"""Sizes of memory: text ⇄ bytes; times → text. No other module parses or formats sizes.
 
-"8GB" is 8·10⁹ bytes and "8GiB" is 8·2³⁰, as the SI and IEC have them.
+"8GB" is 8·10⁹ bytes (SI) and "8GiB" is 8·2³⁰ (IEC).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(size: str | int) -> int:
-    """Bytes of `size`: a number of bytes, or text such as "8GB" (10⁹), "1.5 GiB" (2³⁰), "512MiB".
+    """Return the bytes of `size`: a number of bytes, or text such as "8GB" (10⁹), "1.5 GiB" (2³⁰), "512MiB".
 
-    Raises InputError where `size` is not positive or not a size.
+    Raises InputError if `size` is not positive or not a size.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         value = size
@@ -40,7 +40,7 @@ def parse_bytes(size: str | int) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """`count` bytes as people read them: three digits and a binary unit.
+    """Format `count` bytes with three digits and a binary unit.
 
     >>> format_bytes(24_292_000_000)
     '22.6 GiB'
@@ -55,7 +55,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_enough(count: int) -> str:
-    """`count` bytes likewise, rounded up: who gives what is said gives enough.
+    """Format `count` bytes as `format_bytes` does, but rounded up: the text is never less than `count`.
 
     >>> format_bytes(1_706_000_000), format_enough(1_706_000_000)
     ('1.59 GiB', '1.59 GiB')
@@ -71,7 +71,7 @@ def format_enough(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` as people read them: '0.42 s', '12.3 s', '4 min 05 s', '1 h 02 min'."""
+    """Format `seconds`: '0.42 s', '12.3 s', '4 min 05 s', '1 h 02 min'."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -11,7 +11,7 @@ def played(agenda: CallOrder, passes: str, steps: int | None = None) -> list[str
     agenda.begin(steps)
     seen = []
     for name in passes:
-        agenda.works(name, "forward")
+        agenda.begin_call(name, "forward")
         seen.append(agenda.next and agenda.next[0])
     agenda.end()
     return seen
@@ -41,7 +41,7 @@ def test_a_call_that_does_not_end_teaches_nothing() -> None:
     agenda = CallOrder()
     played(agenda, "edv")
     agenda.begin(None)
-    agenda.works("d", "forward")
+    agenda.begin_call("d", "forward")
     assert agenda.next is None
     assert played(agenda, "edv") == ["d", "v", None]
 

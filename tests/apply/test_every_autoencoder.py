@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 def test_strips_are_exact_and_the_page_says_what_was_found(case: TinyAutoencoder) -> None:
     lines = rows_of(PAGE.read_text())
     for found in prove(case):
-        assert found.error <= (0 if found.why_whole else ROUNDING), found
+        assert found.error <= (0 if found.why_not_split else ROUNDING), found
         assert not [dtype for dtype, farther in found.farther.items() if farther > FARTHER], found
         assert found.row in lines, f'run: python tests/strip_proof.py "{case.name}"'
 

@@ -102,9 +102,9 @@ def played(
     card.timeline.synchronize()
     came.clear()
     began, card.bytes_out = card.now, 0
-    card.watchers.append(works.append)
+    card.kernel_callbacks.append(works.append)
     decode(model, there, given, 1)
-    card.watchers.clear()
+    card.kernel_callbacks.clear()
     seconds = (card.now - began) * 1e-9
     fitted.undo()
     return Played(seconds, works, sum(came), card.bytes_out)

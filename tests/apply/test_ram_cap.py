@@ -16,11 +16,11 @@ from tiny_pipelines import CASES, run
 
 def test_the_cap_is_a_number_until_it_is_undone() -> None:
     device = CpuDevice()
-    assert device.over(lambda: pytest.fail("asked without need")) == 0
-    undo = device.cap(100)
-    assert [device.over(lambda held=held: held) for held in (150, 100, 50)] == [50, 0, 0]
+    assert device.excess_bytes(lambda: pytest.fail("asked without need")) == 0
+    undo = device.limit_memory(100)
+    assert [device.excess_bytes(lambda held=held: held) for held in (150, 100, 50)] == [50, 0, 0]
     undo()
-    assert device.over(lambda: 150) == 0
+    assert device.excess_bytes(lambda: 150) == 0
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 10**12])

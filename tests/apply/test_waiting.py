@@ -158,7 +158,7 @@ def at_each_block(network: nn.Module, inputs: Inputs, recorder: Recorder) -> lis
     seen: list[int] = []
 
     def look(*_: Any) -> None:
-        recorder.look()
+        recorder.sample()
         seen.append(recorder.live().activations)
 
     handles = [block.register_forward_pre_hook(look) for block in find_blocks(network).values()]

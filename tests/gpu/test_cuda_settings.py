@@ -45,7 +45,7 @@ def test_segments_are_as_they_were(card: CudaDevice) -> None:
         ("expandable_segments:False", False),
     ):
         set_to(before)
-        undo = card.grow_segments()
+        undo = card.use_expandable_segments()
         assert grows()
         undo()
         assert grows() == after, before
@@ -53,7 +53,7 @@ def test_segments_are_as_they_were(card: CudaDevice) -> None:
 
 def test_segments_grow_until_the_last_caller_is_done(card: CudaDevice) -> None:
     set_to("expandable_segments:False")
-    first, second = card.grow_segments(), card.grow_segments()
+    first, second = card.use_expandable_segments(), card.use_expandable_segments()
     first()
     assert grows()
     second()
@@ -67,7 +67,7 @@ def test_an_ignored_setting_is_found_out(card: CudaDevice, monkeypatch: pytest.M
     monkeypatch.setattr(cuda, "_FIXED", {})
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda said: None)  # as on Windows
     assert card.expandable_refused() == "torch ignores the setting expandable_segments here"
-    card.grow_segments()()
+    card.use_expandable_segments()()
 
 
 def test_a_refusal_of_the_driver_is_found_out(card: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_a_plan_for_fixed_segments_is_made_and_said(card: CudaDevice, monkeypatc
 def test_a_cap_never_raises_and_is_taken_back(card: CudaDevice) -> None:
     total = card.total_bytes()
     torch.cuda.set_per_process_memory_fraction(0.25, 0)
-    first, second = card.cap(total // 2), card.cap(total // 8)
+    first, second = card.limit_memory(total // 2), card.limit_memory(total // 8)
     assert torch.cuda.get_per_process_memory_fraction(0) == pytest.approx(0.125)
     first()
     assert torch.cuda.get_per_process_memory_fraction(0) == pytest.approx(0.125)
@@ -107,10 +107,10 @@ def test_a_cap_never_raises_and_is_taken_back(card: CudaDevice) -> None:
 
 def test_no_more_is_reserved_than_the_cap_where_segments_are_expandable(card: CudaDevice) -> None:
     """torch compares requests with its limit, and maps larger pages for them."""
-    grow = card.grow_segments()
+    grow = card.use_expandable_segments()
     torch.cuda.empty_cache()
     size = torch.cuda.memory_reserved(0) + 130 * MIB  # no multiple of a page
-    undo = card.cap(size)
+    undo = card.limit_memory(size)
     with pytest.raises(torch.OutOfMemoryError):
         [torch.empty(21 * MIB, dtype=torch.uint8, device="cuda:0") for _ in range(100)]
     assert size - 40 * MIB < torch.cuda.memory_reserved(0) <= size
@@ -120,7 +120,7 @@ def test_no_more_is_reserved_than_the_cap_where_segments_are_expandable(card: Cu
 
 def test_free_bytes_are_those_of_the_cap(card: CudaDevice) -> None:
     free = card.free_bytes()
-    undo = card.cap(256 * MIB)
+    undo = card.limit_memory(256 * MIB)
     there = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda:0")
     assert 0 < card.free_bytes() <= 156 * MIB
     torch.empty(card.free_bytes() - 24 * MIB, dtype=torch.uint8, device="cuda:0")  # segments are of whole pages

@@ -65,7 +65,7 @@ def component(name: str, role: Any, sizes: list[int], small: int, per_block: int
     left = (WeightBlock(name="", bytes=small, dtypes={"float16": small}),)
     return Component(
         name=name, class_name="Network", role=role, bytes=whole, dtypes={"float16": whole}, blocks=(*units, *left),
-        layers=layers, small_tensor_bytes=3,
+        layers=layers, small_tensors=3,
     )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_compiled_blocks_come_as_a_whole() -> None:
     blocks = [WeightBlock(name=f"blocks.{block}", bytes=150 * MIB, dtypes={"float16": 150 * MIB}) for block in range(4)]
     part = Component(
         name="unet", class_name="Network", role="denoiser", bytes=600 * MIB, dtypes={"float16": 600 * MIB},
-        blocks=(*blocks, WeightBlock(name="", bytes=0, dtypes={})), layers=layers, small_tensor_bytes=0, compiled=True,
+        blocks=(*blocks, WeightBlock(name="", bytes=0, dtypes={})), layers=layers, small_tensors=0, compiled=True,
     )  # fmt: skip
     uses = tuple(
         BlockUse(

@@ -25,7 +25,7 @@ CASE = next(case for case in CASES if case.name == "StableDiffusionXL")
 
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> SimulatedCard:
-    monkeypatch.setattr(SimulatedDevice, "grow_segments", Device.grow_segments)
+    monkeypatch.setattr(SimulatedDevice, "grow_segments", Device.use_expandable_segments)
     monkeypatch.setattr(SimulatedDevice, "fixed_segments", lambda self: "a test says so")
     card = SimulatedCard(0, ACCELERATOR.model_copy(update={"bytes": 2000 * MIB}), Host(), values="real")
     use_cards([card])

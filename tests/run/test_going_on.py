@@ -118,14 +118,14 @@ def test_what_both_read_from_files_is_not_read_in_between(
     plans = [plan_of(pipe, name, "cpu") for name in names]
     loaded = load(folder, plan={"components": {"unet": PLANS[names[0]], "vae": DISK}}, device="cpu")
     fitted = fit(pipe, plan=plans[0], device="cpu")
-    for follower, subject in ((fitted, pipe), (loaded.fitted, loaded.pipe)):
+    for handle, subject in ((fitted, pipe), (loaded.fitted, loaded.pipe)):
         counts = []
         for plan in (plans[1], plans[0]) * 2:
-            follower.follow(subject, plan)
+            handle.follow(subject, plan)
             assert not read
             counts.append(len(list(tmp_path.iterdir())))
         assert counts[2:] == counts[:2]
-        follower.undo()
+        handle.undo()
         assert read
         read.clear()
     assert not list(tmp_path.iterdir())

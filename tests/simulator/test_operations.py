@@ -226,7 +226,7 @@ def test_what_shapes_gave_is_not_worked_out_again(make_cards: MakeCards, monkeyp
     usual = operations.work_of
     monkeypatch.setattr(operations, "work_of", lambda op, *rest: asked.append(op) or usual(op, *rest))
     works: list[object] = []
-    card.watchers.append(works.append)
+    card.kernel_callbacks.append(works.append)
     one, other = (torch.empty(613, 1021, device="privateuseone:0") for _ in range(2))
     works.clear()
     asked.clear()

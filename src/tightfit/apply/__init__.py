@@ -1,1 +1,1 @@
-"""Takes a Plan and live modules, changes the modules so that they follow it, returns how to undo; never decides."""
+"""Takes a Plan and live modules, makes the modules follow the plan, returns how to undo that; never decides."""

@@ -1,4 +1,4 @@
-"""What a user chose, as a level, fields or a file → the Plan for a pipeline."""
+"""A level, plan fields or a plan file, as a user chose → the Plan for a pipeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choices_of(
     plan: Plan | Mapping[str, Any] | str | Path | None,
     device: str | torch.device | Device | None,
 ) -> tuple[dict[str, Any], Device]:
-    """What a user chose, as fields of a Plan without the device, and the device. PlanError or InputError."""
+    """Return the user's choices as Plan fields without the device, and the device. Raises PlanError or InputError."""
     if (level is None) == (plan is None):
         raise PlanError("fit takes exactly one of level=0…3 and plan=…")
     choices: dict[str, Any] = {"level": level} if plan is None else _fields(plan)
@@ -38,7 +38,7 @@ def choices_of(
 
 
 def decide(pipe: Any, choices: dict[str, Any], request: Request | Mapping[str, Any] | None, target: Device) -> Plan:
-    """The plan for `pipe` on `target` by these choices. Reads only."""
+    """Return the plan for `pipe` on `target` with these choices. Changes nothing in `pipe`."""
     if isinstance(request, Mapping):
         request = Request.from_mapping(request)
     plan = plan_for(
@@ -55,7 +55,7 @@ def decide(pipe: Any, choices: dict[str, Any], request: Request | Mapping[str, A
 
 
 def _with_device_names(plan: Plan) -> Plan:
-    """`plan` with devices of components as they call themselves ("cuda:0" for "cuda"); none where it is its own."""
+    """Return `plan` with the full device name of each component ("cuda:0" for "cuda"); None if it is the plan's."""
     names = {part.device: choose_device(part.device).name for part in plan.components.values() if part.device}
     elsewhere = {said: None if name == plan.device else name for said, name in names.items()}
     components = {
@@ -67,7 +67,7 @@ def _with_device_names(plan: Plan) -> Plan:
 
 def _fields(plan: Plan | Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if isinstance(plan, Plan):
-        return plan.model_dump(mode="json", exclude_unset=True)  # what was not said is the level's to say
+        return plan.model_dump(mode="json", exclude_unset=True)  # the level sets all other fields
     if isinstance(plan, Mapping):
         return dict(plan)
     return Plan.fields_from_file(plan)

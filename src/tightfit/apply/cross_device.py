@@ -1,4 +1,4 @@
-"""What a component is given comes to its device, what it returns goes to its pipeline's, where that is another."""
+"""Move a component's inputs to its device, and its outputs to the pipeline's device, where that is another."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ __all__ = ["CrossDeviceCall"]
 
 
 class CrossDeviceCall:
-    """The way from a pipeline's device, the `host`, to a component's own, and back.
+    """Moves inputs from a pipeline's device, `host`, to a component's, `own`, and outputs back.
 
-    From host memory, too: some pipelines pass on tensors as their user gave them. The two devices may be one.
+    Inputs in host memory are moved too: some pipelines pass tensors on as their user gave them. Both devices may be
+    the same.
     """
 
     def __init__(self, host: Device, own: Device) -> None:
@@ -27,7 +28,7 @@ class CrossDeviceCall:
         self._elsewhere = {self._host, HOST} - {self._own}
 
     def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """`work` with its arguments on the component's device, and its result on the host."""
+        """Wrap `work`: move its arguments to the component's device, and its result to the pipeline's."""
 
         @functools.wraps(work)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -36,7 +37,7 @@ class CrossDeviceCall:
         return run
 
     def watch(self, part: nn.Module, alone: Callable[[], bool], undo: Callable[..., object]) -> None:
-        """The same for a `part` that is called by itself, which `alone` tells."""
+        """Register hooks that do the same for `part` while `alone()` is true; `undo` receives how to remove them."""
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return (self._there(args), self._there(kwargs)) if alone() else None
@@ -55,7 +56,7 @@ class CrossDeviceCall:
 
 
 def _moved(value: Any, sources: Container[torch.device], target: torch.device) -> Any:
-    """`value` with the tensors in it that are on one of `sources` on `target`; the same object where there are none."""
+    """Return `value` with its tensors on `sources` moved to `target`; the same object where there are none."""
     if isinstance(value, torch.Tensor):
         return value.to(target, non_blocking=True) if _goes(value, sources) else value
     if isinstance(value, Mapping):
@@ -69,7 +70,7 @@ def _moved(value: Any, sources: Container[torch.device], target: torch.device) -
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     held = {} if isinstance(value, nn.Module | type) else getattr(value, "__dict__", {})
     tensors = {name: item for name, item in held.items() if isinstance(item, torch.Tensor) and _goes(item, sources)}
-    if tensors:  # a distribution, say
+    if tensors:  # e.g. a distribution
         value = copy.copy(value)
         for name, item in tensors.items():
             setattr(value, name, item.to(target, non_blocking=True))
@@ -77,5 +78,5 @@ def _moved(value: Any, sources: Container[torch.device], target: torch.device) -
 
 
 def _goes(tensor: torch.Tensor, sources: Container[torch.device]) -> bool:
-    """Whether it has to move. Single numbers in host memory need not: kernels take them from there."""
+    """Whether `tensor` has to be moved. Zero-dimensional tensors in host memory need not: kernels read them there."""
     return tensor.device in sources and (tensor.ndim > 0 or tensor.device != HOST)

@@ -1,7 +1,4 @@
-"""Plan + live modules → the same modules, following the plan until `undo()`.
-
-What is done to a pipeline is done here, in one place and in this order, and undone in the reverse of it.
-"""
+"""Plan + live modules → modules that follow the plan. All changes are made here; `undo()` reverts them, last first."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from tightfit.apply.activations.cfg_batching import batch_cfg_calls
 from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards
 from tightfit.apply.activations.max_batch import chunk_blocks, in_chunks
 from tightfit.apply.activations.memory_format import channels_last
-from tightfit.apply.activations.vae_tiling import cut_up
+from tightfit.apply.activations.vae_tiling import wrap_vae_methods
 from tightfit.apply.allocator_limits import limit_allocators
 from tightfit.apply.call_runner import CallObserver, CallRunner, ReplannerProtocol
 from tightfit.apply.choices import choices_of, decide
@@ -67,7 +64,7 @@ def fit(
     device: str | torch.device | Device | None = None,
     count_activations: bool = True,
 ) -> Fitted:
-    """Makes `pipe` run as a level or a plan says; `tightfit.fit` says what all of it means, and takes budgets too."""
+    """Make `pipe` run as a level or a plan says; `tightfit.fit` documents the arguments, and takes budgets too."""
     choices, target = choices_of(level, plan, device)
     return apply_plan(pipe, decide(pipe, choices, request, target), target, count_activations=count_activations)
 
@@ -80,9 +77,9 @@ def apply_plan(
     count_activations: bool = True,
     replans: ReplannerProtocol | None = None,
 ) -> Fitted:
-    """Makes `pipe` follow `plan` exactly as it stands; nothing is changed if that fails.
+    """Make `pipe` follow `plan` exactly as it is. Raises AlreadyFitted or PlanError; then nothing is changed.
 
-    `replans` makes other plans, for calls that ask for something else and for when memory runs out.
+    `replans` makes other plans: for calls with another request, and after memory ran out.
     """
     check_storage(plan)
     refuse_offloaded(pipe)
@@ -100,7 +97,7 @@ def apply_plan(
 
 
 class Fitted:
-    """A pipeline that follows a plan. `undo()` gives it back exactly as it was."""
+    """A pipeline that follows a plan. `undo()` restores it exactly as it was."""
 
     def __init__(
         self,
@@ -112,7 +109,7 @@ class Fitted:
         file_weights: FileBackedWeights | None = None,
         replans: ReplannerProtocol | None = None,
     ) -> None:
-        """`file_weights` has what of the weights is in files alone."""
+        """`file_weights`: the weights that are only in files (None: none)."""
         self._device, self._recorder = device, JointRecorder(device, count_activations)
         self._file_weights = file_weights or FileBackedWeights()
         self._calls = CallRunner(device, replans)
@@ -121,15 +118,12 @@ class Fitted:
         self.follow(pipe, plan)
 
     def follow(self, pipe: Any, plan: Plan) -> None:
-        """From now on `pipe`, which is the same as before, follows `plan` instead.
-
-        What both read from files as it is used is not read in between.
-        """
-        self._file_weights.resident = True
+        """Make `pipe`, the same as before, follow `plan` instead; weights that both read from files stay in files."""
+        self._file_weights.keep_in_files = True
         try:
             self.undo()
         finally:
-            self._file_weights.resident = False
+            self._file_weights.keep_in_files = False
         components = find_components(pipe)
         with ExitStack() as undo:
             give_owners(components.values(), undo.callback)
@@ -138,7 +132,7 @@ class Fitted:
             devices = self._devices_of(plan)
             self.plan, self.devices = plan, tuple(devices.values())
             self._places = DeviceOffloadManagers(plan, devices, self._recorder, self._file_weights)
-            alone = isinstance(pipe, nn.Module)  # nobody else wants its place
+            alone = isinstance(pipe, nn.Module)  # no other component needs the device
             self._session = Session(self._places, self._recorder, self._finished, self._calls.exceeded, keeps=alone)
             limit_allocators(plan, devices, undo, self._calls.remark)
             for name, module in components.items():
@@ -152,14 +146,14 @@ class Fitted:
         self._file_weights.tidy()
 
     def _clear_file_weights(self, components: Iterable[nn.Module]) -> None:
-        """Nothing is in files alone any more, unless another plan follows."""
-        if not self._file_weights.resident:
+        """Load the weights that are only in files, and close the files, unless another plan follows."""
+        if not self._file_weights.keep_in_files:
             for module in components:
                 self._file_weights.fill(module)
             self._file_weights.close()
 
     def _devices_of(self, plan: Plan) -> dict[str, Device]:
-        """On which components compute by `plan`, by name; all of them are measured."""
+        """Return the devices on which components run by `plan`, by name, and set up a recorder for each."""
         devices = {name: self._device if name == plan.device else choose_device(name) for name in plan.devices}
         others = {name: device for name, device in devices.items() if device is not self._device}
         for name, device in devices.items():
@@ -172,10 +166,10 @@ class Fitted:
     def _fit_component(
         self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
     ) -> None:
-        """Layout, storage, place, moving activations; then the module learns to say when it works."""
+        """Apply layout, storage, placement and activation settings of `plan`; then override methods and add hooks."""
         manager, recorder = self._places.of(name), self._recorder.of(device.name)
         self._file_weights.fill(module, left_in_files(module, plan, separate=device.separate))
-        forward = exported(module, plan)  # before anything is changed: it is compared with the module
+        forward = exported(module, plan)  # before any change: it is checked against the module
         if plan.channels_last:
             undo.callback(channels_last(module))
         manager.store(name, module, plan, undo)
@@ -183,7 +177,7 @@ class Fitted:
         manager.stream(name, module, plan, undo)
         if plan.ffn_chunk is not None:
             chunk_feed_forwards(module, plan.ffn_chunk, undo)
-        if _in_parts(plan) and plan.placement == "stream":  # block by block: the weights come once for all parts
+        if _in_parts(plan) and plan.placement == "stream":  # per block: weights are loaded once for all parts
             chunk_blocks(module, plan.max_batch, undo, recorder.note)
         if self.plan.offload_activations and has_skips(module) and not forward:
             offload_waiting_activations(module, device, recorder, undo)
@@ -203,13 +197,13 @@ class Fitted:
         role, original, session = find_role(name, module), type(module), self._session
         lossy, calls, host = plan.lossy(name), self._calls, self._device
         recorder, manager = self._recorder.of(device.name), self._places.of(name)
-        seam = AttentionDispatcher(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
-        # what is compiled has chosen already, and would be compiled anew
+        dispatcher = AttentionDispatcher(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
+        # compiled modules have chosen their attention kernels, and would be recompiled
         attends = plan.attention != "auto" or not compiled_around(module)
 
         def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
             inner = CrossDeviceCall(host, device).around(inner) if device.separate or device is not host else inner
-            inner = retry_on_oom(inner, lambda: manager.make_more_room(name, ""))
+            inner = retry_on_oom(inner, lambda: manager.free_memory(name, ""))
 
             @functools.wraps(inner)
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +212,7 @@ class Fitted:
                 return calls.once(lambda: work(self, *args, **kwargs), (name, method), args, kwargs)
 
             def work(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                with session.work(name, role, method), seam.working() if attends else nullcontext():
+                with session.work(name, role, method), dispatcher.working() if attends else nullcontext():
                     for what in lossy:
                         recorder.lossy(what)
                     if plan.compute_dtype:
@@ -230,22 +224,22 @@ class Fitted:
         members: dict[str, Any] = {HANDLE: self, **self._batched(module, plan, recorder.note)}
         members["__call__"] = working("forward", members.get("__call__", original.__call__))
         if role == "autoencoder":
-            for method, cut in cut_up(original, self.plan.vae, device, recorder, undo).items():
+            for method, cut in wrap_vae_methods(original, self.plan.vae, device, recorder, undo).items():
                 members[method] = working(method, cut)
         if hasattr(original, "to"):
             members["to"] = cast_on_host(original.to, lambda: None if session.at_work(name) else manager.dismiss(name))
         if plan.offload_to == "disk" and hasattr(original, "save_pretrained"):
             members["save_pretrained"] = refused(name)
         if hasattr(original, "device"):
-            # its own code asks while it works; else the pipeline does, which is on the host as all that it holds
+            # its own code asks while it runs; else the pipeline does, which is on its own device like all its tensors
             members["device"] = property(lambda _: (device if session.at_work(name) else host).torch_device)
         return members
 
     def _batched(self, module: nn.Module, plan: ComponentPlan, told: Callable[[str], object]) -> dict[str, Any]:
-        """The method of `module` that takes batches apart or joins calls, by its name, if the plan wants that.
+        """Return the method of `module` that splits batches or joins calls, by name, if the plan asks for that.
 
-        It is `forward`, so that its owner's hooks see each call once and whole; `__call__` where torch does not come
-        by the class's `forward`, or compiles it.
+        It is `forward`, so that hooks of the user see each call once and whole; `__call__` where torch does not use
+        the class's `forward`, or compiles it.
         """
         around = "forward" in vars(module) or module._compiled_call_impl is not None
         name = "__call__" if around else "forward"
@@ -268,7 +262,7 @@ class Fitted:
 
         here = property(lambda _: device.torch_device)
         followed = while_followed(call, "__call__", lambda: not self.fitted)
-        others = {"_get_execution_device": lambda _: device.torch_device}  # of Cosmos 3 Omni, which asks a weight
+        others = {"_get_execution_device": lambda _: device.torch_device}  # Cosmos 3 Omni's own would ask a weight
         return others | {"__call__": followed, "to": to, "device": here, "_execution_device": here}
 
     def _finished(self, trace: Trace) -> None:
@@ -282,47 +276,45 @@ class Fitted:
 
     @property
     def session(self) -> Session:
-        """Who is told of what the pipeline does."""
+        """The session, which is notified when calls and components begin and end."""
         return self._session
 
     @property
     def recorder(self) -> JointRecorder:
-        """Who measures; may be told of what others do on the device."""
+        """The recorder of memory and time; other code may report to it what it does on the device."""
         return self._recorder
 
     def live(self) -> LiveNumbers:
-        """What the pipeline is doing right now; may be asked from another thread."""
+        """Return numbers of what the pipeline is doing now; may be called from another thread."""
         return self._recorder.live()
 
     def tell(self, learner: CallObserver) -> None:
-        """From now on `learner` is told of each call that came to its end under one plan."""
+        """Notify `learner` of each finished call from now on that ran under one plan."""
         self._calls.learner = learner
 
     def report(self) -> Report:
-        """What was measured of the last call; RunError before the first."""
+        """Return what was measured in the last call. Raises RunError before the first."""
         if self._trace is None:
             raise RunError("there is nothing to report yet: call the pipeline first")
         return Report(self.plan, self._trace)
 
     def undo(self) -> None:
-        """Gives the pipeline back exactly as it was: values, dtypes, devices, formats, methods, hooks."""
+        """Restore values, dtypes, devices, formats, methods and hooks exactly. Raises RunError during a call."""
         if self._recorder.running:
             raise RunError("undo() in the middle of a call: let it end first")
         if self._undo is not None:
             self._undo.close()
             self._undo = None
-        if (
-            self._calls.finished is not None and not self._file_weights.resident
-        ):  # else the call goes on, under another plan
+        if self._calls.finished is not None and not self._file_weights.keep_in_files:  # else another plan follows
             self._calls.finished.close()
 
 
 def _device_of(name: str, plan: Plan, target: Device) -> Device:
-    """On which the component `name` computes by `plan`, whose own device is `target`."""
+    """Return the device on which component `name` runs by `plan`, whose own device is `target`."""
     chosen = plan.device_of(name)
     return target if chosen == plan.device else choose_device(chosen)
 
 
 def _in_parts(plan: ComponentPlan) -> bool:
-    """Whether batches are worked through in parts."""
+    """Whether batches are split."""
     return plan.max_batch is not None or plan.cfg == "sequential"

@@ -1,4 +1,4 @@
-"""Methods and answers that replace a network's own while it follows a plan."""
+"""Methods and properties that override a component's own while it follows a plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["cast_on_host", "computing", "exported", "override_class_members", "r
 
 
 def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
-    """What `module` does in place of its own forward pass, where the plan names a file of it."""
+    """Return the `forward` that runs the plan's exported file in place of `module`'s own, by name; else nothing."""
     if plan.exported is None:
         return {}
     traced = ExportedFile.load(Path(plan.exported))
@@ -40,9 +40,9 @@ def refused(name: str) -> Callable[..., None]:
 
 
 def while_followed(run: Callable[..., Any], method: str, over: Callable[[], bool]) -> Callable[..., Any]:
-    """`run`, the `method` of an object that follows a plan; once that is `over`, what the object's class has instead.
+    """Wrap `run`, the override of an object's `method`; once `over()` is true, it calls the class's own method instead.
 
-    Others keep such methods to put their own in front of them: `decode = vae.decode; vae.decode = lambda z: decode(z)`.
+    Other code keeps references to such methods to wrap them: `decode = vae.decode; vae.decode = lambda z: decode(z)`.
     """
 
     @functools.wraps(run)
@@ -53,11 +53,11 @@ def while_followed(run: Callable[..., Any], method: str, over: Callable[[], bool
 
 
 def cast_on_host(to: Callable[..., Any], leave: Callable[[], object]) -> Callable[..., Any]:
-    """`module.to`, before which a module whose dtype changes leaves the device: it is cast where its masters are."""
+    """Wrap `module.to`: before a cast, `leave()` evicts the module, so that its source parameters are cast."""
 
     @functools.wraps(to)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(RuntimeError, TypeError):  # what is no such call, `to` will say
+        with contextlib.suppress(RuntimeError, TypeError):  # `to` itself raises for invalid arguments
             device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
             if device is None and dtype is not None:
                 leave()
@@ -67,7 +67,7 @@ def cast_on_host(to: Callable[..., Any], leave: Callable[[], object]) -> Callabl
 
 
 def computing(method: Callable[..., Any], dtype: str, args: Any, kwargs: Any) -> Any:
-    """`method` with floating tensors in `dtype`, its results in the dtype of its first floating argument."""
+    """Call `method` with floating-point tensors in `dtype`; return results in the dtype of the first of them."""
     compute, given = getattr(torch, dtype), []
 
     def narrow(value: Any) -> Any:
@@ -84,11 +84,11 @@ def computing(method: Callable[..., Any], dtype: str, args: Any, kwargs: Any) ->
 
 
 def override_class_members(target: object, **members: Any) -> Callable[[], None]:
-    """Gives `target`'s class these members for this object alone; returns how to take them off again."""
+    """Make `target` an instance of a subclass of its class with these members; return how to revert that."""
     original = type(target)
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     object.__setattr__(target, "__class__", _passing(original)(original.__name__, (original,), names | members))
-    held = weakref.ref(target)  # a pipeline is not kept alive by what was done to it
+    held = weakref.ref(target)  # so that undoing does not keep a pipeline alive
 
     def reveal() -> None:
         if (alive := held()) is not None:
@@ -98,6 +98,6 @@ def override_class_members(target: object, **members: Any) -> Callable[[], None]
 
 
 def _passing(original: type) -> type:
-    """Whose classes are equal to `original`: diffusers looks types up in lists when pipelines share components."""
+    """Metaclass of classes equal to `original`: diffusers looks types up in lists when pipelines share components."""
     members = {"__eq__": lambda cls, other: other is cls or other is original, "__hash__": lambda cls: hash(original)}
     return type("Disguise", (type(original),), members)

@@ -1,4 +1,4 @@
-"""Telling when modules work: by hooks that a compiler does not look into, and around what is compiled already."""
+"""Callbacks before and after modules run: by hooks that torch.compile skips, and around compiled functions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["at_work", "foretell", "is_watched", "only_tells", "watch", "wrap"]
+__all__ = ["at_work", "announce", "is_watched", "is_watch_hook", "watch", "wrap"]
 
 Foretold = Callable[[Sequence[nn.Module]], None]
-# who compiles the frames that begin now, if anybody; it has no public name
+# returns the compiler of new frames, if one is active; torch has no public name for it
 _compiling: Callable[[], object] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-_MARK = "tightfit_watches"  # of hooks that only tell: who is told beforehand, if anybody
+_MARK = "tightfit_watches"  # attribute of `watch`'s hooks: their `foretold` callback or None
 
 
 def watch(
@@ -24,11 +24,11 @@ def watch(
     undo: Callable[..., object],
     foretold: Foretold | None = None,
 ) -> None:
-    """Calls `before` and `after` each forward pass of `module`, whatever it raises; `undo` is given how to stop it.
+    """Call `before` and `after` around each forward pass of `module`; `undo` receives how to remove the hooks.
 
-    `after` is called where `before` raised, too.
+    `after` is called too where `before` or the module raised.
 
-    Where somebody knows beforehand which modules will be at work, `foretold` is called with those it watches.
+    Where it is known beforehand which modules will run (`foretell`), `foretold` is called with those it watches.
     """
     if module._compiled_call_impl is None:
         undo(module.register_forward_pre_hook(_hook(before, foretold), prepend=True).remove)
@@ -53,14 +53,14 @@ def watch(
 def wrap(
     module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]], undo: Callable[..., object]
 ) -> None:
-    """Calls of `module`, which is compiled, go to what `around` makes of the compiled function."""
+    """Replace the compiled function of `module` by `around` of it; `undo` receives how to restore it."""
     compiled = module._compiled_call_impl
     module._compiled_call_impl = around(compiled)  # type: ignore[arg-type]
     undo(setattr, module, "_compiled_call_impl", compiled)
 
 
-def foretell(modules: Iterable[nn.Module]) -> None:
-    """Says to whoever watches `modules` that these will be `at_work` next, in this order."""
+def announce(modules: Iterable[nn.Module]) -> None:
+    """Notify the watchers of `modules` that these will run next (`at_work`), in this order."""
     uses: dict[Foretold, list[nn.Module]] = {}
     for module in modules:
         for hook in module._forward_pre_hooks.values():
@@ -73,23 +73,23 @@ def foretell(modules: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def at_work(module: nn.Module) -> Iterator[None]:
-    """Does what is done before and after each forward pass of `module` for whoever watches it, without one."""
+    """Run the callbacks of `module`'s watchers before and after the context, without a forward pass."""
     try:
-        for hook in filter(only_tells, tuple(module._forward_pre_hooks.values())):
+        for hook in filter(is_watch_hook, tuple(module._forward_pre_hooks.values())):
             hook(module, ())
         yield
     finally:
-        for hook in filter(only_tells, tuple(module._forward_hooks.values())):
+        for hook in filter(is_watch_hook, tuple(module._forward_hooks.values())):
             hook(module, (), None)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether anybody is told when `module` works."""
-    return any(map(only_tells, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
+    """Whether `module` has hooks of `watch`."""
+    return any(map(is_watch_hook, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
 
 
-def only_tells(hook: Callable[..., Any]) -> bool:
-    """Whether `hook` is one of `watch`'s: it looks at nothing that is passed, and changes nothing."""
+def is_watch_hook(hook: Callable[..., Any]) -> bool:
+    """Whether `hook` is one of `watch`'s: it ignores its arguments and changes nothing."""
     return hasattr(hook, _MARK)
 
 
@@ -100,7 +100,7 @@ def _hook(function: Callable[[], None], foretold: Foretold | None = None) -> Cal
         return disabled  # type: ignore[no-any-return]
 
     def hook(*_: object) -> None:
-        if _compiling() is None:  # nothing is: what is disabled takes 0.7 us more
+        if _compiling() is None:  # not compiling: `disabled` takes 0.7 us more
             function()
         else:
             disabled()

@@ -1,4 +1,4 @@
-"""Offloading that diffusers or accelerate does already: two of them cannot move the same weights."""
+"""Refuse pipelines that diffusers or accelerate offload already: two libraries cannot move the same weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tightfit.measure.modules import find_components
 
 __all__ = ["refuse_offloaded"]
 
-_MOVES = {"AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook"}  # of accelerate's hooks; others leave weights alone
+_MOVES = {"AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook"}  # accelerate's hooks that move weights
 
 
 def refuse_offloaded(pipe: Any) -> None:
-    """Raises PlanError where other hooks move the weights of `pipe`, and says what takes them off.
+    """Raise PlanError where other hooks move the weights of `pipe`; the message says how to remove them.
 
-    Left in place they would move what a plan places, or be put back by diffusers at the end of a call.
+    Otherwise they would move weights that a plan places, or diffusers would register them again after a call.
     """
     if getattr(pipe, "hf_device_map", None) and not isinstance(pipe, nn.Module):
         raise PlanError(f"this pipeline was loaded with a device map: call {_call('reset_device_map')} first")
@@ -47,6 +47,6 @@ def _by_groups(module: nn.Module) -> bool:
 
 
 def _moves(hook: Any) -> bool:
-    """Whether a hook of accelerate's moves weights; some are lists of others."""
+    """Whether an accelerate hook moves weights; some hooks are lists of others."""
     kinds = {kind.__name__ for kind in type(hook).__mro__}
     return bool(kinds & _MOVES) or any(_moves(each) for each in getattr(hook, "hooks", ()))

@@ -1,9 +1,9 @@
-"""A call that ran out of memory is made again from its beginning, and what was done by then is not done twice.
+"""Retry of a call that ran out of memory: it starts over, and replays component outputs computed before.
 
-Pipelines are loops in Python that nobody can enter half way. But what takes time in them are their networks; so what
-those gave back is kept in host memory (on a CPU, whose memory is what ran out, in a file), and given back once more
-where they are asked for it the second time. The numbers are the same: random generators are set to where they were,
-and a pipeline does the same with the same.
+A pipeline is a Python loop that cannot be entered half way, but most of its time is spent in its networks. So their
+outputs are kept in host memory (on a CPU, whose memory is what ran out, in a file), and returned when the retry asks
+for them. The results are the same: random generators are reset to their states at the start of the call, and with
+the same inputs a pipeline does the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.apply.activations.strips.noise import usual_generators
-from tightfit.apply.weights.call_order import Pass
+from tightfit.apply.weights.call_order import CallKey
 from tightfit.apply.weights.disk_store import FileTensor, SpillFile, read_stored
 from tightfit.devices.activation_pool import PAGE, bytes_of, is_dense
 from tightfit.devices.device import Device
@@ -26,47 +26,47 @@ from tightfit.schema.plan import ComponentRun
 
 __all__ = ["OutputReplayCache", "RngState", "without_frames"]
 
-MOST_BYTES = 2**30  # of host memory, or of the file: what would be more is done again
-ALIGNMENT = 512  # bytes, of what lies in a page
+MOST_BYTES = 2**30  # of host memory or of the file, for kept outputs; others are recomputed
+ALIGNMENT = 512  # bytes, of outputs in a page
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Copy(NamedTuple):
-    """A tensor of the device in host memory, for what the device is given from then on."""
+    """A copy in host memory of a device tensor; the device's later work is ordered after it."""
 
-    room: torch.Tensor
+    buffer: torch.Tensor
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
 
 
 class _Result(NamedTuple):
-    layers: list[Any]  # copies, tensors that are in host memory anyway, where they are in a file, plain values
+    leaves: list[Any]  # _Copy of a device tensor, copy of a host tensor, FileTensor, or plain value
     form: TreeSpec
 
 
 class OutputReplayCache:
-    """What networks gave back in one call, in their order."""
+    """Outputs of the component calls in one pipeline call, in order."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._stream = device, device.copy_stream()
         self._rooms = _HostBuffers(device)
-        self._results: list[_Result | None] = []  # None: it has to be done again
-        self._bytes = 0  # of host memory that they take
-        self._given = 0  # of them, how many were given back since the call began again
-        self.active = False  # whether a call is being made
+        self._results: list[_Result | None] = []  # None: to be recomputed
+        self._bytes = 0  # of kept outputs
+        self._given = 0  # component calls finished or replayed since the call last started
+        self.active = False  # whether a call is running
         self._file: SpillFile | None = None
-        self._last: Pass | None = None  # what the call ends with, as far as that is known
-        self._ahead = 0  # how many passes of that kind are still to come
+        self._last: CallKey | None = None  # the last component call expected, if known
+        self._ahead = 0  # remaining calls of that kind
         self._order: Sequence[ComponentRun] = ()
 
     @property
     def count(self) -> int:
-        """How many pieces of work need not be done again."""
+        """Number of component calls that need not be recomputed."""
         return sum(result is not None for result in self._results)
 
     def forget(self, order: Sequence[ComponentRun] = ()) -> None:
-        """Another call begins, which will probably work through `order`."""
+        """Discard all outputs before another call, which is expected to run `order`."""
         self._results.clear()
         self._rooms.forget()
         self._given = self._bytes = 0
@@ -77,13 +77,13 @@ class OutputReplayCache:
         self._expect()
 
     def _expect(self) -> None:
-        """The call is at its beginning."""
+        """Set the component call that is expected last, at the start of a call."""
         passes = [((each.component, each.method), each.runs) for each in self._order]
         self._last = passes[-1][0] if passes else None
         self._ahead = sum(runs for what, runs in passes if what == self._last)
 
     def close(self) -> None:
-        """Nothing is kept any more, and no host memory for later calls either."""
+        """Discard all outputs, and the host memory kept for later calls."""
         self.forget()
         self._rooms.close()
 
@@ -93,8 +93,8 @@ class OutputReplayCache:
         if self._file is not None:
             self._file.finish()
 
-    def once(self, work: Callable[[], Any], what: Pass | None = None) -> Any:
-        """What `work()`, the pass `what`, gives, or gave when it was done before in this call."""
+    def once(self, work: Callable[[], Any], what: CallKey | None = None) -> Any:
+        """Return `work()`, the component call `what`, or its output from before the retry."""
         if not self.active:
             return work()
         last = self._is_last(what)
@@ -103,70 +103,70 @@ class OutputReplayCache:
             self._given += 1
             return work() if result is None else self._back(result)
         value = work()
-        self._results.append(None if last else self._kept(value))  # after the last pass little is left to run out
+        self._results.append(None if last else self._kept(value))  # after the last one, little can run out of memory
         self._given += 1
         return value
 
-    def _is_last(self, what: Pass | None) -> bool:
-        """Whether `what`, which begins, is the last pass of the call, as far as that is known."""
+    def _is_last(self, what: CallKey | None) -> bool:
+        """Whether `what`, which begins, is the last component call, as far as known; counts it."""
         if what is None or what != self._last:
             return False
         self._ahead -= 1
         return self._ahead == 0
 
     def _kept(self, value: Any) -> _Result | None:
-        """A copy of `value`, on its way; None of what nobody can copy, or while there is no room."""
-        layers, form = tree_flatten(value)
-        size = sum(layer.nbytes for layer in layers if isinstance(layer, torch.Tensor))
-        if not all(isinstance(layer, torch.Tensor) or type(layer) in _PLAIN for layer in layers):
+        """Start a copy of `value`; None where it is of other types than can be copied, or memory is lacking."""
+        leaves, form = tree_flatten(value)
+        size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if not all(isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN for leaf in leaves):
             return None
         if self._bytes + size > MOST_BYTES:
             return None
         self._bytes += size
         try:
-            return _Result([self._copied(layer) for layer in layers], form)
-        except (torch.OutOfMemoryError, RunError, OSError):  # the device is full, or the disk; or there is none
+            return _Result([self._copied(leaf) for leaf in leaves], form)
+        except (torch.OutOfMemoryError, RunError, OSError):  # memory or disk is full, or there is no disk
             return None
 
-    def _copied(self, layer: Any) -> Any:
-        if not isinstance(layer, torch.Tensor):
-            return layer
+    def _copied(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
         if not self._device.separate:
             self._file = self._file or SpillFile()
-            return self._file.write(layer if is_dense(layer) else layer.contiguous())
-        if layer.device != self._device.torch_device:
-            return layer.detach().clone(memory_format=torch.contiguous_format)
-        sent = layer.detach() if is_dense(layer) else layer.detach().contiguous()
+            return self._file.write(leaf if is_dense(leaf) else leaf.contiguous())
+        if leaf.device != self._device.torch_device:
+            return leaf.detach().clone(memory_format=torch.contiguous_format)
+        sent = leaf.detach() if is_dense(leaf) else leaf.detach().contiguous()
         room = self._rooms.take(sent.nbytes)
         handle = self._stream.send(room, bytes_of(sent), self._stream.mark())
-        handle.wait_on_device()  # its caller may write into it, and the device has no memory for a second one
+        handle.wait_on_device()  # the caller may write into it, and the device has no memory for a copy
         return _Copy(room, sent.shape, sent.stride(), sent.dtype)
 
     def _back(self, result: _Result) -> Any:
-        return tree_unflatten([self._there(layer) for layer in result.layers], result.form)
+        return tree_unflatten([self._there(leaf) for leaf in result.leaves], result.form)
 
-    def _there(self, layer: Any) -> Any:
-        if isinstance(layer, _Copy):
-            return self._device.to_device(layer.room.view(layer.dtype).as_strided(layer.shape, layer.strides))
-        if isinstance(layer, FileTensor):
+    def _there(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Copy):
+            return self._device.to_device(leaf.buffer.view(leaf.dtype).as_strided(leaf.shape, leaf.strides))
+        if isinstance(leaf, FileTensor):
             with DiskReader() as reader:
-                return read_stored(layer, reader)
-        return layer.clone() if isinstance(layer, torch.Tensor) else layer
+                return read_stored(leaf, reader)
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 class _HostBuffers:
-    """Host memory for what is kept, page-locked: to any other memory the device's copies make the host wait.
+    """Host memory for kept outputs, page-locked: device copies to other host memory block the host.
 
-    Small results lie together in pages, which are there for the next call too: locking takes longer than copying.
+    Small outputs share pages. Pages are kept for the next call: locking them takes longer than copying.
     """
 
     def __init__(self, device: Device) -> None:
         self._pages = PinnedPool(device)
-        self._taken: list[torch.Tensor] = []  # the last is not full
-        self._left = 0  # bytes at its end
+        self._taken: list[torch.Tensor] = []  # pages; the last may have free bytes
+        self._left = 0  # free bytes at its end
 
     def take(self, size: int) -> torch.Tensor:
-        """`size` bytes, uint8 of shape (size,), until `forget`."""
+        """Return `size` bytes, uint8 of shape (size,), valid until `forget`."""
         room = -(-size // ALIGNMENT) * ALIGNMENT
         if room > self._left or not self._taken:
             whole = max(-(-room // PAGE), 1) * PAGE
@@ -178,7 +178,7 @@ class _HostBuffers:
         return page[start : start + size]
 
     def forget(self) -> None:
-        """Nobody needs what was taken: the next call uses it again."""
+        """Release all bytes taken: the next call reuses them."""
         self._taken.clear()
         self._left = 0
 
@@ -188,7 +188,7 @@ class _HostBuffers:
 
 
 class RngState:
-    """Where random generators are when a call begins: those it was given, and the usual ones."""
+    """States of random generators at the start of a call: of those it was given, and of the default ones."""
 
     def __init__(self, kwargs: Mapping[str, Any], device: Device) -> None:
         given = kwargs.get("generator")
@@ -196,15 +196,15 @@ class RngState:
         self._states = [(each, each.get_state()) for each in several if isinstance(each, torch.Generator)]
 
     def rewind(self) -> None:
-        """All are where they were."""
+        """Set all generators back to these states."""
         for generator, state in self._states:
             generator.set_state(state)
 
 
 def without_frames(error: BaseException, handled: BaseException | None) -> BaseException:
-    """`error` without the frames in which it arose, and what it arose from since something else was `handled`.
+    """Return `error` without the traceback frames of itself and of its contexts, up to the error being `handled`.
 
-    They hold what was computed so far.
+    The frames hold tensors computed so far.
     """
     link: BaseException | None = error
     while link is not None and link is not handled:

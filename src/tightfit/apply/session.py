@@ -1,4 +1,4 @@
-"""What happens while a fitted pipeline runs: who works, in which phase, and who makes room for whom."""
+"""Events of a running pipeline: which component runs, in which phase, and which is evicted for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from tightfit.apply.activations.sdpa_patch import AttentionHandler, attenders, only_attend
+from tightfit.apply.activations.sdpa_patch import AttentionHandler, current_handlers, set_handlers
 from tightfit.apply.weights.device_managers import DeviceOffloadManagers
 from tightfit.measure.modules import find_phase
 from tightfit.measure.recorder import Recorder
@@ -17,9 +17,9 @@ __all__ = ["Session"]
 
 
 class Session:
-    """Told when calls and components begin and end; tells the recorder, and where weights are.
+    """Handles the begin and end of calls and components; notifies the recorder and the offload managers.
 
-    One call at a time: another thread's waits. With `keeps`, what is on the device stays there from call to call.
+    One call at a time: another thread's call waits. With `keeps`, weights stay on the device between calls.
     """
 
     def __init__(
@@ -31,30 +31,30 @@ class Session:
         *,
         keeps: bool = False,
     ) -> None:
-        """`done` is given what was measured of a call; `exceeded` how many bytes of RAM were too many, and whether the
-        call is still going on.
+        """`done` is called with the trace of each call; `exceeded` with the bytes of RAM that the process held, if
+        above the limit, and whether the call is still running.
         """
         self._places = places
         self._recorder = recorder
         self._done, self._exceeded = done, exceeded
         self._keeps = keeps
         self._turn = threading.RLock()
-        self._calls = 0  # that have begun and not ended
-        self._clean = True  # whether the last call left everything as it should be
-        self.over = False  # whether another plan, or none, is followed by now
+        self._calls = 0  # calls running: 0 or 1
+        self._clean = True  # whether the last call was cleaned up
+        self.over = False  # whether the pipeline follows another plan, or none, by now
         self._working: list[str] = []
         self._attenders: tuple[AttentionHandler, ...] = ()
 
     @contextlib.contextmanager
     def call(self, steps: int | None = None) -> Iterator[None]:
-        """One call of the pipeline, for `steps` steps (None: its usual number). Inside another it is part of that."""
+        """Run one call of the pipeline with `steps` steps (None: its default); a nested call is part of the outer."""
         with self._turn:
             if self._calls:
                 yield
                 return
-            if not self._clean:  # an interruption came while the last call was being cleared up
+            if not self._clean:  # cleaning up after the last call was interrupted
                 self._clear()
-            self._attenders = attenders()  # of another pipeline, in whose call this one is made
+            self._attenders = current_handlers()  # of the outer call of another pipeline, if any
             self._calls, self._clean = 1, False
             try:
                 self._places.begin(steps)
@@ -73,39 +73,39 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a component is at work."""
+        """Whether a component is running."""
         return bool(self._working)
 
     def at_work(self, name: str) -> bool:
-        """Whether the component `name` is."""
+        """Whether the component `name` is running."""
         return name in self._working
 
     def close(self) -> None:
-        """Nobody follows the plan any more; nothing is left on the device."""
+        """Mark the plan as no longer followed, and evict everything from the device."""
         self.over = True
         self._places.clear()
 
     def _clear(self) -> None:
-        only_attend(self._attenders)
+        set_handlers(self._attenders)
         self._places.clear()
         self._clean = True
 
     def _tell(self, held: int, *, during: bool) -> None:
-        """The process held so many bytes of RAM, more than it may, `during` a call or at its end; 0: it did not."""
+        """Report the bytes of RAM `held`, above the limit, `during` a call or at its end; 0: within the limit."""
         if held:
             self._exceeded(held, during)
             self._recorder.note("this process held more RAM than it may, and no weights were left that could go")
 
     @contextlib.contextmanager
     def work(self, name: str, role: Role, method: str = "forward") -> Iterator[None]:
-        """The component `name` works; outside a call, its work is a call of its own."""
+        """Run the component `name` in this context; outside a call, it is a call of its own."""
         with self.call():
             outermost, manager = not self.at_work(name), self._places.of(name)
             if outermost:
                 self._tell(manager.keep_within(name), during=True)
-                manager.make_room(name)  # what goes belongs to the phase before, what comes to this one
+                manager.evict_others(name)  # evictions count for the phase before, loads for this one
                 self._recorder.enter(find_phase(name, role, method))
-                manager.bring(name, method)
+                manager.load(name, method)
             self._working.append(name)
             try:
                 yield
@@ -117,11 +117,11 @@ class Session:
                 self._recorder.leave()
 
     def touch(self, name: str) -> None:
-        """A part of `name` is about to work without `name` having been called: its weights come all the same."""
+        """Load the weights of `name`, a part of which is about to run without a call of `name`."""
         if self.at_work(name):
             return
         manager = self._places.of(name)
-        if self._working:  # who uses the part has to stay
-            manager.bring(name)
+        if self._working:  # the component that uses the part must stay loaded
+            manager.load(name)
         else:
             manager.enter(name)

@@ -1,1 +1,1 @@
-"""Takes the name of a known model or card, or a call of attention, returns facts about it; never acts on them."""
+"""Takes the name of a known model or card, or an attention call, returns facts about it; never acts on them."""

@@ -1,15 +1,15 @@
-"""What each implementation of attention takes: the rules of those who wrote it, as facts.
+"""Calls that each implementation of attention supports, as its source code checks them.
 
 torch's own kernels (aten/src/ATen/native/transformers: attention.cpp, sdp_utils_cpp.h, cuda/sdp_utils.cpp, torch 2.11
 to 2.13):
 
-- flash, where torch was compiled with it, takes half precision without a mask on compute capability 8.0 and above,
-  heads of up to 256, grouped or not;
-- memory-efficient takes masks, float32 and heads of any size that is a multiple of 8 (float32: 4);
-- cuDNN takes half precision and heads of up to 128, and comes first on 9.0, 10.0 and 10.3;
-- math is left: the path of plain products, with a matrix of scores for each head.
+- flash, if torch was compiled with it, supports half precision without a mask on compute capability 8.0 and above, and
+  head sizes of up to 256, grouped or not;
+- memory-efficient supports masks, float32 and head sizes that are multiples of 8 (float32: 4);
+- cuDNN supports half precision and head sizes of up to 128, and is tried first on 9.0, 10.0 and 10.3;
+- math supports all calls: plain matmuls, with a matrix of scores for each head.
 
-The CPU has one kernel, which torch calls flash too, and math. xFormers' rules are those of its CUTLASS kernel
+The CPU has one fused kernel, which torch calls flash too, and math. xFormers' rules are those of its CUTLASS kernel
 (ops/fmha/cutlass.py), SageAttention's those of `sageattn` (core.py, version 2).
 """
 
@@ -34,7 +34,7 @@ __all__ = [
 
 Mask = Literal["none", "bool", "additive"]
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
-TORCH_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")  # in which it asks, unless it is told another
+TORCH_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")  # torch's default priority
 
 TITLES: Mapping[str, str] = {
     "flash": "torch's flash attention",
@@ -46,35 +46,35 @@ TITLES: Mapping[str, str] = {
     "chunked": "chunked attention",
 }
 HALVES = ("float16", "bfloat16")
-LEAST_DIMENSIONS = 3 if version("torch") >= "2.14" else 4  # of queries, keys and values, that fused kernels take
-CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which torch asks cuDNN before the others
+LEAST_DIMENSIONS = 3 if version("torch") >= "2.14" else 4  # of queries, keys and values, for fused kernels
+CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which torch tries cuDNN first
 SAGE_CARDS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 
 
 class AttentionCall(NamedTuple):
-    """What `scaled_dot_product_attention` is called with, without the numbers."""
+    """A call of `scaled_dot_product_attention`, without values."""
 
-    device: str  # "cpu", "cuda"; of others nothing is known here
+    device: str  # "cpu", "cuda"; other devices have no rules here
     capability: tuple[int, int] | None  # of a CUDA card, e.g. (8, 9)
-    dtype: str  # "float32"
-    items: int  # of the batch
+    dtype: str  # e.g. "float32"
+    items: int  # batch size
     heads: int
     key_heads: int
     value_heads: int
-    queries: int
-    keys: int
-    width: int  # of the heads of queries and keys
-    value_width: int
+    queries: int  # sequence length
+    keys: int  # sequence length
+    width: int  # head size of queries and keys
+    value_width: int  # head size of values
     dimensions: int = 4
     mask: Mask = "none"
     mask_dimensions: int = 0
-    mask_learns: bool = False  # whether the mask wants gradients
-    mask_in_rows: bool = True  # whether its last dimension lies in a row in memory
-    in_rows: bool = True  # whether the last dimensions of queries, keys and values do
-    items_match: bool = True  # whether queries, keys and values have as many
-    widths_match: bool = True  # whether the heads of keys are as wide as those of queries
+    mask_learns: bool = False  # whether the mask requires gradients
+    mask_in_rows: bool = True  # whether the mask's last stride is 1
+    in_rows: bool = True  # whether the last strides of queries, keys and values are 1
+    items_match: bool = True  # whether queries, keys and values have the same batch dimensions
+    widths_match: bool = True  # whether keys have the head size of queries
     causal: bool = False
-    grouped: bool = False  # whether a head of the keys may serve several of the queries
+    grouped: bool = False  # enable_gqa: whether several heads of queries may share a head of keys
     dropout: float = 0.0
     flash: bool = True  # whether torch was compiled with flash attention for cards
 
@@ -93,9 +93,9 @@ class AttentionCall(NamedTuple):
         dropout: float = 0.0,
         flash: bool = True,
     ) -> Self:
-        """The call with these tensors, by what they tell of themselves.
+        """Return the call with these tensors, of which only the metadata is used.
 
-        On a `device` without a compute capability, which is the CPU unless another is named, or on a CUDA card.
+        With a `capability` it is on a CUDA card, without one on the CPU, unless `device` names another device.
         """
         parts = (query, key, value)
         heads, key_heads, value_heads = (part.shape[-3] if part.ndim > 2 else 1 for part in parts)
@@ -127,26 +127,26 @@ class AttentionCall(NamedTuple):
 
     @property
     def score_bytes(self) -> int:
-        """Of the whole matrix of scores; they are float32 where the inputs are halves."""
+        """Bytes of the whole matrix of scores, which is float32 for half-precision inputs."""
         return self.items * self.heads * self.queries * self.keys * (8 if self.dtype == "float64" else 4)
 
 
 class Taken(NamedTuple):
-    """The kernel of torch's that takes a call, and what the one asked last before it does not take of it, in words."""
+    """The kernel that torch chooses for a call."""
 
     kernel: Kernel
-    refused: str | None
+    refused: str | None  # what the kernel tried just before it does not support; None: it was the first
 
 
 def torch_kernel(call: AttentionCall) -> Taken:
-    """Which of its kernels torch chooses for `call`; without a fused one, "math"."""
+    """Return the kernel that torch chooses for `call`: the first that supports it, "math" if no fused one does."""
     order = kernel_order(call)
-    place = next(place for place, kernel in enumerate(order) if refusal(kernel, call) is None)  # "math" takes all
+    place = next(place for place, kernel in enumerate(order) if refusal(kernel, call) is None)  # "math" always does
     return Taken(order[place], refusal(order[place - 1], call) if place else None)
 
 
 def kernel_order(call: AttentionCall, asked: tuple[Kernel, ...] = TORCH_ORDER) -> tuple[Kernel, ...]:
-    """The kernels that the device of `call` has, in the order in which torch asks them; `asked`: as it was told to."""
+    """Return the kernels of the device of `call` in the order in which torch tries them; `asked`: its priority."""
     if call.device == "cpu":
         return tuple(kernel for kernel in asked if kernel in ("flash", "math"))
     first: tuple[Kernel, ...] = ("cudnn",) if asked == TORCH_ORDER and call.capability in CUDNN_FIRST else ()
@@ -154,12 +154,12 @@ def kernel_order(call: AttentionCall, asked: tuple[Kernel, ...] = TORCH_ORDER) -
 
 
 def refusal(name: str, call: AttentionCall) -> str | None:
-    """What of `call` the implementation called `name` does not take, in words; None where it takes it."""
+    """Return what the implementation `name` does not support of `call`, in words; None if it supports the call."""
     return _REFUSALS[name](call)
 
 
 def _refuse_flash(call: AttentionCall) -> str | None:
-    if call.device == "cpu":  # torch calls the CPU's only fused kernel so, too
+    if call.device == "cpu":  # torch also calls the CPU's only fused kernel flash
         return (
             _dropout(call)
             or _mask_dimensions(call)
@@ -208,7 +208,7 @@ def _refuse_xformers(call: AttentionCall) -> str | None:
         or _mask_dimensions(call)
         or ("a mask beside causality" if call.causal and call.mask != "none" else None)
         or _odd_widths(call, 8 if call.dtype in HALVES else 4)
-        # it is given a copy of masks that lie otherwise
+        # masks with other strides are copied for it
         or _shape(call._replace(mask_in_rows=True), grouped=False, dimensions=4)
     )
 
@@ -262,9 +262,9 @@ def _uneven_causality(call: AttentionCall) -> str | None:
 
 
 def _shape(call: AttentionCall, *, grouped: bool, dimensions: int = LEAST_DIMENSIONS) -> str | None:
-    """What no fused kernel takes; where heads are not `grouped`, there must be as many everywhere.
+    """What no fused kernel supports; unless heads are `grouped`, queries, keys and values must have as many.
 
-    `dimensions`: the fewest that are taken.
+    `dimensions`: the fewest that are supported.
     """
     others = (call.key_heads, call.value_heads)
     fits = others == (call.heads, call.heads) or (grouped and all(call.heads % (other or 1) == 0 for other in others))

@@ -1,4 +1,4 @@
-"""What CUDA and its libraries do on any card, for whoever plays one and whoever plans for one."""
+"""Constants of CUDA and its libraries on any card, for the simulator and the planner."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = [
     "workspace_bytes",
 ]
 
-CONTEXT = 512 * 2**20  # bytes of a card that its context and the driver keep (an assumption)
-# bytes: torch compares a request, rounded up to 2 MiB, with its limit, and then maps pages of 20 MiB for it where
-# segments are expandable (alloc_block in c10/cuda/CUDACachingAllocator.cpp); so much more of the last may be mapped
+CONTEXT = 512 * 2**20  # bytes of a card used by the CUDA context and the driver (an assumption)
+# bytes: torch compares a request, rounded up to 2 MiB, with its limit, and then maps pages of 20 MiB for it if
+# segments are expandable (alloc_block in c10/cuda/CUDACachingAllocator.cpp); this much of the last may exceed the limit
 PAGE_TAIL = 18 * 2**20
 PAGEABLE = 0.5  # of the link's rate: the driver copies through a pinned buffer of its own (an assumption)
-# whether cuBLAS keeps its workspace; torch 2.15 takes one for each product (pytorch/pytorch pull request 194311)
-# (TORCH_CUBLAS_WORKSPACE_CACHE=1 has it kept there, too, which plans do not know)
+# whether cuBLAS keeps its workspace; torch 2.15 allocates one for each matmul (pytorch/pytorch pull request 194311;
+# TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps it there too, which plans do not consider)
 WORKSPACE_STAYS = version("torch") < "2.15"
-LT_WORKSPACE = 2**20  # bytes, of cuBLASLt where it has one of its own
-LT_SHARES_IT = "2.12" <= version("torch") < "2.15"  # whether cuBLASLt works in the workspace of cuBLAS
+LT_WORKSPACE = 2**20  # bytes of cuBLASLt's workspace, where it has its own
+LT_SHARES_IT = "2.12" <= version("torch") < "2.15"  # whether cuBLASLt uses the workspace of cuBLAS
 
 
 def workspace_bytes(compute_capability: str | None) -> int:
-    """Bytes of cuBLAS's workspace: one for each stream where it stays, else one for each product.
+    """Return the bytes of a cuBLAS workspace: one for each stream if it is kept, else one for each matmul.
 
     torch's default is :4096:2:16:8, and :4096:8 on compute capability 9, 10 and 12.
     """
@@ -37,7 +37,7 @@ def workspace_bytes(compute_capability: str | None) -> int:
 
 
 def product_workspaces(compute_capability: str | None, *, through_lt: bool) -> tuple[int, ...]:
-    """Bytes of each workspace that a product of matrices by cuBLAS, or cuBLASLt, takes if they are not there yet."""
+    """Return the bytes of each workspace that a matmul by cuBLAS (or cuBLASLt) allocates if it does not exist yet."""
     whole = workspace_bytes(compute_capability)
     if not through_lt or LT_SHARES_IT:
         return (whole,)

@@ -27,12 +27,12 @@ __all__ = [
     "model_names",
 ]
 
-# What eager PyTorch reaches of a card's nominal rates, by kind of work (assumptions, the same for every card and model,
-# until `tightfit machine` has measured the one at hand)
+# Fractions of a card's nominal rates that eager PyTorch reaches, by kind of kernel (assumptions, the same for every
+# card and model, until `tightfit machine` has measured the installed one)
 SHARES = {"matmul": 0.7, "convolution": 0.5, "attention": 0.5}
 MEMORY_SHARE = 0.85
-LAUNCH_OVERHEAD = 10e-6  # seconds of the host for each kernel of a network in Python (half of a slow server core's)
-# … and for each use of a layer that streams, or stays: half of what bench/host_cost.py measured for FLUX.1 on a busy
+LAUNCH_OVERHEAD = 10e-6  # host seconds for each kernel of a network in Python (half of a slow server core's)
+# … and for each use of a streamed or a resident layer: half of what bench/host_cost.py measured for FLUX.1 on a busy
 # server's core, with torch's own CUDA code and no driver (28 us, of which the copy's launch took 2, and 4.6 us)
 STREAMED_OVERHEAD, RESIDENT_OVERHEAD = 13e-6, 2.3e-6
 
@@ -43,13 +43,13 @@ class KnownComponent(Record):
     library: str
     class_name: str = Field(alias="class")
     config: dict[str, Any] = Field(default_factory=dict)
-    dtype: str | None = None  # of a network's weights, as they are usually loaded
+    dtype: str | None = None  # in which a network's weights are usually loaded
     parameters: Positive | None = None
     source: str
 
 
 class KnownModel(Record):
-    """A pipeline whose configuration is known, and what it is usually asked for."""
+    """A pipeline whose configuration is known, and its usual request."""
 
     name: str
     title: str
@@ -72,12 +72,12 @@ def model_names() -> tuple[str, ...]:
 
 
 def model_called(name: str) -> str:
-    """What the catalog calls the model `name`: "flux.1-dev" for "FLUX1 dev", too. InputError with the nearest name."""
+    """Return the catalog's name of a model: "flux.1-dev" also for "FLUX1 dev". InputError with the nearest name."""
     return _own_name("model in the catalog", name, model_names())
 
 
 def known_model(name: str) -> KnownModel:
-    """The known model called `name`, e.g. "flux.1-dev"; InputError with the nearest name if there is none."""
+    """Return the known model `name`, e.g. "flux.1-dev"; InputError with the nearest name if there is none."""
     own = model_called(name)
     return KnownModel.from_text((files("tightfit.catalog") / "models" / f"{own}.json").read_text())
 
@@ -93,12 +93,12 @@ def card_names() -> tuple[str, ...]:
 
 
 def card_called(name: str) -> str:
-    """What the catalog calls the card `name`: "rtx4090" for "RTX 4090", too. InputError with the nearest name."""
+    """Return the catalog's name of a card: "rtx4090" also for "RTX 4090". InputError with the nearest name."""
     return _own_name("card", name, card_names())
 
 
 def known_card(name: str) -> Accelerator:
-    """The known card called `name`, e.g. "rtx4090", at the rates that eager PyTorch is assumed to reach on it.
+    """Return the known card `name`, e.g. "rtx4090", with the rates that eager PyTorch is assumed to reach on it.
 
     InputError with the nearest name if there is none.
     """
@@ -120,7 +120,7 @@ def known_card(name: str) -> Accelerator:
 
 
 def _own_name(what: str, name: str, names: Sequence[str]) -> str:
-    """The one of `names` that is `name`, punctuation and capitals aside."""
+    """The one of `names` that equals `name`, ignoring punctuation and case."""
     alike = [own for own in names if _plain(own) == _plain(name)]
     if not alike:
         raise InputError(unknown_name(what, name, names), name=name)

@@ -1,7 +1,7 @@
-"""A diffusers pipeline folder, looked through before anything is loaded: what is in it, or one clear error.
+"""A diffusers pipeline folder → its contents, checked before anything is loaded, or one ModelError.
 
-Read are names, JSON, and the header of each safetensors file, which says how long the file must be. No weight is
-read, nothing of the folder is run, and neither torch nor diffusers is imported.
+Only names, JSON, and the header of each safetensors file, which determines the file's length, are read. No weights are
+read and no code of the folder is run. Only `network_folder` imports diffusers, nothing here torch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tightfit.errors import ModelError, unknown_name
 
 __all__ = ["ComponentFolder", "ModelFolder", "check_folder", "network_folder"]
 
-_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # what each library loads
+_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # of each library's weight files
 _WEIGHTLESS = re.compile(r".*(Tokenizer(Fast)?|Scheduler|Processor(Fast)?|FeatureExtractor|Guidance)")
 
 
 @dataclasses.dataclass(frozen=True)
 class ComponentFolder:
-    """One component. `weight_bytes` counts its tensors as stored, `weight_index` names their shards, if it has any."""
+    """One component. `weight_bytes` are those of its tensors as stored; `weight_index` lists its shards, if any."""
 
     name: str
     library: str
@@ -39,7 +39,7 @@ class ComponentFolder:
 
 @dataclasses.dataclass(frozen=True)
 class ModelFolder:
-    """A pipeline folder that `check_folder` has passed. `variant` is None unless some weights exist only as one."""
+    """A pipeline folder checked by `check_folder`. `variant` is None unless some weights exist only as a variant."""
 
     path: Path
     pipeline_class: str
@@ -48,10 +48,10 @@ class ModelFolder:
 
 
 def check_folder(path: Path) -> ModelFolder:
-    """What the diffusers folder `path` holds; the bytes of its weights are taken from their headers.
+    """Check the diffusers folder `path` and return its contents; the bytes of its weights are from their headers.
 
-    Raises ModelError, naming the file and the numbers, where the folder is no pipeline, is incomplete, truncated or
-    corrupt, has no safetensors, or asks for python code of its own.
+    Raises ModelError, naming the file and the numbers, if the folder is no pipeline, is incomplete, truncated or
+    corrupt, has no safetensors, or needs Python code of its own.
     """
     path = Path(path)
     index_file = _find_index(path)
@@ -76,7 +76,7 @@ def _find_index(path: Path) -> Path:
 
 
 def _read_config(file: Path, named: bool) -> dict[str, Any]:
-    """A JSON object that points to no code; where it must be `named`, with the class to load as `_class_name`."""
+    """Read a JSON object that refers to no code; if `named`, it must have the class to load as `_class_name`."""
     config = read_json(file)
     _refuse_code(file, config)
     name = config.get("_class_name")
@@ -87,7 +87,7 @@ def _read_config(file: Path, named: bool) -> dict[str, Any]:
 
 
 def _refuse_code(file: Path, config: dict[str, Any]) -> None:
-    """ModelError where a config names python files of its own folder: a list as `_class_name`, or any `auto_map`."""
+    """ModelError if a config names Python files in its folder: by a list as `_class_name`, or any `auto_map`."""
     code = config["_class_name"] if isinstance(config.get("_class_name"), list) else None
     waiting: list[Any] = [config]
     while waiting and code is None:
@@ -102,7 +102,7 @@ def _refuse_code(file: Path, config: dict[str, Any]) -> None:
 
 
 def _entries(file: Path, index: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(component, library, class) of all components in the index that are not null; the rest are options."""
+    """(component, library, class) of all components in the index that are not null; other entries are options."""
     found = []
     for name, entry in index.items():
         match entry:
@@ -119,7 +119,7 @@ def _entries(file: Path, index: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _check_library(file: Path, name: str, library: str) -> None:
-    """Classes come from diffusers, one of its pipeline packages ("stable_diffusion"), or transformers."""
+    """ModelError unless `library` is diffusers, one of its pipeline packages ("stable_diffusion"), or transformers."""
     foreign = library not in _STEMS and library not in _pipeline_packages()
     if foreign or mode_of(file.parent / name / f"{library}.py"):
         why = unknown_name("library", library[:60], _STEMS) if foreign else f"{name}/{library}.py"
@@ -129,7 +129,7 @@ def _check_library(file: Path, name: str, library: str) -> None:
 
 @functools.cache
 def _pipeline_packages() -> frozenset[str]:
-    """The packages in diffusers.pipelines, found without importing diffusers."""
+    """Packages in diffusers.pipelines, found without importing diffusers."""
     spec = importlib.util.find_spec("diffusers")
     places = spec.submodule_search_locations if spec else None
     return frozenset(f.parent.name for place in places or () for f in Path(place).glob("pipelines/**/__init__.py"))
@@ -150,7 +150,7 @@ def _read_component(root: Path, name: str, library: str, class_name: str) -> Com
 
 
 def _weight_sets(folder: Path, part: ComponentFolder) -> dict[str | None, Path]:
-    """variant → its safetensors file or shard index, the one its library would take. Empty: it needs no weights."""
+    """variant → the safetensors file or shard index that the library would load. Empty: it needs no weights."""
     names = names_in(folder)
     if "config.json" not in names or _WEIGHTLESS.fullmatch(part.class_name):
         return {}
@@ -178,7 +178,7 @@ def _no_weights(folder: Path, part: ComponentFolder, names: list[str]) -> ModelE
 
 
 def _choose_variant(root: Path, weights: dict[str, dict[str | None, Path]]) -> str | None:
-    """None where all weights are there without a variant; else one variant that fills all the gaps."""
+    """None if all weights exist without a variant; else a variant that all other components have."""
     bound = {name: {key for key in sets if key} for name, sets in weights.items() if sets and None not in sets}
     if not bound:
         return None
@@ -205,7 +205,7 @@ def _tensor_bytes(file: Path) -> int:
 
 
 def network_folder(path: Path) -> ComponentFolder:
-    """The single network that `path` holds, as `model.save_pretrained(path)` of diffusers writes it: "model".
+    """Check a single network, as `model.save_pretrained(path)` of diffusers writes it; return it as "model".
 
     Raises ModelError as `check_folder` does.
     """

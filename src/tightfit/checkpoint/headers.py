@@ -1,6 +1,6 @@
-"""What files say of themselves: JSON, shard indexes, and the headers of safetensors files. Or one clear error.
+"""JSON, shard indexes and headers of safetensors files → their contents, or one ModelError.
 
-Neither torch nor diffusers is imported, and no weight is read.
+Neither torch nor diffusers is imported, and no weights are read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tightfit.errors import ModelError
 
 __all__ = ["file_error", "listed", "mode_of", "names_in", "read_header", "read_index", "read_json"]
 
-_LARGEST_JSON = 100_000_000  # bytes; safetensors allows no longer header either
+_LARGEST_JSON = 100_000_000  # bytes; also the longest header that safetensors allows
 
 
 def read_index(file: Path) -> dict[str, Path]:
-    """tensor → its shard, of an index beside its shards; ModelError where it is no index or a shard is not there."""
+    """Read a shard index: tensor → its shard in the same folder. ModelError if it is invalid or a shard is missing."""
     index = read_json(file)
     places = index.get("weight_map")
     if not isinstance(places, dict) or not places or not isinstance(index.get("metadata"), dict):
@@ -40,10 +40,10 @@ def read_index(file: Path) -> dict[str, Path]:
 
 
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where in a safetensors file its tensors begin, in bytes, and name → what the header says of that tensor.
+    """Read a safetensors header: the byte offset of the first tensor, and name → header entry of each tensor.
 
-    The file is 8 bytes of header length, the header in JSON, the tensors. Checked is its length, no more: ModelError
-    where the header is none, or the last tensor does not end with the file.
+    The file is 8 bytes of header length, the header in JSON, the tensors. Only its length is checked: ModelError if
+    the header is invalid, or the last tensor does not end where the file ends.
     """
     size = _size(file)
     with _reading(file), file.open("rb") as stream:
@@ -64,7 +64,7 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _end(file: Path, name: str, tensor: object) -> int:
-    """Where a tensor of a safetensors header ends, in bytes after the header."""
+    """End of a tensor, in bytes after the safetensors header."""
     match tensor:
         case {"data_offsets": [int(begin), int(end)]} if 0 <= begin <= end < 2**63:
             return end
@@ -99,7 +99,7 @@ def _size(file: Path) -> int:
 
 
 def mode_of(path: Path) -> int:
-    """What kind of file it is, as in stat; 0 where there is none."""
+    """Return `st_mode` of `path`, as in stat; 0 if it does not exist."""
     with _reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return path.stat().st_mode
     return 0
@@ -114,16 +114,16 @@ def names_in(folder: Path) -> list[str]:
 def _reading(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise file_error(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def file_error(path: Path, what: str, **facts: object) -> ModelError:
-    """`what` is wrong with the file or folder; it is named by the last two parts of its path."""
+    """Return the ModelError for the problem `what` of a file or folder, named by the last two parts of its path."""
     return ModelError(f"{'/'.join(path.parts[-2:])} {what}", file=str(path), **facts)
 
 
 def listed(names: list[str]) -> str:
-    """The first three of `names` and how many more there are, on one line."""
-    shown = ascii(", ".join(names[:3]) or "nothing")[1:-1]  # a name may hold a line break
+    """Return the first three of `names` and the number of others, on one line."""
+    shown = ascii(", ".join(names[:3]) or "nothing")[1:-1]  # a name may contain a line break
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

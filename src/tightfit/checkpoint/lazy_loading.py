@@ -1,4 +1,4 @@
-"""A checked folder → its pipeline without weights, or with weights read from their files on use."""
+"""A checked folder → its pipeline without weights, or with each weight either loaded or left in its file."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class LazyCheckpoint:
         self._networks, self._places = networks, places
 
     def fill(self, left: Callable[[str, nn.Module], Set[int]]) -> FileBackedWeights:
-        """Reads all weights but those that `left` names, by id, of a network and its name; returns where those are.
+        """Load all weights but those whose ids `left(name, network)` returns; return the file locations of these.
 
-        ModelError where a file ends too soon, cannot be read or was changed since its header was.
+        ModelError if a file ends too soon, cannot be read, or has changed since its header was read.
         """
         file_weights = FileBackedWeights()
         with DiskReader() as reader:
@@ -50,9 +50,9 @@ class LazyCheckpoint:
 
 
 def build_lazily(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -> LazyCheckpoint:
-    """What is in `path`: the pipeline of `folder`, or a single diffusers network (None), to be computed in `dtype`.
+    """Build the pipeline of `folder`, or the single diffusers network in `path` (None), to be computed in `dtype`.
 
-    Raises ModelError, naming file and tensor, where the files do not hold what the networks need.
+    Raises ModelError, naming file and tensor, if the files do not match the networks.
     """
     parts = [network_folder(path)] if folder is None else [part for part in folder.components if part.weight_files]
     parts = [part for part in parts if "safety" not in part.name]
@@ -63,7 +63,7 @@ def build_lazily(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -> 
             network = _build(here, part, dtype)
         try:
             places[part.name] = place_weights(network, read_places(part.weight_files, part.weight_index), part.name)
-        except NotLazyLoadable:  # only the library's own loader knows how
+        except NotLazyLoadable:  # only the library's own loader can load it
             with quietly():
                 network = _kind(part).from_pretrained(str(here), torch_dtype=dtype, local_files_only=True)
         networks[part.name] = network
@@ -76,7 +76,7 @@ def _kind(part: ComponentFolder) -> Any:
 
 
 def _build(path: Path, part: ComponentFolder, dtype: torch.dtype) -> nn.Module:
-    """As `from_pretrained` leaves it, but for its weights."""
+    """Build a network as `from_pretrained` does, but without weights."""
     kind = _kind(part)
     with torch.random.fork_rng(devices=[]):
         if part.library != "transformers":
@@ -96,14 +96,14 @@ def _build(path: Path, part: ComponentFolder, dtype: torch.dtype) -> nn.Module:
 def _weights(
     network: nn.Module, places: Mapping[str, TensorLocation]
 ) -> dict[int, tuple[torch.Tensor, TensorLocation]]:
-    """Every parameter and buffer that a file holds, once, with its place; in the order of the files."""
+    """id → each parameter and buffer stored in a file, once, with its location; in file order."""
     held = network.state_dict(keep_vars=True)
     named = sorted(places, key=lambda name: (str(places[name].path), places[name].offset))
     return {id(held[name]): (held[name], places[name]) for name in named}
 
 
 def _replace(network: nn.Module, weight: torch.Tensor, value: torch.Tensor) -> None:
-    """`value` stands wherever `weight` stood."""
+    """Replace `weight` by `value` wherever `network` has it."""
     now = nn.Parameter(value, weight.requires_grad) if isinstance(weight, nn.Parameter) else value
     for module in network.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -118,9 +118,9 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def build_folder(folder: ModelFolder, dtype: torch.dtype) -> Any:
-    """The pipeline of `folder`, the large tensors of its networks on "meta", in `dtype`.
+    """Build the pipeline of `folder` in `dtype`, with the large tensors of its networks on "meta".
 
-    Raises ModelError where a configuration fits no class. A safety checker is left out: it looks at pictures.
+    Raises ModelError if a configuration does not match its class. A safety checker is left out: it needs pixel values.
     """
     networks = {part.name: _build_shapes(folder, part, dtype) for part in folder.components if part.weight_files}
     return load_pipeline(folder, dtype, networks)

@@ -1,8 +1,8 @@
-"""A checked model folder → its diffusers pipeline, quietly; whatever goes wrong is one ModelError.
+"""A checked model folder → its diffusers pipeline, without output on the terminal; all errors are ModelErrors.
 
-`DiffusionPipeline.from_pretrained` does the work, from files of the folder only: safetensors, no code. One thing
-it only warns of and this refuses: weights that the files lack. diffusers leaves those without values, transformers
-fills them with random numbers, and the pictures would be neither right nor the same twice.
+`from_pretrained` of the pipeline's class loads it, from files of the folder only: safetensors, no code. Weights that
+the files lack are an error here, not a warning: diffusers leaves them without values, transformers fills them with
+random numbers, and images would be neither correct nor reproducible.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["load_pipeline", "quietly"]
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MISSING = re.compile(r"^(\S.*?) *\| MISSING\b", re.MULTILINE)  # a row of transformers' load report
 _MISMATCH = re.compile(r"^(?P<weight>\S.*?) *\| MISMATCH \|(?P<shapes>.*)", re.MULTILINE)
-_UNFILLED = re.compile(r"and are newly initialized: \['([^']+)'")  # what diffusers says, without accelerate
+_UNFILLED = re.compile(r"and are newly initialized: \['([^']+)'")  # diffusers' message without accelerate
 
 
 def load_pipeline(
     folder: ModelFolder, dtype: torch.dtype | None = None, networks: Mapping[str, Any] | None = None
 ) -> DiffusionPipeline:
-    """The pipeline of `folder` on the CPU, its weights as `dtype`, or as diffusers chooses where that is None.
+    """Load the pipeline of `folder` on the CPU, with its weights in `dtype` (None: as diffusers chooses).
 
-    Components named in `networks` are taken from there. Raises ModelError where diffusers cannot load it, or where
-    the files lack weights that the models need.
+    Components in `networks` are used as they are. Raises ModelError if diffusers cannot load it, or if the files lack
+    weights that the models need.
     """
     asked = {name: value for name, value in (("dtype", dtype), ("variant", folder.variant)) if value is not None}
     given = networks or {}
     with quietly() as notices:
         _check_class(folder)
         try:
-            # by its own class: DiffusionPipeline asks itself which components are optional, knows none, and reads the
-            # weights of those that it was given (Wan's transformer) all the same
+            # by its own class: DiffusionPipeline looks up optional components on itself, finds none, and loads the
+            # weights of those that it was given (Wan's transformer) anyway
             pipe = getattr(import_module("diffusers"), folder.pipeline_class).from_pretrained(
                 str(folder.path), use_safetensors=True, local_files_only=True, trust_remote_code=False, **asked, **given
             )
@@ -78,16 +78,16 @@ def _cannot_load(folder: ModelFolder, error: Exception, notices: list[str]) -> M
 
 
 def _first_line(error: Exception) -> str:
-    """What `error` says, on one line of 300 characters at most."""
+    """Message of `error` on one line of at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
-    if not said or isinstance(error, LookupError):  # a KeyError says no more than the key
+    if not said or isinstance(error, LookupError):  # a KeyError's message is only the key
         said = f"{type(error).__name__} {said}".strip()
     return textwrap.shorten(said, 300, placeholder=" …")
 
 
 def _check_complete(folder: ModelFolder, pipe: DiffusionPipeline, notices: list[str], given: Mapping[str, Any]) -> None:
-    """ModelError where weights that were not `given` have no value (they are still on "meta") or were made up."""
+    """ModelError if weights that were not `given` have no value (they are still on "meta") or a random one."""
     loaded = {name: part for name, part in pipe.components.items() if name not in given}
     parts = [(name, part) for name, part in loaded.items() if isinstance(part, torch.nn.Module)]
     empty = [f"{name}.{weight}" for name, part in parts for weight, value in part.named_parameters() if value.is_meta]
@@ -102,7 +102,7 @@ def _check_complete(folder: ModelFolder, pipe: DiffusionPipeline, notices: list[
 
 
 class _Notices(logging.Handler):
-    """Keeps what the libraries say, without colours, for whoever wants to look."""
+    """Collects the libraries' log messages, without colours."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -114,17 +114,18 @@ class _Notices(logging.Handler):
 
 @contextlib.contextmanager
 def quietly() -> Iterator[list[str]]:
-    """Keeps diffusers and transformers off the terminal, and yields what they would have written there.
+    """Keep messages of diffusers and transformers off the terminal, and yield the list of them.
 
-    Everything is put back at the end, torch's default dtype too, which diffusers forgets when a model's config is bad.
+    All settings are restored at the end, also torch's default dtype, which diffusers does not restore if a model's
+    config is invalid.
     """
     notices = _Notices()
     with warnings.catch_warnings(), contextlib.ExitStack() as undo:
         warnings.simplefilter("ignore", FutureWarning)
         undo.callback(torch.set_default_dtype, torch.get_default_dtype())
-        # transformers swaps torch.linspace while it loads, and torch would remember that one for `with torch.device`
+        # transformers replaces torch.linspace while it loads, and torch would cache that one for `with torch.device`
         torch.utils._device._device_constructors()
-        if are_progress_bars_disabled():  # transformers switches those of huggingface_hub with its own
+        if are_progress_bars_disabled():  # transformers enables those of huggingface_hub with its own
             undo.callback(disable_progress_bars)
         for library in ("diffusers", "transformers"):
             _quieten(import_module(f"{library}.utils.logging"), notices, undo)
@@ -132,7 +133,7 @@ def quietly() -> Iterator[list[str]]:
 
 
 def _quieten(library: Any, notices: _Notices, undo: contextlib.ExitStack) -> None:
-    """Makes the logging of one `library` write to `notices` instead of the terminal, and show no bars."""
+    """Make the logging of one `library` write to `notices` instead of the terminal, without progress bars."""
     undo.callback(library.set_verbosity, library.get_verbosity())
     library.set_verbosity(logging.WARNING)
     if library.is_progress_bar_enabled():

@@ -1,8 +1,8 @@
-"""Which bytes of which safetensors file hold each weight of a network, said from headers alone; no weight is read.
+"""Headers of safetensors files → the location of each weight of a network. No weights are read.
 
-Only what a loader would take over as it is has such a place. diffusers and transformers also rename weights that an
-older version saved: their own functions say how. Where they would put a weight together from others, or decide by its
-numbers, the answer is NotStraight, and `from_pretrained` has to load the network.
+Only weights that a loader would use unchanged have a location. diffusers and transformers also rename weights saved by
+older versions; their own functions are called for this. If they would compute a weight from others, or depend on
+values, NotLazyLoadable is raised, and `from_pretrained` has to load the network.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor is stored: `size` bytes of the file `path`, `offset` bytes from its start, in row-major order."""
+    """Location of a tensor: `size` bytes of the file `path`, `offset` bytes from its start, in row-major order."""
 
     path: Path
     offset: int
@@ -56,21 +56,21 @@ class TensorLocation:
 
 
 class NotLazyLoadable(ModelError):
-    """Nothing is wrong with the files, but some weight is not simply one of their tensors: `from_pretrained` knows."""
+    """The files are valid, but some weight is not simply one of their tensors: `from_pretrained` can load it."""
 
 
 class _HeaderEntry(NamedTuple):
-    """A tensor by the name that it has in its file."""
+    """A tensor and its name in its file."""
 
     name: str
     place: TensorLocation
 
 
 def read_places(files: Sequence[Path], index: Path | None = None) -> dict[str, TensorLocation]:
-    """Name → place of every tensor in the safetensors `files`: all the shards of `index`, where there is one.
+    """Return name → location of every tensor in the safetensors `files`: all the shards of `index`, if there is one.
 
-    Raises ModelError, naming file and tensor, where a file is not as its header says, a header contradicts itself, two
-    files have the same tensor, or `index` says otherwise than the files.
+    Raises ModelError, naming file and tensor, if a file does not match its header, a header is inconsistent, two files
+    have the same tensor, or `index` does not match the files.
     """
     places: dict[str, TensorLocation] = {}
     for file in files:
@@ -84,7 +84,7 @@ def read_places(files: Sequence[Path], index: Path | None = None) -> dict[str, T
 
 
 def _read_file(file: Path) -> dict[str, TensorLocation]:
-    """The tensors of one file, which lie in it without overlaps and gaps."""
+    """Tensors of one file, which must be stored without overlaps and gaps."""
     start, header = read_header(file)
     places = {name: _read_place(file, start, name, entry) for name, entry in header.items()}
     end, last = start, "the header"
@@ -97,7 +97,7 @@ def _read_file(file: Path) -> dict[str, TensorLocation]:
 
 
 def _read_place(file: Path, start: int, name: str, entry: Mapping[str, Any]) -> TensorLocation:
-    """The place of the tensor that a header's `entry` describes; tensors begin at byte `start` of the file."""
+    """Location of the tensor that a header's `entry` describes; tensors begin at byte `start` of the file."""
     begin, end = entry["data_offsets"]
     match entry:
         case {"dtype": str(code), "shape": list(shape)} if code in _DTYPES and all(map(_is_count, shape)):
@@ -121,7 +121,7 @@ def _quoted(name: str) -> str:
 
 
 def _check_index(index: Path, places: Mapping[str, TensorLocation]) -> None:
-    """ModelError where a tensor is not in the shard in which `index` has it."""
+    """ModelError if a tensor is not in the shard that `index` names for it."""
     shards = read_index(index)
     for name, place in places.items():
         if name not in shards:
@@ -136,13 +136,13 @@ def _check_index(index: Path, places: Mapping[str, TensorLocation]) -> None:
 
 
 def place_weights(network: nn.Module, places: Mapping[str, TensorLocation], what: str) -> dict[str, TensorLocation]:
-    """Name in the state dict of `network` → where that parameter or persistent buffer is stored.
+    """Return name in the state dict of `network` → location of that parameter or persistent buffer.
 
-    `network` may be built without weights; `what` names it in errors. All names of one shared tensor have one place.
-    A floating tensor may be stored in another floating dtype, which the caller converts; all else is as needed.
+    `network` may be built without weights; `what` names it in errors. All names of a shared tensor have one location.
+    A floating-point tensor may be stored in another floating-point dtype, which the caller converts; others must match.
 
-    Raises ModelError, naming file and tensor, where weights are missing, of another shape or kind, or superfluous
-    (unless the class of `network` ignores them); NotStraight where a loader would compute one.
+    Raises ModelError, naming file and tensor, if weights are missing, of another shape or kind, or unexpected (unless
+    the class of `network` ignores them); NotLazyLoadable if a loader would compute one.
     """
     _refuse_quantized(network, what)
     stored = _stored_weights(network, places, what)
@@ -161,19 +161,19 @@ def _refuse_quantized(network: nn.Module, what: str) -> None:
 
 
 def _stored_weights(network: nn.Module, places: Mapping[str, TensorLocation], what: str) -> dict[str, _HeaderEntry]:
-    """Name in the state dict of `network` → what is stored for it, also for names that `network` does not have."""
+    """Name in the state dict of `network` → its stored tensor, also for names that `network` does not have."""
     stored = {name: _HeaderEntry(name, place) for name, place in sorted(places.items())}
     if isinstance(network, PreTrainedModel):
         return _rename_as_transformers(network, stored.values(), what)
     if isinstance(network, ModelMixin):
-        network._fix_state_dict_keys_on_load(stored)  # what has an old name goes to its new one
+        network._fix_state_dict_keys_on_load(stored)  # renames outdated keys
     return stored
 
 
 def _rename_as_transformers(
     network: PreTrainedModel, stored: Iterable[_HeaderEntry], what: str
 ) -> dict[str, _HeaderEntry]:
-    """As `convert_and_load_state_dict_in_model` of transformers goes through the names, which are sorted there, too."""
+    """Rename as `convert_and_load_state_dict_in_model` of transformers, which also goes through sorted names."""
     conversions = get_model_conversion_mapping(network)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
@@ -196,14 +196,14 @@ def _rename_as_transformers(
 def _share(
     weights: Mapping[str, torch.Tensor], stored: Mapping[str, _HeaderEntry], what: str
 ) -> dict[str, _HeaderEntry]:
-    """Name of a weight → what is stored under that or another name of the same tensor; nothing where nothing is."""
+    """Name of a weight → the tensor stored under this or another name of it; names without one are left out."""
     names_of: dict[int, list[str]] = {}
     for name, weight in weights.items():
         names_of.setdefault(id(weight), []).append(name)
     sources: dict[str, _HeaderEntry] = {}
     for names in names_of.values():
         there = [name for name in names if name in stored]
-        if len(there) > 1:  # transformers shares them where their numbers are the same
+        if len(there) > 1:  # transformers ties them if their values are equal
             raise NotLazyLoadable(f"{what} has one tensor as {listed(there)}, which are stored apart", tensors=there)
         if there:
             sources |= dict.fromkeys(names, stored[there[0]])
@@ -211,7 +211,7 @@ def _share(
 
 
 def _check_names(network: nn.Module, missing: Set[str], stored: Mapping[str, _HeaderEntry], what: str) -> None:
-    """ModelError where `missing` weights are needed, or what is stored is not."""
+    """ModelError if `missing` weights are needed, or `stored` ones are not; NotLazyLoadable if others are missing."""
     known = network.state_dict().keys()
     needed, unknown = _unless_ignored(network, missing, stored.keys() - known)
     if needed:
@@ -228,7 +228,7 @@ def _check_names(network: nn.Module, missing: Set[str], stored: Mapping[str, _He
 
 
 def _unless_ignored(network: nn.Module, missing: Set[str], unknown: Set[str]) -> tuple[list[str], list[str]]:
-    """`missing` and `unknown` names, sorted, without those that the class of `network` ignores when it is loaded."""
+    """`missing` and `unknown` names, sorted, without those that the class of `network` ignores when loading."""
     if isinstance(network, PreTrainedModel):
         left = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unknown))
         network._adjust_missing_and_unexpected_keys(left)
@@ -238,7 +238,7 @@ def _unless_ignored(network: nn.Module, missing: Set[str], unknown: Set[str]) ->
 
 
 def _check_kind(weight: torch.Tensor, source: _HeaderEntry, what: str) -> None:
-    """ModelError where what is stored has not the shape of `weight`, or cannot become of its dtype by rounding."""
+    """ModelError if the stored tensor has not the shape of `weight`, or a dtype that cannot be rounded to its dtype."""
     place = source.place
     if place.shape != tuple(weight.shape):
         stated = f"as {list(place.shape)}, and {what} needs {list(weight.shape)}"

@@ -1,4 +1,4 @@
-"""Scene → pixels: the pictures that the demo model was trained on.
+"""Scene → pixels: the training images of the demo model.
 
 Edges are anti-aliased from signed distances, so a shape's outline is the same at every position.
 """
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from tightfit.demo.grammar import BACKGROUNDS, COLOURS, PLACES, SIDE, SIZES, Scene
 
-JITTER = 3.0  # pixels by which a thing may sit off its place, each way
-STRETCH = 0.05  # fraction by which its size may differ
+JITTER = 3.0  # largest random offset of a shape from its place in x and in y, in pixels
+STRETCH = 0.05  # largest random change of a radius, as a fraction of it
 
 _ROOT3 = math.sqrt(3.0)
 
 
 def draw(scene: Scene, rng: random.Random | None = None) -> NDArray[np.uint8]:
-    """The picture of `scene`, uint8 of shape (128, 128, 3); with `rng`, places and sizes vary a little."""
+    """Draw `scene`, uint8 of shape (128, 128, 3); with `rng`, places and sizes vary by JITTER and STRETCH."""
     picture = np.empty((SIDE, SIDE, 3), np.float32)
     picture[:] = BACKGROUNDS[scene.background]
     for thing in scene.things:
@@ -34,7 +34,7 @@ def draw(scene: Scene, rng: random.Random | None = None) -> NDArray[np.uint8]:
 
 
 def coverage(shape: str, x: float, y: float, radius: float) -> NDArray[np.float32]:
-    """How much of each pixel the shape centred at (x, y) covers, float32 of shape (128, 128) in [0, 1]."""
+    """Fraction of each pixel that the shape centred at (x, y) covers, float32 of shape (128, 128) in [0, 1]."""
     axis = np.arange(SIDE, dtype=np.float32) + 0.5
     dx, dy = axis[None, :] - np.float32(x), axis[:, None] - np.float32(y)
     cover: NDArray[np.float32] = np.clip(0.5 - _distance(shape, dx, dy, radius), 0.0, 1.0)
@@ -57,7 +57,7 @@ _EXTENTS: dict[str, tuple[float, float]] = {
 
 
 def _distance(shape: str, dx: NDArray[np.float32], dy: NDArray[np.float32], radius: float) -> NDArray[np.float32]:
-    """Signed distance in pixels to the outline, negative inside (exact for edges, which is all that shows)."""
+    """Signed distance in pixels to the outline, negative inside (exact along edges; no other part is visible)."""
     width, height = extent(shape, radius)
     distance: NDArray[np.floating]
     match shape:

@@ -1,8 +1,8 @@
-"""The language of the demo model: scenes of one or two things, and the captions that describe them.
+"""Grammar of the demo model's prompts: scenes of one or two things, and the captions that describe them.
 
-Every thing carries its own place after its noun ("a red circle on the left and a small blue square on
-the right on a white background"). CLIP's text encoder is causal, so a place that follows its noun puts
-size, colour, shape and place within one token's reach; "A left of B" does not, and was never learned.
+The place of each thing follows its noun ("a red circle on the left and a small blue square on the right on a
+white background"). CLIP's text encoder is causal: if the place follows its noun, one token can attend to size,
+colour, shape and place. In "A left of B" this is not so, and the model did not learn it.
 
 A size that is left out means medium, a background that is left out means white.
 """
@@ -85,7 +85,7 @@ def caption(scene: Scene, rng: random.Random) -> str:
 
 
 def random_scene(rng: random.Random, things: int) -> Scene:
-    """A scene of one or two `things`, uniform over the grammar."""
+    """A random scene of one or two `things`, uniform over the grammar."""
     background = rng.choice(list(BACKGROUNDS))
     if things == 1:
         return Scene((_random_thing(rng, rng.choice(list(PLACES)), list(SIZES)),), background)
@@ -119,5 +119,5 @@ def parse(text: str) -> Scene | None:
 
 
 def unknown_words(text: str) -> list[str]:
-    """The words of `text` that the demo model has never seen, in order."""
+    """The words of `text` that are not in the demo model's vocabulary, in order."""
     return [word for word in re.findall(r"[^\W_]+", text.lower()) if word not in WORDS]

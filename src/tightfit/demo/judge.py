@@ -1,7 +1,7 @@
-"""Picture → what is on it, by rules: the judge of the demo model's scores.
+"""Image → the things in it, found by rules: for the demo model's scores.
 
-Colours are nearest-of-palette, shapes the best overlap with an ideal outline in the same box, sizes the
-nearest box, places the nearest centre. Anything that fits no rule makes the picture wrong.
+A colour is the nearest one of the palette, a shape the one with the largest overlap with its ideal outline in the
+same bounding box, a size the first within tolerance, a place the nearest centre. Anything else makes the image wrong.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tightfit.demo.grammar import BACKGROUNDS, COLOURS, PLACES, SHAPES, SIDE, SI
 SPECK = 24  # pixels; a smaller blob is not a thing
 COLOUR_TOLERANCE = 60.0  # Euclidean distance in RGB
 PLACE_TOLERANCE = 14.0  # pixels from the place's centre
-SIZE_TOLERANCE = 1.22  # ratio to the nominal size; neighbours are 1.45 apart
+SIZE_TOLERANCE = 1.22  # largest ratio to the nominal size; neighbouring sizes differ by a factor of 1.45
 OVERLAP = 0.8  # least intersection over union with the ideal shape
-PURITY = 0.7  # least share of its pixels that are of its colour; a small thing is a fifth outline
+PURITY = 0.7  # least fraction of a blob's pixels with its colour; a fifth of a small thing is outline
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was asked for, what was found, and what is wrong with it ('' when all is right)."""
+    """The requested scene, the things found, and what is wrong ('' if nothing is)."""
 
     asked: Scene
     found: tuple[Thing, ...]
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def judge(picture: NDArray[np.uint8], asked: Scene) -> Verdict:
-    """Whether `picture`, uint8 (128, 128, 3), shows exactly `asked`."""
+    """Check whether `picture`, uint8 of shape (128, 128, 3), shows exactly `asked`."""
     pixels = picture.astype(np.float32)
     background = _nearest(_border_colour(pixels), BACKGROUNDS)
     found = tuple(sorted(_things(pixels)))
@@ -68,7 +68,7 @@ def _border_colour(pixels: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _things(pixels: NDArray[np.float32]) -> list[Thing]:
-    from scipy import ndimage  # only the judge needs it: a development dependency
+    from scipy import ndimage  # a development dependency, needed only here
 
     differs = np.linalg.norm(pixels - _border_colour(pixels), axis=-1) > COLOUR_TOLERANCE
     labels, count = ndimage.label(differs)

@@ -1,5 +1,5 @@
-"""The seam between tightfit and hardware: copies, counters and waits, one class for each kind of device.
+"""The hardware interface of tightfit: copies, memory counters and synchronization, one class for each kind of device.
 
-Takes tensors and names of devices, returns tensors and numbers; never decides anything. No other folder
-may touch `torch.cuda`.
+Takes tensors and device names, returns tensors and numbers; never makes planning decisions. No other folder
+may use `torch.cuda`.
 """

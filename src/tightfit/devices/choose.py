@@ -19,14 +19,14 @@ from tightfit.schema.machine import Accelerator, Machine
 __all__ = ["choose_device", "find_machine", "processor"]
 
 logger = logging.getLogger("tightfit")
-_told: set[str] = set()  # why cards are not used, as logged by now
+_told: set[str] = set()  # reasons why cards are not used that were already logged
 
 
 def choose_device(name: str | torch.device | Device | None = None) -> Device:
-    """The device called `name`: "cpu", "cuda", "cuda:1", "loopback", "simulated:0"; None: "cuda,cpu".
+    """Return the device called `name`: "cpu", "cuda", "cuda:1", "loopback", "simulated:0"; None means "cuda,cpu".
 
-    Of several with commas between, the first that is there and that torch can use. Without a number "cuda" is torch's
-    current card.
+    Of several names separated by commas, return the first that is available and that torch can use. "cuda" without an
+    index is torch's current card. InputError for an unknown name or a missing device.
     """
     if isinstance(name, Device):
         return name
@@ -45,8 +45,8 @@ def _device(name: str) -> Device:
             return CpuDevice()
         case "loopback":
             return LoopbackDevice()
-        case "simulated" | "privateuseone":  # by our name, or by torch's
-            from tightfit.devices.simulated import SimulatedDevice  # only where it is asked for
+        case "simulated" | "privateuseone":  # tightfit's name, or torch's
+            from tightfit.devices.simulated import SimulatedDevice  # imported only on demand
 
             return SimulatedDevice(int(index or 0) if (index or "0").isdecimal() else -1)
         case "cuda" if (card := _card(name)) is not None:
@@ -59,7 +59,7 @@ def _device(name: str) -> Device:
 
 
 def _card(name: str) -> CudaDevice | None:
-    """The card called "cuda" or "cuda:1", if torch can use it."""
+    """Return the card called "cuda" or "cuda:1", or None if torch cannot use it."""
     index, cards = name.partition(":")[2], usable_cards()
     if not index and cards:
         return CudaDevice(current if (current := current_cuda()) in cards else cards[0])
@@ -67,7 +67,7 @@ def _card(name: str) -> CudaDevice | None:
 
 
 def _tell_of_unused_cards() -> None:
-    """Logs, once, what is there and not used: what runs without it is slower than one would expect."""
+    """Log once which accelerator is present but not used, because running without it is slower than expected."""
     reason, other = unusable_card(), torch.accelerator.current_accelerator(check_available=True)
     if reason is None and other is not None and other.type != "cuda":
         reason = f"torch found {other.type}, which tightfit does not support"
@@ -77,9 +77,9 @@ def _tell_of_unused_cards() -> None:
 
 
 def find_machine() -> Machine:
-    """This computer's devices, RAM and cores, and what of them is free now; rates are measured elsewhere.
+    """Return this computer's devices, RAM and cores, and how much memory is free now; rates are measured elsewhere.
 
-    Asking cards what they have free opens a context on each, which takes some hundred MB of it.
+    Querying the free memory of a card opens a CUDA context on it, which takes some hundred MB of the card.
     """
     cards = [CudaDevice(index) for index in usable_cards()]
     if not cards:
@@ -113,12 +113,12 @@ def _accelerator(device: Device, title: str | None) -> Accelerator:
 
 
 def _cores() -> int:
-    """Cores that this process may use, where the system can tell; else all."""
+    """Number of cores that this process may use, where the system reports it; else all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str | None:
-    """What this computer's processor is sold as; None where nobody says."""
+    """Product name of this computer's processor; None where the system does not report it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,7 +1,7 @@
-"""A queue of copies between host memory and a device, beside the device's arithmetic.
+"""A queue of copies between host memory and a device, asynchronous to the device's computation.
 
-The host gives copies to the lane and goes on; what it gives to the device after `Arrival.settle()` begins when the
-copy is complete. Marks are points in the device's arithmetic, for which a copy waits before it writes.
+The host submits copies to the stream and continues; device work submitted after `CopyHandle.wait_on_device()` begins
+when the copy is complete. Marks are points in the device's compute stream that a copy waits for before it writes.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ __all__ = ["CopyHandle", "CopyStream", "HostCopyStream", "LateCopyStream", "Pend
 
 
 class CopyHandle:
-    """A copy on its way; this one is complete."""
+    """A copy in flight; this base class is a complete one."""
 
     def wait_on_device(self) -> float:
-        """What the device is given from now on begins after the copy; returns seconds that the host waited."""
+        """Make device work submitted from now on begin after the copy; return the seconds that the host waited."""
         return 0.0
 
     def cancel(self) -> None:
-        """Nobody wants it any more; what its memory is used for from now on begins after it has come, or stopped."""
+        """Give the copy up; work submitted from now on that uses its memory begins after it has finished or stopped."""
         self.wait_on_device()
 
 
 class PendingCopy(CopyHandle):
-    """One that was given to a lane already, which the host can wait for."""
+    """A copy already submitted to a stream, which the host can wait for."""
 
     def synchronize(self) -> None:
-        """The host waits until it is complete."""
+        """Block the host until the copy is complete."""
 
 
 class CopyStream(ABC):
-    """Copies in the order in which they are sent."""
+    """Copies that run in the order in which they are sent."""
 
     @abstractmethod
     def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> PendingCopy:
-        """Copies `source` to `target`, both uint8 and as long; one is on the device, one in host memory, or a shape.
+        """Copy `source` to `target`, both uint8 of equal length; one is on the device, one in host memory or on meta.
 
-        It begins when the device has done what it was given before `after` was marked. Both are there, and what is on
-        the device is used for nothing else, until the arrival was settled.
+        The copy begins when the device has done the work submitted before `after` was marked. Both tensors must stay
+        alive, and the device memory must not be reused, until `wait_on_device()` was called on the returned copy.
         """
 
     def follow(self, copy: PendingCopy) -> None:
-        """What is sent from now on begins after `copy`, which may be on its way on another lane."""
+        """Make copies sent from now on begin after `copy`, which may be in flight on another stream."""
         copy.synchronize()
 
     def mark(self) -> Any:
-        """The point after all that the device's arithmetic was given so far."""
+        """Return the point after all work submitted to the device's compute stream so far."""
         return None
 
     def follow_host(self) -> None:  # noqa: B027 - most devices have one stream
-        """What the host gives the device from now on, perhaps on another stream, begins after the last mark."""
+        """Make device work submitted from now on, perhaps on another compute stream, begin after the last mark."""
 
 
 class HostCopyStream(CopyStream):
-    """Where the CPU plays the device: copies at once, so that what comes too early destroys what is in use."""
+    """For a device emulated by the CPU: copies synchronously, so a copy sent too early overwrites data in use."""
 
     def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> PendingCopy:
         target.copy_(source)
@@ -66,7 +66,7 @@ class HostCopyStream(CopyStream):
 
 
 class LateCopyStream(CopyStream):
-    """Copies when they are waited for, and not before: whatever is used without waiting has no values yet."""
+    """Copies only when waited for, so anything used without waiting has no valid values yet."""
 
     def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> PendingCopy:
         return _LateCopy(target, source)

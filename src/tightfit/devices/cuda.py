@@ -1,4 +1,4 @@
-"""CUDA cards."""
+"""CUDA cards as devices."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tightfit.devices.out_of_memory import is_out_of_memory
 
 __all__ = ["CudaDevice", "current_cuda", "release_unused"]
 
-SMALL = 2**20  # bytes: the largest request that torch takes from its smallest segments
-TRIES = 64  # of these; a stream that was used before may have some left
+SMALL = 2**20  # bytes: the largest request that torch serves from its smallest segments
+TRIES = 64  # allocations of SMALL bytes at most; a reused stream may have free segments left
 
 
 def current_cuda() -> int:
-    """The card that "cuda" means; asking opens no context, and before there is one it is the first."""
+    """Index of the card that "cuda" means; opens no context, and is 0 before CUDA is initialized."""
     return torch.cuda.current_device() if _initialized() else 0
 
 
 def release_unused() -> None:
-    """Gives memory that torch's allocator keeps for later back to the driver, of all cards."""
+    """Return unused cached memory of torch's allocator to the driver, on all cards."""
     if _initialized():
         torch.cuda.empty_cache()
 
@@ -41,7 +41,7 @@ _SETTER = "_accelerator_setAllocatorSettings"  # of torch._C; it has no public n
 
 
 def _allocator_settings() -> str:
-    """What the allocator was last told."""
+    """The allocator settings currently in effect."""
     told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if told is None:  # torch 2.11
         snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
@@ -50,7 +50,7 @@ def _allocator_settings() -> str:
 
 
 class _Segments:
-    """torch's setting expandable_segments, which is the process's: on while any caller wants it."""
+    """torch's setting expandable_segments, which is global to the process: on while any caller wants it."""
 
     def __init__(self) -> None:
         self._callers, self._before = 0, ""
@@ -60,7 +60,7 @@ class _Segments:
         return bool(self._callers)
 
     def grow(self) -> Callable[[], None]:
-        """Switches it on; segments that are there already stay as they are. Returns an undo."""
+        """Switch it on; existing segments keep their kind. Return an undo."""
         if not self._callers:
             self._before = _allocator_settings()
             self._set("expandable_segments:True")
@@ -69,7 +69,7 @@ class _Segments:
 
     def _leave(self) -> None:
         self._callers -= 1
-        if not self._callers:  # torch keeps a key that new settings do not name
+        if not self._callers:  # torch keeps settings whose keys are not given
             self._set("" if "expandable_segments" in self._before else "expandable_segments:False")
 
     def _set(self, last: str) -> None:
@@ -77,11 +77,11 @@ class _Segments:
 
 
 class _Shares:
-    """The share of each card that this process may take: the least of the user's own and of all caps in force."""
+    """Memory fraction of each card that this process may use: the minimum of the user's own and all caps in force."""
 
     def __init__(self) -> None:
         self._caps: dict[int, list[float]] = {}
-        self._before: dict[int, float] = {}  # the user's own, where there is a cap
+        self._before: dict[int, float] = {}  # the user's own fraction by card index, where there is a cap
 
     def now(self, device: torch.device) -> float:
         told = getattr(torch.cuda, "get_per_process_memory_fraction", None)
@@ -108,7 +108,7 @@ class _Shares:
 
 
 _SEGMENTS, _SHARES = _Segments(), _Shares()
-_FIXED: dict[int, str | None] = {}  # why segments cannot grow, by card
+_FIXED: dict[int, str | None] = {}  # reason why segments are not expandable, by card index
 
 
 class CudaDevice(Device):
@@ -125,13 +125,13 @@ class CudaDevice(Device):
         return tensor.to(self.torch_device, non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("cpu")  # waits: the host may read it at once
+        return tensor.to("cpu")  # blocking: the host may read it at once
 
     def total_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     def free_bytes(self) -> int:
-        """What the driver has left, and what the allocator keeps without a tensor in it; within its cap."""
+        """Free memory according to the driver plus unused cached memory of torch's allocator, limited by its cap."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         allocated = torch.cuda.memory_allocated(self.torch_device)
         unused = torch.cuda.memory_reserved(self.torch_device) - allocated
@@ -141,7 +141,7 @@ class CudaDevice(Device):
         return torch.cuda.get_device_name(self.torch_device)
 
     def compute_capability(self) -> str | None:
-        """None on ROCm, whose numbers are of other architectures."""
+        """None on ROCm, whose numbers belong to other architectures."""
         if torch.version.hip:
             return None
         major, minor = torch.cuda.get_device_capability(self.torch_device)
@@ -158,7 +158,7 @@ class CudaDevice(Device):
         return pinnable_bytes()
 
     def lock_pages(self, buffer: torch.Tensor) -> Callable[[], None] | None:
-        """Registers memory as it is: torch's own pinned allocator would round it up to a power of two."""
+        """Register the memory in place: torch's own pinned allocator would round its size up to a power of two."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address, size = buffer.data_ptr(), buffer.nbytes
         with torch.cuda.device(self.torch_device):
@@ -173,7 +173,7 @@ class CudaDevice(Device):
         return unlock
 
     def _forget_error(self) -> None:
-        """CUDA keeps the error of a refused call until somebody asks for the last one, as each launch does."""
+        """Clear the error of a refused call: CUDA keeps it until the last error is read, as each kernel launch does."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device).add_(1)
 
@@ -192,7 +192,7 @@ class CudaDevice(Device):
         return self._allocated("peak")
 
     def _allocated(self, figure: str) -> int:
-        """One of the allocator's figures: torch's own functions flatten all of them first, which takes 70 us."""
+        """Return one allocator statistic; torch's own functions flatten all of them first, which takes 70 us."""
         told = getattr(torch._C, "_cuda_memoryStats", None)
         if told is None or not _initialized():
             return int(torch.cuda.memory_stats(self.torch_device).get(f"allocated_bytes.all.{figure}", 0))
@@ -208,7 +208,7 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """By the card's own clock: events before and after `work`, on the stream that it is given to."""
+        """Seconds by the card's own clock: events before and after `work`, on the current stream."""
         with torch.cuda.device(self.torch_device):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             self.synchronize()
@@ -218,8 +218,8 @@ class CudaDevice(Device):
             end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3
 
-    def grow_segments(self) -> Callable[[], None]:
-        return _SEGMENTS.grow() if self.expandable_refused() is None else super().grow_segments()
+    def use_expandable_segments(self) -> Callable[[], None]:
+        return _SEGMENTS.grow() if self.expandable_refused() is None else super().use_expandable_segments()
 
     def expandable_refused(self) -> str | None:
         index = self.torch_device.index
@@ -228,8 +228,8 @@ class CudaDevice(Device):
         return _FIXED[index]
 
     def _why_fixed(self) -> str | None:
-        """The driver is asked first; then torch tries one small segment, because it may ignore the setting."""
-        if by_windows():  # torch ignores it on Windows; on WSL some drivers fail at once, others later
+        """Ask the driver first, then let torch try one small segment, because torch may ignore the setting."""
+        if by_windows():  # torch ignores the setting on Windows; on WSL some drivers fail at once, others later
             return "expandable segments do not work on Windows"
         if not hasattr(torch._C, _SETTER):
             return f"torch {torch.__version__} has no torch._C.{_SETTER}"
@@ -250,7 +250,7 @@ class CudaDevice(Device):
         return None if grows else "torch ignores the setting expandable_segments here"
 
     def _maps_a_segment(self) -> bool:
-        """Whether a new segment is expandable. On a stream of its own: what fails there is in nobody's way."""
+        """Whether a new segment is expandable. Uses its own stream, so a failure affects no other work."""
         held: list[torch.Tensor] = []
         with torch.cuda.stream(torch.cuda.Stream(self.torch_device)):  # type: ignore[no-untyped-call]
             before = torch.cuda.memory_reserved(self.torch_device)
@@ -260,10 +260,10 @@ class CudaDevice(Device):
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return any(each["is_expandable"] for each in segments if 0 <= address - each["address"] < each["total_size"])
 
-    def cap(self, size: int) -> Callable[[], None]:
-        """By the process's share of the card; a lower one that somebody has set stays.
+    def limit_memory(self, size: int) -> Callable[[], None]:
+        """Limit the process's memory fraction of the card; a lower fraction set by the user is kept.
 
-        While segments are expandable it is set lower, by what torch may map beyond it.
+        With expandable segments the limit is lowered by PAGE_TAIL bytes, which torch may map beyond it.
         """
         size = max(size - PAGE_TAIL, 0) if _SEGMENTS.on else size
         return _SHARES.limit(self.torch_device, min((size + 1) / self.total_bytes(), 1.0))  # it is rounded down
@@ -271,7 +271,7 @@ class CudaDevice(Device):
     def release_cache(self) -> None:
         torch.cuda.empty_cache()
         if hasattr(torch._C, "_host_emptyCache"):
-            torch._C._host_emptyCache()  # page-locked buffers, which torch keeps for later too
+            torch._C._host_emptyCache()  # page-locked buffers, which torch caches too
 
     def check_history(self) -> None:
         return None

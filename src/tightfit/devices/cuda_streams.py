@@ -1,4 +1,4 @@
-"""Copies to and from a CUDA card on a stream of their own, with as little work for the host as torch allows."""
+"""Copies to and from a CUDA card on a separate stream, with as little host overhead as torch allows."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from tightfit.devices.copy_stream import CopyStream, PendingCopy
 
 __all__ = ["CudaCopyStream"]
 
-_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}  # that were current, by what torch knows them by
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}  # compute streams seen so far, by (id, index, type)
 _get_stream: Callable[[int], tuple[int, int, int]] | None = getattr(torch._C, "_cuda_getCurrentStream", None)
 _set_stream: Callable[..., None] | None = getattr(torch._C, "_cuda_setStream", None)
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream:
-    """As `torch.cuda.current_stream`, which takes 8 us to make an object for it each time, where this takes 0.3."""
+    """Same as `torch.cuda.current_stream`, which takes 8 us to create an object on each call; this takes 0.3 us."""
     if _get_stream is None or device.index is None:
         return torch.cuda.current_stream(device)
     number = _get_stream(device.index)
     found = _streams.get(number)
     if found is None:
-        if len(_streams) >= 1024:  # whoever makes a stream for each call would keep them all
+        if len(_streams) >= 1024:  # bound the cache where a stream is created for each call
             _streams.clear()
         found = _streams[number] = torch.cuda.current_stream(device)
     return found
 
 
 class CudaCopyStream(CopyStream):
-    """A stream of its own, for copies."""
+    """A separate CUDA stream for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._own = stream.stream_id, stream.device_index, stream.device_type
-        self._marked: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # the last mark, and on which stream
+        self._marked: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None  # the last mark: its stream and event
 
     def send(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> PendingCopy:
         if after is not None:
@@ -44,7 +44,7 @@ class CudaCopyStream(CopyStream):
         if _get_stream is None or _set_stream is None or torch.cuda.current_device() != self._own[1]:
             with torch.cuda.stream(self._stream):
                 target.copy_(source, non_blocking=True)
-        else:  # the same, which takes 21 us there, and 1 here
+        else:  # the same without the context manager: 1 us instead of 21 us
             before = _get_stream(self._own[1])
             _set_stream(*self._own)
             try:
@@ -72,11 +72,11 @@ class CudaCopyStream(CopyStream):
 class _CudaCopy(PendingCopy):
     def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
         self._device, self.event = device, event
-        self._waited: torch.cuda.Stream | None = None  # which stream was the last to wait for it
+        self._waited: torch.cuda.Stream | None = None  # the last stream that waited for the copy
 
     def wait_on_device(self) -> float:
         stream = _current_stream(self._device)
-        if stream is not self._waited:  # what stays came once, and is settled for each use
+        if stream is not self._waited:  # resident weights are copied once, and waited for at each use
             stream.wait_event(self.event)
             self._waited = stream
         return 0.0

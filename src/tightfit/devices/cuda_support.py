@@ -1,4 +1,4 @@
-"""Which CUDA cards torch can compute on, and whether their driver maps memory as expandable segments need it."""
+"""Which CUDA cards torch can compute on, and whether their driver can map memory as expandable segments need it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import torch
 __all__ = ["cuda_count", "mapping_refused", "unusable_card", "usable_cards"]
 
 
-ELSEWHERE = "https://pytorch.org/get-started/locally/"  # where torch for other CUDA versions is
+ELSEWHERE = "https://pytorch.org/get-started/locally/"  # download page of torch for other CUDA versions
 
 
 def cuda_count() -> int:
-    """The number of cards that torch can compute on."""
+    """Number of cards that torch can compute on."""
     return len(usable_cards())
 
 
 def usable_cards() -> tuple[int, ...]:
-    """The indices of the cards that torch can compute on."""
-    with warnings.catch_warnings(action="ignore"):  # torch's own warning of what `unusable_card` says
+    """Indices of the cards that torch can compute on."""
+    with warnings.catch_warnings(action="ignore"):  # torch's own warning for what `unusable_card` reports
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return tuple(index for index in range(count) if _missing_kernels(index) is None)
 
 
 def unusable_card() -> str | None:
-    """Why torch cannot compute on the card that is there, and what to do. None if it can, or if there is no card."""
+    """Why torch cannot compute on the card present, and what to do; None if it can, or if there is no card."""
     if torch.version.cuda is None or usable_cards():
         return None
     return _missing_kernels(0) if torch.cuda.is_available() else _driver_error()
 
 
 def _driver_error() -> str | None:
-    """Why CUDA does not start, though a driver is there: mostly it is older than torch's CUDA."""
+    """Why CUDA does not start although a driver is present: mostly the driver is older than torch's CUDA."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -55,7 +55,7 @@ def _driver_error() -> str | None:
 
 
 def _missing_kernels(index: int) -> str | None:
-    """Why this torch has no kernels for card `index`; None if it has."""
+    """Why this torch has no kernels for card `index`; None if it has them."""
     built = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", name) for name in torch.cuda.get_arch_list()]
     capability = torch.cuda.get_device_capability(index)
     made_for = [(each[1], (int(each[2]), int(each[3]))) for each in built if each]
@@ -70,7 +70,7 @@ def _missing_kernels(index: int) -> str | None:
 
 
 def _runs(kind: str, version: tuple[int, int], capability: tuple[int, int]) -> bool:
-    """Whether a card of this capability runs what was compiled for `version`: PTX ("compute") also on later ones."""
+    """Whether a card of this capability runs code compiled for `version`; PTX ("compute") runs on later ones too."""
     return version <= capability and (kind == "compute" or version[0] == capability[0])
 
 
@@ -114,7 +114,7 @@ class _Access(ctypes.Structure):
 
 
 class _Refused(Exception):
-    """A call of the driver did not succeed."""
+    """A driver call failed."""
 
     def __init__(self, call: str, code: int) -> None:
         super().__init__(f"{call} failed with error {code}")
@@ -122,7 +122,7 @@ class _Refused(Exception):
 
 
 def mapping_refused(device: torch.device) -> str | None:
-    """Which call the driver refuses, and how; None where it maps memory, or cannot be asked (ROCm has another)."""
+    """Which driver call failed, and how; None where mapping works or cannot be checked (ROCm has another driver)."""
     if torch.version.hip or torch.version.cuda is None:
         return None
     try:
@@ -130,17 +130,17 @@ def mapping_refused(device: torch.device) -> str | None:
     except OSError:
         return None
     with torch.cuda.device(device):
-        torch.cuda.mem_get_info()  # from here on the driver has a context
+        torch.cuda.mem_get_info()  # makes sure that the driver has a context
         try:
             return _map_one(driver, device.index)
         except _Refused as error:
             return None if error.code == OUT_OF_MEMORY else str(error)
-        except AttributeError as error:  # a driver from before there was such a call
+        except AttributeError as error:  # the driver is older than this call
             return str(error)
 
 
 def _map_one(driver: Any, index: int) -> str | None:
-    """Takes, maps and gives back one small piece of memory; returns why that is not possible on this card."""
+    """Reserve, create, map and free one small piece of memory; return why this card cannot, or None."""
     ask = _caller(driver)
     attribute = ctypes.c_int()
     ask("cuDeviceGetAttribute", ctypes.byref(attribute), ctypes.c_int(MAPS_MEMORY), ctypes.c_int(index))

@@ -1,7 +1,8 @@
-"""Bytes of files into host memory, read by one thread in the background, past the page cache where that can be.
+"""File contents → host memory, read by one background thread, bypassing the page cache where possible.
 
-A direct read (O_DIRECT) takes no page cache, which counts against a control group's limit, and hardly any CPU. Linux
-asks for offsets, addresses and sizes in multiples of the disk's sector, of 4096 bytes at most (open(2), "O_DIRECT").
+A direct read (O_DIRECT) uses no page cache, which would count against a control group's limit, and hardly any CPU.
+Linux requires offsets, addresses and sizes in multiples of the disk's sector, of 4096 bytes at most (open(2),
+"O_DIRECT").
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from tightfit.units import format_bytes
 __all__ = ["SECTOR", "DiskReader", "Extent", "Reading"]
 
 SECTOR = 4096
-# Bytes that one system call reads, for which cancelling waits. From 4 MiB on the rate is the same, but each call ends
-# with a wait for the interpreter: 5 ms where another thread is busy in Python.
+# Bytes per system call, for which cancelling waits. From 4 MiB on the rate is the same, but each call ends with a
+# wait for the interpreter lock: 5 ms where another thread is busy in Python.
 STEP = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class Extent:
-    """`size` bytes of a file from `offset` on."""
+    """`size` bytes of the file `path`, from byte `offset` on."""
 
     path: Path
     offset: int
@@ -42,7 +43,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class ReadTarget:
-    """An extent and memory for it: `view` is as long as the extent, or as its sectors where it is read directly."""
+    """An extent and its target memory: `view` has the extent's size, rounded up to whole sectors for a direct read."""
 
     extent: Extent
     view: memoryview
@@ -50,13 +51,13 @@ class ReadTarget:
 
 
 class DiskFile:
-    """A file that is opened once, and must keep the size and time of change that it had then, until `close`.
+    """A file that is opened once, and must keep its size and modification time until `close`.
 
-    If another file takes its name, the old one is read on. OSError where it cannot be opened or read, ModelError
-    where it ended too soon or was changed.
+    If the path is replaced by another file, the opened one is still read. OSError where it cannot be opened or read,
+    ModelError where it ended too early or was changed.
     """
 
-    note: str | None = None  # why it is not read directly
+    note: str | None = None  # why it is not read with O_DIRECT; None where it is
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,7 +65,7 @@ class DiskFile:
         self._opened = os.fstat(self._buffered)
         self._direct: int | None = None
         if hasattr(os, "O_DIRECT"):
-            try:  # by its handle: by now the path may be another file's
+            try:  # through the handle: the path may refer to another file by now
                 self._direct = os.open(f"/proc/self/fd/{self._buffered}", os.O_RDONLY | os.O_DIRECT)
             except OSError as error:
                 self._give_up_direct(error)
@@ -75,10 +76,10 @@ class DiskFile:
                 os.close(handle)
 
     def read(self, piece: ReadTarget, done: int) -> tuple[int, int]:
-        """Reads on where `done` bytes of the piece are there; how many came, and how many of those directly."""
+        """Continue reading `piece` after `done` bytes; return the bytes read, and how many of them directly."""
         view, extent = piece.view[done : done + STEP], piece.extent
         count, direct = self._read_some(view, extent.offset + done, direct=piece.direct and done % SECTOR == 0)
-        self._check()  # afterwards: so what came is of the file as it was opened
+        self._check()  # after the read: so the bytes are those of the file as it was opened
         if count == 0:
             raise ModelError(
                 f"{self._path} ends after {self._opened.st_size} bytes: of {extent.size} from {extent.offset} on, only "
@@ -88,7 +89,7 @@ class DiskFile:
         return count, direct
 
     def _read_some(self, view: memoryview, offset: int, *, direct: bool) -> tuple[int, int]:
-        """One system call, or two where the first finds out that the file system refuses direct reads."""
+        """Make one system call, or two where the first shows that the file system refuses direct reads."""
         if direct and self._direct is not None:
             try:
                 count = read_at(self._direct, view, offset)
@@ -118,7 +119,7 @@ class DiskFile:
 
 
 class Reading:
-    """What `DiskReader.read` was asked for once. It keeps its targets alive until it is over."""
+    """One request to `DiskReader.read`. It keeps its targets alive until it is finished."""
 
     def __init__(self, pieces: Sequence[ReadTarget]) -> None:
         self._pieces = pieces
@@ -129,14 +130,14 @@ class Reading:
 
     @property
     def done(self) -> bool:
-        """Whether it is over: read, failed or cancelled. Nobody writes to the targets then."""
+        """Whether it is finished: read, failed or cancelled. The targets are not written to any more then."""
         return self._over.is_set()
 
     def wait(self) -> float:
-        """Seconds waited until all targets were full.
+        """Block until all targets are filled; return the seconds waited.
 
-        Raises, at every call, the ModelError that ended it, or RunError where it was cancelled. After a Ctrl-C here
-        the targets are still being written to: `cancel` before they are used for something else.
+        Raises, on every call, the ModelError that ended it, or RunError where it was cancelled. After a Ctrl-C here the
+        targets are still being written to: `cancel` before they are used for something else.
         """
         start = time.perf_counter()
         self._over.wait()
@@ -146,8 +147,8 @@ class Reading:
         return time.perf_counter() - start
 
     def cancel(self) -> None:
-        """Reads nothing more of it, if it is not over, and returns when nobody writes to the targets any more."""
-        self._stopped = True  # first this, then the look at `_begun`; the thread does it the other way round
+        """Stop reading if not finished yet, and return when the targets are not written to any more."""
+        self._stopped = True  # set before `_begun` is read; the thread does it in the opposite order
         if self._begun:
             self._over.wait()
         else:
@@ -158,7 +159,7 @@ class Reading:
         return RunError(f"the reading of {self._what} was cancelled", what=self._what)
 
     def _fail(self, error: Exception) -> None:
-        """Remembers `error` without its traceback, whose frames would keep the targets alive."""
+        """Store `error` without its traceback, whose frames would keep the targets alive."""
         ours = error if isinstance(error, TightfitError) else RunError(f"{self._what} were not read: {error!r}")
         self._failure = type(ours), str(ours), ours.facts
 
@@ -168,9 +169,9 @@ class Reading:
 
 
 class DiskReader(AbstractContextManager["DiskReader"]):
-    """Reads extents into memory, in the order in which they were asked for, by one thread that starts when needed.
+    """Reads extents into memory, in the order of the requests, with one thread that is started on demand.
 
-    Files stay open until `close`, which the end of a `with` block, or of the reader itself, calls too.
+    Files stay open until `close`, which is also called at the end of a `with` block and when the reader is deleted.
     """
 
     def __init__(self) -> None:
@@ -178,11 +179,11 @@ class DiskReader(AbstractContextManager["DiskReader"]):
         weakref.finalize(self, self._desk.close)
 
     def read(self, pieces: Sequence[tuple[Extent, torch.Tensor]]) -> Reading:
-        """Begins to fill `target[:extent.size]` for each pair of an extent and a target; `Reading.wait` for the end.
+        """Start filling `target[:extent.size]` for each pair of extent and target; `Reading.wait` waits for completion.
 
-        A target is a contiguous uint8 tensor on the CPU, with room for the extent. It is read directly where the
-        extent's offset and the target's address are multiples of SECTOR and there is room for whole sectors; those
-        are written whole then. InputError where a target will not do, RunError after `close`.
+        A target is a contiguous uint8 tensor on the CPU of at least the extent's size. The read is direct where the
+        extent's offset and the target's address are multiples of SECTOR and the target has space for whole sectors,
+        which are then written whole. InputError where a target is unsuitable, RunError after `close`.
         """
         reading = Reading([_piece(extent, target) for extent, target in pieces])
         self._desk.take(reading)
@@ -190,26 +191,26 @@ class DiskReader(AbstractContextManager["DiskReader"]):
 
     @property
     def bytes_read(self) -> int:
-        """What the system delivered, with what the last sectors hold beyond their extents."""
+        """Bytes that the system delivered, including what the last sectors hold beyond their extents."""
         return self._desk.bytes_read
 
     @property
     def direct_bytes(self) -> int:
-        """How many of `bytes_read` came past the page cache."""
+        """How many of `bytes_read` bypassed the page cache."""
         return self._desk.direct_bytes
 
     @property
     def seconds_busy(self) -> float:
-        """How long the thread was at it, without its waits for something to do."""
+        """Seconds that the thread spent on requests, without its idle time."""
         return self._desk.seconds_busy
 
     @property
     def notes(self) -> Sequence[str]:
-        """A sentence for each file that could not be read directly."""
+        """One sentence for each file that could not be read directly."""
         return [file.note for file in list(self._desk.files.values()) if file.note]
 
     def close(self) -> None:
-        """Cancels what is not read yet, ends the thread, closes the files."""
+        """Cancel unfinished requests, end the thread, close the files."""
         self._desk.close()
 
     def __exit__(self, *_: object) -> None:
@@ -217,13 +218,13 @@ class DiskReader(AbstractContextManager["DiskReader"]):
 
 
 class _ReadQueue:
-    """What a reader shares with its thread, which must not keep the reader alive."""
+    """The state that a reader shares with its thread, which must not keep the reader alive."""
 
     def __init__(self) -> None:
         self.files: dict[Path, DiskFile] = {}
         self.bytes_read = self.direct_bytes = 0
         self.seconds_busy = 0.0
-        self._lock = threading.RLock()  # a signal's handler may close in the middle of `take`
+        self._lock = threading.RLock()  # a signal handler may call `close` during `take`
         self._queue: SimpleQueue[Reading | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -251,7 +252,7 @@ class _ReadQueue:
             file.close()
 
     def _serve(self, reading: Reading) -> None:
-        """Reads one request. Whatever happens is told to those who wait for it: the thread lives on."""
+        """Read one request. Errors are stored in the request, so the thread continues."""
         start = time.perf_counter()
         reading._begun = True
         try:
@@ -278,13 +279,13 @@ class _ReadQueue:
             raise ModelError(f"{path} cannot be read: {error.strerror}", path=str(path)) from error
 
     def _heed(self, reading: Reading) -> None:
-        """RunError where the reading was cancelled, by itself or with all others."""
+        """Raise RunError where the reading was cancelled, by itself or by `close`."""
         if reading._stopped or self._closed:
             raise reading._cancelled()
 
 
 def _piece(extent: Extent, target: torch.Tensor) -> ReadTarget:
-    """InputError where `target` will not do for `extent`."""
+    """Return the read target for `extent`; InputError where `target` is unsuitable."""
     bytes_there = target.dtype == torch.uint8 and target.device.type == "cpu" and target.is_contiguous()
     if not bytes_there or extent.offset < 0 or not 0 <= extent.size <= target.numel():
         raise InputError(

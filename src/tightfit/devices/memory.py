@@ -1,6 +1,6 @@
-"""Host memory whose bytes are exact: a map of its own for each arena, given back whole when nobody uses it any more.
+"""Host memory of exact size: one memory map for each arena, returned to the system when its last user is gone.
 
-The heap cannot promise that: what is freed in it stays with the process wherever something small still lives nearby.
+The heap cannot guarantee that: freed heap memory stays with the process while a small allocation nearby is alive.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ __all__ = [
     "OWN_MEMORY",
     "RamExceeded",
     "arena",
-    "copy_alike",
+    "copy_with_alignment",
     "is_shared",
     "move_into",
-    "own_maps",
-    "own_room",
+    "map_large_tensors",
+    "empty_in_arena",
     "resident_bytes",
     "trim_heap",
 ]
 
-CACHE_LINE = 64  # bytes, of which torch's addresses are multiples
-OWN_MEMORY = 2**20  # bytes of a tensor for which a map of its own is worth it
-HUGE_PAGE = 2 * 2**20  # of x86-64, and of ARM with pages of 4 KiB
-LARGEST_PLUG = 2**30  # bytes
-RELEASED_AT_ONCE = 32 * 2**20  # bytes
-ALONE = 2  # who holds a storage that one tensor has: the tensor, and whoever asks
+CACHE_LINE = 64  # bytes; torch's addresses are multiples of it
+OWN_MEMORY = 2**20  # bytes from which a tensor gets a memory map of its own
+HUGE_PAGE = 2 * 2**20  # bytes, on x86-64, and on ARM with pages of 4 KiB
+LARGEST_PLUG = 2**30  # bytes: the largest heap block that `_plug_holes` tries
+RELEASED_AT_ONCE = 32 * 2**20  # bytes that `move_into` copies and releases per step
+ALONE = 2  # use count of a storage with one tensor: the tensor, and the caller that asks
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
-_USUAL_LIMITS = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20}  # up to which glibc raises them by itself
+_USUAL_LIMITS = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20}  # glibc raises them up to these
 
 
 class RamExceeded(torch.OutOfMemoryError):
-    """This process `held` more bytes of RAM than it may. Nobody refused them."""
+    """This process held more bytes of RAM (`held`) than its cap, although the system did not refuse them."""
 
     def __init__(self, held: int) -> None:
         super().__init__(f"this process held {format_bytes(held)} of RAM, more than it may")
@@ -51,13 +51,13 @@ class RamExceeded(torch.OutOfMemoryError):
 
 
 def arena(size: int) -> torch.Tensor:
-    """`size` bytes of host memory: uint8, shape (size,), zero, and no page of it taken before it is touched.
+    """Allocate `size` bytes of host memory: uint8, shape (size,), zeros; pages are committed on first use.
 
-    It starts at a multiple of 2 MiB where it is at least that long, else at a multiple of 4096. The memory goes back
-    to the system when the last tensor dies that shares its storage. On Linux its whole huge pages are advised to be
-    such; the rest, less than 2 MiB, is not, so it never takes more than `size`, rounded up to a small page.
+    The address is a multiple of 2 MiB from that size on, else a multiple of 4096. The memory is returned to the system
+    when the last tensor that shares its storage is freed. On Linux its whole huge pages get MADV_HUGEPAGE; the rest,
+    less than 2 MiB, does not, so it never takes more than `size`, rounded up to a small page.
 
-    InputError where `size` is negative, RunError where the system has no room for it.
+    InputError where `size` is negative, RunError where the system refuses the memory.
     """
     if size < 0:
         raise InputError(f"an arena needs 0 bytes or more, not {size}", size=size)
@@ -74,11 +74,11 @@ def arena(size: int) -> torch.Tensor:
     if large and sys.platform == "linux":
         with contextlib.suppress(OSError):  # a kernel without huge pages
             room.madvise(mmap.MADV_HUGEPAGE, lead, size // HUGE_PAGE * HUGE_PAGE)
-    return torch.frombuffer(room, dtype=torch.uint8, offset=lead, count=size)  # the storage keeps `room`, nobody else
+    return torch.frombuffer(room, dtype=torch.uint8, offset=lead, count=size)  # only the storage keeps `room` alive
 
 
-def own_room(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A dense host tensor with anything in it, in an arena of its own where it is large."""
+def empty_in_arena(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialized dense host tensor, in its own arena from OWN_MEMORY bytes on."""
     size = math.prod(shape) * dtype.itemsize
     if size < OWN_MEMORY:
         return torch.empty_strided(shape, strides, dtype=dtype)
@@ -86,10 +86,10 @@ def own_room(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -
 
 
 def move_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """`tensor` lies in `target`, of the same layout, from now on; what it lay in goes while it is copied.
+    """Move the data of `tensor` into `target`, of the same layout; the old memory is released while it is copied.
 
-    So a large tensor is not there twice, if nobody else can see its memory: no other tensor, and no other library.
-    Otherwise it is copied first. Whoever interrupts this finds all its numbers.
+    So a large tensor is not in memory twice, if its memory is not shared with another tensor or library. Otherwise it
+    is copied as a whole first. If interrupted, `tensor` keeps all its values.
     """
     if tensor.nbytes < RELEASED_AT_ONCE or not _is_its_own(tensor):
         tensor.data = target.copy_(tensor.data)
@@ -110,13 +110,13 @@ def move_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether other tensors have the same memory: it would not be freed, and might be written into meanwhile."""
+    """Whether other tensors share the memory: it would not be freed, and might be written to meanwhile."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > ALONE
 
 
 def _is_its_own(tensor: torch.Tensor) -> bool:
-    """Whether its memory is from torch's own allocator (`resizable` says so), and only this tensor lies in it."""
+    """Whether the memory is from torch's own allocator (then it is `resizable`), and only this tensor uses it."""
     if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.untyped_storage().is_shared():
         return False
     if not tensor.untyped_storage().resizable():
@@ -125,27 +125,27 @@ def _is_its_own(tensor: torch.Tensor) -> bool:
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many hold a storage, and its Python object, which is the same for all who ask for it."""
+    """Use count of the storage, and reference count of its Python object, which all callers share."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of the dense `tensor`, in their order."""
+    """The bytes of the dense `tensor` in memory order, a view."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
 def trim_heap() -> None:
-    """Gives the system back what is free in this process's heap, where its C library can do that (glibc)."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # TypeError: Windows has no "this process"
+    """Return free memory of this process's heap to the system, where the C library supports it (glibc)."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # TypeError: Windows does not support CDLL(None)
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def own_maps() -> Callable[[], None]:
-    """From now on tensors of OWN_MEMORY bytes or more have maps of their own, which go when they do; returns an undo.
+def map_large_tensors() -> Callable[[], None]:
+    """Give new tensors of OWN_MEMORY bytes or more their own memory maps, freed with the tensors; return an undo.
 
-    In glibc's heap, what lies free between tensors can be a third of them (a U-Net's step on a CPU: 0.35 of 0.86 GB).
-    Taking pages anew for each costs time instead. Where the C library is another, nothing is changed.
+    In glibc's heap, free memory between tensors can be a third of their bytes (a U-Net's step on a CPU: 0.35 of 0.86
+    GB). Committing new pages for each tensor costs time instead. With another C library nothing is changed.
     """
     _set_limits(dict.fromkeys(_USUAL_LIMITS, OWN_MEMORY))
     trim_heap()
@@ -160,11 +160,11 @@ def own_maps() -> Callable[[], None]:
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """How many bytes of these tensors on the CPU are in RAM: of a file that is mapped, what was read of it so far."""
+    """Bytes of these CPU tensors that are in RAM: of a memory-mapped file, what was read of it so far."""
     spans = sorted({(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors})
     try:
         maps = psutil.Process().memory_maps(grouped=False)
-    except (AttributeError, psutil.Error):  # the system does not say
+    except (AttributeError, psutil.Error):  # the system does not report them
         return sum(end - begin for begin, end in spans)
     total = 0
     for each in maps:
@@ -182,15 +182,15 @@ def _set_limits(limits: Mapping[int, int]) -> None:
 
 
 class _Heap(ctypes.Structure):
-    """What glibc's mallinfo2(3) tells: ten numbers. The fourth counts the maps that malloc has asked for."""
+    """The result of glibc's mallinfo2(3): ten numbers. The fourth, hblks, counts the maps that malloc has requested."""
 
     _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
 
 def _plug_holes() -> list[int]:
-    """Takes the heap's free rooms that tensors of OWN_MEMORY bytes fit in, without touching their pages; where it did.
+    """Allocate the free heap blocks of OWN_MEMORY bytes or more, without touching their pages; return their addresses.
 
-    glibc asks the system for a map only where its heap has no room, whatever M_MMAP_THRESHOLD is.
+    glibc requests a map from the system only where its heap has no free block, whatever M_MMAP_THRESHOLD is.
     """
     try:
         library = ctypes.CDLL(None)
@@ -211,14 +211,14 @@ def _plug_holes() -> list[int]:
 
 
 def _anonymous(size: int) -> mmap.mmap:
-    """A private map of `size` bytes, with no file behind it; shared ones, mmap's default, get no huge pages."""
+    """A private map of `size` bytes without a file; shared maps, the default of mmap, get no huge pages."""
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def copy_alike(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the dense `tensor` on the CPU, at the same place within a cache line: multiplied, it gives the same."""
+def copy_with_alignment(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy the dense CPU `tensor` to the same offset within a cache line, so that products give equal results."""
     begin = tensor.data_ptr() % CACHE_LINE
     room = torch.empty(begin + tensor.nbytes, dtype=torch.uint8)[begin:].view(tensor.dtype)
     return room.as_strided(tensor.shape, tensor.stride(), room.storage_offset()).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Host memory that is page-locked once and used again: locking pages takes longer than copying them."""
+"""A pool of page-locked host memory for reuse: locking pages takes longer than copying them."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from tightfit.devices.device import Device
 
 __all__ = ["PinnedPool"]
 
-ASK_EVERY = 256 * 2**20  # bytes that are page-locked before it is asked again how many can be
+ASK_EVERY = 256 * 2**20  # bytes to page-lock before the lockable bytes are queried again
 
 
 class _Loan(weakref.ref[torch.Tensor]):
-    """A tensor over memory that is free again when it dies."""
+    """A weak reference to a lent tensor, whose page is free again when the tensor dies."""
 
     __slots__ = ("page",)
     page: torch.Tensor
 
 
 class PinnedPool:
-    """Pieces of host memory for copies to and from `device`, page-locked where that is not refused."""
+    """Pages of host memory for copies to and from `device`, page-locked where that is not refused."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._free: dict[int, list[torch.Tensor]] = {}  # by size
+        self._free: dict[int, list[torch.Tensor]] = {}  # by size in bytes
         self._loans: set[_Loan] = set()
-        self._back: list[weakref.ref[torch.Tensor]] = []  # loans whose tensors have died
+        self._back: list[weakref.ref[torch.Tensor]] = []  # loans whose tensors have been freed
         self._locks: list[tuple[torch.Tensor, Callable[[], None]]] = []
         self._refused = False
-        self._lockable = 0  # bytes that can be locked before that is asked again
+        self._lockable = 0  # bytes that can be locked before `pinnable` is queried again
         weakref.finalize(self, _unlock, self._locks).atexit = False
 
     def take(self, size: int) -> torch.Tensor:
-        """`size` bytes, uint8 of shape (size,), with anything in them: taken until that tensor dies."""
+        """Return `size` bytes, uint8 of shape (size,), uninitialized; they are free again when that tensor dies."""
         self._collect()
         free = self._free.get(size)
-        with torch.inference_mode(False):  # other calls, in another mode, use it too
+        with torch.inference_mode(False):  # calls in another mode use the page too
             page = free.pop() if free else self._new(size)
             lent = page.view(-1)
-        loan = _Loan(lent, self._back.append)  # a builtin: what is raised in a callback would be lost
+        loan = _Loan(lent, self._back.append)  # a builtin: an exception raised in a callback would be lost
         loan.page = page
         self._loans.add(loan)
         return lent
@@ -65,13 +65,13 @@ class PinnedPool:
         return page
 
     def _may_lock(self, size: int) -> bool:
-        """Whether there is so much RAM: asking takes almost as long as locking a page."""
+        """Whether enough RAM can be locked; queried rarely, as a query takes almost as long as locking a page."""
         if self._lockable < size:
             self._lockable = min(self._device.pinnable(), max(size, ASK_EVERY))
         return self._lockable >= size
 
     def close(self) -> None:
-        """Gives everything up; what is still lent lives on for its holders, no longer page-locked."""
+        """Release all pages; lent ones stay valid for their holders, but are no longer page-locked."""
         self._free.clear()
         self._loans.clear()
         self._back.clear()

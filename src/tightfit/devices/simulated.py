@@ -1,4 +1,4 @@
-"""A simulated card behind the seam: everything that is done on a card is done on it too."""
+"""A simulated card as a `Device`: every operation on a real card also runs on it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["SimulatedDevice"]
 
 
 class SimulatedDevice(Device):
-    """Number `index` of the simulated cards in use. Its times are the cards' clock's.
+    """Simulated card number `index` of those in use; times are in simulated seconds. InputError if there is none.
 
-    One like a CPU (by its accelerator's kind) is no card: its memory is the host's.
+    If its accelerator is a CPU, it is not a card: its memory is the host's.
     """
 
     kind = "simulated"
     swaps_parameters = True
 
-    takes_threads = False  # its clock belongs to who computes
+    takes_threads = False  # its clock is advanced by the computing thread only
 
     def __init__(self, index: int = 0) -> None:
         cards = cards_in_use()
@@ -63,7 +63,7 @@ class SimulatedDevice(Device):
     def allocate(self, size: int) -> torch.Tensor:
         whole = super().allocate(size)
         if self.card.values == "shapes":
-            store_of(whole).values = None  # it will hold weights, and they are only shapes
+            store_of(whole).values = None  # it will hold weights, which have only shapes
         return whole
 
     def allocate_host(self, size: int) -> torch.Tensor:
@@ -103,29 +103,29 @@ class SimulatedDevice(Device):
         self.card.held.reset_peak()
         self.card.live.reset_peak()
 
-    def use_layer(self) -> None:
+    def charge_layer_overhead(self) -> None:
         self.card.host.now += round(self.card.accelerator.resident_overhead * 1e9)
 
-    def send_layer(self) -> None:
+    def charge_transfer_overhead(self) -> None:
         like = self.card.accelerator
         self.card.host.now += round((like.streamed_overhead - like.resident_overhead) * 1e9)
 
     def synchronize(self) -> None:
         self.card.timeline.synchronize()
 
-    def grow_segments(self) -> Callable[[], None]:
+    def use_expandable_segments(self) -> Callable[[], None]:
         allocator = self.card.allocator
         before, allocator.expandable = allocator.expandable, True
         return lambda: setattr(allocator, "expandable", before)
 
-    def cap(self, size: int) -> Callable[[], None]:
+    def limit_memory(self, size: int) -> Callable[[], None]:
         allocator = self.card.allocator
         size = max(size - PAGE_TAIL, 0) if allocator.expandable else size  # as on CUDA
         before, capped = allocator.capacity, min(allocator.capacity, size)
         allocator.capacity = capped
 
         def undo() -> None:
-            if allocator.capacity == capped:  # else the card lost memory by itself
+            if allocator.capacity == capped:  # else the capacity was changed elsewhere
                 allocator.capacity = before
 
         return undo
@@ -138,7 +138,7 @@ class SimulatedDevice(Device):
 
 
 class _SimulatedCopyStream(CopyStream):
-    """A stream of the card's own, for copies."""
+    """A separate stream of the card for copies."""
 
     def __init__(self, card: SimulatedCard) -> None:
         self._card = card
@@ -152,7 +152,7 @@ class _SimulatedCopyStream(CopyStream):
                 card.timeline.wait(self._stream, after)
             if source.is_meta:
                 card.copy_in(source.nbytes, pinned=True, wait=False)
-            elif target.is_meta:  # to memory that was not locked the host waits, as for any copy there
+            elif target.is_meta:  # copies to memory that is not page-locked block the host, as on a card
                 card.copy_out(source.nbytes, pinned=is_pinned(target), wait=False)
             else:
                 target.copy_(source, non_blocking=is_pinned(target if source.device == self._place else source))

@@ -1,9 +1,9 @@
-"""Blocks that are alike, on a simulated card: one of them works, and of the others the card sees what that one did.
+"""Equivalent blocks on a simulated card: one of them runs, and its effects on the card are replayed for the others.
 
-On shapes alone, what a block asks of the allocator and which kernels it runs depends on its layers and on the layouts
-that it is given. So the first of its kind is noted in each pass of a network, and repeated for all that are alike: to
-the allocator, to the clock and to whoever watches kernels. Blocks that wait for numbers, cross the link, leave
-something behind or free what others made work each time.
+On shapes alone, a block's allocator calls and kernels depend only on its layers and on the layouts of its inputs. So
+the first of its kind is recorded in each call of a network, and replayed for all equivalent ones: for the allocator,
+the clock and the kernel watchers. Blocks that wait for values, copy over the link, keep memory other than their outputs
+or free memory of others run each time.
 """
 
 from __future__ import annotations
@@ -21,44 +21,48 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from tightfit.measure.call_profiler import CallProfiler
 from tightfit.measure.module_equivalence import REPEATS, ModuleEquivalence
 from tightfit.measure.modules import find_layers, find_role
-from tightfit.measure.passes import OpenPass
+from tightfit.measure.passes import OpenCall
 from tightfit.simulator.allocator import AllocatorEvent
 from tightfit.simulator.blocks import Block
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
 from tightfit.simulator.operations import NAME
-from tightfit.simulator.storage import Look, free_dead_tensors, store_of, tensors_in, view
+from tightfit.simulator.storage import ViewSpec, free_dead_tensors, store_of, tensors_in, view
 
 __all__ = ["BlockReplay"]
 
-TRIALS = 3  # of a kind of block in a pass: the first may take cuBLAS's workspace, which stays
+TRIALS = 3  # recordings per kind of block in a call: the first may allocate cuBLAS's workspace, which is kept
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 class _Place(NamedTuple):
-    """Where a block is in its component. Blocks that are alike tell their leaves alike."""
+    """A block's path in its component, and its layers by relative path, which are equal for equivalent blocks."""
 
     path: str
-    layers: tuple[str, ...]  # as they are told
+    layers: tuple[str, ...]  # as `told` returns them
 
     def told(self, layer: str) -> str | None:
-        """ ":" and what comes behind the block's own path; "" for none at all, None for a leaf that is not in here."""
+        """Return ":" and the path of `layer` relative to the block.
+
+        "" for no layer, None for a layer outside the block.
+        """
         if layer and not _is_within(layer, self.path):
             return None
         return layer and f":{layer[len(self.path) :]}"
 
     def layer(self, told: str) -> str:
+        """Return the full path of a layer that `told` returned."""
         return told and f"{self.path}{told[1:]}"
 
 
 class _Kernel(NamedTuple):
-    position: int  # in the allocator's history
+    position: int  # index in the allocator's history
     work: KernelCost
-    layer: str  # at work
+    layer: str  # current layer
 
 
 class _Asked(NamedTuple):
-    """Memory, of which a block's is numbered in this order."""
+    """An allocation of `size` bytes; a block's allocations are numbered in this order."""
 
     size: int
 
@@ -69,48 +73,48 @@ class _Freed(NamedTuple):
 
 class _Ran(NamedTuple):
     work: KernelCost
-    layer: str  # as it is told
+    layer: str  # relative path
 
 
 class _Given(NamedTuple):
     """An output that is an input, or a view of it."""
 
     place: int
-    look: Look | None  # None: itself
+    look: ViewSpec | None  # None: the input itself
 
 
 class _Kept(NamedTuple):
-    """An output in memory that the block asked for."""
+    """An output in memory that the block allocated."""
 
-    place: int  # among the memory that is kept
-    look: int  # of those at it
+    place: int  # index among the kept allocations
+    look: int  # index among the views of that allocation
 
 
 class _Done(NamedTuple):
-    """What one block did."""
+    """The recorded effects of one block."""
 
     events: tuple[_Asked | _Freed | _Ran, ...]
-    layer: str  # that is at work afterwards, as it is told
-    kept: tuple[tuple[int, int, tuple[Look, ...]], ...]  # memory of outputs: its number, bytes, and the looks at it
-    outputs: tuple[Any, ...]  # their leaves: _Given, _Kept, or as they are
+    layer: str  # current layer afterwards, relative path
+    kept: tuple[tuple[int, int, tuple[ViewSpec, ...]], ...]  # memory of outputs: allocation number, bytes, its views
+    outputs: tuple[Any, ...]  # leaves of the output: _Given, _Kept, or plain values
     structure: TreeSpec
 
 
 class BlockReplay:
-    """Lets each kind of block of `components` work once in each pass on `card`; autoencoders work as they are."""
+    """Runs each kind of block of `components` once per call on `card` and replays the others, except autoencoders."""
 
     def __init__(self, components: Mapping[str, nn.Module], card: SimulatedCard, undo: ExitStack) -> None:
         self._card = card
-        self._ledger: CallProfiler | None = None
-        self._kernels: list[_Kernel] = []  # since the outermost block that is being noted began
+        self._profiler: CallProfiler | None = None
+        self._kernels: list[_Kernel] = []  # since the outermost block being recorded began
         self._noting = self._waits = 0
-        self._pass: OpenPass | None = None
-        self._known: dict[Any, _Done | int] = {}  # of the pass: by kind what it did, or how often nothing was learned
-        self._likeness = ModuleEquivalence()
-        card.watchers.append(self._note)
-        undo.callback(card.watchers.remove, self._note)
-        card.awaiters.append(self._wait)
-        undo.callback(card.awaiters.remove, self._wait)
+        self._pass: OpenCall | None = None
+        self._known: dict[Any, _Done | int] = {}  # of the call, by kind: recording, or failed attempts
+        self._equivalence = ModuleEquivalence()
+        card.kernel_callbacks.append(self._note)
+        undo.callback(card.kernel_callbacks.remove, self._note)
+        card.sync_callbacks.append(self._wait)
+        undo.callback(card.sync_callbacks.remove, self._wait)
         for name, module in components.items():
             if find_role(name, module) != "autoencoder":
                 layers = find_layers(module)
@@ -120,8 +124,8 @@ class BlockReplay:
                     self._follow(name, _Place(path, within), block, undo)
 
     def listen(self, ledger: CallProfiler) -> None:
-        """From now on it is `ledger` that knows which pass is under way."""
-        self._ledger, self._pass = ledger, None
+        """Use `ledger` from now on to find the component call in progress."""
+        self._profiler, self._pass = ledger, None
 
     def _follow(self, name: str, place: _Place, block: nn.Module, undo: ExitStack) -> None:
         if "forward" in vars(block):
@@ -129,24 +133,24 @@ class BlockReplay:
 
         @functools.wraps(block.forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            usual = functools.partial(type(block).forward, block)  # which variants change
-            opened = self._ledger.at_work if self._ledger else None
+            usual = functools.partial(type(block).forward, block)  # looked up late, as variants change the class
+            opened = self._profiler.at_work if self._profiler else None
             if opened is None or opened.component != name:
                 return usual(*args, **kwargs)
             if opened is not self._pass:
-                self._pass, self._known, self._likeness = opened, {}, ModuleEquivalence()
+                self._pass, self._known, self._equivalence = opened, {}, ModuleEquivalence()
             given, structure = tree_flatten((args, kwargs))
             layouts = _layouts(given)
             if layouts is None:
                 return usual(*args, **kwargs)
-            kind = self._likeness.of(block), place.layers, structure, layouts
+            kind = self._equivalence.of(block), place.layers, structure, layouts
             known = self._known.get(kind, 0)
             if isinstance(known, _Done):
                 return self._repeat(known, given, place, opened)
             if known >= TRIALS:
                 return usual(*args, **kwargs)
             output, done = self._noted(lambda: usual(*args, **kwargs), given, place, opened)
-            unchanged = done is not None and self._likeness.is_as_before(block)
+            unchanged = done is not None and self._equivalence.is_as_before(block)
             self._known[kind] = done if done and unchanged else known + 1
             return output
 
@@ -163,9 +167,9 @@ class BlockReplay:
         self._waits += 1
 
     def _noted(
-        self, work: Callable[[], Any], given: Sequence[Any], place: _Place, opened: OpenPass
+        self, work: Callable[[], Any], given: Sequence[Any], place: _Place, opened: OpenCall
     ) -> tuple[Any, _Done | None]:
-        """What `work` gives, and what it did; None where that cannot be repeated."""
+        """Run `work` and return its output and its recorded effects; None where these cannot be replayed."""
         free_dead_tensors()
         history = self._card.allocator.history
         before, began, first = self._around(), len(history), len(self._kernels)
@@ -186,11 +190,11 @@ class BlockReplay:
         return output, found and _done(*found, layer, given, output)
 
     def _around(self) -> tuple[Any, ...]:
-        """What a block that can be repeated leaves as it is."""
+        """State that a replayable block must leave unchanged."""
         card = self._card
         return self._waits, card.stream, card.bytes_in, card.bytes_out, card.workspace_bytes
 
-    def _repeat(self, done: _Done, given: Sequence[Any], place: _Place, opened: OpenPass) -> Any:
+    def _repeat(self, done: _Done, given: Sequence[Any], place: _Place, opened: OpenCall) -> Any:
         free_dead_tensors()
         card, made = self._card, list[Block]()
         for event in done.events:
@@ -208,7 +212,7 @@ class BlockReplay:
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The elements of module lists at every depth that are made of other modules, by dotted path."""
+    """Yield the elements of module lists at every depth that have submodules, with their dotted paths."""
     for name, child in module.named_children():
         plain = isinstance(child, nn.ModuleList | nn.ModuleDict) or not any(True for _ in child.children())
         if isinstance(module, nn.ModuleList) and not plain:
@@ -221,19 +225,19 @@ def _is_within(layer: str, path: str) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Whether it is an ordinary one on a simulated card."""
+    """Whether it is a plain torch.Tensor on a simulated card."""
     return type(value) is torch.Tensor and value.device.type == NAME
 
 
 def _layouts(given: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What inputs of blocks that are alike have in common; None where not all of them can be compared."""
+    """A key of the inputs that is equal for equivalent inputs; None where an input cannot be compared."""
     storages: dict[int, int] = {}
     found: list[Any] = []
     for value in given:
         if _is_tensor(value):
             store = store_of(value)
             same = storages.setdefault(store.address, len(storages))
-            numbers = store.fill if store.values is None else store.address  # what is known is only like itself
+            numbers = store.fill if store.values is None else store.address  # a tensor with values equals only itself
             found.append((same, store.values is None, numbers, _look(value)))
         elif isinstance(value, _PLAIN):
             found.append((type(value), value))
@@ -242,16 +246,16 @@ def _layouts(given: Sequence[Any]) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-def _look(tensor: torch.Tensor) -> Look:
-    return Look(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+def _look(tensor: torch.Tensor) -> ViewSpec:
+    return ViewSpec(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _events(
     steps: Sequence[AllocatorEvent], ran: Sequence[tuple[int, KernelCost, str | None]]
 ) -> tuple[tuple[_Asked | _Freed | _Ran, ...], dict[int, int]] | None:
-    """What a block did with `steps` of the allocator, of which so many came before each kernel that `ran`.
+    """Return a block's events, from its allocator `steps` and the kernels that `ran`, with the steps before each.
 
-    And by their numbers there, which memory that it asked for it did not give back. None for what cannot be repeated.
+    Also return the memory it did not free, as block number → allocation number. None if it cannot be replayed.
     """
     events: list[_Asked | _Freed | _Ran] = []
     there: dict[int, int] = {}
@@ -259,7 +263,7 @@ def _events(
     for position, step in enumerate((*steps, None)):
         while kernels and (step is None or kernels[0][0] <= position):
             _, work, layer = kernels.popleft()
-            if layer is None:  # one outside, which others do not have
+            if layer is None:  # a layer outside the block, which other blocks do not have
                 return None
             events.append(_Ran(work, layer))
         if step is None:
@@ -278,11 +282,11 @@ def _events(
 def _done(
     events: tuple[_Asked | _Freed | _Ran, ...], there: Mapping[int, int], layer: str, given: Sequence[Any], output: Any
 ) -> _Done | None:
-    """With how `output` is made of what was `given`, and of the memory that is `there`; None where it is not."""
+    """Combine `events` with how `output` is made of the inputs `given` and the memory `there`; None if it is not."""
     layers, structure = tree_flatten(output)
     inputs = {id(value): place for place, value in enumerate(given) if _is_tensor(value)}
     storages = {store_of(given[place]).address: place for place in inputs.values()}
-    kept: dict[int, tuple[int, list[Look]]] = {}
+    kept: dict[int, tuple[int, list[ViewSpec]]] = {}
     outputs: list[Any] = []
     for value in layers:
         if isinstance(value, _PLAIN):
@@ -291,7 +295,7 @@ def _done(
         if not _is_tensor(value):
             return None
         store = store_of(value)
-        if store.values is not None or store.fill is not None or store.hollow:
+        if store.values is not None or store.fill is not None or store.valueless:
             return None
         if id(value) in inputs:
             outputs.append(_Given(inputs[id(value)], None))
@@ -303,7 +307,7 @@ def _done(
             looks.append(_look(value))
         else:
             return None
-    if kept.keys() != there.keys():  # something else keeps it
+    if kept.keys() != there.keys():  # memory is kept by something else
         return None
     memory = tuple((there[number], size, tuple(looks)) for number, (size, looks) in kept.items())
     return _Done(events, layer, memory, tuple(outputs), structure)
@@ -313,7 +317,7 @@ def _output(told: Any, given: Sequence[Any], kept: Sequence[Sequence[torch.Tenso
     match told:
         case _Given(place, None):
             return given[place]
-        case _Given(place, Look() as look):
+        case _Given(place, ViewSpec() as look):
             return view(given[place], look.shape, look.strides, look.offset)
         case _Kept(place, look):
             return kept[place][look]

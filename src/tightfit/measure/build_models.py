@@ -1,7 +1,7 @@
-"""Known models and their parts → the same pipeline without weights: networks are shapes.
+"""Known models and their components → the same pipeline without weights: networks have shapes only.
 
 Networks are built from their configurations, with large tensors on torch's "meta" device, which has no memory.
-Tokenizers of known models are stand-ins: how many tokens a prompt has matters, which ones does not.
+Tokenizers of known models are replaced: the number of tokens of a prompt matters, the tokens themselves do not.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tightfit.errors import ModelError
 __all__ = ["LARGE", "StandInTokenizer", "build_known", "build_network", "build_part"]
 
 LARGE = 2**14  # elements
-HUGE = 2**22  # elements: of a table that a network computes for itself
-PROMPT_TOKENS = 77  # of a prompt that is not padded to a fixed length
+HUGE = 2**22  # elements, of a table that a network computes by itself
+PROMPT_TOKENS = 77  # number of tokens of a prompt that is not padded to a fixed length
 
 
 def build_known(model: KnownModel, dtype: torch.dtype | None = None) -> Any:
-    """The diffusers pipeline of a known `model`, its networks on "meta", in `dtype` (None: as usually loaded)."""
+    """Return the diffusers pipeline of a known `model`, networks on "meta", in `dtype` (None: as usually loaded)."""
     parts: dict[str, Any] = {name: build_part(name, part, dtype) for name, part in model.components.items()}
     pipeline = getattr(diffusers, model.pipeline)
     expected = inspect.signature(pipeline.__init__).parameters
@@ -40,7 +40,10 @@ def build_known(model: KnownModel, dtype: torch.dtype | None = None) -> Any:
 
 
 def build_part(name: str, part: KnownComponent, dtype: torch.dtype | None = None) -> Any:
-    """The component `name`: a network whose large tensors are on "meta", a stand-in for a tokenizer, a scheduler."""
+    """Return the component `name`: a network with large tensors on "meta", a stand-in tokenizer, or a scheduler.
+
+    ModelError where the library has no such class.
+    """
     if "tokenizer" in name or part.class_name.endswith(("Tokenizer", "Processor")):
         return StandInTokenizer(**part.config)
     library = {"diffusers": diffusers, "transformers": transformers}[part.library]
@@ -57,9 +60,9 @@ def build_part(name: str, part: KnownComponent, dtype: torch.dtype | None = None
 
 
 def build_network(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """What `make` makes, for inference in `dtype`, with its large tensors on "meta"."""
+    """Return the network that `make` creates, for inference in `dtype`, with its large tensors on "meta"."""
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # as while loading: buffers that no file holds are made in it
+    torch.set_default_dtype(dtype)  # as when loading: buffers that are in no file are created in it
     try:
         network = _made(make)
     finally:
@@ -71,16 +74,17 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
     try:
         with _LargeOnMeta(HUGE):
             return make()
-    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # it may have looked at a huge table
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):  # it may have read values of a huge table
         with _LargeOnMeta():
             return make()
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """What is made large has no memory; what is small, or computed from small things, has its numbers.
+    """Creates large tensors on "meta"; small tensors, and tensors computed from them, keep their values.
 
-    (With everything on "meta", tables that a network computes for itself would be lost.) From `huge` elements on, what
-    was computed goes to "meta" too, and so does what is computed from it: SD 3.5's positions are 90 million numbers.
+    (With everything on "meta", tables that a network computes for itself would be lost.) Computed tensors of `huge`
+    elements or more are moved to "meta" too, and so is everything computed from them: SD 3.5's positions are 90 million
+    numbers.
     """
 
     def __init__(self, huge: float = math.inf) -> None:
@@ -92,7 +96,7 @@ class _LargeOnMeta(TorchFunctionMode):
         if getattr(func, "__module__", None) == "torch.nn.init":
             filled = kwargs.get("tensor", args[0] if args else None)
             if isinstance(filled, torch.Tensor) and filled.is_meta:
-                return filled  # torch says the same, in milliseconds of Python for each
+                return filled  # same result as torch's, which takes milliseconds of Python for each
         if func in _MAKERS and kwargs.get("device") is None:
             size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
             if math.prod(size) > LARGE:
@@ -121,10 +125,10 @@ _MAKERS = (torch.empty, torch.full, torch.ones, torch.rand, torch.randn, torch.z
 
 
 def _in_dtype(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """As `from_pretrained` leaves it: what files hold in `dtype`, but for what its class keeps in float32.
+    """Convert to `dtype` as `from_pretrained` does, except what the class keeps in float32.
 
-    transformers goes by parts of names and by which half precision it is (T5's "wo": float16 only), diffusers by whole
-    names and always. Buffers that no file holds stay as they were made.
+    transformers selects those by parts of names and by half-precision dtype (T5's "wo": float16 only), diffusers by
+    whole names and always. Buffers that are in no file keep their dtype.
     """
     if isinstance(network, transformers.PreTrainedModel):
         kept = [pattern.replace("*", ".*") for pattern in network._get_dtype_plan(dtype)]
@@ -138,9 +142,9 @@ def _in_dtype(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class StandInTokenizer:
-    """Answers as a tokenizer does, with tokens that mean nothing: the last is padding where it pads to `max_length`.
+    """Has a tokenizer's interface, with meaningless tokens: the last is padding where it pads to `max_length`.
 
-    A mask that leaves nothing out is dropped by some encoders, and one that does takes memory.
+    Some encoders drop a mask that masks nothing, and a mask that masks something takes memory.
     """
 
     bos_token_id, eos_token_id, pad_token_id = 0, 2, 1
@@ -158,7 +162,7 @@ class StandInTokenizer:
     def __call__(
         self, text: Any = None, *, padding: Any = False, max_length: int | None = None, **_: Any
     ) -> transformers.BatchEncoding:
-        """`input_ids` and `attention_mask`, int64 of shape (texts, tokens)."""
+        """Return `input_ids` and `attention_mask`, int64 of shape (texts, tokens)."""
         count = 1 if text is None or isinstance(text, str) else len(text)
         longest = max_length or self.model_max_length
         padded = padding == "max_length"

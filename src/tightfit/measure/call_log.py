@@ -1,8 +1,8 @@
-"""The passes of a real call, to be repeated without weights: which component was given what, in shapes.
+"""The component calls of a real pipeline call, logged to be repeated without weights: the arguments of each, as shapes.
 
-So a call can be measured that cannot be rehearsed: what lies between its passes (code that looks at numbers, uses
-NumPy, or decides from an output how many steps follow) has happened by then, and is not repeated. A network whose own
-code cannot do without numbers is not repeated as a whole, but what it called, part by part.
+So a call can be measured that cannot be simulated: the code between component calls (which reads values, uses NumPy, or
+chooses the number of steps by an output) has run by then, and is not repeated. A network whose own code needs values is
+not repeated as a whole, but its submodule calls one by one.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from torch.utils._pytree import tree_map
 from tightfit.measure.build_models import LARGE
 from tightfit.measure.module_equivalence import call_signature
 
-__all__ = ["LoggedPass", "PassLog"]
+__all__ = ["LoggedCall", "CallLog"]
 
-FOLLOWED = 2  # passes of one kind, of which the parts are logged: the first may make what the others find
+FOLLOWED = 2  # calls of one kind whose submodule calls are logged: the first may fill caches that the others use
 
 
 @dataclass
-class LoggedPass:
-    """A component, or a part of one, at work once."""
+class LoggedCall:
+    """One call of a component or of a submodule."""
 
     component: str
-    method: str  # "forward", "encode", "decode"; the path of a part
+    method: str  # "forward", "encode", "decode"; or the path of a submodule
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    waiting: int  # bytes of activations on the device when it began, these arguments included
-    parts: list[LoggedPass] = field(default_factory=list)  # that it called
+    waiting: int  # bytes of activations on the device at its start, these arguments included
+    parts: list[LoggedCall] = field(default_factory=list)  # submodule calls made by it
 
     def given(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Its arguments, those that were on the call's device on `device`."""
+        """Return its arguments, with those that were on the call's device on `device`."""
         given: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(
             lambda value: value.on(device) if isinstance(value, _Shape) else value, (self.args, self.kwargs)
         )
         return given
 
     def of(self, components: Mapping[str, nn.Module]) -> Callable[..., Any]:
-        """What is called to do it again, of these `components`."""
+        """Return the module or method of these `components` to call to repeat it."""
         module = components[self.component]
         if self.method == "forward":
             return module
@@ -54,9 +54,9 @@ class LoggedPass:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor of the call's device."""
+    """A tensor on the call's device."""
 
-    like: torch.Tensor  # on "meta", or small and with its numbers
+    like: torch.Tensor  # on "meta", or small and with its values
 
     def on(self, device: torch.device) -> torch.Tensor:
         if not self.like.is_meta:
@@ -64,18 +64,18 @@ class _Shape:
         return torch.empty_strided(self.like.shape, self.like.stride(), dtype=self.like.dtype, device=device)
 
 
-class PassLog:
-    """Follows one call that computes on `device`; `activations` says how many bytes of them are there."""
+class CallLog:
+    """Logs one pipeline call that computes on `device`; `activations` returns the bytes of activations there."""
 
     def __init__(self, device: torch.device, activations: Callable[[], int]) -> None:
         self._device, self._activations = device, activations
-        self.passes: list[LoggedPass] = []
-        self._known: dict[Any, list[LoggedPass]] = {}  # passes whose parts are logged, by their kind
-        self._open: list[LoggedPass] = []  # what is at work, the innermost last, where its parts are logged
-        self._alone: tuple[str, str] | None = None  # a component and its part, which is called by itself
+        self.passes: list[LoggedCall] = []
+        self._known: dict[Any, list[LoggedCall]] = {}  # component calls whose submodule calls are logged, by kind
+        self._open: list[LoggedCall] = []  # the calls in progress, the innermost last, where submodule calls are logged
+        self._alone: tuple[str, str] | None = None  # component and submodule that the pipeline calls directly
 
     def add(self, component: str, method: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-        """`component` begins to work."""
+        """Log a call of `component` that begins now."""
         done = self._logged(component, method, args, kwargs)
         kind = component, method, call_signature(args, kwargs)
         known = self._known.setdefault(kind, [])
@@ -87,7 +87,7 @@ class PassLog:
         self.passes.append(done)
 
     def follow(self, components: Mapping[str, nn.Module], at_work: Callable[[str], bool], undo: ExitStack) -> None:
-        """Logs the parts of passes until `undo` is closed. A part that is called by itself is a pass."""
+        """Log submodule calls until `undo` is closed. One made directly by the pipeline is a call of its own."""
         for name, module in components.items():
             for path, part in module.named_modules():
                 if path and part._compiled_call_impl is None:
@@ -113,9 +113,9 @@ class PassLog:
         elif len(self._open) > 1 and self._open[-1].method == path:
             self._open.pop()
 
-    def _logged(self, component: str, method: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> LoggedPass:
+    def _logged(self, component: str, method: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> LoggedCall:
         positional, named = tree_map(self._shape_of, (tuple(args), dict(kwargs)))
-        return LoggedPass(component, method, positional, named, self._activations())
+        return LoggedCall(component, method, positional, named, self._activations())
 
     def _shape_of(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -128,7 +128,7 @@ class PassLog:
 
 
 def _without_tensors(value: Any) -> Any:
-    """A copy of an object that is no container, in which large tensors are shapes; itself where nobody can copy it."""
+    """Copy an object that is no container, with large tensors as shapes; return it itself if it cannot be copied."""
     inside = vars(value).values() if hasattr(value, "__dict__") else ()
     shapes = {
         id(item): torch.empty_like(item, device="meta")
@@ -137,5 +137,5 @@ def _without_tensors(value: Any) -> Any:
     }
     try:
         return copy.deepcopy(value, shapes)
-    except Exception:  # of anybody's code
+    except Exception:  # raised by third-party code
         return value

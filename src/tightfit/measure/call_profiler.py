@@ -1,4 +1,4 @@
-"""A call on a simulated card → the phases of its Footprint: which unit works when, what it holds and what it costs."""
+"""A pipeline call on a simulated card → the phases of its Footprint: when each block runs, its bytes and its work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tightfit.errors import RunError
 from tightfit.measure.kernel_counter import KernelCounter
 from tightfit.measure.module_equivalence import call_signature
 from tightfit.measure.modules import find_blocks, find_layers, find_parts, find_phase, find_role, weight_tensors
-from tightfit.measure.passes import OpenPass, OpenPhase, OpenUse
+from tightfit.measure.passes import OpenCall, OpenPhase, OpenBlockUse
 from tightfit.schema.footprint import Phase
 from tightfit.simulator.allocator import AllocatorEvent
 from tightfit.simulator.allocator_replay import least_capacity, replay, rounded_peak
@@ -25,11 +25,11 @@ from tightfit.simulator.storage import free_dead_tensors, store_of
 
 __all__ = ["CallProfiler"]
 
-MOST_ANSWERS = 1000  # with zeros: who asks more often may wait for another answer
+MOST_ANSWERS = 1000  # number of reads answered with zeros: a caller that reads more may loop until another value
 
 
 class _ProfiledComponent(NamedTuple):
-    """What of a component is listened to, by dotted path."""
+    """The modules of a component that are observed, by dotted path."""
 
     blocks: dict[str, nn.Module]
     layers: dict[str, tuple[nn.Module, ...]]
@@ -37,26 +37,24 @@ class _ProfiledComponent(NamedTuple):
 
 
 class CallProfiler:
-    """Follows components at work on `card`, from `follow` on; what is on the card by then is weights.
+    """Observes components running on `card`, from `follow` on; tensors already on the card are weights.
 
-    Bytes are looked at with every kernel, while it holds what it holds.
+    Bytes are sampled at every kernel, while its buffers are allocated.
     """
 
     def __init__(self, card: SimulatedCard, *, expandable: bool = True) -> None:
-        """`expandable`: rooms are for an allocator whose segments grow."""
+        """`expandable`: compute allocator bytes for expandable segments."""
         self._card, self._expandable = card, expandable
         free_dead_tensors()
         self._weights = card.allocator.allocated.now - card.workspace_bytes
         self._began = len(card.allocator.history)
-        self._standing: dict[
-            int, AllocatorEvent
-        ] = {}  # by their numbers, what blocks were asked for before that are there yet
+        self._standing: dict[int, AllocatorEvent] = {}  # by block number, allocations from before that are still live
         self._followed: dict[str, _ProfiledComponent] = {}
-        self._own: dict[int, int] = {}  # bytes of components' weights, by the numbers of their blocks
+        self._own: dict[int, int] = {}  # bytes of components' weights by block number
         self._begin_call()
 
     def for_another_call(self, components: Mapping[str, nn.Module]) -> CallProfiler:
-        """One that follows another call of the same `components`, after this one: what calls left is no weight."""
+        """Return a profiler for another call of the same `components`; memory left by earlier calls is not weights."""
         other = copy.copy(self)
         other._own = _blocks_of(components)
         other._weights += sum(other._own.values()) - sum(self._own.values())
@@ -67,30 +65,30 @@ class CallProfiler:
 
     def _begin_call(self) -> None:
         self._phases: list[OpenPhase] = []
-        self._open: list[OpenPass] = []
+        self._open: list[OpenCall] = []
         self._blocks: dict[str, list[str]] = {}
-        self._seen: dict[Any, list[OpenUse]] = {}  # passes, by what could be seen of them before they began
+        self._seen: dict[Any, list[OpenBlockUse]] = {}  # block uses of component calls, by component, method and inputs
         self._before = KernelCounter()  # work before the first phase
-        self._doubt: RunError | None = None  # what was asked for after denoisers' passes, and answered with zeros
+        self._doubt: RunError | None = None  # unknown values read after denoiser calls, and answered with zeros
         self._answers = 0
 
     def follow(self, components: dict[str, nn.Module], undo: ExitStack) -> None:
-        """Listens to `components` until `undo` is closed."""
+        """Observe `components` until `undo` is closed."""
         self._own = _blocks_of(components)
-        self._card.watchers.append(self._kernel)
-        undo.callback(self._card.watchers.remove, self._kernel)
-        self._card.awaiters.append(self._wait)
-        undo.callback(self._card.awaiters.remove, self._wait)
-        undo.callback(setattr, self._card, "judge", self._card.judge)
-        self._card.judge = self._judge
+        self._card.kernel_callbacks.append(self._kernel)
+        undo.callback(self._card.kernel_callbacks.remove, self._kernel)
+        self._card.sync_callbacks.append(self._wait)
+        undo.callback(self._card.sync_callbacks.remove, self._wait)
+        undo.callback(setattr, self._card, "judge", self._card.on_unknown_values)
+        self._card.on_unknown_values = self._judge
         for name, module in components.items():
             if name not in self._followed:
                 self._followed[name] = _ProfiledComponent(
                     find_blocks(module), find_layers(module), find_parts(name, module)
                 )
             blocks, layers, parts = self._followed[name]
-            self._follow_units(name, blocks, undo)
-            self._follow_leaves(name, layers, undo)
+            self._follow_blocks(name, blocks, undo)
+            self._follow_layers(name, layers, undo)
             role = find_role(name, module)
             for method in ("forward", "encode", "decode") if role == "autoencoder" else ("forward",):
                 self._follow_method(name, module, method, find_phase(name, role, method), undo)
@@ -98,32 +96,32 @@ class CallProfiler:
                 self._follow_part(name, part, path, find_phase(name, role, path), undo)
 
     @property
-    def at_work(self) -> OpenPass | None:
-        """The pass that is under way, the innermost of several."""
+    def at_work(self) -> OpenCall | None:
+        """The component call in progress, the innermost of several; None if there is none."""
         return self._open[-1] if self._open else None
 
     def phases(self) -> tuple[Phase, ...]:
-        """What was seen."""
+        """Return the observed phases."""
         ends = [phase.began for phase in self._phases[1:]] + [len(self._card.allocator.history)]
         return tuple(
-            phase.phase(self._blocks, self._room(phase, self._history(phase.began, end), end))
+            phase.phase(self._blocks, self._allocator_bytes(phase, self._history(phase.began, end), end))
             for phase, end in zip(self._phases, ends, strict=True)
         )
 
-    def _room(self, phase: OpenPhase, history: Sequence[AllocatorEvent], end: int) -> int:
-        """Bytes that an allocator must have for a phase at the least, and for a peak that repeated passes brought.
+    def _allocator_bytes(self, phase: OpenPhase, history: Sequence[AllocatorEvent], end: int) -> int:
+        """Minimum allocator bytes for a phase, plus the excess of a peak caused by repeated calls.
 
-        Where segments are fixed, what is left of the phases before keeps whole ones: then those are asked again, too.
+        With fixed segments, what is left of earlier phases holds whole segments: then their history is replayed, too.
         """
         more = 0
-        if phase.peak > rounded_peak(history):  # which is no more than was allocated, and found sooner
+        if phase.peak > rounded_peak(history):  # at most the bytes allocated, and faster to compute
             more = max(0, phase.peak - replay(history, 2**60).allocated.peak)
         if self._expandable:
             return least_capacity(history, expandable=True) + more
         return least_capacity(self._history(self._phases[0].began, end)) + more
 
     def _history(self, begin: int, end: int) -> list[AllocatorEvent]:
-        """What was asked of the allocator between two of its steps; first, all activations that were there by then."""
+        """Allocator events between two of its steps, after allocations of all activations live at the first."""
         steps, workspaces = self._card.allocator.history, self._card.workspace_numbers
         nobodys = workspaces | self._own.keys()
         there = {number: step for number, step in self._there(begin).items() if number not in nobodys}
@@ -136,7 +134,7 @@ class CallProfiler:
         return asked
 
     def _there(self, end: int) -> dict[int, AllocatorEvent]:
-        """By their numbers, what blocks were asked for that are there after `end` steps of the allocator."""
+        """Allocations that are live after `end` steps of the allocator, by block number."""
         there = dict(self._standing)
         for step in self._card.allocator.history[self._began : end]:
             if step.what == "malloc":
@@ -145,29 +143,29 @@ class CallProfiler:
                 there.pop(step.block, None)
         return there
 
-    def _follow_units(self, name: str, blocks: dict[str, nn.Module], undo: ExitStack) -> None:
+    def _follow_blocks(self, name: str, blocks: dict[str, nn.Module], undo: ExitStack) -> None:
         self._blocks[name] = list(blocks)
         for path, block in blocks.items():
             enter, leave = functools.partial(self._enter, name, path), functools.partial(self._leave, name)
             undo.callback(block.register_forward_pre_hook(enter, prepend=True).remove)
             undo.callback(block.register_forward_hook(leave, always_call=True).remove)
 
-    def _follow_leaves(self, name: str, layers: dict[str, tuple[nn.Module, ...]], undo: ExitStack) -> None:
+    def _follow_layers(self, name: str, layers: dict[str, tuple[nn.Module, ...]], undo: ExitStack) -> None:
         for layer, parts in layers.items():
-            begin, end = functools.partial(self._at_leaf, name, layer), functools.partial(self._at_leaf, name, "")
+            begin, end = functools.partial(self._at_layer, name, layer), functools.partial(self._at_layer, name, "")
             for part in parts:
                 undo.callback(part.register_forward_pre_hook(begin, prepend=True).remove)
                 undo.callback(part.register_forward_hook(end, always_call=True).remove)
 
     def _follow_method(self, name: str, module: nn.Module, method: str, phase: str, undo: ExitStack) -> None:
-        """Replaces a method by one that is a pass, unless it is called inside one."""
+        """Wrap a method such that it records a component call, unless it is called inside one."""
         inner, own = getattr(module, method), vars(module).get(method)
 
         @functools.wraps(inner)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._works(name):
                 return inner(*args, **kwargs)
-            self._begin(phase, OpenPass(name, method, call_signature(args, kwargs)))
+            self._begin(phase, OpenCall(name, method, call_signature(args, kwargs)))
             try:
                 return inner(*args, **kwargs)
             finally:
@@ -177,13 +175,13 @@ class CallProfiler:
         undo.callback(lambda: delattr(module, method) if own is None else setattr(module, method, own))
 
     def _follow_part(self, name: str, part: nn.Module, path: str, phase: str, undo: ExitStack) -> None:
-        """A child that is called by itself, as pipelines do with text models, is a pass of its component."""
+        """Record a direct call of a submodule, as pipelines make of text models, as a call of its component."""
         begun: list[bool] = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             begun.append(not self._works(name))
             if begun[-1]:
-                self._begin(phase, OpenPass(name, path, call_signature(args, kwargs)))
+                self._begin(phase, OpenCall(name, path, call_signature(args, kwargs)))
 
         def after(*_: Any) -> None:
             if begun.pop():
@@ -196,14 +194,14 @@ class CallProfiler:
         return any(each.component == name for each in self._open)
 
     def _judge(self, error: RunError) -> None:
-        """Numbers that are asked for when denoisers have worked decide nothing, unless something works afterwards."""
+        """Accept a read of unknown values after denoisers have run: it decides nothing if no component runs later."""
         denoised = any(phase.name == find_phase("", "denoiser", "forward") for phase in self._phases)
         self._answers += 1
         if self._open or not denoised or self._answers > MOST_ANSWERS:
             raise error
         self._doubt = error
 
-    def _begin(self, phase: str, opened: OpenPass) -> None:
+    def _begin(self, phase: str, opened: OpenCall) -> None:
         if self._doubt is not None:
             raise self._doubt
         if not self._phases or self._phases[-1].name != phase:
@@ -211,14 +209,14 @@ class CallProfiler:
             self._phases[-1].between, self._before = (
                 self._before,
                 KernelCounter(),
-            )  # what was done before the first is its
+            )  # work before the first phase counts as its
         self._open.append(opened)
         self._turn("")
 
     def _end(self) -> None:
-        """A pass without any kernel was not worked through: it is as the one before with the same inputs.
+        """End a call; one without any kernel was skipped, and is recorded like the previous one with equal inputs.
 
-        But more may wait meanwhile: a scheduler that remembers some steps, for one.
+        But more activations may be live meanwhile, for example where a scheduler keeps outputs of earlier steps.
         """
         done = self._open.pop()
         if done.kernels or not self._seen.get(done.key):
@@ -240,14 +238,14 @@ class CallProfiler:
             inside.pop()
             self._turn(inside[-1] if inside else "")
 
-    def _at_leaf(self, name: str, layer: str, *_: Any) -> None:
+    def _at_layer(self, name: str, layer: str, *_: Any) -> None:
         if self._open and self._open[-1].component == name:
             self._open[-1].layer = layer
 
     def _turn(self, block: str) -> None:
         free_dead_tensors()
         now = self._activations
-        self._open[-1].segments.append(OpenUse(block, now, now))
+        self._open[-1].segments.append(OpenBlockUse(block, now, now))
 
     @property
     def _activations(self) -> int:
@@ -275,7 +273,7 @@ class CallProfiler:
 
 
 def _blocks_of(components: Mapping[str, nn.Module]) -> dict[int, int]:
-    """Bytes of the weights of `components` on cards, by the numbers of their blocks."""
+    """Bytes of the weights of `components` on simulated cards, by allocator block number."""
     tensors = [each for module in components.values() for each in weight_tensors(module) if each.device.type == NAME]
     blocks = [store_of(each).block for each in tensors]
     return {block.number: block.size for block in blocks if block is not None}

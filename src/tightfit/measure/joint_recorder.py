@@ -14,12 +14,12 @@ __all__ = ["JointRecorder"]
 
 @dataclass
 class JointRecorder(Recorder):
-    """A Recorder of the device on which a pipeline computes, and of `others`, by name, on which components do."""
+    """A Recorder of the pipeline's main device, with the Recorders of other devices in `others`, by device name."""
 
     others: dict[str, Recorder] = field(default_factory=dict)
 
     def of(self, name: str) -> Recorder:
-        """Who measures the device `name`."""
+        """Return the Recorder of the device `name`."""
         return self.others.get(name, self)
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ class JointRecorder(Recorder):
 
 
 def _joined(phase: PhaseTrace, others: Mapping[str, PhaseTrace]) -> PhaseTrace:
-    """What crossed any link, and who waited for it, together; peaks of the others beside the host's."""
+    """Sum transfers and waiting time over all devices; record the peaks of the other devices by name."""
     every = [phase, *others.values()]
     return phase.model_copy(
         update={

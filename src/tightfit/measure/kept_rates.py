@@ -1,7 +1,7 @@
-"""Rates that were measured of this computer and kept on disk → what is known of its devices. Reads only.
+"""Rates that were measured on this computer and stored on disk → Accelerators and their rates. Reads only.
 
-The key is everything that rates depend on: the devices, the processor and the threads that may use it, torch, and the
-code that measures. A file that cannot be read is no answer.
+The key contains everything that rates depend on: the devices, the processor and the threads that may use it, torch, and
+the measuring code. A file that cannot be read counts as empty.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MEASURING = ("measure/rates.py", "measure/layout_gains.py", "apply/weights/host
 
 
 def known_accelerator(device: Device) -> Accelerator:
-    """What `device` is, with its rates where they were measured; a simulated card's are those that it was given."""
+    """Return the Accelerator of `device`, with its rates if measured; for a simulated card, its own one."""
     if device.kind == "simulated":
-        from tightfit.devices.simulated import SimulatedDevice  # only where there is one
+        from tightfit.devices.simulated import SimulatedDevice  # imported only if needed
 
         assert isinstance(device, SimulatedDevice)
         return device.card.accelerator
@@ -46,7 +46,7 @@ def known_accelerator(device: Device) -> Accelerator:
         with contextlib.suppress(InputError):
             machine = Machine.from_mapping(fields)
             same = [kept for kept in machine.accelerators if _who(kept) == _who(here)]
-            if same and key == machine_key(machine):  # with this torch, these threads and this code
+            if same and key == machine_key(machine):  # measured with this torch, these threads and this code
                 return same[0]
     return here
 
@@ -60,7 +60,7 @@ def kept_file() -> Path:
 
 
 def read_kept() -> dict[str, Any]:
-    """Fields of a Machine, not yet validated, by `machine_key`."""
+    """Return the stored fields of Machines, not yet validated, by `machine_key`."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         kept = json.loads(kept_file().read_text())
         if isinstance(kept, dict):
@@ -69,14 +69,14 @@ def read_kept() -> dict[str, Any]:
 
 
 def machine_key(machine: Machine) -> str:
-    """Under which the rates of `machine` are kept."""
+    """The key under which the rates of `machine` are stored."""
     cards = [
         (
             card.name,
             card.product_name,
             card.compute_capability,
             round(card.bytes / 2**30),
-        )  # RAM differs a little by boot
+        )  # total RAM differs slightly between boots
         for card in machine.accelerators
     ]
     depends = (cards, machine.cpu, machine.cores, torch.get_num_threads(), version("torch"))

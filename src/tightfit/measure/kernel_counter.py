@@ -1,4 +1,4 @@
-"""Kernels, added up as a footprint tells them."""
+"""Sums of kernel costs, as a footprint records them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["KernelCounter"]
 
 
 class KernelCounter:
-    """Kernels, added up by kind, dtype and arithmetic intensity.
+    """Sums kernels by kind, dtype and arithmetic intensity.
 
-    A kernel takes the longer of its arithmetic and its traffic, which a sum of different kernels does not tell; of
-    kernels whose operations for each byte differ by no more than the square root of two, it tells it well enough.
+    A kernel takes the longer of its arithmetic and its traffic, which cannot be computed from a sum over different
+    kernels; for kernels whose operations per byte differ by at most the square root of two, it is accurate enough.
     """
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, int | None], list[int]] = {}
 
     def add(self, work: KernelCost, times: int = 1) -> None:
-        """So many kernels with this work."""
+        """Add `times` kernels of this cost."""
         key = work.kind, str(work.dtype).removeprefix("torch."), _intensity(work)
         sums = self._sums.setdefault(key, [0, 0, 0])
         sums[0] += work.operations * times
@@ -36,5 +36,5 @@ class KernelCounter:
 
 
 def _intensity(work: KernelCost) -> int | None:
-    """Operations for each byte, as a power of the square root of two; None where there are none of the one."""
+    """Operations per byte, as a power of the square root of two; None where either is zero."""
     return round(2 * math.log2(work.operations / work.bytes)) if work.operations and work.bytes else None

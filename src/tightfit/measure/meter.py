@@ -1,4 +1,4 @@
-"""Counting tensor bytes where no allocator does: the CPU's and the loopback card's activations."""
+"""Counts tensor bytes where no allocator does: activations on the CPU and the loopback device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TensorMeter"]
 
 
 class _Life(weakref.ref[torch.UntypedStorage]):
-    """A storage that is followed until it dies."""
+    """A weak reference to a counted storage."""
 
     __slots__ = ("key", "size")
     key: int
@@ -23,11 +23,11 @@ class _Life(weakref.ref[torch.UntypedStorage]):
 
 
 class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, tells `changed` the bytes of every storage that operations make and of every one that died.
+    """While entered, calls `changed` with the bytes of each storage that operations create, and negated for freed ones.
 
-    Storages are counted once, whatever views there are; storages that existed before do not count, nor do those on
-    "meta" (they have no memory), nor what is made while `paused`. Memory that a kernel takes and returns within one
-    operation is not seen. Deaths are told with the next operation or `settle()`.
+    Storages are counted once, whatever their views; not counted are storages that existed before, those on "meta" (they
+    have no memory), and those created while `paused`. Memory that a kernel allocates and frees within one operation is
+    not seen. Freed storages are reported with the next operation or `settle()`.
     """
 
     def __init__(self, changed: Callable[[int], None]) -> None:
@@ -48,8 +48,8 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # a tensor subclass (stored weights): its own handler runs the plain operations, seen one by one
-        if any(kind not in _PLAIN for kind in types):  # (`tensor.data` names torch.Tensor itself)
+        # a tensor subclass (stored weights): its own handler runs the plain operations, which are seen one by one
+        if any(kind not in _PLAIN for kind in types):  # (`tensor.data` passes torch.Tensor itself)
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if not self._paused and not _aliases(func):
@@ -62,14 +62,14 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count(self, storage: torch.UntypedStorage, key: int) -> None:
-        # a builtin as callback: Python swallows what is raised in one, and Ctrl-C is raised in Python code only
+        # a builtin as callback: Python swallows exceptions in one, and KeyboardInterrupt occurs in Python code only
         life = _Life(storage, self._dead.append)
         life.key, life.size = key, storage.nbytes()
         self._live[key] = life
         self._changed(life.size)
 
     def settle(self) -> None:
-        """Tells of the storages that died since the last time."""
+        """Report the storages freed since the last call."""
         freed = 0
         while self._dead:
             life = self._dead.pop()
@@ -81,17 +81,17 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._changed(-freed)
 
     def forget(self) -> None:
-        """Stops following what is still alive, without telling."""
+        """Stop following the live storages, without reporting them."""
         self._live.clear()
         self._dead.clear()
 
 
 @functools.cache
 def _aliases(func: torch._ops.OpOverload) -> bool:
-    """Whether `func` is a view or writes in place, by its schema: then it makes no storage.
+    """Whether `func` is a view or writes in place, by its schema: then it creates no storage.
 
-    What is put together from others (`contiguous`, `reshape`, `to`) says so too, and may copy all the same. Such are
-    seen whole in inference mode; outside of it, what they are put together from.
+    Composite operations (`contiguous`, `reshape`, `to`) have such a schema too, but may copy. In inference mode they
+    are dispatched as a whole; otherwise, as the operations that they consist of.
     """
     together = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
     return not together and all(value.alias_info is not None for value in func._schema.returns)
@@ -101,7 +101,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors with memory in what an operation returned: a tensor, or tuples and lists of them and other things."""
+    """Yield the tensors with memory in an operation's result: a tensor, or nested tuples and lists."""
     if type(value) in _PLAIN:
         if value.layout is torch.strided and not value.is_meta:  # type: ignore[attr-defined]
             yield value  # type: ignore[misc]
@@ -111,7 +111,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def _holds(values: Iterable[Any], key: int) -> bool:
-    """Whether a tensor in `values` has the storage `key`: what came out is then a view of something older."""
+    """Whether a tensor in `values` has the storage `key`: then the result is a view of an older storage."""
     for value in values:
         if type(value) in _PLAIN:
             if value.layout is torch.strided and value.untyped_storage()._cdata == key:

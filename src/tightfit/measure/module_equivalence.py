@@ -1,4 +1,4 @@
-"""Which modules do the same work if they are given the same: same layers, same sizes, same arguments."""
+"""Finds modules that do the same work for equal inputs: same layers, same sizes, same arguments."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ __all__ = ["REPEATS", "ModuleEquivalence", "call_signature"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# attributes of a module that are told otherwise, or are the same for all
+# attributes of a module that are compared separately, or are equal for all
 _ELSEWHERE = (frozenset(vars(nn.Module())) | {"forward", "_diffusers_hook"}) - {"training"}
-_KNOWN = ("torch.", "diffusers.", "transformers.")  # libraries whose objects are what their attributes say
-REPEATS = "repeats_blocks"  # an attribute of functions that take a block's place and do what the block does
+_KNOWN = ("torch.", "diffusers.", "transformers.")  # libraries whose objects are determined by their attributes
+REPEATS = "repeats_blocks"  # attribute of functions that replace a block's forward and have the same effect
 
 
 class ModuleEquivalence:
-    """Numbers modules so that those alike have the same; each is looked at once.
+    """Assigns equal numbers to equivalent modules; each module is inspected once.
 
-    A module with anybody's hooks, or in whose place somebody else works, is like none: who knows what they keep.
+    A module with third-party hooks, or with a replaced forward, is equivalent to none: their state is unknown.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._modules: dict[int, int] = {}
-        self._kept: list[Any] = []  # what was told by its id, which must not be another's meanwhile
+        self._kept: list[Any] = []  # objects compared by id, kept alive so that the id is not reused
 
     def of(self, module: nn.Module) -> int:
         known = self._modules.get(id(module))
         if known is None:
-            self._modules[id(module)] = -1  # inside itself
+            self._modules[id(module)] = -1  # for modules that contain themselves
             known = self._modules[id(module)] = self._number(self._module(module))
         return known
 
     def is_as_before(self, module: nn.Module) -> bool:
-        """Whether `module` is still what it was when it was numbered."""
+        """Whether `module` is unchanged since it was numbered."""
         now = ModuleEquivalence()
         now._numbers, now._kept = self._numbers, self._kept
         return now.of(module) == self.of(module)
@@ -59,7 +59,7 @@ class ModuleEquivalence:
         return self._type(type(module)), children, tuple(tensors), tuple(others)
 
     def _type(self, kind: type) -> Hashable:
-        """One that stands in for another (see `override_class_members`) is told by what it does otherwise."""
+        """A key of the class; an overriding class (see `override_class_members`) is compared by its overrides."""
         changes: list[Hashable] = []
         while type(kind).__name__ == "Disguise":
             members = ((name, value) for name, value in vars(kind).items() if not name.startswith("__"))
@@ -94,7 +94,7 @@ class ModuleEquivalence:
         return told
 
     def _function(self, function: types.FunctionType) -> Hashable:
-        """By its code and what it closes over; of this package's not what they remember of their first call."""
+        """A key of the code and the closure; for this package's functions, without state cached by the first call."""
         own = _is_own(function)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         told = [self._value(each) for each in cells if each is not function and not (own and _is_memory(each))]
@@ -102,7 +102,7 @@ class ModuleEquivalence:
 
 
 def _is_followed(own: Mapping[str, Any]) -> bool:
-    """Whether a module with these attributes has hooks, or a method in the place of its own, that are not ours."""
+    """Whether a module with these attributes has hooks, or a replaced forward, that are not tightfit's."""
     hooks = (hook for kind in _HOOKS for hook in own[kind].values())
     stands_in = own.get("forward")
     return (
@@ -113,7 +113,7 @@ def _is_followed(own: Mapping[str, Any]) -> bool:
 
 
 def _is_own(function: Any) -> bool:
-    """Whether this package defines it, whatever it stands in for."""
+    """Whether the function is defined in this package, even if it wraps another one."""
     function = function.func if isinstance(function, functools.partial) else function
     function = getattr(function, "__func__", function)
     return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("tightfit.")
@@ -124,7 +124,7 @@ def _is_memory(value: Any) -> bool:
 
 
 def call_signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """The arguments of a call, and of tensors shape and dtype."""
+    """A hashable key of a call's arguments; of tensors only shape and dtype."""
     layers, structure = tree_flatten((args, kwargs))
     shapes = ((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in layers)
     return (str(structure), *shapes)

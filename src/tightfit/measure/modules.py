@@ -1,4 +1,4 @@
-"""Live pipeline → Footprint: its networks, what each is for, and the units its weights come in."""
+"""Live pipeline → Footprint: its networks, their roles, and the blocks and layers of their weights."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ __all__ = [
 ]
 
 
-HANDLE = "_tightfit"  # where the class of what follows a plan keeps its Fitted
+HANDLE = "_tightfit"  # class attribute that holds the Fitted of a module or pipeline that follows a plan
 
 
 def find_components(pipe: object) -> dict[str, nn.Module]:
-    """The networks of `pipe`, a diffusers pipeline or a single module (which is then called "model")."""
+    """Return the networks of `pipe`, a diffusers pipeline or a single module (which is then called "model").
+
+    PlanError for anything else.
+    """
     if isinstance(pipe, nn.Module):
         return {"model": pipe}
     parts = getattr(pipe, "components", None)
@@ -51,7 +54,7 @@ def find_components(pipe: object) -> dict[str, nn.Module]:
 
 
 def inspect_pipeline(pipe: object) -> Footprint:
-    """What `pipe` is made of; it is left as it is."""
+    """Return the Footprint of `pipe`, which is not changed."""
     found = find_components(pipe)
     with ExitStack() as undo:
         give_owners(found.values(), undo.callback)
@@ -60,7 +63,7 @@ def inspect_pipeline(pipe: object) -> Footprint:
 
 
 def inspect_component(name: str, module: nn.Module) -> Component:
-    """What the component `name` is made of. Reads only."""
+    """Return the record of the component `name`. Reads only."""
     tensors = {id(tensor): tensor for tensor in weight_tensors(module)}
     left, blocks = dict(tensors), []
     for path, block in find_blocks(module).items():
@@ -75,11 +78,11 @@ def inspect_component(name: str, module: nn.Module) -> Component:
         class_name=type(module).__name__,
         role=find_role(name, module),
         bytes=whole.bytes,
-        allocator_bytes=_room(tensors.values()),
+        allocator_bytes=_allocator_bytes(tensors.values()),
         dtypes=whole.dtypes,
         blocks=(*blocks, _unit("", list(left.values()))) if blocks else (),
         layers=tuple(_joined(module, {path: _layer(path, parts) for path, parts in layers.items()}, layers)),
-        small_tensor_bytes=len(tensors.keys() - large),
+        small_tensors=len(tensors.keys() - large),
         has_skip_connections=has_skips(module),
         compiled=bool(compiled_around(module)),
         convolves=convolves(module),
@@ -88,7 +91,7 @@ def inspect_component(name: str, module: nn.Module) -> Component:
     )
 
 
-def _room(tensors: Iterable[torch.Tensor]) -> int:
+def _allocator_bytes(tensors: Iterable[torch.Tensor]) -> int:
     asked = [AllocatorEvent("malloc", number, tensor.nbytes) for number, tensor in enumerate(tensors)]
     return replay(asked, 2**60, expandable=True).reserved.peak
 
@@ -104,9 +107,9 @@ def _layer(path: str, parts: tuple[nn.Module, ...]) -> WeightBlock:
 def _joined(
     module: nn.Module, blocks: Mapping[str, WeightBlock], layers: Mapping[str, tuple[nn.Module, ...]]
 ) -> Iterator[WeightBlock]:
-    """The leaves; those that are small move together with their neighbours in the same block.
+    """Yield the layers; small ones are marked to be loaded together with their neighbours in the same block.
 
-    They are used one after another, unless the block is made otherwise, and then they come more often than once.
+    They are used one after another, unless the block is written otherwise; then they are loaded more than once.
     """
     sizes = {path: _loaded_bytes(tensor for part in parts for tensor in _own(part)) for path, parts in layers.items()}
     most = min(JOINED * _smallest(module), max(sizes.values(), default=0))
@@ -114,9 +117,9 @@ def _joined(
     first, block, size = "", "", 0
     for path, unit in blocks.items():
         outer = itertools.accumulate(path.split("."), "{}.{}".format)
-        around = max(repeated.intersection(outer), key=len, default="")  # the innermost
+        around = max(repeated.intersection(outer), key=len, default="")  # the innermost repeated block
         size += sizes[path]
-        if len(layers[path]) > 1:  # which share their weights, and are used at different times
+        if len(layers[path]) > 1:  # modules that share weights, and are used at different times
             first = ""
             yield unit
         elif first and around == block and size <= most:
@@ -127,7 +130,7 @@ def _joined(
 
 
 def _repeated_blocks(module: nn.Module) -> set[str]:
-    """By path, elements of module lists with others of their class: the model goes through these in its own order."""
+    """Paths of elements of module lists with others of their class: the model calls these in its own order."""
     found: set[str] = set()
     for path, part in module.named_modules():
         if isinstance(part, nn.ModuleList | nn.ModuleDict):
@@ -151,15 +154,16 @@ def _bytes_by_dtype(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
 
 
 def has_skips(module: nn.Module) -> bool:
-    """Whether `module` is a U-Net: what its down blocks make waits for its up blocks."""
+    """Whether `module` is a U-Net: outputs of its down blocks are kept for its up blocks."""
     halves = getattr(module, "down_blocks", None), getattr(module, "up_blocks", None)
     return all(isinstance(half, nn.ModuleList) for half in halves)
 
 
 def convolves(module: nn.Module) -> bool:
-    """Whether more of `module` is convolutions over pictures than over clips.
+    """Whether `module` has more weights in 2D convolutions than in 3D ones.
 
-    Only those of all channels with windows that overlap count: linear layers on points or patches do not.
+    Only convolutions with one group and overlapping windows count: those that act as linear layers on points or patches
+    do not.
     """
     weights = {nn.Conv2d: 0, nn.Conv3d: 0}
     for part in module.modules():
@@ -171,7 +175,7 @@ def convolves(module: nn.Module) -> bool:
 
 
 def head_widths(module: nn.Module) -> tuple[int, ...]:
-    """How wide the heads of attention in `module` are, the narrowest first, where its parts have the usual names."""
+    """Head dimensions of the attention layers in `module`, ascending, where its submodules have the usual names."""
     widths = set()
     for part in module.modules():
         heads = getattr(part, "heads", None) or getattr(part, "num_heads", None)
@@ -182,7 +186,7 @@ def head_widths(module: nn.Module) -> tuple[int, ...]:
 
 
 def find_role(name: str, module: nn.Module) -> Role:
-    """What a component is for, from what it can do."""
+    """Return the role of a component, from its methods, its library and its name."""
     encodes, decodes = (callable(getattr(module, method, None)) for method in ("encode", "decode"))
     from_transformers = type(module).__module__.partition(".")[0] == "transformers"
     if decodes and (encodes or not from_transformers):
@@ -198,10 +202,10 @@ _PHASES: dict[Role, str] = {"encoder": "encode", "denoiser": "denoise", "autoenc
 
 
 def find_parts(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """Parts of the component `name` that a pipeline may call by themselves, by their paths.
+    """Return submodules of the component `name` that a pipeline may call directly, by path.
 
-    Of denoisers and autoencoders, which have many and work often (in strips), and of what is compiled only the
-    outermost; else all but the parts of repeated blocks.
+    For denoisers and autoencoders, which have many and call them often (in strips), and for compiled components only
+    the direct children; else all but the submodules of repeated blocks.
     """
     if find_role(name, module) in ("denoiser", "autoencoder") or compiled_around(module):
         return dict(module.named_children())
@@ -210,17 +214,17 @@ def find_parts(name: str, module: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_phase(name: str, role: Role, method: str) -> str:
-    """The phase of a call in which the component `name` works by `method`."""
+    """Return the phase of a pipeline call in which `method` of the component `name` runs."""
     return method if role == "autoencoder" and method in ("encode", "decode") else _PHASES.get(role, name)
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of `module` by dotted path: the elements of its outermost module lists."""
+    """Return the repeated blocks of `module` by dotted path: the elements of its outermost module lists."""
     return {path: block for path, block in _blocks(module, "") if any(True for _ in block.parameters())}
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    listed = isinstance(module, nn.ModuleList | nn.ModuleDict)  # has no forward of its own: its elements do
+    listed = isinstance(module, nn.ModuleList | nn.ModuleDict)  # has no forward of its own; its elements have
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -229,9 +233,9 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _blocks(child, f"{path}.")
 
 
-SMALLEST = 2**20  # bytes of weights that are worth a journey of their own …
-SMALLEST_SHARE = 1 / 1000  # … or this part of all weights of a component, where that is less
-JOINED = 16  # times as many bytes may come together: they take some 0.7 ms on a link, and the host 0.03 ms
+SMALLEST = 2**20  # bytes from which weights are transferred by themselves …
+SMALLEST_SHARE = 1 / 1000  # … or this share of a component's weights, where that is less
+JOINED = 16  # weights up to this multiple are loaded together: some 0.7 ms on a link, 0.03 ms on the host
 
 
 def _smallest(module: nn.Module) -> int:
@@ -239,17 +243,17 @@ def _smallest(module: nn.Module) -> int:
 
 
 def find_layers(module: nn.Module) -> dict[str, tuple[nn.Module, ...]]:
-    """The modules of `module` whose own large parameters are used in their own forward pass, by dotted path.
+    """Return the submodules of `module` with large parameters of their own, used in their own forward, by dotted path.
 
-    A leaf is one module, or several that share a parameter. Left out are modules with other leaves inside (what they
-    own is needed all along) and what is small.
+    A layer is one module, or several that share a parameter. Left out are modules with other layers inside (their own
+    parameters are needed throughout their forward) and small ones.
     """
     own = {path: (part, _own(part)) for path, part in module.named_modules()}
     least = _smallest(module)
     large = {path for path, (_, owned) in own.items() if owned and _loaded_bytes(owned) >= least}
     around = {path[:end] for path in large for end, sign in enumerate(path) if sign == "."} | ({""} if large else set())
     layers: dict[str, tuple[nn.Module, ...]] = {}
-    stores: dict[int, str] = {}  # the leaf that has a parameter
+    stores: dict[int, str] = {}  # layer path by parameter id
     for path, (part, owned) in own.items():
         if path in large - around:
             layer = next((stores[id(tensor)] for tensor in owned if id(tensor) in stores), path)
@@ -260,16 +264,16 @@ def find_layers(module: nn.Module) -> dict[str, tuple[nn.Module, ...]]:
 
 
 def layer_weights(module: nn.Module) -> set[int]:
-    """By id, the parameters that leaves own."""
+    """Ids of the parameters that the layers own."""
     parts = [part for parts in find_layers(module).values() for part in parts]
     return {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
 
 
 def compiled_around(network: nn.Module) -> dict[int, nn.Module]:
-    """By id, the modules inside `network` that are compiled or part of such, and the outermost that is.
+    """Return the compiled modules inside `network` and their submodules, by id, each as the outermost compiled one.
 
-    Where the whole network is compiled, that does not count: there would be no place for hooks. They interrupt what
-    is compiled then.
+    If the whole network is compiled, that does not count, as there would be no place for hooks: they cause graph breaks
+    in the compiled code then.
     """
     outermost: dict[int, nn.Module] = {}
     for module in network.modules():
@@ -280,7 +284,7 @@ def compiled_around(network: nn.Module) -> dict[int, nn.Module]:
 
 
 def _loaded_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Also of what is stored in fewer: the same leaves are found as before it was."""
+    """Bytes of the tensors as loaded, also where they are stored in fewer: the layers found are the same."""
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
@@ -289,13 +293,13 @@ def _own(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _complete(parts: tuple[nn.Module, ...], shared: Counter[int]) -> bool:
-    """Whether nobody but `parts` has one of their parameters."""
+    """Whether no other module than `parts` has one of their parameters."""
     held = Counter(id(tensor) for part in parts for tensor in _own(part))
     return all(shared[key] == count for key, count in held.items())
 
 
 def weight_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of `module`, each once."""
+    """Yield the parameters and buffers of `module`, each once."""
     seen: set[int] = set()
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in seen:

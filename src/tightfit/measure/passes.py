@@ -1,4 +1,4 @@
-"""Passes and phases of a call while they last: what each unit does in its turn, and how many bytes there are."""
+"""Component calls and phases in progress: the work of each block use, and the bytes of activations."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tightfit.measure.kernel_counter import KernelCounter
 from tightfit.schema.footprint import BlockUse, ComponentCall, LayerWork, Phase
 from tightfit.simulator.kernel_costs import KernelCost
 
-__all__ = ["OpenPass", "OpenPhase", "OpenUse"]
+__all__ = ["OpenCall", "OpenPhase", "OpenBlockUse"]
 
 
 @dataclass
-class OpenTurn:
-    """Of one leaf, or of what is done between leaves ("")."""
+class OpenLayerWork:
+    """Work of one layer, or between layers (""); `waits`: the host synchronizes after it."""
 
     layer: str
     tally: KernelCounter = field(default_factory=KernelCounter)
@@ -22,13 +22,13 @@ class OpenTurn:
 
 
 @dataclass
-class OpenUse:
-    """A unit's turn while it lasts."""
+class OpenBlockUse:
+    """A block use in progress; `waiting` and `peak` are bytes of activations at its start and at its peak."""
 
     block: str
     waiting: int
     peak: int
-    turns: list[OpenTurn] = field(default_factory=list)
+    turns: list[OpenLayerWork] = field(default_factory=list)
 
     @property
     def worked(self) -> bool:
@@ -38,17 +38,17 @@ class OpenUse:
         self._turn(layer).tally.add(work)
 
     def wait(self, layer: str) -> None:
-        """The host waits for `layer`, and for all before it."""
+        """Record that the host waits for `layer` and all work before it."""
         self._turn(layer).waits = True
 
-    def _turn(self, layer: str) -> OpenTurn:
+    def _turn(self, layer: str) -> OpenLayerWork:
         if not self.turns or self.turns[-1].layer != layer or self.turns[-1].waits:
-            self.turns.append(OpenTurn(layer))
+            self.turns.append(OpenLayerWork(layer))
         return self.turns[-1]
 
-    def later(self, more: int) -> OpenUse:
-        """The same, with `more` bytes waiting."""
-        return OpenUse(self.block, self.waiting + more, self.peak + more, self.turns)
+    def later(self, more: int) -> OpenBlockUse:
+        """Return the same use with `more` additional bytes of live activations."""
+        return OpenBlockUse(self.block, self.waiting + more, self.peak + more, self.turns)
 
     def use(self) -> BlockUse:
         turns = tuple(
@@ -58,15 +58,15 @@ class OpenUse:
 
 
 @dataclass
-class OpenPass:
-    """A pass while it lasts."""
+class OpenCall:
+    """A component call in progress."""
 
     component: str
     method: str
     inputs: tuple[Any, ...]
-    segments: list[OpenUse] = field(default_factory=list)
-    inside: list[str] = field(default_factory=list)  # units that are at work, the innermost last
-    layer: str = ""  # that is at work
+    segments: list[OpenBlockUse] = field(default_factory=list)
+    inside: list[str] = field(default_factory=list)  # blocks in progress, the innermost last
+    layer: str = ""  # current layer
     kernels: int = 0
 
     @property
@@ -75,17 +75,17 @@ class OpenPass:
 
 
 class OpenPhase:
-    """The passes of one phase: those alike (in inputs and in the units they use) are one kind, kept at its highest."""
+    """The component calls of one phase; of equal ones (inputs and used blocks), the highest peak is kept."""
 
     def __init__(self, name: str, began: int) -> None:
         self.name = name
-        self.began = began  # at which step of the allocator
+        self.began = began  # index in the allocator's history
         self.peak = self.outside = 0
         self.between = KernelCounter()
-        self._kinds: dict[Any, list[OpenUse]] = {}
+        self._kinds: dict[Any, list[OpenBlockUse]] = {}
         self._order: list[Any] = []
 
-    def add(self, done: OpenPass, segments: list[OpenUse]) -> None:
+    def add(self, done: OpenCall, segments: list[OpenBlockUse]) -> None:
         kind = (*done.key, tuple(segment.block for segment in segments))
         if kind not in self._kinds or _highest(segments) > _highest(self._kinds[kind]):
             self._kinds[kind] = segments
@@ -93,7 +93,7 @@ class OpenPhase:
         self.peak = max(self.peak, _highest(segments))
 
     def phase(self, blocks: dict[str, list[str]], room: int) -> Phase:
-        """`blocks` are all there are, by component; `room` is what an allocator wants for its activations."""
+        """Return the Phase; `blocks` are all blocks by component, `room` is the allocator bytes for its activations."""
         kinds = list(self._kinds)
         used: dict[str, list[set[str]]] = {}
         for component, *_, names in kinds:
@@ -122,5 +122,5 @@ class OpenPhase:
         )
 
 
-def _highest(segments: list[OpenUse]) -> int:
+def _highest(segments: list[OpenBlockUse]) -> int:
     return max((segment.peak for segment in segments), default=0)

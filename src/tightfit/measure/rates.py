@@ -1,11 +1,11 @@
-"""A device and a disk → the rates that they really reach, in seconds.
+"""A device and a disk → their measured rates, within seconds.
 
 Every rate is the median of several runs of one shape. The shapes are those of diffusion models (linear layers 3072
-wide, convolutions of 256 channels, 24 heads of 128), from a few tokens or pixels to thousands: each size is four
-times the work of the one before, and it grows while larger ones still fit into the time that the rate has. So a fast
-card is measured where it is busy, and half precision on a CPU without instructions for it, a hundred times slower
-than single, costs no more time than the rest. It is measured all the same: left out, it would pass for as fast as
-single.
+wide, convolutions of 256 channels, 24 heads of 128), from a few tokens or pixels to thousands: each size is four times
+the work of the previous one, and the size grows while larger ones still fit into the time limit of the rate. So a fast
+card is measured at full load, and half precision on a CPU without instructions for it, a hundred times slower than
+single, takes no more time than the rest. It is measured nevertheless: without a rate of its own, it would count as fast
+as single.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ from tightfit.measure.layout_gains import layout_gains
 from tightfit.schema.machine import Machine
 from tightfit.units import format_bytes
 
-__all__ = ["Told", "Work", "device_rates", "disk_rate", "measure_rates", "rate_of"]
+__all__ = ["Progress", "Work", "device_rates", "disk_rate", "measure_rates", "rate_of"]
 
-Told = Callable[[str, int, int], None]  # what is measured next, how many rates are done, and of how many
+Progress = Callable[[str, int, int], None]  # progress callback: name of the next rate, rates done, total rates
 
-SECONDS = 9.0  # for all devices together, besides what libraries take to start
-LAYOUT_SECONDS = 3.0  # for all devices together, or as long as a few turns take
+SECONDS = 9.0  # for all devices together, without library start-up
+LAYOUT_SECONDS = 3.0  # for all devices together; longer where LEAST_TURNS need it
 DISK_SECONDS = 2.5
-SIZES = 6  # at most: the largest is 4⁵ times the smallest
+SIZES = 6  # number of sizes at most: the largest is 4⁵ times the smallest
 LEAST_RUNS, MOST_RUNS = 3, 50
-SHORTEST = 0.005  # seconds: what is shorter is done several times and timed together
-BUSY = 0.15  # of all processors' time in others' hands: more is worth a note
-LAUNCHES = 200  # fewer than a card's queue holds, so that the host never waits in it
+SHORTEST = 0.005  # seconds: shorter runs are repeated and timed together
+BUSY = 0.15  # share of CPU time used by other programs above which a note is added
+LAUNCHES = 200  # fewer than a card's launch queue holds, so that the host never blocks on it
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CHUNK, FILE = 8 * 2**20, 256 * 2**20
 
 
 @dataclass(frozen=True)
 class Work:
-    """Something that a device can do again and again."""
+    """A repeatable benchmark workload."""
 
     run: Callable[[], object]
-    amount: float  # operations or bytes of one run
+    amount: float  # FLOP or bytes of one run
 
 
-Make = Callable[[int], Work]  # of a size: 0, 1, 2 …, each four times the work of the one before
+Make = Callable[[int], Work]  # takes a size: 0, 1, 2 …, each four times the work of the previous one
 
 
-def measure_rates(machine: Machine, folder: Path, told: Told = lambda name, done, total: None) -> Machine:
-    """`machine` with the rates of its devices, and of the disk that `folder` is on; with a note for each it lacks."""
+def measure_rates(machine: Machine, folder: Path, progress: Progress = lambda name, done, total: None) -> Machine:
+    """Return `machine` with the rates of its devices and of the disk of `folder`; with a note for each one missing."""
     devices = [choose_device(accelerator.name) for accelerator in machine.accelerators]
     total, done = sum(len(_makers(device)) + 2 for device in devices) + 1, itertools.count()
     accelerators, notes, others = [], list(machine.notes), _others()
 
     def step(name: str) -> None:
-        told(name, next(done), total)
+        progress(name, next(done), total)
 
     for device, accelerator in zip(devices, machine.accelerators, strict=True):
         rates, missing = device_rates(device, SECONDS / len(devices), step)
@@ -93,7 +93,7 @@ def measure_rates(machine: Machine, folder: Path, told: Told = lambda name, done
 
 
 def _others() -> Callable[[], float]:
-    """What tells the share of all processors' time that other programs have had since now."""
+    """Return a function that reports the share of all CPU time that other programs have used since this call."""
 
     def worked() -> float:
         times = psutil.cpu_times()
@@ -105,7 +105,7 @@ def _others() -> Callable[[], float]:
 
 
 def device_rates(device: Device, seconds: float, step: Callable[[str], None]) -> tuple[dict[str, Any], list[str]]:
-    """The rates of `device` as an Accelerator's fields, and why others could not be measured."""
+    """Return the rates of `device` as fields of an Accelerator, and notes on the rates that could not be measured."""
     makers = _makers(device)
     found: dict[str, float] = {}
     notes = []
@@ -114,7 +114,7 @@ def device_rates(device: Device, seconds: float, step: Callable[[str], None]) ->
             step(f"{device.name}: {name.replace('_', ' ')}")
             try:
                 found[name] = rate_of(device, make, seconds / (len(makers) + 1))
-            except RuntimeError as error:  # of torch: a dtype it has no kernel for, too little memory …
+            except RuntimeError as error:  # from torch: a dtype without a kernel, too little memory …
                 reason, *_ = str(error).splitlines() or [type(error).__name__]
                 notes.append(f"{device.name}: {name.replace('_', ' ')} not measured: {reason}")
             device.release_cache()
@@ -125,8 +125,8 @@ def device_rates(device: Device, seconds: float, step: Callable[[str], None]) ->
 
 
 def rate_of(device: Device, make: Make, seconds: float) -> float:
-    """Amount per second of the largest work that can be run often enough in `seconds`."""
-    make(0).run()  # libraries start with the first call, and that is nobody's rate
+    """Return the amount per second of the largest workload that can be run often enough in `seconds`."""
+    make(0).run()  # the first call initializes libraries, which is not part of any rate
     device.synchronize()
     deadline = time.perf_counter() + seconds
     for size in range(SIZES):
@@ -134,8 +134,8 @@ def rate_of(device: Device, make: Make, seconds: float) -> float:
         work.run()
         begun = time.perf_counter()
         taken = device.seconds(work.run)
-        waited = time.perf_counter() - begun  # longer than the device says, where its clock is made up
-        # the next takes four times as long, and runs six times
+        waited = time.perf_counter() - begun  # longer than the device's time, where its clock is simulated
+        # the next size takes four times as long, and is run six times
         if time.perf_counter() + 24 * max(taken, waited) > deadline:
             break
     times = math.ceil(SHORTEST / max(taken, 1e-6))
@@ -153,7 +153,7 @@ def rate_of(device: Device, make: Make, seconds: float) -> float:
 
 
 def launch_overhead(device: Device, seconds: float) -> float:
-    """Seconds that the host takes for each kernel of a network in Python, with its modules and views, on tiny tensors.
+    """Seconds of host time per kernel of a network in Python, including its modules and views, on tiny tensors.
 
     A bare operation in a loop takes a fifth of that.
     """
@@ -172,7 +172,7 @@ def launch_overhead(device: Device, seconds: float) -> float:
 
 
 class _Block(nn.Module):
-    """A transformer's block, so small that its arithmetic takes no time."""
+    """A transformer block, so small that its arithmetic takes no time."""
 
     width, kernels = 8, 12
 
@@ -194,7 +194,7 @@ class _Block(nn.Module):
 
 
 def _makers(device: Device) -> dict[str, Make]:
-    """What is measured of `device`, under the names that an Accelerator has for it."""
+    """The workloads to measure on `device`, by the names of an Accelerator's rates."""
     kinds = {"matmul": _matmul, "convolution": _convolution, "attention": _attention}
     makers: dict[str, Make] = {
         f"{kind}.{str(dtype).removeprefix('torch.')}": functools.partial(make, device, dtype)
@@ -227,7 +227,7 @@ def _attention(device: Device, dtype: torch.dtype, size: int) -> Work:
 
 
 def _memory(device: Device, size: int) -> Work:
-    """Reads a tensor and writes another, far larger than caches at last."""
+    """Copy one tensor to another, at the largest sizes far larger than caches."""
     count = min(2**16 * 4**size, device.free_bytes() // 32)
     source, target = torch.zeros(count, device=device.torch_device), torch.zeros(count, device=device.torch_device)
     return Work(lambda: target.copy_(source), source.nbytes + target.nbytes)
@@ -241,23 +241,23 @@ def _link(device: Device, out: bool, size: int) -> Work:
 
 
 def _noise(device: Device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Numbers that are no zeros, on which cards save power and run faster. A short sequence again and again."""
+    """Return random numbers, repeating a short sequence; zeros would save power, and so run faster, on cards."""
     few = torch.randn(2**12, generator=torch.Generator().manual_seed(0)).to(dtype).to(device.torch_device)
     count = math.prod(shape)
     return few.repeat(-(-count // len(few)))[:count].view(shape)
 
 
 def disk_rate(folder: Path, seconds: float) -> float:
-    """Bytes per second that a program reads from a file in `folder`, past the page cache; OSError where it cannot.
+    """Bytes per second that a program reads from a file in `folder`, bypassing the page cache; OSError where it cannot.
 
-    The file has no name where the system allows that, and loses it at once where not: nothing is left behind.
+    The file has no name where the system supports that, and is unlinked at once where not: no file is left behind.
     """
     room = shutil.disk_usage(folder).free
     if room < 4 * FILE:
         message = f"the disk has {format_bytes(room)} of room, and a file of {format_bytes(FILE)} should not crowd it"
         raise OSError(errno.ENOSPC, message)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file, mmap.mmap(-1, CHUNK) as chunk:
-        chunk[:] = random.Random(0).randbytes(CHUNK)  # no zeros: file systems that compress would store nothing
+        chunk[:] = random.Random(0).randbytes(CHUNK)  # no zeros: file systems with compression would store nothing
         chunks = _write(file, chunk, seconds / 2)
         deadline = time.perf_counter() + seconds / 2
         runs: list[float] = []
@@ -272,7 +272,7 @@ def disk_rate(folder: Path, seconds: float) -> float:
 
 
 def _write(file: BinaryIO, chunk: mmap.mmap, seconds: float) -> int:
-    """Writes `chunk` through to the disk until FILE bytes are there or the time is over; returns how often."""
+    """Write `chunk` through to the disk until FILE bytes are written or the time is over; return the chunks written."""
     count, deadline = 0, time.perf_counter() + seconds
     while count < FILE // CHUNK and (not count or time.perf_counter() < deadline):
         file.write(chunk)
@@ -282,11 +282,11 @@ def _write(file: BinaryIO, chunk: mmap.mmap, seconds: float) -> int:
 
 
 def _bypass_cache(handle: int) -> None:
-    """Lets what is read come from the disk: reads go past the page cache, or find nothing of the file in it."""
+    """Make reads come from the disk: bypass the page cache, or drop the file's pages from it."""
     if not hasattr(os, "O_DIRECT") or not hasattr(os, "posix_fadvise"):
         raise OSError(errno.ENOTSUP, "this system has no way of reading past its page cache")
-    import fcntl  # not on every system
+    import fcntl  # not available on every system
 
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    with contextlib.suppress(OSError):  # file systems in memory and some over the network refuse
+    with contextlib.suppress(OSError):  # in-memory and some network file systems refuse
         fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)

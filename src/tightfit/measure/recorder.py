@@ -1,4 +1,4 @@
-"""A running call → Trace: phases, bytes and time, sampled as they change."""
+"""A running call → Trace: phases, bytes and time, sampled when they change."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tightfit.units import format_bytes
 __all__ = ["UNCOUNTED", "LiveNumbers", "Moment", "Recorder"]
 
 MAX_SAMPLES = 4096
-FINEST = 0.0005  # seconds between samples, until there are too many
+FINEST = 0.0005  # minimum seconds between samples, doubled when there are too many
 RSS_EVERY = 0.02  # seconds
 UNCOUNTED = "activations were not counted (count_activations=False): peaks are of weights alone"
 
 
 @dataclass(frozen=True)
 class LiveNumbers:
-    """What is going on right now, for people who watch."""
+    """Current state of a call, for progress displays; sizes in bytes."""
 
     phase: str
     seconds: float
@@ -35,7 +35,7 @@ class LiveNumbers:
 
 
 class Moment(NamedTuple):
-    """A Sample before anybody asks for it: there are thousands a second, and validating one takes longer."""
+    """An unvalidated Sample: there are thousands a second, and validating one takes longer."""
 
     seconds: float
     weights: int
@@ -56,8 +56,8 @@ class _Phase:
     bytes_in: int = 0
     bytes_out: int = 0
     runs: int = 0
-    on_demand: int = 0  # groups of weights
-    unforeseen: int = 0  # of these, how many came in an order that was thought to be known
+    on_demand: int = 0  # number of weight groups loaded on demand
+    unforeseen: int = 0  # of these, how many were needed in an unexpected order
     waited: float = 0.0
 
 
@@ -66,27 +66,27 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass
 class Recorder:
-    """Told of weights by those who move them and of activations by a meter or the allocator; makes Traces.
+    """Records weights as reported by the code that moves them, and activations by a meter or allocator; makes Traces.
 
-    `weights` outlives a call (what is resident stays); everything else starts anew with each.
+    `weights` persists across calls (resident weights are kept); everything else is reset at each call.
     """
 
     device: Device
-    count_activations: bool = True  # where no allocator counts them
+    count_activations: bool = True  # count them with a meter where no allocator does
     weights: int = 0
-    _always: int = 0  # of the weights, those that nobody holds for a while only
-    _held: dict[int, int] = field(default_factory=dict)  # bytes by who holds them
-    _beside: int = 0  # bytes of the device that others had when the call began
+    _always: int = 0  # bytes of weights reported by `weights_changed`
+    _held: dict[int, int] = field(default_factory=dict)  # bytes of weights reported by `hold`, by id of the holder
+    _beside: int = 0  # bytes of other tensors on the device when the call began
     _calls: int = 0
     _running: bool = False
     _activations: int = 0
     _started: float = 0.0
     _phases: list[_Phase] = field(default_factory=list)
     _moments: list[Moment] = field(default_factory=list)
-    _latest: Moment | None = None  # newer than the last sample, and lower
+    _latest: Moment | None = None  # a moment after the last sample, with fewer bytes
     _resolution: float = 0.0
-    _rss: tuple[float, int, int] = (0.0, 0, 0)  # when, last, peak
-    _rss_since: int = 0  # peak since somebody asked
+    _rss: tuple[float, int, int] = (0.0, 0, 0)  # time, latest, peak
+    _rss_since: int = 0  # peak since the last `highest_rss`
     _lossy: dict[str, None] = field(default_factory=dict)
     _notes: dict[str, None] = field(default_factory=dict)
     _ran_out: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Measures what happens inside, as one call."""
+        """Record what happens inside the context as one call."""
         self._begin()
         try:
             with self._meter or contextlib.nullcontext():
@@ -129,86 +129,86 @@ class Recorder:
         return self._running
 
     def enter(self, phase: str) -> None:
-        """A component starts to work in `phase`."""
+        """Report that a component starts a call in `phase`."""
         if not self._running:
             return
         if not self._phases or self._phases[-1].name != phase:
             now = self.device.now() - self._started if self._phases else 0.0
-            self.look()
+            self.sample()
             self._end_phase()
             self.device.reset_peak()
             self._phases.append(_Phase(phase, now))
         self._phases[-1].runs += 1
-        self.look()
+        self.sample()
 
     def _end_phase(self) -> None:
-        """Asks the allocator what it held, once: the question is a slow one."""
+        """Read the allocator's peak of reserved bytes, only once per phase, because it is slow."""
         if self._phases:
             self._phases[-1].peak_reserved = self.device.peak_reserved_bytes()
 
     def leave(self) -> None:
-        """A component has finished one pass."""
+        """Report that a component has finished one call."""
         if self._running:
-            self.look()
+            self.sample()
 
     def weights_changed(self, difference: int) -> None:
-        """`difference` bytes of weights came onto the device (or left it, negative)."""
+        """Report that `difference` bytes of weights were loaded onto the device (or removed, negative)."""
         self._always += difference
         self.weights = self._always + sum(self._held.values())
         if self._running:
-            self.look()
+            self.sample()
 
     def hold(self, who: object, size: int) -> None:
-        """`who` has `size` bytes of weights on the device now, whatever it had before."""
+        """Report that `who` now has `size` bytes of weights on the device, replacing its previous value."""
         self._held[id(who)] = size
         self.weights_changed(0)
 
     def moved(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
-        """Bytes that crossed between host and device."""
+        """Report bytes copied between host and device."""
         if self._running and self._phases:
             self._phases[-1].bytes_in += bytes_in
             self._phases[-1].bytes_out += bytes_out
 
-    def unforeseen(self, *, learning: bool = False) -> None:
-        """Weights come only now that they are needed; `learning`: nobody could know the order yet."""
+    def loaded_on_demand(self, *, learning: bool = False) -> None:
+        """Report that weights were loaded only when needed; `learning`: the order could not be known yet."""
         if self._running and self._phases:
             self._phases[-1].on_demand += 1
             self._phases[-1].unforeseen += not learning
 
     def waited(self, seconds: float) -> None:
-        """The host waited for weights."""
+        """Report seconds that the host waited for weights."""
         if self._running and self._phases:
             self._phases[-1].waited += seconds
 
     def ran_out(self, where: str, given_up: int) -> None:
-        """Out of memory; `given_up` bytes of weights made room, and the work was done again."""
+        """Report an out-of-memory error: `given_up` bytes of weights were evicted, and the work was retried."""
         times, size = self._ran_out.get(where, (0, 0))
         self._ran_out[where] = times + 1, size + given_up
 
     def repeat(self, moments: Iterable[Moment]) -> None:
-        """Takes samples of what is about to happen in the same way as before, in seconds from now."""
+        """Add samples of work that is about to be repeated; `moments` are in seconds from now."""
         now = self.device.now() - self._started
         for moment in moments:
             self._add(moment._replace(seconds=now + moment.seconds))
 
     def lossy(self, what: str) -> None:
-        """A technique changed numbers in this call."""
+        """Report that a lossy technique was used in this call."""
         self._lossy[what] = None
 
     def note(self, what: str) -> None:
-        """Something happened that the plan did not foresee."""
+        """Report an event that the plan did not predict."""
         self._notes[what] = None
 
     def uncounted(self) -> contextlib.AbstractContextManager[None]:
-        """What is made inside is no activation (weights, host copies): whoever makes it tells by itself."""
+        """Exclude tensors created inside (weights, host copies) from activations: the caller reports them itself."""
         return self._meter.paused() if self._meter else _NOTHING
 
     def _activations_changed(self, difference: int) -> None:
         self._activations += difference
         self._sample()
 
-    def look(self) -> None:
-        """Takes a sample."""
+    def sample(self) -> None:
+        """Take a sample."""
         allocated = self.device.allocated_bytes()
         if allocated is not None:
             self._activations = max(allocated - self.weights, 0)
@@ -228,12 +228,12 @@ class Recorder:
             self._rss, self._rss_since = (now, rss, max(rss, self._rss[2])), max(rss, self._rss_since)
 
     def highest_rss(self) -> int:
-        """The most bytes of RAM that the process was seen to hold since this was asked last."""
+        """Peak bytes of RAM (RSS) sampled since the last call of this method."""
         most, self._rss_since = max(self._rss_since, int(self._process.memory_info().rss)), 0
         return most
 
     def _add(self, moment: Moment) -> None:
-        """Of what happens within one resolution, the highest and the last are kept."""
+        """Add a moment; within one resolution interval, the highest and the last are kept."""
         last = self._moments[-1] if self._moments else None
         if last is not None and moment.seconds - last.seconds < self._resolution:
             if moment.total > last.total:
@@ -250,22 +250,22 @@ class Recorder:
             self._thin()
 
     def _thin(self) -> None:
-        """Halves the samples, keeping the higher of each two."""
+        """Halve the number of samples, keeping the higher of each two."""
         pairs = zip(self._moments[::2], self._moments[1::2], strict=False)
         self._moments = [max(pair, key=lambda moment: moment.total) for pair in pairs]
         self._resolution *= 2
 
     def live(self) -> LiveNumbers:
-        """The numbers of this moment."""
+        """Return the current numbers."""
         seconds = self.device.now() - self._started if self._running else 0.0
         phase = self._phases[-1].name if self._phases else ""
         peak = max((p.peak for p in self._phases), default=0)
         return LiveNumbers(phase, seconds, self.weights, self._activations, peak, self._rss[1])
 
     def trace(self) -> Trace:
-        """The call that has just ended."""
+        """Return the Trace of the call that has just ended."""
         self.device.synchronize()
-        self.look()
+        self.sample()
         self._end_phase()
         seconds = self.device.now() - self._started
         ends = [phase.start for phase in self._phases[1:]] + [seconds] * bool(self._phases)
@@ -299,7 +299,7 @@ class Recorder:
         )
 
     def _told(self) -> Iterator[str]:
-        """What happened that nobody planned, in sentences."""
+        """Yield sentences about unplanned events."""
         for where, (times, size) in self._ran_out.items():
             yield f"{where}, {times} times: {format_bytes(size)} of weights that stayed pass through from then on"
         for phase in self._phases:

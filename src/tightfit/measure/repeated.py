@@ -1,4 +1,4 @@
-"""A logged call → the same passes on a simulated card, each beside as much as waited there when it began."""
+"""A logged call → the same component calls on a simulated card, each with the activations live at its start."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tightfit.measure.call_log import LoggedPass, PassLog
+from tightfit.measure.call_log import LoggedCall, CallLog
 
 __all__ = ["Repeater"]
 
 
 class Repeater:
-    """Repeats passes of `components`, which have no weights, on `device`.
+    """Repeats logged calls of `components`, which have no weights, on `device`.
 
-    In place of what is `unable` (components with a method, or with the path of a part) to work on shapes, its parts
-    are repeated one after another.
+    `unable` are methods and submodules (component name and method or path) that cannot run on shapes: their submodule
+    calls are repeated one after another instead.
     """
 
     def __init__(
         self, components: Mapping[str, nn.Module], device: torch.device, unable: Collection[tuple[str, str]]
     ) -> None:
         self._components, self._device = components, device
-        self._doing: list[LoggedPass] = []  # the innermost last
+        self._doing: list[LoggedCall] = []  # calls in progress, the innermost last
         for name, method in unable:
             self._take_apart(name, method)
 
     def _take_apart(self, name: str, method: str) -> None:
-        """From now on the parts of what `method` of the component `name` calls are repeated instead."""
+        """From now on repeat the submodule calls of `method` of the component `name` instead of the method."""
         target = self._components[name]
         if method not in ("forward", "encode", "decode"):
             target, method = target.get_submodule(method), "forward"
@@ -40,7 +40,7 @@ class Repeater:
         for part in self._doing[-1].parts:
             self.repeat(part)
 
-    def repeat(self, done: LoggedPass) -> None:
+    def repeat(self, done: LoggedCall) -> None:
         args, kwargs = done.given(self._device)
         here = sum(each.nbytes for each in tree_leaves((args, kwargs)) if _is_on(each, self._device))
         waiting = torch.zeros(max(done.waiting - here, 0), dtype=torch.uint8, device=self._device)
@@ -51,15 +51,15 @@ class Repeater:
             self._doing.pop()
             del waiting
 
-    def find_unable(self, log: PassLog) -> set[tuple[str, str]]:
-        """What of `log` cannot be repeated on shapes; whatever is tried stays in use, so this is for once only."""
+    def find_unable(self, log: CallLog) -> set[tuple[str, str]]:
+        """Return what in `log` cannot be repeated on shapes. Attempts change state, so use an instance only once."""
         unable: set[tuple[str, str]] = set()
 
-        def attempt(done: LoggedPass) -> None:
+        def attempt(done: LoggedCall) -> None:
             if (done.component, done.method) not in unable:
                 try:
                     return self.repeat(done)
-                except Exception:  # of anybody's code
+                except Exception:  # raised by third-party code
                     unable.add((done.component, done.method))
             for part in done.parts:
                 attempt(part)

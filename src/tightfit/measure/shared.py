@@ -1,4 +1,4 @@
-"""What components of a pipeline have in common belongs to the first of them: the others use it, and do not own it.
+"""Modules and weights that components of a pipeline share belong to the first of them: the others only reference them.
 
 `ZImageControlNetModel.from_transformer`, for instance, gives a ControlNet modules of the transformer.
 """
@@ -13,15 +13,15 @@ __all__ = ["give_owners"]
 
 
 def give_owners(components: Iterable[nn.Module], undo: Callable[..., object]) -> None:
-    """Until `undo` is closed, a module or weight of several `components` is registered in the first of them alone.
+    """Until `undo` is closed, register modules and weights that several `components` share in the first of them only.
 
-    To the others a module is an attribute like any other; of a weight outside such modules they have a copy. What
-    stands in lists and sequences of modules, which find it by no other way, stays.
+    In the others, a shared module becomes a plain attribute, and a weight outside such modules a copy. Modules in lists
+    and sequences, which need the registration to find them, are not changed.
     """
     owned: set[int] = set()
     weights: set[int] = set()
     for component in components:
-        if id(component) in owned:  # it is another's module as a whole
+        if id(component) in owned:  # the whole component is a module of another one
             continue
         for part in [part for part in component.modules() if id(part) not in owned]:
             if not isinstance(part, nn.ModuleList | nn.ModuleDict | nn.Sequential):

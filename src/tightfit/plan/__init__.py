@@ -1,1 +1,1 @@
-"""Takes a Footprint and what the user wants, a budget for one, returns a Plan; never sees torch, a file or a clock."""
+"""Takes a Footprint and a budget or preset, returns a Plan; never imports torch, reads a file or measures time."""

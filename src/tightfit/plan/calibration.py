@@ -1,19 +1,20 @@
-"""A call that was made under a budget's plan → what it teaches; what such calls taught → a corrected Footprint.
+"""Trace of a call under a budget's plan → CallMeasurement; CallMeasurements → a corrected Footprint.
 
-What is learned of a phase is one factor for all that is computed in it, its pace, and the bytes that its activations
-want more than was said. Neither depends on a budget, and each is a property of the footprint that the planner is
-given: so whatever holds of its plans holds of those too that stand on experience.
+Two values are learned of a phase: a factor on the time of its arithmetic and launches (`time_scale`), and the bytes
+that its activations need beyond the prediction (`extra_bytes`). Neither depends on a budget, and both are properties
+of the footprint given to the planner: so whatever holds of its plans also holds of plans from corrected footprints.
 
-Pace. Copies take as long as the link says; only arithmetic and launches are slower or faster than rates say. So what
-was measured is explained by playing the same plan's forecast once more at another pace, until it takes as long. Where
-less than half of a phase's time follows its arithmetic, it waits for weights, and tells nothing about arithmetic.
-Nor does a phase with few passes in a first call, where a process loads kernels and chooses among them, or on a device
-that is still busy when the host goes on to the next phase. What looks like a faster device may be weights that came
-ahead of their phase, in later calls, or kernels that were launched during the one before: so faster is believed only of
-phases with several passes (on a CPU, of any), and in later calls only where nothing comes.
+Time scale. Copies take as long as the link's rate says; only arithmetic and launches are slower or faster than rates
+say. So the same plan's forecast is simulated with other time scales until it takes as long as was measured. If less
+than half of a phase's time follows its arithmetic, it waits for weights and shows nothing about arithmetic. Nor does
+a phase of few component calls in a first call, where a process loads kernels and chooses among them, or on a device
+that is still busy when the host goes on to the next phase. What looks like a faster device may be weights that were
+loaded ahead of their phase, in later calls, or kernels that were launched during the phase before: so a scale below 1
+is accepted only of phases with several component calls (on a CPU, of any), and in later calls only if all weights are
+resident.
 
-Bytes. A peak within what was said teaches nothing: that is what the margin is for. One above it does, and never less
-than by the highest of all calls: nothing ever shrinks.
+Bytes. A peak within the prediction teaches nothing: the margin is for that. From peaks above it the largest excess of
+all calls is taken, so that it never shrinks.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ __all__ = ["SEVERAL", "CalibratedFootprint", "calibrate", "measurement_of", "mos
 
 Seen = TypeVar("Seen", PhaseTrace, PhaseMeasurement)
 
-SEVERAL = 4  # passes, among which what is done once does not weigh much
-NOTABLE = 0.02  # a pace that differs by less is the one that rates say
-MOST = 64.0  # times as long, or as short: what is beyond has other causes
-EXACT = 1e-3
-STEP, SHARE = 0.02, 0.5  # where that much longer arithmetic makes a phase longer by less than this share of it, …
+SEVERAL = 4  # component calls of a phase from which on one-time work has little weight
+NOTABLE = 0.02  # a time scale within this of 1 is taken as 1
+MOST = 64.0  # largest factor between measured and predicted time, either way: beyond it there are other causes
+EXACT = 1e-3  # relative precision of a time scale
+STEP, SHARE = 0.02, 0.5  # a phase follows its arithmetic if STEP more of that makes it longer by SHARE × STEP or more
 
 
 class CalibratedFootprint(NamedTuple):
-    """What a plan is made from, and why that is not what shapes and rates alone say."""
+    """A footprint to plan with, and the reasons why it differs from what shapes and rates alone give."""
 
     footprint: Footprint
     reasons: tuple[Reason, ...]
 
 
-# what a call teaches
+# trace → measurement
 
 
 def measurement_of(
@@ -63,10 +64,10 @@ def measurement_of(
     *,
     spread: bool = False,
 ) -> CallMeasurement:
-    """What `trace` teaches of a call as `footprint` tells of it, which kept to `plan` on `device` all along.
+    """Return the measurement of a pipeline call with `footprint` that followed `plan` on `device`, from its `trace`.
 
-    `footprint` is as it was measured, and `device` has rates. `spread` says that only phases with several passes tell
-    their times: the device runs behind the host.
+    `footprint` is uncorrected, and `device` has all rates. With `spread`, only phases of at least `SEVERAL` component
+    calls get a time scale, because the device runs behind the host.
     """
     footprint = footprint.with_variant(variant_of(footprint, plan))
     told, first, measured_phase = simulate(footprint, plan, device, disk_rate), trace.call == 1, []
@@ -96,12 +97,12 @@ def measurement_of(
 
 
 def stored_in(plan: Plan) -> dict[str, Storage]:
-    """Components whose weights are not as loaded: widening them is work that a footprint does not tell of."""
+    """Return the storage of components whose weights are not as loaded: a footprint does not include widening them."""
     return {name: part.storage for name, part in plan.components.items() if part.storage != "as-loaded"}
 
 
 def most_beside(device: Accelerator) -> int:
-    """Bytes that others may have on `device`, cuBLAS's workspace among them, without disturbing what is seen."""
+    """Return the bytes that other tensors may take of `device`, cuBLAS's workspace included, in a valid measurement."""
     return needed_bytes(0, 0, device)
 
 
@@ -111,7 +112,7 @@ def _digest(plan: Plan) -> str:
 
 
 def _matched(footprint: Footprint, seen: Sequence[Seen]) -> Iterator[tuple[int, Seen]]:
-    """What was seen of the phases that `footprint` tells of, by number: the nth of a name is the nth of that name."""
+    """Yield each measured phase with its index in `footprint`: the nth of a name is the nth of that name there."""
     numbers = {key: number for number, key in enumerate(_counted(phase.name for phase in footprint.phases))}
     for key, one in zip(_counted(one.name for one in seen), seen, strict=True):
         if key in numbers:
@@ -126,14 +127,14 @@ def _counted(names: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 def _resident(phase: Phase, plan: Plan) -> bool:
-    """Whether no weights come for any of its passes."""
+    """Whether the weights of all its components are resident."""
     return all(plan.components[done.component].placement == "resident" for done in phase.calls)
 
 
 def _more(told: PhaseEstimate, peak: int, device: Accelerator, ahead: Sequence[PhaseEstimate]) -> int:
-    """The bytes for activations by which a forecast says `peak`, and no segment more; 0 where it says as much.
+    """Return the activation bytes with which the forecast is `peak`, and no segment more; 0 if it already is as high.
 
-    Weights that come `ahead` for the next phase come into what this one gives up: both take no more than the larger.
+    Weights loaded `ahead` for the next phase use memory that this one releases: both take no more than the larger.
     """
     own = told.peak(device)
     peak -= max([0, *(one.peak(device) - own for one in ahead)])
@@ -145,7 +146,7 @@ def _more(told: PhaseEstimate, peak: int, device: Accelerator, ahead: Sequence[P
 def _player(
     footprint: Footprint, number: int, plan: Plan, device: Accelerator, disk_rate: float | None
 ) -> Callable[[float], float]:
-    """The seconds of a phase at a pace."""
+    """Return a function from a time scale to the predicted seconds of a phase."""
     before, phase = footprint.phases[:number], footprint.phases[number]
 
     def seconds(time_scale: float) -> float:
@@ -156,10 +157,10 @@ def _player(
 
 
 def _cost_model(played: Callable[[float], float], seconds: float) -> float | None:
-    """The pace at which a phase takes `seconds`; None where it does not tell.
+    """Return the time scale at which a phase takes `seconds`; None if it cannot be determined.
 
-    Copies take their time at any pace, so a phase that is n times as long computes at least n times as long, and one
-    that is shorter is so for at least as much faster arithmetic: that is one bound.
+    Copies take the same time at any scale. So if a phase takes n times as long as predicted, its arithmetic takes at
+    least n times as long; if it is shorter, its arithmetic is faster by at least that factor. This is one bound.
     """
     plain = played(1.0)
     if not plain or not 1 / MOST < seconds / plain < MOST:
@@ -169,7 +170,7 @@ def _cost_model(played: Callable[[float], float], seconds: float) -> float | Non
         return played(time_scale * (1 + STEP)) - there >= SHARE * STEP * there
 
     guess = seconds / plain
-    if guess >= 1 and not follows(1.0, plain):  # the slower it computes, the more it does
+    if guess >= 1 and not follows(1.0, plain):  # the larger the scale, the more it follows
         return None
     if abs(played(guess) / seconds - 1) <= EXACT:
         return guess
@@ -182,16 +183,16 @@ def _cost_model(played: Callable[[float], float], seconds: float) -> float | Non
     return high if guess >= 1 or follows(high, seconds) else None
 
 
-# what is made of it
+# measurements → footprint
 
 
 def calibrate(
     footprint: Footprint, experiences: Sequence[CallMeasurement], stored: Mapping[str, Storage]
 ) -> CalibratedFootprint:
-    """`footprint` as calls with components `stored` like that have shown it to be.
+    """Return `footprint` corrected by the measured calls whose components were `stored` in the same way.
 
-    A pace is the median of all calls that tell one, without first calls where there are others; of two in the middle
-    the lesser: what disturbs a call makes it longer.
+    A time scale is the median over all pipeline calls that give one, without first calls if there are others. Of two
+    in the middle it is the smaller: disturbances make a call longer.
     """
     working = {done.component for phase in footprint.phases for done in phase.calls}
     storages = {name: storage for name, storage in stored.items() if name in working}
@@ -224,7 +225,7 @@ def calibrate(
 
 
 def _changed(footprint: Footprint, changes: Mapping[int, tuple[float, int]]) -> Footprint:
-    """`footprint` with the pace and the bytes more of each phase by number, however denoisers work."""
+    """Return `footprint` with the time scale and extra bytes of each phase, by index, in all variants."""
 
     def change(number: int, phase: Phase) -> Phase:
         time_scale, more = changes[number]
@@ -248,12 +249,12 @@ def _in(runs: Sequence[object]) -> str:
 
 
 def _paced(phase: Phase, time_scale: float) -> Phase:
-    """`phase` with all that is computed, and launched, taking `time_scale` times as long."""
+    """Return `phase` with arithmetic and launches taking `time_scale` times as long."""
     passes = tuple(done.model_copy(update={"time_scale": time_scale}) for done in phase.calls)
     return phase.model_copy(update={"calls": passes})
 
 
 def _roomier(phase: Phase, more: int) -> Phase:
-    """`phase` with `more` bytes for activations, however it works."""
+    """Return `phase` with `more` bytes for activations, in each of its strip options too."""
     ways = tuple(way.model_copy(update={"allocator_bytes": way.allocator_bytes + more}) for way in phase.strip_options)
     return phase.model_copy(update={"allocator_bytes": phase.allocator_bytes + more, "strip_options": ways})

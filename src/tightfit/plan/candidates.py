@@ -1,7 +1,7 @@
-"""A component whose weights come and go → all plans that are tried for it, and how many bytes each takes at the least.
+"""Component that is not always resident → all plans that are tried for it, each with the least bytes that it takes.
 
-There are finitely many, and which there are does not depend on a budget: so what fits into a smaller budget fits into
-a larger one, and more budget is never slower. All this is known before anybody asks how long its layers are at work.
+There are finitely many, and which there are does not depend on a budget: so what fits a smaller budget fits a larger
+one, and a larger budget is never slower. All this is known before compute times of layers are needed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tightfit.schema.plan import ComponentPlan, Granularity
 
 __all__ = ["Candidate", "candidates"]
 
-Seconds = Mapping[str, float] | None  # how long each leaf is at work
+Seconds = Mapping[str, float] | None  # compute time of each layer
 
-FEW = 8  # layers, or blocks, of which all selections are tried
-GIANTS, GIANT = 5, 1.5  # so many layers stay for their size, if each is so many times as large as the next, …
-SHARES = 4  # … and of the rest none to three fourths
-AHEAD = (1, 2, 4)  # of the rest, how many the ring holds
+FEW = 8  # most weight groups of which all selections of resident ones are tried
+GIANTS, GIANT = 5, 1.5  # at most GIANTS layers are resident for their size, if GIANT times as large as the next one, …
+SHARES = 4  # … together with none to three fourths of the rest
+AHEAD = (1, 2, 4)  # sizes of the ring buffer: how many of the largest of the rest it holds
 
 
 class Candidate(NamedTuple):
-    """A plan, or all that is known of it before layers are chosen by the time that they are at work."""
+    """A plan, or what is known of it before resident layers are chosen by their compute times."""
 
     draft: ComponentPlan
-    comes: int  # bytes of what stays and of the ring
-    exact: bool = True  # not only at the least
-    chosen: Callable[[Seconds], Candidate] | None = None  # with more layers that stay
+    comes: int  # bytes of resident layers and ring buffer
+    exact: bool = True  # False: `comes` is a lower bound
+    chosen: Callable[[Seconds], Candidate] | None = None  # returns it with more resident layers
 
     def plan(self, seconds: Seconds) -> ComponentPlan:
         return self.draft if self.chosen is None else self.chosen(seconds).draft
@@ -45,12 +45,12 @@ def candidates(
     *,
     by_blocks: bool,
 ) -> Iterator[Candidate]:
-    """`whole`: there for its phase; streamed with one of `count` sizes; streamed with some that always stay.
+    """Yield `whole` (loaded for its phase), streamed plans of `count` sizes, and streamed plans with chosen residents.
 
-    What streams moves by layers, and by blocks: then the ring holds a whole one, which little memory has no room for,
-    but what works on several parts block by block reads it once for all of them.
+    Streamed plans move single layers, or blocks: then the ring buffer holds a whole block, which needs more memory, but
+    a component that runs on parts of a batch block by block loads each block once for all parts.
 
-    If it is to work `by_blocks`, which only does what streams, then with all of them staying, too.
+    With `by_blocks`, which needs placement "stream", they include one with all layers resident.
     """
     layers = groups["layer"]
     yield Candidate(whole, taken(layers.sizes.values(), 0))
@@ -73,14 +73,14 @@ def candidates(
 
 
 def _may_move(component: Component, granularity: Granularity, groups: Mapping[Granularity, WeightGroupSizes]) -> bool:
-    """Whether its weights may move so: by blocks where they are compiled, else by layers, or by blocks of several."""
+    """Whether weights may move at `granularity`: if compiled, only blocks; else layers, or blocks of several layers."""
     if granularity == "layer":
         return not component.compiled
     return component.compiled or len(groups["block"].sizes) < len(groups["layer"].sizes)
 
 
 def _sized(component: Component, streams: ComponentPlan, groups: WeightGroupSizes, count: int) -> Iterator[Candidate]:
-    """Sizes between the least that a component streams with and all of it, each larger by the same factor."""
+    """Yield plans of `count` sizes from the least that a component can stream with to all of it, by equal factors."""
     small_bytes = small_tensor_bytes(component)
     least, most = small_bytes + groups.least, small_bytes + groups.whole
     sizes = {int(least * (most / least) ** (step / count)) for step in range(count)} if least < most else set()
@@ -106,7 +106,7 @@ def _all_staying(streams: ComponentPlan, groups: WeightGroupSizes) -> Candidate:
 
 
 def _giants_staying(streams: ComponentPlan, layers: WeightGroupSizes) -> Iterator[Candidate]:
-    """Those stay that are much larger than all others, and some of the rest."""
+    """Yield plans in which layers much larger than all others are resident, with some of the rest."""
     sizes = layers.sizes
     for count in range(1, GIANTS + 1):
         giants, next_size = frozenset(layers.order[:count]), sizes[layers.order[count]]
@@ -126,7 +126,7 @@ def _with_more(
     capacity: int,
     ahead: int,
 ) -> Candidate:
-    """Up to `capacity` bytes of the rest stay, too."""
+    """Return the candidate in which up to `capacity` bytes of the rest are resident, too."""
     largest = max(rest.values())
 
     def chosen(seconds: Seconds) -> Candidate:
@@ -136,12 +136,12 @@ def _with_more(
 
     if capacity < min(rest.values()):
         return chosen(None)
-    least = layers.whole - sum(rest.values()) + capacity - largest  # what is left over is less than any of them
+    least = layers.whole - sum(rest.values()) + capacity - largest  # less than `largest` is left over
     return Candidate(streams, up(max(least, 0)), exact=False, chosen=chosen)
 
 
 def _staying(streams: ComponentPlan, groups: WeightGroupSizes, resident: Set[str], ahead: int) -> Candidate:
-    """Just these stay."""
+    """Return the candidate in which exactly these are resident."""
     passing = (groups.sizes[name] for name in groups.order if name not in resident)
     ring = sum(itertools.islice(passing, ahead))
     named = tuple(name for name in groups.sizes if name in resident)

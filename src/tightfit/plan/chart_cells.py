@@ -1,4 +1,4 @@
-"""A model's footprint × a card → what the model does there; and the presets 0–3 beside what is made for the card."""
+"""A model's footprint × a card → the chart's cell; and a model's presets 0–3 beside the plan made for a card."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tightfit.units import format_bytes
 
 __all__ = ["cell_of", "charted_card", "fits_card", "host_bytes", "level_rows", "preset_plan"]
 
-_ENDLESS = 2**60  # bytes of a card that is never full
+_ENDLESS = 2**60  # bytes of a card with unlimited memory
 
 
 def charted_card(name: str, card: Accelerator) -> ChartedCard:
-    """`card` as a column, with what a plan may use of it: 95 % of what CUDA leaves."""
+    """Return `card` as a column of the chart; a plan may use 95 % of the bytes that CUDA leaves."""
     (left,) = computer_with(card).accelerators
     return ChartedCard(name=name, title=card.name, bytes=card.bytes, room=int(left.bytes * (1 - SPARE)))
 
 
 def plan_on(footprint: Footprint, card: Accelerator, ram: int | None = None) -> Plan:
-    """What is made for `card`, and so many bytes of RAM. Raises as `make_plan` does."""
+    """Return the plan for `card` and `ram` bytes of host memory (None: unlimited). Raises as `make_plan` does."""
     room = charted_card(card.name, card).room
     return make_plan(footprint, computer_with(card), None if ram is None else Budget(device=room, ram=ram))
 
 
 def fits_card(footprint: Footprint, card: Accelerator, ram: int | None = None) -> bool:
-    """Whether any lossless plan does."""
+    """Whether any lossless plan fits `card` and `ram` bytes of host memory (None: unlimited)."""
     try:
         plan_on(footprint, card, ram)
     except BudgetTooSmall:
@@ -50,7 +50,7 @@ def cell_of(
     ram: int | None = None,
     largest: Largest | None = None,
 ) -> Cell:
-    """What `model`, whose usual request has `footprint`, does on `card`, which is `accelerator`."""
+    """Return the result of `model`, whose usual request has `footprint`, on `card`, which is `accelerator`."""
     where = {"model": model.name, "card": card.name, "level": _lowest(model.presets, card, accelerator, ram)}
     try:
         plan = plan_on(footprint, accelerator, ram)
@@ -69,7 +69,7 @@ def cell_of(
 
 
 def preset_plan(footprint: Footprint, level: int, accelerator: Accelerator) -> Plan:
-    """The plan of a preset on a card with memory of its own."""
+    """Return the plan of preset `level` on a card."""
     return plan_for(
         footprint, "cuda:0", separate=True, choices={"level": level}, request=footprint.request, pinnable=_ENDLESS,
         accelerator=accelerator,
@@ -77,7 +77,7 @@ def preset_plan(footprint: Footprint, level: int, accelerator: Accelerator) -> P
 
 
 def host_bytes(plan: Plan, footprint: Footprint) -> int:
-    """Bytes of weights that wait in RAM under `plan`."""
+    """Return the bytes of weights that `plan` offloads to RAM."""
     waiting = (c for c in footprint.components if plan.components[c.name].placement != "resident")
     return sum(c.bytes for c in waiting if plan.components[c.name].offload_to == "cpu")
 
@@ -85,7 +85,10 @@ def host_bytes(plan: Plan, footprint: Footprint) -> int:
 def level_rows(
     footprint: Footprint, card: ChartedCard, accelerator: Accelerator, presets: Sequence[Preset], ram: int | None = None
 ) -> Iterator[LevelRow]:
-    """`presets` as they were rehearsed on `accelerator`, and what is made for it, if anything fits."""
+    """Yield a row for each of `presets`, as simulated on `accelerator`, and one for the plan made for it, if one fits.
+
+    `ram` is the bytes of host memory (None: unlimited).
+    """
     whole = presets[0].seconds or 0.0
     for preset in presets:
         plan = preset_plan(footprint, preset.level, accelerator)
@@ -111,7 +114,7 @@ def _row(
 
 
 def _lowest(presets: Sequence[Preset], card: ChartedCard, accelerator: Accelerator, ram: int | None) -> int | None:
-    """The lowest level that fits; cuBLAS's workspace is not as large on the card as on the one it was rehearsed on."""
+    """Return the lowest level that fits, with `accelerator`'s own size of cuBLAS's workspace."""
     more = workspace_bytes(accelerator.compute_capability) - workspace_bytes(None)
     fitting = (p.level for p in presets if _preset_fits(p, p.needed_bytes + more, card, ram))
     return min(fitting, default=None)

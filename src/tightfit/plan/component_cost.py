@@ -1,4 +1,4 @@
-"""A component under its plan, on a device: what its weights take there, and how long its passes last."""
+"""Cost of a component under its plan on a device: bytes of its weights there, and seconds of its calls."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ __all__ = ["SEGMENT", "ComponentCost", "always", "chunks", "taken", "up"]
 
 Parcel = TypeVar("Parcel")
 
-SEGMENT = 2 * 2**20  # bytes: what an allocator takes of a card at a time
-CHUNK = 128 * 2**20  # bytes in which the engine takes room for what stays
-KNOWN = 4  # passes after which the next are taken to be like the last two, …
-ALIKE = 1e-6  # … or three, if these took as long up to so much of it
+SEGMENT = 2 * 2**20  # bytes: the granularity at which an allocator reserves device memory
+CHUNK = 128 * 2**20  # bytes: the largest allocation that the engine makes for several resident weight groups
+KNOWN = 4  # simulated calls, after which each further one is taken to last the mean of the last two, …
+ALIKE = 1e-6  # … or 3, if the last two differ by no more than this fraction
 
 
 class ComponentCost:
-    """A component that follows `plan` on `device`, timed by `cost_model`; disks read `disk_rate` bytes a second."""
+    """Cost of `component` under `plan` on `device`.
+
+    Times are from the CostModel `time_scale`; disks read `disk_rate` bytes per second.
+    Raises PlanError if the plan streams and cannot be resolved.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class ComponentCost:
         disk_rate: float | None = None,
         seconds: Mapping[str, float] | None = None,
     ) -> None:
-        """`seconds` is how long each of its leaves is at work, where that is known."""
+        """`seconds` is the compute time of each of its layers, if known."""
         self.component, self.remains = component, plan.placement == "resident"
         self.plan = resolve_streaming(component, plan, seconds) if plan.placement == "stream" else plan
         self._device, self._cost_model = device, time_scale
@@ -45,11 +49,11 @@ class ComponentCost:
         self._resident = set(self._sizes if plan.placement == "offload" else self.plan.resident_layers or ())
         self._small_bytes = small_tensor_bytes(component)
         link = device.link_rate or float("inf")
-        self.rate = min(link, disk_rate or link) if plan.offload_to == "disk" else link  # bytes a second from its home
-        self.launch = device.launch_overhead  # seconds of the host for each piece of work
+        self.rate = min(link, disk_rate or link) if plan.offload_to == "disk" else link  # bytes per second
+        self.launch = device.launch_overhead  # host seconds for each kernel or copy
         self._overheads = HostOverheads(device.streamed_overhead, device.resident_overhead)
         self._flow: TransferSimulator | None = None
-        self.idle = 0.0  # seconds at the end of its last pass for which its link has nothing to bring for it
+        self.idle = 0.0  # seconds at the end of its last call in which the link has nothing to load for it
 
     @property
     def _granularity(self) -> Granularity:
@@ -57,52 +61,52 @@ class ComponentCost:
 
     @property
     def always(self) -> int:
-        """Bytes on the device all along."""
+        """Bytes on the device during the whole pipeline call."""
         return always(self.component, self._device, remains=self.remains)
 
     @cached_property
     def widened(self) -> int:
-        """Bytes beside its weights while a layer works that is stored in eight bits."""
+        """Most bytes of widened weights, beside the stored ones, while a layer stored in eight bits runs."""
         return widened_bytes(self.component, self.plan)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the device's memory is the host's."""
+        """Whether the device's memory is host memory."""
         return self._device.is_cpu
 
     @cached_property
     def passing(self) -> dict[str, int]:
-        """What passes through its ring, with its bytes."""
+        """Bytes by name of the weight groups that pass through its ring buffer."""
         return {name: size for name, size in self._sizes.items() if name not in self._resident}
 
     @property
     def room(self) -> int:
-        """Bytes that what stays and the ring have together."""
+        """Bytes of its resident weight groups and ring buffer together."""
         return sum(self._sizes.values()) - sum(self.passing.values()) + (self.plan.ring_buffer or 0)
 
     @cached_property
     def comes(self) -> int:
-        """Bytes more while it works."""
+        """Bytes loaded onto the device while it runs, in addition to `always`."""
         if self.remains:
             return 0
         resident = (size for name, size in self._sizes.items() if name in self._resident)
         return taken(resident, self.plan.ring_buffer or 0) + (0 if self._device.is_cpu else up(self._small_bytes))
 
     def early(self, seconds: float) -> int:
-        """Bytes of it that can come in so long; none where that is no more than the largest that moves together."""
+        """Return how many of its bytes can be loaded in `seconds`; 0 if no more than its largest weight group."""
         size = int(seconds * self.rate)
         return size if size > max(self._sizes.values(), default=0) else 0
 
     def come(self, now: float) -> float:
-        """It comes `now`; when what is small is there."""
+        """Begin to load it at time `now`; return when its small tensors are loaded."""
         self._flow = None
         if self._device.is_cpu:
             return now
-        launching = self.component.small_tensor_bytes * self.launch
-        return now + launching + self._small_bytes / (self.rate * PAGEABLE)  # it is not page-locked
+        launching = self.component.small_tensors * self.launch
+        return now + launching + self._small_bytes / (self.rate * PAGEABLE)  # they are not page-locked
 
     def work(self, done: ComponentCall, runs: int, now: float, way: StripProfile | None = None) -> float:
-        """When `runs` passes are done that begin `now`, one after another, each in the same `way`."""
+        """Return when `runs` consecutive calls end that begin at time `now`, each with the strip option `way`."""
         if self.remains or (self._flow is not None and self._flow.complete):
             self.idle = self._cost_model.seconds_without_weights(done, way, None if self.remains else self._granularity)
             return now + runs * self.idle
@@ -135,12 +139,12 @@ class ComponentCost:
 
 
 def _steady(seconds: Sequence[float]) -> bool:
-    """Whether the last two passes took as long."""
+    """Whether the last two calls took equally long."""
     return len(seconds) > 2 and abs(seconds[-1] - seconds[-2]) <= ALIKE * seconds[-1]
 
 
 def chunks(groups: Iterable[Parcel], size: Callable[[Parcel], int]) -> Iterator[list[Parcel]]:
-    """What is taken, and given up, together of what stays: up to CHUNK bytes."""
+    """Split resident weight groups into those that share one allocation: up to CHUNK bytes, or a single group."""
     chunk: list[Parcel] = []
     whole = 0
     for group in groups:
@@ -154,16 +158,17 @@ def chunks(groups: Iterable[Parcel], size: Callable[[Parcel], int]) -> Iterator[
 
 
 def always(component: Component, device: Accelerator, *, remains: bool) -> int:
-    """Bytes that are on `device` all along if it `remains`, or comes and goes. On a CPU what is small does not."""
+    """Return the bytes on `device` during the whole call: all weights if it `remains`, else on a CPU the small ones."""
     if remains:
         return component.allocator_bytes or component.bytes
     return up(small_tensor_bytes(component)) if device.is_cpu else 0
 
 
 def taken(resident: Iterable[int], ring: int) -> int:
-    """Bytes of a device for what stays, and for the ring."""
+    """Return the device bytes of resident weight groups and of the ring buffer, rounded up to segments."""
     return sum(up(sum(chunk)) for chunk in chunks(resident, int)) + up(ring)
 
 
 def up(size: int, multiple: int = SEGMENT) -> int:
+    """Round `size` up to a multiple of `multiple` bytes."""
     return -(-size // multiple) * multiple

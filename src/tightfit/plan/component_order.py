@@ -13,11 +13,11 @@ from tightfit.schema.plan import ComponentPlan, ComponentRun, Reason
 __all__ = ["ALTERNATIONS", "CoResidencyTracker", "coming_early", "schedule_of", "visits", "worker_of"]
 
 
-ALTERNATIONS = 4  # changes of turn between two components in one call, after which they stay together
+ALTERNATIONS = 4  # switches between two components in one pipeline call, after which both remain on the device
 
 
 class CoResidencyTracker:
-    """Components on one device, as if none of them stayed there for good."""
+    """Names of the components that are on one device at a time, if none of them is always resident."""
 
     def __init__(self) -> None:
         self.device_bytes: set[str] = set()
@@ -25,7 +25,10 @@ class CoResidencyTracker:
         self._last: str | None = None
 
     def works(self, name: str) -> bool:
-        """`name` is at work now, and whoever does not share the device with it goes; whether it had to come."""
+        """Record that `name` runs; components that do not share the device with it are evicted.
+
+        Return whether `name` had to be loaded.
+        """
         if self._last not in (None, name):
             self._turns[frozenset((name, self._last or ""))] += 1
         self._last = name
@@ -39,7 +42,7 @@ class CoResidencyTracker:
 
 
 def visits(footprint: Footprint) -> dict[str, tuple[int, ...]]:
-    """For each component that works, how many passes it works through each time that it comes, if it does not stay."""
+    """Return for each component its number of calls each time that it is loaded, if it is not always resident."""
     guests, passes = CoResidencyTracker(), dict[str, list[int]]()
     for done in (phase.calls[index] for phase in footprint.phases for index in phase.call_order):
         own = passes.setdefault(done.component, [])
@@ -48,11 +51,11 @@ def visits(footprint: Footprint) -> dict[str, tuple[int, ...]]:
     return {name: tuple(counts) for name, counts in passes.items()}
 
 
-_METHODS = ("forward", "encode", "decode")  # of whole components; a part that is called by itself counts as forward
+_METHODS = ("forward", "encode", "decode")  # of whole components; a submodule called directly counts as forward
 
 
 def schedule_of(footprint: Footprint) -> tuple[ComponentRun, ...]:
-    """In which order components work, each time from its inputs to its outputs."""
+    """Return the order in which components run, as groups of consecutive calls."""
     passes = [phase.calls[index] for phase in footprint.phases for index in phase.call_order]
     unused = {key: _unused(footprint, key) for key in dict.fromkeys(map(worker_of, passes))}
     return tuple(
@@ -62,12 +65,12 @@ def schedule_of(footprint: Footprint) -> tuple[ComponentRun, ...]:
 
 
 def worker_of(done: ComponentCall) -> tuple[str, str]:
-    """Who works in a pass, and by which method."""
+    """Return the component and the method of a call."""
     return done.component, done.method if done.method in _METHODS else "forward"
 
 
 def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
-    """The largest parts of a component of which nothing has work in one of its methods."""
+    """Return the paths of the largest submodules of a component that one of its methods does not use."""
     passes = (done for phase in footprint.phases for done in phase.calls if worker_of(done) == key)
     used = {
         path for done in passes for use in done.block_uses for turn in use.layer_work for path in paths_to(turn.layer)
@@ -78,7 +81,7 @@ def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
 
 
 def coming_early(order: Sequence[ComponentRun], components: Mapping[str, ComponentPlan]) -> Iterator[Reason]:
-    """Who comes while the one before on the same device ends, and why that is possible."""
+    """Yield which components are prefetched while the one before on their device finishes, and why that is possible."""
     last: dict[str | None, str] = {}
     pairs: dict[str, str] = {}
     for stint in order:

@@ -34,7 +34,7 @@ __all__ = ["CostModel", "strip_seconds_without_weights", "work_in_strips"]
 
 
 class CostModel:
-    """The passes of `component` on `device`, each worked out once."""
+    """Segments and times of `component`'s calls on `device`, each computed once."""
 
     def __init__(self, component: Component, device: Accelerator) -> None:
         self._device = device
@@ -44,13 +44,13 @@ class CostModel:
         self._alone: dict[tuple[int, float, Granularity | None], tuple[StripProfile, float]] = {}
 
     def segments(self, done: ComponentCall, granularity: Granularity = "layer") -> list[ComputeSegment]:
-        """A pass from its beginning to its end, with all weights there, by what moves together.
+        """Return the segments of a call in execution order, by the weight group that each needs.
 
-        A block's layers are needed from its beginning on.
+        With granularity "block", a block's group is needed from the beginning of the block on.
         """
         key = id(done), granularity
         if key not in self._known:
-            self._known[key] = done, self._joined(done, granularity)  # with the pass, whose id stays its own
+            self._known[key] = done, self._joined(done, granularity)  # the call is kept, so that its id is not reused
         return self._known[key][1]
 
     def _joined(self, done: ComponentCall, granularity: Granularity) -> list[ComputeSegment]:
@@ -60,7 +60,10 @@ class CostModel:
         return merge_segments(plain, done.time_scale)
 
     def timings(self, way: StripProfile, time_scale: float, granularity: Granularity | None) -> list[StripStageTiming]:
-        """A pass done in this way, at the pass's own `time_scale`; without a `granularity`, with all weights there."""
+        """Return the stages of a call with strip option `way`; without a `granularity`, as if it needed no weights.
+
+        `time_scale` is that of the call.
+        """
         key = id(way), time_scale, granularity
         if key not in self._timings:
             self._timings[key] = way, [self._timing(stage, time_scale, granularity) for stage in way.stages]
@@ -69,9 +72,9 @@ class CostModel:
     def seconds_without_weights(
         self, done: ComponentCall, way: StripProfile | None = None, granularity: Granularity | None = None
     ) -> float:
-        """The seconds of a pass that waits for no weights, if it is done in this way.
+        """Return the seconds of a call that waits for no weights, with strip option `way` (None: untiled).
 
-        With a `granularity` weights came before it, and are told of each use.
+        With a `granularity`, weights are loaded before it, and each use of a group costs the host `resident_overhead`.
         """
         overhead = self._device.resident_overhead if granularity else 0.0
         if way is None:
@@ -112,14 +115,14 @@ class CostModel:
         return segment_of(turn.work, self._device, group)._replace(gate=gate)
 
     def expected(self, granularity: Granularity) -> list[str]:
-        """What moves together, in the order of the model, as often as it is told to be needed."""
+        """Return the weight groups in the order of the model: for "layer" once per layer of a group, else once."""
         groups = list(self._groups[granularity].values())
         return groups if granularity == "layer" else list(dict.fromkeys(groups))
 
     def leaf_seconds(self, footprint: Footprint, component: Component) -> dict[str, float] | None:
-        """Seconds from the time when a leaf is needed until the next one is, in all kinds of passes together.
+        """Return by layer the seconds from when it is needed until the next one is, summed over all kinds of calls.
 
-        None where the footprint was measured for no request.
+        None if the footprint has no call of `component`.
         """
         passes = [done for phase in footprint.phases for done in phase.calls if done.component == component.name]
         if not passes:
@@ -135,7 +138,7 @@ class CostModel:
 
 
 def _groups(component: Component, granularity: Granularity) -> dict[str, str]:
-    """What each leaf moves together with."""
+    """Return the weight group of each layer."""
     return {layer: group for group, layers in group_layers(component, granularity).items() for layer in layers}
 
 
@@ -143,11 +146,11 @@ def _group(groups: dict[str, str], use: BlockUse, layer: str) -> str:
     return use.block if use.block in groups.values() else groups.get(layer, "")
 
 
-ALIKE = 1e-6  # of its seconds, by which strips that take as long may differ
+ALIKE = 1e-6  # relative difference up to which strips count as equally long
 
 
 def strip_seconds_without_weights(timings: Sequence[StripStageTiming], items: int, overhead: float = 0.0) -> float:
-    """The seconds of a pass that waits for no weights: the host takes `overhead` for each use of those in `timings`."""
+    """Return the seconds of a call in strips that waits for no weights; a use of a group costs the host `overhead`."""
     there = list(dict.fromkeys(segment.group for segment in in_order(timings) if segment.group))
     overheads = HostOverheads(resident=overhead)
     flow = TransferSimulator(there, dict.fromkeys(there, 0), there, 0, float("inf"), overheads=overheads)
@@ -155,7 +158,10 @@ def strip_seconds_without_weights(timings: Sequence[StripStageTiming], items: in
 
 
 def work_in_strips(timings: Sequence[StripStageTiming], items: int, flow: TransferSimulator) -> float:
-    """The seconds of a pass that is done like this, one of so many items after another, while weights come."""
+    """Simulate a call in strips, of `items` batch items one after another, while weights are loaded.
+
+    Return its seconds.
+    """
     began, needed = flow.now, [segment.group for segment in in_order(timings) if segment.group]
     flow.begin()
     for _ in range(items):
@@ -169,15 +175,15 @@ def work_in_strips(timings: Sequence[StripStageTiming], items: int, flow: Transf
 
 
 class _FeatureMapTraffic:
-    """Where what strips are made of comes from, and where they go."""
+    """Copies of feature maps between host and device for the strips of a call."""
 
     def __init__(self, flow: TransferSimulator) -> None:
         self._flow = flow
-        self._outward = flow.now  # when all that left so far has arrived
-        self._there: float | None = None  # when what the next strip takes is there, if it was sent for
+        self._outward = flow.now  # time at which all feature maps offloaded so far have arrived
+        self._there: float | None = None  # time at which the next strip's inputs are loaded; None: not requested
 
     def work(self, timing: StripStageTiming, then: StripStageTiming | None) -> None:
-        """All strips of a lap. Where they go ahead, the last one sends for what the next lap takes first."""
+        """Simulate all strips of a stage. If it prefetches, the last one requests the next stage's first inputs."""
         for segment in timing.once:
             self._flow.do(segment)
         even, number, clocks = timing.even, 0, [self._clocks]
@@ -199,24 +205,24 @@ class _FeatureMapTraffic:
     def _strip(
         self, timing: StripStageTiming, strip: Sequence[ComputeSegment], following: StripStageTiming | None
     ) -> None:
-        """One of them. Where it goes ahead, it sends for what the one after it takes."""
+        """Simulate one strip. If its stage prefetches, it requests the inputs of the strip after it."""
         self._flow.launch(timing.launching)
         self._flow.wait(self._bring(timing) if self._there is None else self._there)
         self._there = self._bring(following) if timing.ahead and following else None
         for segment in strip:
             self._flow.do(segment)
-        self._flow.wait(self._outward)  # one strip is on its way out at most
+        self._flow.wait(self._outward)  # at most one strip is being offloaded
         if timing.going:
             self._outward = self._flow.now + timing.going
         if not timing.ahead:
             self.settle()
 
     def _bring(self, timing: StripStageTiming) -> float:
-        """Sends for what a strip takes; when it is there."""
+        """Request the inputs of a strip; return when they are loaded."""
         return self._flow.bring(timing.coming) if timing.coming else self._flow.now
 
     def settle(self) -> None:
-        """All that was kept has left."""
+        """Wait until all feature maps are offloaded."""
         self._flow.wait(self._outward)
 
     @property
@@ -225,7 +231,7 @@ class _FeatureMapTraffic:
 
 
 def _steady(clocks: Sequence[tuple[float, ...]]) -> bool:
-    """Whether each of three strips took as long for all, and for nothing longer than for its arithmetic."""
+    """Whether each of three strips took equally long on all clocks, and longest on that of its arithmetic."""
     if len(clocks) < 4:
         return False
     first, second, third = ([b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(clocks))

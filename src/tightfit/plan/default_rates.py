@@ -1,4 +1,4 @@
-"""An accelerator whose rates nobody measured → the same with those of an ordinary one, so that faster is told apart."""
+"""Accelerator without measured rates → the same with rates of an ordinary one, so that plans' times can be compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tightfit.schema.machine import Accelerator, Machine
 
 __all__ = ["ANY_CARD", "GUESSED_DISK", "computer_with", "default_disk_rate", "with_default_rates"]
 
-# of an ordinary card of 2020
+# rates of an ordinary card of 2020: operations, bytes per second; overheads in seconds
 GUESSED: Mapping[str, object] = {
     "arithmetic_rates": {"float32": 5e12, "float16": 2e13, "bfloat16": 2e13},
     "memory_rate": 3e11,
@@ -23,24 +23,24 @@ GUESSED_CPU: Mapping[str, object] = {
     "memory_rate": 2e10,
     "launch_overhead": 5e-6,
 }
-GUESSED_DISK = 1e9
-ANY_CARD = Accelerator(name="any card", kind="simulated", bytes=1)  # for what depends on no card's size and rates
+GUESSED_DISK = 1e9  # bytes per second
+ANY_CARD = Accelerator(name="any card", kind="simulated", bytes=1)  # for results independent of a card's size and rates
 
 
 def with_default_rates(accelerator: Accelerator) -> Accelerator:
-    """`accelerator` with guessed rates where it has none."""
+    """Return `accelerator` with guessed rates where it has none."""
     guessed = GUESSED_CPU if accelerator.is_cpu else GUESSED
     known = {name: rate for name in guessed if (rate := getattr(accelerator, name))}
-    lacking = guessed.keys() - known.keys() - {"launch_overhead", "streamed_overhead", "resident_overhead"}  # or none
+    lacking = guessed.keys() - known.keys() - {"launch_overhead", "streamed_overhead", "resident_overhead"}  # may be 0
     return accelerator.model_copy(update={**guessed, **known}) if lacking else accelerator
 
 
 def default_disk_rate(machine: Machine, accelerator: Accelerator) -> float | None:
-    """Bytes per second of the disk, guessed where nothing but the disk could do."""
+    """Return the disk's bytes per second. If not measured: a guess on a CPU, which has no other offload target."""
     return machine.disk_rate or (GUESSED_DISK if accelerator.is_cpu else None)
 
 
 def computer_with(*cards: Accelerator) -> Machine:
-    """Whatever computer has `cards`, of which CUDA keeps its own bytes: RAM without end, an ordinary disk."""
+    """Return a Machine with `cards`, each less the bytes of CUDA's context, unlimited RAM and an ordinary disk."""
     left = tuple(card.model_copy(update={"bytes": max(card.bytes - CONTEXT, 1)}) for card in cards)
     return Machine(accelerators=left, ram=2**50, pinnable=2**50, cores=1, disk_rate=GUESSED_DISK)

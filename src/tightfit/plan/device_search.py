@@ -1,7 +1,7 @@
-"""All that can be done: each way in which denoisers may work, with all combinations of everything else.
+"""Search over all options of one device: each variant of the denoisers, with all combinations of everything else.
 
-Which there are depends on no budget. So more budget is never slower, and what a smaller budget accepts a larger one
-does too.
+Which options there are does not depend on a budget. So a larger budget is never slower, and what fits a smaller one
+fits a larger one too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Stored = Mapping[str, Storage]
 
 
 class ParetoFront:
-    """What is fastest with so much host memory or less, for any bytes of it; looked at from the most promising on."""
+    """Fastest solutions for every amount of host memory up to a limit, searched most promising first."""
 
     def __init__(self, chances: Iterable[SearchNode], size: int, *, sparing: bool) -> None:
-        """Within `size` bytes of the device; where host memory is not to be spared, what is fastest at all."""
+        """Solutions fit `size` bytes of the device; if not `sparing`, only the fastest is kept, whatever its RAM."""
         self._chances: list[tuple[float, int, SearchNode]] = []
         self._size, self._sparing = size, sparing
         self._best: list[Solution] = []
@@ -35,17 +35,17 @@ class ParetoFront:
 
     @property
     def soonest(self) -> float:
-        """Seconds that anything takes at the least, as far as is known; infinite where nothing fits."""
+        """Lower bound of all solutions in seconds, as far as known; infinite if nothing fits."""
         left = self._chances[0][0] if self._chances else math.inf
         return min([left, *(found.seconds for found in self._best)])
 
     @property
     def done(self) -> bool:
-        """Whether all chances were looked at."""
+        """Whether all nodes have been searched."""
         return not self._chances
 
     def within(self, seconds: float) -> list[Solution]:
-        """All that takes so long at the most, and some that takes longer: each slower than the last, and leaner."""
+        """Return all solutions of at most `seconds`, and some slower ones: each slower than the last, with less RAM."""
         while self._chances and self._chances[0][0] <= seconds:
             _, number, chance = heapq.heappop(self._chances)
             if any(self._beats(found, chance) for found in self._best):
@@ -59,12 +59,12 @@ class ParetoFront:
         return self._best
 
     def _push(self, number: int, chance: SearchNode) -> None:
-        """Keeps it if something fits; of those that are as promising, that of the lowest number is looked at first."""
+        """Add a node if anything fits; of equally promising ones, that of the lowest number is searched first."""
         if chance.soonest < math.inf:
             heapq.heappush(self._chances, (chance.soonest, number, chance))
 
     def _leaner(self, every: Iterable[Solution]) -> list[Solution]:
-        """Of all that was found, what nothing else is as fast and as lean as."""
+        """Return the solutions that no other one matches in both time and RAM; if not sparing, the fastest."""
         kept: list[Solution] = []
         for found in sorted(every, key=lambda found: (found.seconds, found.peak, found.branch.ram_of(found))):
             if not kept or (self._sparing and found.branch.ram_of(found) < kept[-1].branch.ram_of(kept[-1])):
@@ -78,7 +78,7 @@ class ParetoFront:
 
 
 class DeviceSearch:
-    """What `device` could do in the call that `footprint` tells of, with components stored in one way."""
+    """Options of `device` for the call that `footprint` describes, with components stored as `storages` says."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class DeviceSearch:
         storages: Stored,
         known: dict[int, SearchCache] | None = None,
     ) -> None:
-        """`known` is what was worked out already of the same call on devices as fast, by the number of the variant."""
+        """`known` has earlier results for the same call on devices of equal speed, by variant number (0: usual)."""
         self.footprint, self.device, self.disk_rate = footprint, device, disk_rate
         self._storages, self._known = storages, {} if known is None else known
 
     @cached_property
     def branches(self) -> list[VariantSearch]:
-        """The usual way of working, and the others."""
+        """The search for the usual variant, and one for each other variant."""
         about = self.device, self.disk_rate, self._storages
         known = [self._known.setdefault(number, SearchCache()) for number in range(len(self.footprint.variants) + 1)]
         usual = VariantSearch(self.footprint, *about, known=known[0])
@@ -108,31 +108,31 @@ class DeviceSearch:
         ]
 
     def best(self, size: int, ram: int | None) -> Solution | None:
-        """The best within `size` bytes of the device and `ram` of host memory (None: as many as wanted), if any."""
+        """Return the best within `size` bytes of the device and `ram` of host memory (None: unlimited), if any."""
         return next(iter(self.front(size, ram, sparing=False).within(math.inf)), None)
 
     def front(self, size: int, ram: int | None, *, sparing: bool) -> ParetoFront:
-        """The best within `size` bytes of the device and `ram` of host memory, and if `sparing`, with less of it."""
+        """Return the Pareto front within `size` device and `ram` host bytes (None: unlimited); by RAM if `sparing`."""
         chances = (chance for branch in self.branches for chance in branch.chances(size, ram))
         return ParetoFront(chances, size, sparing=sparing)
 
     def least(self, ram: int | None) -> int:
-        """The fewest bytes of the device with which anything fits: something always does, from the disk."""
+        """Return the fewest bytes of the device with which anything fits: something always does, from the disk."""
         leasts = (branch.least(ram) for branch in self.branches)
         return min(least for least in leasts if least is not None)
 
     def tightest(self, size: int, ram: int | None) -> set[str]:
-        """The phases that need all of `size` bytes in whatever just fits into them."""
+        """Return the phases that need all of `size` bytes in the combinations that just fit them."""
         return {name for branch in self.branches for name in branch.tightest(size, ram)}
 
     def least_ram(self, size: int) -> int | None:
-        """The fewest bytes of host memory with which anything fits into `size` bytes of the device; None: nothing."""
+        """Return the fewest bytes of host memory with which anything fits `size` device bytes; None if nothing does."""
         leasts = (branch.least_ram(size) for branch in self.branches)
         return min((least for least in leasts if least is not None), default=None)
 
 
 def storages_of(footprint: Footprint, allowed: Collection[str]) -> Iterator[Stored]:
-    """In what components are stored: as they are; where that does not fit, more and more of them in eight bits."""
+    """Yield storages to try in turn: all as loaded; per `allowed` technique, denoisers, encoders, or both narrowed."""
     yield {}
     storages: list[Storage] = ["float8_e4m3fn"] * ("fp8" in allowed) + ["int8"] * ("int8" in allowed)  # type: ignore[assignment]
     roles = {role: [c.name for c in footprint.components if c.role == role] for role in ("denoiser", "encoder")}

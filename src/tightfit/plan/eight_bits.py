@@ -1,4 +1,4 @@
-"""What layers take that are stored in eight bits: as they are stored, and as they are widened for each use."""
+"""Bytes of layers stored in eight bits: as stored, and as widened for each use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tightfit.schema.plan import ComponentPlan, Storage, VaePlan
 
 __all__ = ["DEFAULT_SKIP", "rooms_of", "stored_bytes", "widened_bytes"]
 
-WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number that is stored in one
-ROW = 64  # bytes as loaded for each byte of scales, at least
-INT8_ROW = 5  # bytes beside the values of each row: its scale and its zero point
+WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes per element as loaded; stored in one
+ROW = 64  # float8: bytes as loaded for each byte of scales, at least
+INT8_ROW = 5  # int8: bytes of each row beside its values: its scale and its zero point
 
 
-# Names of parameters that stay as loaded: what a model has once, at its ends (few bytes, much influence), and
-# what a LoRA adds. The modulation of every block is not among them: it is 27 % of FLUX.1's bytes, and a U-Net's
-# counterpart (`time_emb_proj`) or Qwen-Image's (`img_mod`) would not be recognised by its name anyway.
+# Regular expressions for parameters that are kept as loaded: those that a model has once, at its ends (few bytes,
+# much influence), and those that a LoRA adds. The modulation of every block is not among them: it is 27 % of
+# FLUX.1's bytes, and its counterparts in a U-Net (`time_emb_proj`) or Qwen-Image (`img_mod`) would not match anyway.
 DEFAULT_SKIP = (
     r"embed",
     r"scale_shift_table",
@@ -27,7 +27,7 @@ DEFAULT_SKIP = (
 
 
 def rooms_of(footprint: Footprint, vae: VaePlan, storages: Mapping[str, Storage]) -> list[int]:
-    """Bytes that each phase wants of an allocator for activations and widened weights."""
+    """Return the bytes that each phase needs of an allocator for activations and widened weights."""
     widened = {
         component.name: widened_bytes(component, ComponentPlan(storage=storages[component.name]))
         for component in footprint.components
@@ -41,12 +41,12 @@ def rooms_of(footprint: Footprint, vae: VaePlan, storages: Mapping[str, Storage]
 
 
 def widened_bytes(component: Component, chosen: ComponentPlan) -> int:
-    """The most bytes that a layer's weights take beside those stored in eight bits, while an operation uses them."""
+    """Return the most bytes of a layer's widened weights, beside the stored ones, while an operation uses them."""
     return max((_widened_bytes(layer, chosen) for layer in component.layers if _narrow(layer, chosen)), default=0)
 
 
 def _widened_bytes(layer: WeightBlock, chosen: ComponentPlan) -> int:
-    """In float32, and in the dtype that is computed in; int8 goes to bfloat16 at once."""
+    """Return the bytes of `layer` in float32 plus those in the compute dtype; int8 is widened to bfloat16 directly."""
     whole = 0
     for dtype, size in (layer.matrices if chosen.storage == "int8" else layer.dtypes).items():
         numbers, compute = size // WIDTHS.get(dtype, 1), chosen.compute_dtype or dtype
@@ -64,7 +64,7 @@ def _narrow(layer: WeightBlock, chosen: ComponentPlan) -> bool:
 
 
 def stored_bytes(layer: WeightBlock, chosen: ComponentPlan) -> int:
-    """Bytes of `layer` in the form in which it is stored."""
+    """Return the bytes of `layer` in the storage that `chosen` gives it."""
     if not _narrow(layer, chosen):
         return layer.bytes
     if chosen.storage == "int8":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tightfit.plan.kernel_choice import LayoutChoice, foresee
+from tightfit.plan.kernel_choice import LayoutChoice, attention_reasons
 from tightfit.plan.layer_selection import resolve_streaming, weight_group_sizes
 from tightfit.schema.footprint import Component, Footprint
 from tightfit.schema.machine import Accelerator
@@ -14,7 +14,7 @@ from tightfit.units import format_bytes
 __all__ = ["differences", "explain", "summarize", "there_while_working"]
 
 
-Said = Iterator[tuple[str, str]]  # decision and reason; with {} for the components that share both
+Said = Iterator[tuple[str, str]]  # decisions and reasons; {} stands for the names of the components that share both
 Parts = Sequence[tuple[Component, ComponentPlan]]
 _MAPS = {
     "device": ("stay on the device", "nothing is copied, and nothing computed twice"),
@@ -32,11 +32,11 @@ def explain(
     moves: bool = True,
     accelerator: Accelerator | None = None,
 ) -> tuple[Reason, ...]:
-    """The reasons for all that `plan`, as it was wished for, decides of the pipeline with this `footprint`.
+    """Return the reasons for all decisions of `plan`, as requested, about the pipeline with this `footprint`.
 
-    `layouts` has what was chosen for each component. Where the device has no memory of its own (it is not `separate`),
-    the reasons say what does not move; without `moves`, nothing is said of what does. What is known of the
-    `accelerator` tells who computes attention; without it, nothing is said about that.
+    `layouts` has the memory format chosen for each component. If the device has no memory of its own (it is not
+    `separate`), the reasons say what is not moved; without `moves`, they leave out what is. Attention backends are
+    left out without an `accelerator`.
     """
     parts = [(component, plan.components[component.name]) for component in footprint.components]
     told: dict[tuple[str, str], list[str]] = {}
@@ -48,7 +48,7 @@ def explain(
     for said in _moves(plan, parts, separate=separate) if moves else ():
         told[said] = []
     for component, chosen in parts:
-        for said in foresee(component, chosen, accelerator):
+        for said in attention_reasons(component, chosen, accelerator):
             told.setdefault(said, []).append(component.name)
     return tuple(
         Reason(decision=decision.replace("{}", ", ".join(names), 1) if names else decision, because=because)
@@ -57,7 +57,7 @@ def explain(
 
 
 def _pictures(vae: VaePlan, *, separate: bool) -> Said:
-    """How autoencoders work through pictures."""
+    """Yield how autoencoders process images, and why."""
     peak = "an autoencoder's maps at full resolution are the peak of a large picture"
     if vae.strips:
         yield f"strips within {format_bytes(vae.strips)}", f"{peak}; in strips the numbers stay"
@@ -71,7 +71,7 @@ def _pictures(vae: VaePlan, *, separate: bool) -> Said:
 
 
 def _inside(component: Component, chosen: ComponentPlan, layout: LayoutChoice, *, separate: bool) -> Said:
-    """In what form a component is, and how it works."""
+    """Yield how a component is stored and how it computes, and why."""
     streams = chosen.placement == "stream" and (separate or chosen.offload_to == "disk")
     once = "; block by block, so that weights come once" if streams else ""
     if chosen.storage != "as-loaded":
@@ -97,7 +97,7 @@ def _inside(component: Component, chosen: ComponentPlan, layout: LayoutChoice, *
 
 
 def _moves(plan: Plan, parts: Parts, *, separate: bool) -> Said:
-    """What is on the device only for a while."""
+    """Yield what is not always on the device, and why."""
     moving = [(component, chosen) for component, chosen in parts if chosen.placement != "resident"]
     able = [(component, chosen) for component, chosen in moving if separate or chosen.offload_to == "disk"]
     if not separate and (len(moving) > len(able) or plan.offload_activations or plan.vae.feature_maps == "host"):
@@ -135,9 +135,9 @@ _LABELS = {"encoder": "encoders", "denoiser": "denoiser", "autoencoder": "VAE", 
 
 
 def summarize(plan: Plan, footprint: Footprint) -> str:
-    """What it does, e.g. "streams encoders 4 %, denoiser 12 %; strips": so much of their weights is there at a time.
+    """Return a summary, e.g. "streams encoders 4 %, denoiser 12 %; strips": shares of weights on the device at a time.
 
-    Who is not named is on the device all along.
+    Components that it does not name are always on the device.
     """
     streams, turns = [], []
     for role, components in _by_role(footprint).items():
@@ -154,7 +154,7 @@ def summarize(plan: Plan, footprint: Footprint) -> str:
 
 
 def there_while_working(plan: Plan, footprint: Footprint, role: str) -> str:
-    """What of the components of `role` is on the device while they work, and for how long that is there."""
+    """Return as text which bytes of the components of `role` are on the device while they run, and for how long."""
     components = _by_role(footprint).get(role, [])
     if not components:
         return "none"
@@ -168,7 +168,7 @@ def there_while_working(plan: Plan, footprint: Footprint, role: str) -> str:
 
 
 def _by_role(footprint: Footprint) -> dict[str, list[Component]]:
-    """Those that work in the call, in the order in which their roles come first."""
+    """Return the components that run in the call by role, in order of first use."""
     used = dict.fromkeys(done.component for phase in footprint.phases for done in phase.calls)
     known = {component.name: component for component in footprint.components}
     roles: dict[str, list[Component]] = {}
@@ -183,7 +183,7 @@ def _whence(plan: Plan, components: Sequence[Component]) -> str:
 
 
 def _device_bytes(component: Component, chosen: ComponentPlan) -> int:
-    """Bytes of its weights on the device while it works, with the ring for what passes through."""
+    """Return the bytes of its weights on the device while it runs, ring buffer included."""
     if chosen.placement != "stream":
         return component.bytes
     settled = resolve_streaming(component, chosen)
@@ -207,7 +207,7 @@ def _cuts(vae: VaePlan) -> Iterator[str]:
 
 
 def differences(before: Plan, after: Plan) -> tuple[str, ...]:
-    """What `after` decides otherwise than `before`, a sentence each; nothing where both do the same."""
+    """Return one sentence for each decision of `after` that differs from `before`; none if both do the same."""
     return tuple(_differences(before, after))
 
 
@@ -230,7 +230,7 @@ def _differences(before: Plan, after: Plan) -> Iterator[str]:
 
 
 def _other_layers(old: ComponentPlan, new: ComponentPlan) -> str:
-    """How two that are described alike differ."""
+    """Return how two component plans with the same description differ."""
     if old.resident_layers != new.resident_layers:
         return "as many layers stay, but others"
     if old.weight_memory != new.weight_memory:

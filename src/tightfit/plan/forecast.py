@@ -1,4 +1,4 @@
-"""A footprint under a plan, on a machine's devices → seconds and bytes of each phase."""
+"""A footprint under a plan, on a machine's devices → predicted seconds and bytes of each phase."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ __all__ = [
 ]
 
 
-PERCENT, MARGIN = 1, 32 * 2**20  # by which a peak may be higher than its parts say …
-MARGIN_CPU = 128 * 2**20  # … where libraries load code and keep buffers in the same memory
+PERCENT, MARGIN = 1, 32 * 2**20  # percent and bytes by which a peak may exceed the sum of its parts, …
+MARGIN_CPU = 128 * 2**20  # … and bytes on a CPU, where libraries load code and keep buffers in the same memory
 PAGED = ("cuda", "simulated")  # kinds of devices that have CUDA's allocator, or simulate it
 
 
 class PhaseEstimate(NamedTuple):
-    """What a phase takes."""
+    """Predicted time and memory of a phase, before the margin is added."""
 
     name: str
     seconds: float
-    weights: int  # bytes that are there of them
-    room: int  # bytes that an allocator wants for activations
+    weights: int  # peak bytes of weights on the device
+    room: int  # bytes that an allocator needs for activations and widened weights
 
     def peak(self, device: Accelerator) -> int:
-        """What an allocator takes of `device` for both, with the margin."""
+        """Return the bytes reserved on `device` for both, margin included."""
         return needed_bytes(self.weights, self.room, device)
 
 
 def add_forecast(footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None) -> Plan:
-    """`plan` with what its first call will be like on `device`, and with how much of who is next may come early."""
+    """Return `plan` with the forecast of its first call on `device`, and the bytes of each component to prefetch."""
     call = _CallSimulation(footprint.with_variant(variant_of(footprint, plan)), plan, device, disk_rate)
     told = tuple(PhaseForecast(name=t.name, seconds=t.seconds, peak_bytes=t.peak(device)) for t in call.told)
     return _foreseen(plan, told, call.early)
@@ -59,14 +59,14 @@ def add_forecast(footprint: Footprint, plan: Plan, device: Accelerator, disk_rat
 def simulate(
     footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None
 ) -> tuple[PhaseEstimate, ...]:
-    """The forecast before the margin is added."""
+    """Return the estimate of each phase, before the margin is added."""
     return _CallSimulation(footprint.with_variant(variant_of(footprint, plan)), plan, device, disk_rate).told
 
 
 def add_joint_forecast(
     footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None = None
 ) -> Plan:
-    """`add_forecast` where components compute on several `devices`, by name."""
+    """Return `plan` as `add_forecast` does, for components that compute on several `devices`, by name."""
     calls = _calls(footprint, plan, devices, disk_rate)
     told = tuple(_joined(plan.device, phases, devices) for phases in _by_phases(calls))
     early = {stint: size for call in calls.values() for stint, size in call.early.items()}
@@ -76,7 +76,7 @@ def add_joint_forecast(
 def simulate_jointly(
     footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None = None
 ) -> list[dict[str, PhaseEstimate]]:
-    """Phase by phase, what each of a plan's devices does, by name, before the margin is added."""
+    """Return for each phase the estimates of a plan's devices, by name, before the margin is added."""
     return _by_phases(_calls(footprint, plan, devices, disk_rate))
 
 
@@ -110,29 +110,29 @@ def _joined(host: str, told: Mapping[str, PhaseEstimate], devices: Mapping[str, 
 
 
 def needed_bytes(weights: int, room: int, device: Accelerator) -> int:
-    """What an allocator takes of `device` for both, with the margin."""
+    """Return the bytes reserved on `device` for `weights` and activations (`room`), with workspace and margin."""
     whole = weights + room + _workspace(device)
     return up(whole + max(whole * PERCENT // 100, _page_tail(device)) + _margin(device))
 
 
 def most_weights(size: int, room: int, device: Accelerator) -> int:
-    """As many as there can be beside `room` for activations within `size` bytes, by `needed_bytes`."""
+    """Return the most bytes of weights that fit beside `room` bytes of activations in `size`, by `needed_bytes`."""
     left = size // SEGMENT * SEGMENT - _margin(device)
     whole = min(left - _page_tail(device), ((left + 1) * 100 - 1) // (100 + PERCENT))
     return whole - room - _workspace(device)
 
 
 def taken_by_others(device: Accelerator) -> int:
-    """Bytes of a card that tensors of this process take beside the pipeline.
+    """Return the bytes of a card that other tensors of this process take.
 
-    Little more than cuBLAS's workspace counts as none: it stays after a first call, and is part of what a plan needs.
+    Little more than cuBLAS's workspace counts as 0: it remains after a first call, and is part of what a plan needs.
     """
     taken = device.allocated or 0
     return taken if taken > _workspace(device) + SEGMENT else 0
 
 
 def room_within(device: Accelerator, size: int) -> int:
-    """Bytes for a pipeline where all tensors of this process may take `size` of a card together."""
+    """Return the bytes for a pipeline if all tensors of this process may take `size` bytes of a card together."""
     return max(min(size, device.bytes) - taken_by_others(device), 0)
 
 
@@ -141,14 +141,15 @@ def _margin(device: Accelerator) -> int:
 
 
 def _page_tail(device: Accelerator) -> int:
-    """Bytes of the last page of CUDA's allocator that may lie idle; of a peak above 1.8 GB a percent is more."""
+    """Return the bytes of the last page of CUDA's allocator that may be unused; above 1.8 GB, a percent is more."""
     return PAGE_TAIL if device.kind in PAGED else 0
 
 
 def _workspace(device: Accelerator) -> int:
-    """What cuBLAS's takes beside the activations; one that comes and goes with each product is one of them.
+    """Return the bytes of cuBLAS's workspace that a phase's activations do not include.
 
-    Then only what it is larger by than where footprints are measured, on a card of no compute capability.
+    If torch allocates one for each product (2.15 and newer), activations include it: then only its excess over the
+    workspace of a card without a compute capability, on which footprints are measured.
     """
     if device.is_cpu:
         return 0
@@ -158,10 +159,10 @@ def _workspace(device: Accelerator) -> int:
 
 
 class _CallSimulation:
-    """One call, as it goes on.
+    """Simulation of one pipeline call on one device.
 
-    Where who comes next would have to wait for the link, it does not come early: then a copy that the pipeline makes
-    between the two would have to wait, too, while nothing computes.
+    If prefetching the next component would have to wait for the link, it is not prefetched: else a copy that the
+    pipeline makes between the two would have to wait, too, while nothing computes.
     """
 
     def __init__(self, footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None) -> None:
@@ -170,10 +171,10 @@ class _CallSimulation:
             c.name: ComponentCost(c, plan.components[c.name], device, CostModel(c, device), disk_rate)
             for c in footprint.components
         }
-        self._guests = CoResidencyTracker()
+        self._activations = CoResidencyTracker()
         self._now = 0.0
-        self._last: ComponentCost | None = None  # to have worked
-        self.early: dict[tuple[str, str], int] = {}  # bytes that come while who works before ends
+        self._last: ComponentCost | None = None  # the component that ran last
+        self.early: dict[tuple[str, str], int] = {}  # bytes prefetched while the component before finishes
         self.told = tuple(self._phase(phase) for phase in footprint.phases)
 
     def _phase(self, phase: Phase) -> PhaseEstimate:
@@ -182,7 +183,7 @@ class _CallSimulation:
         for index, group in itertools.groupby(phase.call_order):
             done = phase.calls[index]
             part = self._parts[done.component]
-            if self._guests.works(done.component) and not part.remains:
+            if self._activations.works(done.component) and not part.remains:
                 self._foresee_early(done, part)
                 self._now = part.come(self._now)
             weights, widened = max(weights, self._there), max(widened, part.widened)
@@ -200,16 +201,16 @@ class _CallSimulation:
 
     @property
     def _there(self) -> int:
-        """Bytes of weights on the device, of what comes and goes."""
-        return sum(self._parts[name].comes for name in self._guests.device_bytes)
+        """Bytes of weights on the device that are not always resident."""
+        return sum(self._parts[name].comes for name in self._activations.device_bytes)
 
 
 def share_of(footprint: Footprint, names: Collection[str], *, hosts: bool) -> Footprint:
-    """What a device sees of the call on which the components `names` compute, in the same phases.
+    """Return the footprint of the device on which the components `names` compute, with the same phases.
 
-    With `hosts` it is the pipeline's own: what components are given waits there, what they return comes there, and what
-    is done between them is done there. Another holds what its components need while they work: that room was measured
-    with all that waits on the same device, so it is rather too much.
+    With `hosts` it is the pipeline's own device: it holds the inputs and outputs of all components, and work between
+    components runs there. Another device holds what its components need while they run: those bytes were measured with
+    all live activations on one device, so they are rather too many.
     """
     following = itertools.chain(footprint.phases[1:], [None])
     phases = [_seen(phase, after, names, hosts) for phase, after in zip(footprint.phases, following, strict=True)]
@@ -248,5 +249,5 @@ def _seen(phase: Phase, after: Phase | None, names: Collection[str], hosts: bool
 
 
 def _given(done: ComponentCall) -> int:
-    """Bytes of activations that are there when a pass begins."""
+    """Return the bytes of activations on the device when a call begins."""
     return done.block_uses[0].live_bytes_at_start if done.block_uses else 0

@@ -1,4 +1,4 @@
-"""Which attention kernel runs, and whether convolutions are channels-last: facts of a plan, with reasons."""
+"""Choice of the attention kernel and of channels-last convolutions, each with its reason."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ __all__ = ["AttentionChoice", "LayoutChoice", "block_bytes", "check_wanted", "ch
 
 
 class AttentionChoice(NamedTuple):
+    """An attention backend, and the reason as a sentence."""
+
     name: Attention
     because: str
 
 
 def check_wanted(name: str) -> Attention:
-    """`name`, if it is one that can be wanted; PlanError otherwise."""
+    """Return `name` if it is a valid `attention` of a plan. Raises PlanError otherwise."""
     for wanted in get_args(Attention):
         if name == wanted:
             return wanted  # type: ignore[no-any-return]
@@ -29,11 +31,11 @@ def check_wanted(name: str) -> Attention:
 
 
 def block_bytes(device: str) -> int:
-    """Bytes of scores that chunked attention makes at once.
+    """Return the bytes of attention scores that chunked attention computes at a time.
 
-    On a CPU, smaller blocks stay in the cache: one thread alone is fastest with 2 to 8 MiB. But threads wait for each
-    other in each block, and where something else wants the cores too, only from 32 MiB on is that seldom enough. For
-    cards it is an assumption: enough work for all of their multiprocessors.
+    On a CPU, smaller chunks stay in the cache: one thread alone is fastest with 2 to 8 MiB. But threads wait for each
+    other in each chunk, and if other programs use the cores too, that is rare enough only from 32 MiB on. The value
+    for cards is an assumption: enough work for all of their multiprocessors.
     """
     return 32 * 2**20 if device == "cpu" else 64 * 2**20
 
@@ -41,11 +43,11 @@ def block_bytes(device: str) -> int:
 def choose(
     call: AttentionCall, wanted: Attention = "auto", installed: Container[str] = (), block: int | None = None
 ) -> AttentionChoice:
-    """The implementation for `call`, and the reason as a sentence.
+    """Return the backend for `call`, and the reason as a sentence.
 
-    `wanted` is "auto" or a name; a name that cannot take the call gives way to what "auto" chooses. `installed` has
-    "xformers" and "sage" where they can be imported. Up to `block` bytes of scores (default: `block_bytes`) may be
-    whole.
+    `wanted` is "auto" or a name; if the named backend does not support the call, the choice is that of "auto".
+    `installed` contains "xformers" and "sage" if they can be imported. Up to `block` bytes of scores (default:
+    `block_bytes`) may be computed at once.
     """
     if wanted == "torch":
         return AttentionChoice("torch", "torch chooses for itself, as was asked for")
@@ -78,17 +80,17 @@ def _refusal(name: Attention, call: AttentionCall, installed: Container[str]) ->
     return "anything: it is not installed" if missing else refusal(name, call)
 
 
-# what can be said before a run
+# what is known before a run
 
-_KINDS = {"cuda": "cuda", "simulated": "cuda", "cpu": "cpu", "loopback": "cpu"}  # by whose rules a device attends
-_MANY = 2**15  # queries and keys, as a picture has them
+_KINDS = {"cuda": "cuda", "simulated": "cuda", "cpu": "cpu", "loopback": "cpu"}  # whose kernels a kind of device has
+_MANY = 2**15  # queries and keys, as many as a large image has
 
 
-def foresee(component: Component, chosen: ComponentPlan, accelerator: Accelerator | None) -> Iterator[tuple[str, str]]:
-    """Who will compute the attention of `component`, and why, with {} for its name: as far as it is known before a run.
+def attention_reasons(component: Component, chosen: ComponentPlan, accelerator: Accelerator | None) -> Iterator[tuple[str, str]]:
+    """Yield which backend computes the attention of `component`, and why, with {} for its name, as known before a run.
 
-    That is for networks that tell how wide their heads are, and calls without a mask. With "auto" nothing is said of
-    encoders, whose prompts are too short for it to matter, nor of what was exported or compiled with a choice made.
+    This covers networks with known head dimensions, and calls without a mask. With "auto", encoders are left out,
+    whose prompts are too short for it to matter, and exported or compiled networks, in which the backend is fixed.
     """
     if accelerator is None or accelerator.kind not in _KINDS:
         return
@@ -128,7 +130,7 @@ def _by_name(name: Attention, refused: list[str]) -> tuple[str, str]:
 
 
 def _by_itself(kernel: Kernel, calls: list[AttentionCall], accelerator: Accelerator) -> tuple[str, str]:
-    """What "auto" does with `calls` that differ in the width of heads."""
+    """Return what "auto" chooses for `calls` that differ in head dimension only, and why."""
     call, refused = calls[0], torch_kernel(calls[0]).refused
     if kernel == "math":
         scores = format_bytes(block_bytes(call.device))
@@ -143,18 +145,20 @@ def _by_itself(kernel: Kernel, calls: list[AttentionCall], accelerator: Accelera
     return f"attention of {{}} by {TITLES[kernel]}", f"{takes}{mask} on {accelerator.display_name}{before}"
 
 
-WORTH = 1.05  # times as fast: less is within what measuring varies by
+WORTH = 1.05  # least measured speedup that counts: less is within measurement noise
 
 
 class LayoutChoice(NamedTuple):
+    """Whether convolutions are channels-last, and the reason as a sentence."""
+
     channels_last: bool
-    because: str | None  # None where nobody asked
+    because: str | None  # None if the plan has channels_last=False
 
 
 def choose_layout(component: Component, chosen: ComponentPlan, accelerator: Accelerator | None) -> LayoutChoice:
-    """Channels last or not for `component`: as was said or, where that is None, where it was measured to be faster.
+    """Choose the memory format of `component`: as its plan says or, if that is None, the one measured to be faster.
 
-    `accelerator` knows what was measured, if anything was.
+    The measurements are `channels_last_gains` of `accelerator`.
     """
     wanted = chosen.channels_last
     if wanted is False:

@@ -1,8 +1,8 @@
-"""What moves together, which of it stays, and how large the ring is for the rest.
+"""Weight groups of a streamed component: which of them are resident, and how large the ring buffer for the others is.
 
-The order of use is a cycle that is known, so what stays is spread evenly over it: then something small is always on
-its way while something else computes, and the ring can be small. (Least recently used is the worst rule for a cycle:
-it forgets each layer just before its next use.)
+The order of use is a known cycle, so resident groups are spread evenly over it: then a small group is always being
+loaded while others compute, and the ring buffer can be small. (Least recently used is the worst policy for a cycle:
+it evicts each layer just before its next use.)
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ __all__ = [
     "weight_group_sizes",
 ]
 
-ALIGNMENT = 4096  # bytes: sizes in the ring are rounded up to it
-PADDING = 1024  # bytes, of four tensors in a flat buffer
-SECTORS = 4  # of a disk, that reading a weight and a bias takes beyond the two
-AHEAD = 4  # of the largest that pass through, how many the ring holds
-CLOSE = 1e-4  # how well the rate of the slowest link is found, of itself
-BLOCKS_FROM = 40  # blocks that must fit beside each other before they move as a whole
+ALIGNMENT = 4096  # bytes: sizes in the ring buffer are rounded up to it
+PADDING = 1024  # bytes of padding for four tensors in a flat buffer
+SECTORS = 4  # extra sectors of ALIGNMENT bytes that are read from a disk with a weight and a bias
+AHEAD = 4  # preferred size of the ring buffer: how many of the largest groups that pass through it holds
+CLOSE = 1e-4  # relative precision of the rate of the slowest link
+BLOCKS_FROM = 40  # number of blocks for which there must be memory before whole blocks are loaded
 
 
 class MemorySplit(NamedTuple):
-    """What some bytes for weights are for."""
+    """Division of some bytes for weights."""
 
-    kept: frozenset[str]  # what is so large that it had better stay
-    keeping: int  # bytes of it
-    ring: int  # bytes
-    largest: int  # bytes of the largest of the rest
-    spare: int = 0  # bytes for more that stays
+    kept: frozenset[str]  # groups that are resident because they are large
+    keeping: int  # bytes of these
+    ring: int  # bytes of the ring buffer
+    largest: int  # bytes of the largest other group
+    spare: int = 0  # bytes for more resident groups
 
     @property
     def least(self) -> int:
-        """Of them, as many as are used at the least: what is left over is less than any that passes through."""
+        """Fewest bytes of it that are used: less than the largest group that passes through is left over."""
         return self.keeping + self.ring + max(self.spare - self.largest, 0)
 
 
 class WeightGroupSizes:
-    """What moves together, in the order of the model, with its bytes."""
+    """Bytes of weight groups by name, in the order of the model."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes, self.whole = sizes, sum(sizes.values())
@@ -60,34 +60,34 @@ class WeightGroupSizes:
 
     @cached_property
     def order(self) -> list[str]:
-        """From the largest to the smallest."""
+        """Names from the largest to the smallest."""
         return sorted(self.sizes, key=lambda name: -self.sizes[name])
 
     @property
     def least(self) -> int:
-        """The fewest bytes that do."""
+        """Fewest bytes with which the groups can be streamed."""
         return self._divisions[-1].least
 
     @property
     def good(self) -> int:
-        """The fewest with which the ring is as large as it had better be."""
+        """Fewest bytes with which the ring buffer has its preferred size, for AHEAD groups."""
         return self._divisions[0].least
 
     def divide(self, room: int) -> MemorySplit:
-        """What `room` bytes are for. There are less than none to spare where they are too few."""
+        """Return how `room` bytes are divided. `spare` is negative if they are too few."""
         if room >= self.whole:
             return MemorySplit(frozenset(self.sizes), self.whole, 0, 0)
         good, *tighter = self._divisions
         if room >= good.least:
             return good._replace(spare=room - good.least)
-        for divided in tighter:  # all for the ring
+        for divided in tighter:  # the remaining bytes are for the ring buffer
             if room >= divided.least:
                 return divided._replace(ring=room - divided.keeping)
         return good._replace(spare=room - self.least)
 
     @cached_property
     def _divisions(self) -> list[MemorySplit]:
-        """With a ring for AHEAD of the largest that pass through, and for fewer and fewer: in the fewest bytes each."""
+        """Divisions with a ring buffer for AHEAD of the largest passing groups, down to 1: each in the fewest bytes."""
         return [self._around(ahead) for ahead in range(AHEAD, 0, -1)]
 
     def _around(self, ahead: int) -> MemorySplit:
@@ -102,7 +102,7 @@ class WeightGroupSizes:
 
 
 def group_layers(component: Component, granularity: Granularity) -> dict[str, list[str]]:
-    """The leaves that move together, by the name of what they are part of, in the order of the model."""
+    """Return the layers that are loaded together, by the name of their group, in the order of the model."""
     blocks = {block.name for block in component.blocks if block.name} if granularity == "block" else set()
     groups: dict[str, list[str]] = {}
     for layer in component.layers:
@@ -112,17 +112,18 @@ def group_layers(component: Component, granularity: Granularity) -> dict[str, li
 
 
 def paths_to(name: str) -> Iterator[str]:
-    """Names of all that a part is inside of, the outermost first, and its own."""
+    """Yield the dotted paths of all modules around `name`, the outermost first, and `name` itself."""
     return itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 def resolve_streaming(
     component: Component, chosen: ComponentPlan, seconds: Mapping[str, float] | None = None
 ) -> ComponentPlan:
-    """`chosen` with its granularity, ring buffer and resident layers decided, where it leaves them open.
+    """Return `chosen` with its granularity, ring buffer and resident layers resolved, where it leaves them open.
 
-    `seconds` is how long each of the component's leaves is at work; None: taken to be as their bytes.
-    Raises PlanError where `weight_memory` is too little, with what would be enough, and for unknown `resident_layers`.
+    `seconds` is the compute time of each of the component's layers; None: proportional to their bytes.
+    Raises PlanError if `weight_memory` or `ring_buffer` is too small, with what would be enough, for unknown
+    `resident_layers`, and for granularity "layer" of a compiled component.
     """
     granularity = chosen.granularity or _choose_granularity(component, chosen)
     if granularity == "layer" and component.compiled:
@@ -163,7 +164,7 @@ def resolve_streaming(
 
 
 def small_tensor_bytes(component: Component) -> int:
-    """What is small, and there as long as the component works."""
+    """Return the bytes of tensors outside of layers, which are on the device while the component runs."""
     return component.bytes - sum(layer.bytes for layer in component.layers)
 
 
@@ -188,11 +189,11 @@ def _by_group(
 
 
 def _choose_granularity(component: Component, chosen: ComponentPlan) -> Granularity:
-    """Where nobody has tried both: blocks where they are compiled, or there is room for many, else layers.
+    """Choose without trying both: blocks if compiled or if `weight_memory` holds BLOCKS_FROM of them, else layers.
 
-    The smaller what passes through, the more can stay.
+    The smaller the groups that pass through, the more can be resident.
     """
-    if chosen.resident_layers:  # by their names
+    if chosen.resident_layers:  # the granularity follows from their names
         whole = {block.name for block in component.blocks} - {layer.name for layer in component.layers}
         return "block" if whole.intersection(chosen.resident_layers) else "layer"
     if component.compiled:
@@ -204,7 +205,7 @@ def _choose_granularity(component: Component, chosen: ComponentPlan) -> Granular
 
 
 def weight_group_sizes(component: Component, granularity: Granularity, chosen: ComponentPlan) -> dict[str, int]:
-    """Bytes in the ring of all that moves together; from disks come whole sectors around what is wanted."""
+    """Return the bytes of each weight group in the ring buffer; from disk, whole sectors around it are read."""
     more = SECTORS * ALIGNMENT if chosen.offload_to == "disk" else PADDING
     own = {layer.name: stored_bytes(layer, chosen) + more for layer in component.layers}
     groups = group_layers(component, granularity)
@@ -214,12 +215,12 @@ def weight_group_sizes(component: Component, granularity: Granularity, chosen: C
 def choose_resident_layers(
     sizes: Mapping[str, int], capacity: int, ring: int, seconds: Mapping[str, float] | None = None
 ) -> set[str]:
-    """Names of at most `capacity` bytes that had better stay, so that the rest never comes late, or little.
+    """Return names of at most `capacity` bytes to keep resident, so that the others are loaded in time or little late.
 
-    `sizes` are in their order of use, `seconds` is how long each is at work (None: as their bytes). The rest passes
-    through a ring of `ring` bytes. Imagine a link that brings as much in a second as it must: whatever has come by
-    the time when it is needed passes through, and the ring bounds how far ahead it can be. Of all such links, the
-    slowest that leaves no more than `capacity` to stay is taken.
+    `sizes` are bytes in order of use, `seconds` the compute time of each (None: proportional to bytes). The others
+    pass through a ring buffer of `ring` bytes. For a link of a given rate, a group passes through if it is loaded by
+    the time it is needed, where the ring buffer bounds how far ahead loading can be; else it is resident. Of all
+    rates, the slowest that leaves at most `capacity` bytes resident is taken.
     """
     if capacity < min(sizes.values(), default=0) and ring >= max(sizes.values(), default=0):
         return set()
@@ -237,14 +238,14 @@ def choose_resident_layers(
         else:
             least = rate
     left = capacity - sum(sizes[name] for name in best)
-    for name, size in sizes.items():  # what the slowest link leaves over
+    for name, size in sizes.items():  # use the bytes that are left over
         if name not in best and size <= left:
             best, left = best | {name}, left - size
     return best
 
 
 def _late(groups: Sequence[tuple[str, int, float]], ring: int, rate: float) -> set[str]:
-    """What would not have come in time at `rate` bytes a second, in the second of two passes."""
+    """Return what would not be loaded in time at `rate` bytes per second, in the second of two calls."""
     come = float(ring)
     late: set[str] = set()
     for _ in range(2):

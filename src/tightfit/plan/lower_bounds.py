@@ -1,4 +1,4 @@
-"""The least time of a component's calls, whichever of its weights are resident: known before anything is simulated."""
+"""Lower bounds on the time of a component's calls, whichever of its weights are resident, without a simulation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from tightfit.schema.plan import ComponentPlan, Granularity
 __all__ = ["LowerBounds", "Runs", "two_in_a_row"]
 
 
-Runs = Sequence[
-    tuple[ComponentCall, int, StripProfile | None]
-]  # passes of one phase, how often each is done at a time, and how
+# calls each time that a component is loaded: kind of call, number of consecutive ones, and their strip option
+Runs = Sequence[tuple[ComponentCall, int, StripProfile | None]]
 
-PIECES = 24  # between which a pass may be cut
+PIECES = 24  # pieces into which a call is cut
 
 
 class LowerBounds:
-    """What all plans have in common for weights at one home, and what each takes at the least."""
+    """Lower bounds on seconds and bytes of all plans that offload a component's weights to one place."""
 
     def __init__(
         self,
@@ -34,13 +33,13 @@ class LowerBounds:
         work: Sequence[Runs],
         time_scale: CostModel,
     ) -> None:
-        """`part` is there by phases."""
+        """`part` has the placement "offload"; `time_scale` is its cost model."""
         self._part, self._groups, self._work, self._cost_model = part, groups, work, time_scale
         self._small = small_tensor_bytes(part.component)
         self._known: dict[Granularity, _StoreBounds] = {}
 
     def of(self, plan: ComponentPlan) -> tuple[float, int]:
-        """Seconds, and bytes that come."""
+        """Return lower bounds for `plan`: seconds, and bytes loaded."""
         granularity: Granularity = plan.granularity or "layer"
         if granularity not in self._known:
             self._known[granularity] = _StoreBounds(
@@ -51,20 +50,20 @@ class LowerBounds:
             room = least = groups.whole
         elif plan.resident_layers is None:
             room = max((plan.weight_memory or 0) - self._small, 0)
-            least = max(room - groups.largest, 0)  # that may be left over
+            least = max(room - groups.largest, 0)  # less than `largest` may be left over
         else:
             room = least = sum(groups.sizes[name] for name in plan.resident_layers) + (plan.ring_buffer or 0)
         return self._known[granularity].seconds(room), least + (0 if self._part.on_cpu else self._small)
 
     def of_part(self, part: ComponentCost) -> float:
-        """Seconds, where `part` decides which weights stay."""
+        """Return the lower bound in seconds for `part`, in which resident weights are resolved."""
         if part.plan.placement == "offload":
             return self.of(part.plan)[0]
         return self._known[part.plan.granularity or "layer"].settled(part)
 
 
 class _StoreBounds:
-    """The same, for what moves together."""
+    """Lower bounds on seconds for one granularity."""
 
     def __init__(
         self,
@@ -80,10 +79,8 @@ class _StoreBounds:
             return _StripBounds(time_scale.timings(way, done.time_scale, granularity), way.batch_items, sizes, most)
 
         self._rate = part.rate
-        self._first = 0.0  # seconds until all that phases need has come once
-        self._again: list[
-            tuple[_CallSegments | _StripBounds, int]
-        ] = []  # later passes, and all in strips, and how many
+        self._first = 0.0  # seconds of the first call each time that it is loaded, in which all weights are loaded
+        self._again: list[tuple[_CallSegments | _StripBounds, int]] = []  # later calls, all in strips, and their number
         for (first, count, way), *later in work:
             self._first += part.come(0.0)
             if way is None:
@@ -97,16 +94,16 @@ class _StoreBounds:
             self._again += [(pieces(done, how), runs) for done, runs, how in others if runs]
 
     def seconds(self, room: int) -> float:
-        """Where `room` bytes can be there at a time."""
+        """Return the lower bound if `room` bytes of weights can be on the device at a time."""
         return self._first + sum(runs * pieces.seconds(room, self._rate) for pieces, runs in self._again)
 
     def settled(self, part: ComponentCost) -> float:
-        """Where `part` decides which weights stay."""
+        """Return the lower bound for `part`, in which resident weights are resolved."""
         return self._first + sum(pieces.settled(part, runs) for pieces, runs in self._again)
 
 
 def _coming(segments: Sequence[ComputeSegment], sizes: Mapping[str, int], part: ComponentCost) -> float:
-    """Seconds of a first pass: by the time something begins, all that was needed until then has come."""
+    """Return the least seconds of a first call: before a segment begins, all weights needed so far are loaded."""
     came, now, there = part.launch * part.rate, 0.0, set[str]()
     for segment in segments:
         if segment.group not in there:
@@ -117,7 +114,7 @@ def _coming(segments: Sequence[ComputeSegment], sizes: Mapping[str, int], part: 
 
 
 class _CallSegments:
-    """A later pass in pieces. Its host may have launched all of it while weights of the first were awaited."""
+    """A later call in pieces. The host may have launched all of it while weights of the first call were loaded."""
 
     def __init__(self, segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> None:
         self._segments = segments
@@ -126,8 +123,8 @@ class _CallSegments:
         self._wants = [_wanted(pieces[first:], sizes) for first in range(len(pieces))]
 
     def seconds(self, room: int, rate: float) -> float:
-        """What it takes where `room` bytes can be there, and others come at `rate`."""
-        least = [0.0]  # until each cut
+        """Return its least seconds if `room` bytes can be on the device, and others are loaded at `rate` bytes/s."""
+        least = [0.0]  # seconds until each cut
         for end in range(1, len(self._works) + 1):
             work, longest = 0.0, 0.0
             for first in range(end - 1, -1, -1):
@@ -138,16 +135,16 @@ class _CallSegments:
         return least[-1]
 
     def settled(self, part: ComponentCost, runs: int) -> float:
-        """What `runs` of them take, one after another, where `part` decides which weights stay.
+        """Return the least seconds of `runs` consecutive calls for `part`, in which resident weights are resolved.
 
-        Those that are not played take as long as the last two that are.
+        After the first, each counts as half of two consecutive calls.
         """
         one, two = two_in_a_row(self._segments, part.passing, part.plan.ring_buffer or 0, part.rate)
         return one + (runs - 1) * two / 2
 
 
 def _one_after_another(timings: Sequence[StripStageTiming]) -> list[ComputeSegment]:
-    """A pass in strips, with the first of each lap in full."""
+    """Return the segments of a call in strips: of each stage the first strip in full, the others as one segment."""
     segments: list[ComputeSegment] = []
     for timing in timings:
         others = sum((runs - 1) * segment.seconds for runs, segment in timing.turns)
@@ -156,16 +153,16 @@ def _one_after_another(timings: Sequence[StripStageTiming]) -> list[ComputeSegme
 
 
 class _StripBounds:
-    """A pass in strips, so many items of a batch one after another, which takes `most` at the least for all else.
+    """A call in strips for `items` items of a batch, one after another, with another lower bound of `most` seconds.
 
-    It is cut wherever something is needed again that was needed since the last cut.
+    It is cut wherever a weight group is needed again that was needed since the last cut.
     """
 
     def __init__(
         self, timings: Sequence[StripStageTiming], items: int, sizes: Mapping[str, int], most: float = 0.0
     ) -> None:
         self._items, self._most = items, most
-        self._rounds: Counter[tuple[float, int]] = Counter()  # seconds, and bytes that are needed
+        self._rounds: Counter[tuple[float, int]] = Counter()  # seconds and needed bytes of each piece
         work, wanted, there, last = 0.0, 0, set[str](), ""
         for segment in in_order(timings):
             if segment.group in there and segment.group != last:
@@ -180,21 +177,21 @@ class _StripBounds:
         self._rounds[work, wanted] += 1
 
     def seconds(self, room: int, rate: float) -> float:
-        """What it takes where `room` bytes can be there, and others come at `rate`."""
+        """Return its least seconds if `room` bytes can be on the device, and others are loaded at `rate` bytes/s."""
         rounds = (count * max(work, (wanted - room) / rate) for (work, wanted), count in self._rounds.items())
         return max(self._most, self._items * sum(rounds))
 
     def settled(self, part: ComponentCost, runs: int) -> float:
-        """What `runs` of them take, where `part` decides which weights stay."""
+        """Return the least seconds of `runs` calls for `part`, in which resident weights are resolved."""
         return runs * self.seconds(part.room, part.rate)
 
 
 def _pieces(segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> list[list[ComputeSegment]]:
-    """Cut wherever another equal share of all arithmetic and of all that is needed has been done."""
+    """Cut a call into about PIECES pieces of equal shares of compute time and needed bytes together."""
     work = sum(segment.seconds for segment in segments) or math.inf
     needed = sum(sizes.get(segment.group, 0) for segment in segments) or math.inf
     pieces: list[list[ComputeSegment]] = []
-    done = 0.0  # of 2
+    done = 0.0  # share of the time plus share of the bytes: at most 2
     for segment in segments:
         if len(pieces) <= done / 2 * PIECES:
             pieces.append([])
@@ -204,7 +201,7 @@ def _pieces(segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> lis
 
 
 def _wanted(pieces: Sequence[Sequence[ComputeSegment]], sizes: Mapping[str, int]) -> list[int]:
-    """Bytes that are needed from the first piece until the end of each."""
+    """Return the bytes of weights needed from the first piece to the end of each."""
     there: set[str] = set()
     wanted, whole = list[int](), 0
     for piece in pieces:
@@ -216,29 +213,29 @@ def _wanted(pieces: Sequence[Sequence[ComputeSegment]], sizes: Mapping[str, int]
 
 
 class _Use(NamedTuple):
-    """Of what comes; and all that is done from then until the next."""
+    """One use of a streamed weight group, with the work until the next use."""
 
     group: str
     size: int  # bytes
-    needed: float  # seconds for which it is at work
-    later: float  # seconds
+    needed: float  # seconds of work that need the group
+    later: float  # seconds of work from then until the next use
 
 
 def two_in_a_row(
     segments: Sequence[ComputeSegment], passing: Mapping[str, int], ring: int, rate: float
 ) -> tuple[float, float]:
-    """Seconds until a pass is done, and two of them, at the least.
+    """Return the least seconds until one call, and until two consecutive calls, have ended.
 
-    `passing` weights, of so many bytes each, come through a ring of `ring` bytes at `rate` bytes a second, in the order
-    of their use. What fits into the ring is there at the beginning, and what is to be used again before others need its
-    place stays in it.
+    `passing` weight groups (bytes by name) pass through a ring buffer of `ring` bytes at `rate` bytes per second, in
+    order of use. What fits the ring buffer is loaded at the beginning, and a group that is used again before its bytes
+    are needed for others remains in it.
     """
     lead, uses = _uses(segments, passing)
     following = [*uses, *uses]
     following.reverse()
-    handles: deque[float] = deque()  # of what is in the ring, use by use
+    handles: deque[float] = deque()  # arrival times of what is in the ring buffer, by use
     arrived, awaited = dict.fromkeys(passing, 0.0), dict.fromkeys(passing, 0)
-    now = link = -math.inf  # all that comes before the beginning is there in time
+    now = link = -math.inf  # what is loaded before the beginning arrives in time
     free = ring
 
     def send() -> None:
@@ -269,7 +266,7 @@ def two_in_a_row(
 
 
 def _uses(segments: Sequence[ComputeSegment], passing: Mapping[str, int]) -> tuple[float, list[_Use]]:
-    """Seconds until something is needed that comes, and all that does."""
+    """Return the seconds until the first streamed weight group is needed, and all uses of such groups."""
     lead, uses = 0.0, list[_Use]()
     for segment in segments:
         if segment.group in passing:

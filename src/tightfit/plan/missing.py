@@ -1,8 +1,8 @@
-"""What a footprint leaves out → what of it a plan could gain by.
+"""Footprint with unmeasured parts → the parts that are worth measuring, because a plan could improve with them.
 
-A plan is at its best if what was not measured took no memory. Of strips more is known: those of fewer bytes, or with
-maps in host memory, are no faster than others, and those others need no less room. What a plan would gain nothing by
-even so need not be measured.
+The search assumes the best case: unmeasured parts take no memory. For strips the bound is tighter: strips of fewer
+bytes, or with feature maps in host memory, are no faster than the others, and the others need no less memory. Parts
+with which no plan improves even then need not be measured.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from tightfit.schema.footprint import STRIPS, FeatureMaps, Footprint, Phase
 
 __all__ = ["GAIN", "missing_parts"]
 
-GAIN = 0.001  # of a call's time: less is not worth measuring more
+GAIN = 0.001  # fraction of a call's time: for a smaller gain nothing more is measured
 
 
 def missing_parts(
     footprint: Footprint, search: Callable[[Footprint], DeviceSearch], size: int, ram: int | None
 ) -> tuple[str, ...]:
-    """What `footprint` leaves out and a plan within `size` bytes of the device and `ram` of host memory could gain by.
+    """Return the unmeasured parts of `footprint` that could improve a plan within `size` device and `ram` host bytes.
 
-    It could be faster, or where nothing fits, do with less than what is known now. The first of them is to be measured
-    first: when it is, less of the others may be missing. `search` looks through what could be done in a call.
+    The plan could be faster or, if nothing fits, need fewer bytes than is known now. Measure the first part first:
+    afterwards fewer of the others may be missing. `search` returns the search over all options of a footprint.
     """
     now = search(footprint)
     variants = [part for part in footprint.not_measured if part not in STRIPS]
@@ -37,7 +37,7 @@ def missing_parts(
     best = everything.least(ram) if fastest is None else (1 + GAIN) * fastest.seconds
 
     def enough(parts: Sequence[str], *, likely: bool = False) -> bool:
-        """Whether with these alone a plan could be as good as with all, or is `likely` to be."""
+        """Whether a plan could be as good with these parts alone as with all, or is `likely` to be."""
         some = search(_at_best(footprint, parts, likely=likely))
         if fastest is None:
             return some.least(ram) <= best
@@ -49,14 +49,14 @@ def missing_parts(
     if enough(variants):
         return tuple(variants)
     others, smallest = [] if enough(strips) else variants, strips[-1]
-    if fastest is None:  # what would do with least
+    if fastest is None:  # the option that needs the fewest bytes
         return (smallest, *others)
     first = next((part for part in strips if enough([part, *others], likely=True)), smallest)
     return (first, *others)
 
 
 def _at_best(footprint: Footprint, parts: Sequence[str], *, likely: bool = False) -> Footprint:
-    """`footprint` as if these `parts` of what it leaves out were as good as they can be, or as they are `likely` to."""
+    """Return `footprint` with these unmeasured `parts` as good as they can be, or as they are `likely` to be."""
     roles, denoising = {each.name: each.role for each in footprint.components}, set(footprint.denoiser_phases)
     strips = [STRIPS[part] for part in parts if part in STRIPS]
 
@@ -72,10 +72,11 @@ def _at_best(footprint: Footprint, parts: Sequence[str], *, likely: bool = False
 
 
 def _in_strips(phase: Phase, some: Sequence[tuple[int, FeatureMaps]], *, likely: bool) -> Phase:
-    """`phase` with what strips of some shares of it, and places of their maps, are at best, by those that it has.
+    """Return `phase` with the best case of unmeasured strip options, bounded by its measured ones.
 
-    They are like the slowest of those that are no slower, or like no strips at all, with less room. It is `likely`
-    that beside them is kept as much as beside others.
+    `some` are the (share, feature maps) pairs of these options. Each is taken to be as fast as the slowest measured
+    option that is no slower, or as no strips at all, with fewer bytes. If `likely`, it also needs as many bytes beside
+    its strips as the measured options do.
     """
     ways, room = list(phase.strip_options), phase.allocator_bytes
     kept = (

@@ -1,4 +1,4 @@
-"""Footprint + several devices, each with its own budget → the Plan that fits, or what would fit."""
+"""Footprint + several devices, each with its own budget → the Plan that fits, or an error with what would fit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["check_devices", "plan_jointly"]
 def plan_jointly(
     footprint: Footprint, machine: Machine, budget: Budget, allowed: Collection[str], host: str | None = None
 ) -> Plan:
-    """The best plan within the bytes that `budget` names for each of several devices of `machine`.
+    """Return the best plan within the bytes that `budget` allows on each of several devices of `machine`.
 
-    `host` is the one on which denoisers compute, if that is settled. Raises PlanError for unknown devices and for a
-    CPU among them, and BudgetTooSmall where nothing fits.
+    `host` is the device on which denoisers compute, if that is fixed. `allowed` are lossy techniques. Raises PlanError
+    for unknown devices and for a CPU among them, and BudgetTooSmall if nothing fits.
     """
     known = {name: _member(machine, name) for name in budget.devices}
     check_devices({name: each.kind for name, each in known.items()}, host)
@@ -52,7 +52,7 @@ def plan_jointly(
 
 
 def check_devices(kinds: Mapping[str, str], host: str | None) -> None:
-    """PlanError where those that a budget names, by name, are not all cards, or `host` is none of them."""
+    """Raise PlanError if a budget's devices (`kinds` by name) include a CPU, or if `host` is not one of them."""
     for name, kind in kinds.items():
         if kind == "cpu":
             raise PlanError(f"a budget for several devices is for cards: {name} is none", device=name)
@@ -93,7 +93,7 @@ def _plan(
 
 
 def _reasons(team: MultiDeviceSearch, found: JointSolution, ram: int | None) -> Iterator[Reason]:
-    """Why components are where they are, and why each device's weights are."""
+    """Yield why components compute where they do, and why the weights of each device are where they are."""
     (host, _), *others = found.shares
     name, alone = team.members[host.member].device.name, team.best(ram, host.member)
     gain = None if alone is None else alone.seconds - found.seconds
@@ -121,7 +121,7 @@ def _guessed(known: Collection[Accelerator], members: Sequence[DeviceBudget]) ->
 
 
 def _too_small(team: MultiDeviceSearch, lossy: Sequence[str], budget: Budget) -> BudgetTooSmall:
-    """What would fit: more of one device, or more RAM, or what is `lossy` and was not allowed."""
+    """Return an error with what would fit: more of one device, more RAM, or a `lossy` technique not allowed so far."""
     footprint, ram = team.footprint, budget.ram
     needed = {member.device.name: team.least(number, ram) for number, member in enumerate(team.members)}
     asked = footprint.request.described if footprint.request else "this call"

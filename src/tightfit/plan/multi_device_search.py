@@ -1,7 +1,7 @@
-"""Several devices, each with its own budget: who computes where, and what is done about weights there.
+"""Search over several devices, each with its own budget: where each component computes, and where its weights are.
 
-Each component computes on one of them. What a device does for its components depends on no other device, so the best
-of all is made of each one's best; only RAM is everybody's.
+Each component computes on one device. What a device does for its components is independent of the other devices, so
+the best joint solution consists of each device's best; only RAM is shared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tightfit.schema.machine import Accelerator
 
 __all__ = ["Assignment", "DeviceBudget", "JointSolution", "MultiDeviceSearch"]
 
-_GUESS = 0.02  # of the soonest, how much longer it takes
-_SHORTEST = 1e-6  # seconds
-_ROUNDING = 1e-9
-_OWN = {"name", "bytes", "free", "allocated", "product_name"}  # of an accelerator: what says nothing of how fast it is
+_GUESS = 0.02  # first guess of how much the best exceeds the lower bound, as a fraction of it …
+_SHORTEST = 1e-6  # … but at least this many seconds
+_ROUNDING = 1e-9  # relative tolerance of time limits
+_OWN = {"name", "bytes", "free", "allocated", "product_name"}  # fields of an accelerator that do not affect its speed
 
 
 class DeviceBudget(NamedTuple):
@@ -35,7 +35,7 @@ class DeviceBudget(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Components that compute on one member, by its number; it `hosts` the pipeline where denoisers are."""
+    """Components that compute on one member, given by its index; it `hosts` the pipeline if denoisers are there."""
 
     member: int
     names: frozenset[str]
@@ -43,18 +43,18 @@ class Assignment(NamedTuple):
 
 
 class JointSolution(NamedTuple):
-    """What all do, the better the less."""
+    """Solution over all devices, compared by its first three fields: less is better."""
 
     seconds: float
-    peaks: int  # bytes of all devices
-    ram: int
+    peaks: int  # sum of the devices' peaks in bytes
+    ram: int  # bytes of host memory
     shares: tuple[tuple[Assignment, Solution], ...]  # the host's first
 
 
 class MultiDeviceSearch:
-    """What `members` could do together in the call that `footprint` tells of, with components stored in one way.
+    """Joint options of `members` for the call that `footprint` describes, with components stored as `storages` says.
 
-    `host` is the number of the member on which denoisers compute, if that is settled.
+    `host` is the index of the member on which denoisers compute, if that is fixed. `disk_rate` is in bytes per second.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MultiDeviceSearch:
         self._fronts: dict[tuple[int, int, int | None], ParetoFront] = {}
 
     def search(self, post: Assignment) -> DeviceSearch:
-        """What the device of a post could do for its components; devices as fast share it."""
+        """Return the search over the options of `post`; devices of equal speed share it."""
         kind = self._kinds[post.member]
         key = kind, post.names, post.hosts
         if key not in self._searches:
@@ -84,9 +84,9 @@ class MultiDeviceSearch:
         return self._searches[key]
 
     def best(self, ram: int | None, alone: int | None = None) -> JointSolution | None:
-        """The best within the members' bytes and `ram` of host memory (None: as many as wanted), if any.
+        """Return the best solution within the members' bytes and `ram` bytes of host memory (None: unlimited), if any.
 
-        With `alone`, the member of this number does all of it.
+        With `alone`, all components compute on the member of this index.
         """
         postings = self.postings() if alone is None else [(Assignment(alone, frozenset().union(*self._groups), True),)]
         fronts = [(posts, [self._front(post, ram) for post in posts]) for posts in postings]
@@ -97,11 +97,11 @@ class MultiDeviceSearch:
         return best
 
     def fits(self, ram: int | None) -> bool:
-        """Whether anything does."""
+        """Whether anything fits within the members' bytes and `ram` bytes of host memory (None: unlimited)."""
         return any(self._fit(posts, ram) for posts in self.postings())
 
     def least(self, member: int, ram: int | None) -> int | None:
-        """The fewest bytes of one member with which anything fits, the others as they are; None if nothing does."""
+        """Return the fewest bytes of `member` with which anything fits, the others unchanged; None if nothing does."""
         leasts = []
         for posts in self.postings():
             own = [post for post in posts if post.member == member]
@@ -110,7 +110,7 @@ class MultiDeviceSearch:
         return min(leasts, default=None)
 
     def least_ram(self) -> int | None:
-        """The fewest bytes of host memory with which anything fits, the members as they are; None if nothing does."""
+        """Return the fewest bytes of host memory with which anything fits the members' bytes; None if nothing does."""
         leasts = []
         for posts in self.postings():
             each = [self.search(post).least_ram(self.members[post.member].size) for post in posts]
@@ -122,7 +122,7 @@ class MultiDeviceSearch:
         return all(self._least(post, ram) <= self.members[post.member].size for post in posts)
 
     def _least(self, post: Assignment, ram: int | None) -> int:
-        """The fewest bytes of its device. Where RAM is limited, nobody needs any but for maps between strips."""
+        """Return the fewest bytes of its device. If RAM is limited, it is needed only for feature maps of strips."""
         cuts = any(c.role == "autoencoder" and c.name in post.names for c in self.footprint.components)
         search, limit = self.search(post), ram if ram is None or cuts else 0
         key = id(search), limit
@@ -132,7 +132,7 @@ class MultiDeviceSearch:
 
     @cached_property
     def _groups(self) -> list[frozenset[str]]:
-        """Who computes on the same device: denoisers, with those that never work; autoencoders; all others alone."""
+        """Components that share a device: denoisers and all unused ones; autoencoders; each other one by itself."""
         used = {done.component for phase in self.footprint.phases for done in phase.calls}
         by_role: dict[str, set[str]] = {"denoiser": set()}
         for component in self.footprint.components:
@@ -142,7 +142,7 @@ class MultiDeviceSearch:
         return [frozenset(names) for names in by_role.values() if names]
 
     def postings(self) -> Iterator[tuple[Assignment, ...]]:
-        """Who could compute where, the host's first; of members that are as good as each other, one is as good."""
+        """Yield all ways to assign components, the host's first in each; of equal members only one is tried."""
         for places in self._places(()):
             members = dict.fromkeys(places)
             together = {
@@ -151,7 +151,7 @@ class MultiDeviceSearch:
             yield tuple(Assignment(m, frozenset().union(*groups), m == places[0]) for m, groups in together.items())
 
     def _places(self, taken: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """A member for each group; those of the first groups are `taken`."""
+        """Yield a member index for each group; the first groups have those in `taken`."""
         if len(taken) == len(self._groups):
             yield taken
             return
@@ -163,7 +163,7 @@ class MultiDeviceSearch:
                 yield from self._places((*taken, number))
 
     def _front(self, post: Assignment, ram: int | None) -> ParetoFront:
-        """What a device can do, with less and less RAM where that is limited."""
+        """Return the Pareto front of an assignment's device, over RAM too if that is limited."""
         search, size = self.search(post), self.members[post.member].size
         key = id(search), size, ram
         if key not in self._fronts:
@@ -172,17 +172,17 @@ class MultiDeviceSearch:
 
 
 def _soonest(fronts: Sequence[ParetoFront]) -> float:
-    """Seconds that all of them take at the least."""
+    """Return the sum of the fronts' lower bounds, in seconds."""
     return sum(front.soonest for front in fronts)
 
 
 def _best(
     posts: Sequence[Assignment], fronts: Sequence[ParetoFront], ram: int | None, best: JointSolution | None
 ) -> JointSolution | None:
-    """What all could do together, if it is better than the `best` so far.
+    """Return the best combination of the fronts' solutions, or the `best` so far if none is better.
 
-    Each looks no further than what leaves the others the time that they need. Where nothing is known yet that it must
-    be faster than, that is guessed, and guessed again.
+    Each front is searched only up to a time that leaves the others their lower bounds. If there is no solution yet to
+    set the limit, the limit is guessed and raised until it is reached.
     """
     soonest = _soonest(fronts)
     limit = best.seconds if best else soonest + max(_GUESS * soonest, _SHORTEST)

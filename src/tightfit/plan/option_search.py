@@ -1,7 +1,7 @@
-"""What can be done about one component, from the most promising on: what is fastest within some bytes.
+"""Options of one component, and the search for the fastest one within some bytes, most promising first.
 
-Of each it is known at once how long it takes at the least, and how many bytes. What it takes indeed is worked out, one
-after another, only while it may be the best.
+A lower bound of each option's time and its least bytes are known at once. Its exact cost is computed only while it may
+be the best.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tightfit.schema.plan import ComponentPlan
 
 __all__ = ["BestOptionSearch", "LazyOption", "Option", "OptionSet"]
 
-ROUNDING = 1e-11  # by which sums of the same seconds may differ, of themselves
+ROUNDING = 1e-11  # relative rounding error of sums of the same seconds
 
 
 class Option(NamedTuple):
-    """One of them."""
+    """A plan for one component, with its exact cost."""
 
-    comes: int  # bytes more on the device while it works
-    seconds: float  # of its work in one call
-    ram: int  # bytes of host memory for the masters
-    always: int  # bytes on the device all along
+    comes: int  # bytes loaded onto the device while it runs, in addition to `always`
+    seconds: float  # of its work in one pipeline call
+    ram: int  # bytes of host memory for offloaded weights
+    always: int  # bytes on the device during the whole pipeline call
     plan: ComponentPlan
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device while it works."""
+        """Bytes on the device while it runs."""
         return self.always + self.comes
 
 
 class LazyOption:
-    """An option that is worked out when it is asked for; before, what it takes at the least."""
+    """An option whose exact cost is computed on demand; `seconds` and `comes` (bytes) are lower bounds."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LazyOption:
         least: Callable[[ComponentCost], float],
         time: Callable[[ComponentCost], float],
     ) -> None:
-        """`settle` decides what is open, `least` is the better bound then, and `time`, which is slow, simulates it."""
+        """`settle` resolves the plan; `least` then gives a better lower bound; `time`, which is slow, simulates it."""
         self.seconds = seconds * (1 - ROUNDING)
         self.comes = comes
         self._settle, self._least, self._time = settle, least, time
@@ -58,7 +58,7 @@ class LazyOption:
 
     @cached_property
     def settled(self) -> float:
-        """Seconds at the least, with all decided."""
+        """Lower bound in seconds, once the plan is resolved."""
         return max(self.seconds, self._least(self.part) * (1 - ROUNDING))
 
     @cached_property
@@ -69,30 +69,30 @@ class LazyOption:
 
 
 class BestOptionSearch:
-    """Which offer is the fastest, and of those the least, for which at most `size` bytes come."""
+    """Search for the fastest option, and of equally fast ones the smallest, that loads at most `size` bytes."""
 
     def __init__(self, offers: Sequence[LazyOption], size: int) -> None:
-        """`offers` are sorted by the seconds that they take at the least."""
+        """`offers` are sorted by their lower bounds in seconds."""
         self._open = (offer for offer in offers if offer.comes <= size)
         self._next = next(self._open, None)
-        self._settled: list[tuple[float, int, LazyOption]] = []  # the most promising first, and of these who came first
+        self._settled: list[tuple[float, int, LazyOption]] = []  # heap by lower bound, then by order of arrival
         self._numbers = itertools.count()
         self._size = size
         self._best: Option | None = None
 
     @property
     def over(self) -> bool:
-        """Whether it is known who has won."""
+        """Whether the best option is known."""
         return self._left == math.inf or (self._best is not None and self._left > self._best.seconds)
 
     @property
     def seconds(self) -> float:
-        """What the winner takes at the least, as far as is known; infinite where nothing fits."""
+        """Lower bound of the best option in seconds, as far as known; infinite if nothing fits."""
         return self._left if self._best is None else min(self._best.seconds * (1 - ROUNDING), self._left)
 
     @property
     def _left(self) -> float:
-        """What any that is not worked out takes at the least; infinite where all are."""
+        """Lower bound in seconds of all options not yet computed; infinite if all are."""
         return min(math.inf if self._next is None else self._next.seconds, self._least_settled)
 
     @property
@@ -100,7 +100,7 @@ class BestOptionSearch:
         return self._settled[0][0] if self._settled else math.inf
 
     def go_on(self) -> None:
-        """Settles one offer more, or works out one that is."""
+        """Resolve the plan of one more option, or compute the exact cost of one that is resolved."""
         if self._next is not None and self._next.seconds <= self._least_settled:
             offer, self._next = self._next, next(self._open, None)
             if self._hopeful(offer.seconds, offer.comes) and offer.part.comes <= self._size:
@@ -112,36 +112,36 @@ class BestOptionSearch:
                 self._best = offer.option
 
     def _hopeful(self, seconds: float, comes: int) -> bool:
-        """Whether what takes so long at the least, and so many bytes, may win."""
+        """Whether an option with these lower bounds may be the best."""
         best = self._best
         return best is None or seconds < best.seconds * (1 - 2 * ROUNDING) or comes < best.comes
 
     def winner(self) -> Option | None:
-        """Works out all that it takes; None if nothing fits."""
+        """Run the search to its end and return the best option; None if nothing fits."""
         while not self.over:
             self.go_on()
         return self._best
 
 
 class OptionSet:
-    """Options by size."""
+    """All options of one component, searchable by size."""
 
     def __init__(self, offers: Iterable[LazyOption]) -> None:
         self.offers = sorted(offers, key=lambda offer: (offer.seconds, offer.comes))
         self._races: dict[int, BestOptionSearch] = {}
 
     def race(self, size: int) -> BestOptionSearch:
-        """Of those for which at most `size` bytes come; who asks again goes on with the same."""
+        """Return the search among options that load at most `size` bytes; the same object for the same size."""
         if size not in self._races:
             self._races[size] = BestOptionSearch(self.offers, size)
         return self._races[size]
 
     def within(self, size: int) -> Option | None:
-        """The fastest, and of those the least, for which at most `size` bytes come; None if there is none."""
+        """Return the fastest option, the smallest of equals, that loads at most `size` bytes; None if there is none."""
         return self.race(size).winner()
 
     def __iter__(self) -> Iterator[Option]:
-        """Each takes more than the one before, and is faster."""
+        """Yield the Pareto-optimal options: each loads more bytes than the one before, and is faster."""
         fastest = math.inf
         for option in sorted((offer.option for offer in self.offers), key=lambda option: option[:3]):
             if option.seconds < fastest:

@@ -1,6 +1,6 @@
-"""Everything that can be done about one component's weights, with what each would take and how long it would work.
+"""All options for one component's weights, each with its bytes and its seconds.
 
-Which plans there are does not depend on a budget.
+Which options there are does not depend on a budget.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["ComponentWorkload", "Where", "variant_of", "why_there"]
 
-Where = Literal["resident", "cpu", "disk"]  # the home of what comes and goes
+Where = Literal["resident", "cpu", "disk"]  # where weights are offloaded to, unless they are always resident
 
-ENOUGH = 0.9  # of what is left: who takes less would gain nothing by more
-SIZES = 24  # between the least that a component streams with and all of it, each larger by the same factor, …
-FEWER = 12  # … and so many where denoisers work otherwise than usual
+ENOUGH = 0.9  # fraction of the bytes left: an option that loads less would gain nothing from more
+SIZES = 24  # sizes tried from the least that a component can stream with to all of it, by equal factors, …
+FEWER = 12  # … and for variants of denoisers
 GRANULARITIES: tuple[Granularity, ...] = ("layer", "block")
-WHOLE = VaePlan()  # how it works if nothing is cut
+WHOLE = VaePlan()  # autoencoders run on whole images
 
 
 class ComponentWorkload:
-    """What `component` does on `device` in the call that `footprint` tells of."""
+    """Work of `component` on `device` in the call that `footprint` describes, and the options for its weights."""
 
     def __init__(
         self, component: Component, footprint: Footprint, device: Accelerator, usual: ComponentWorkload | None = None
     ) -> None:
-        """`usual` is what it does in another call."""
+        """`usual` is its workload in the usual variant, whose weight group sizes it shares."""
         self.component, self.device, self._footprint = component, device, footprint
         self._known: dict[tuple[OffloadTarget, Storage], dict[Granularity, WeightGroupSizes]] = (
             usual._known if usual else {}
@@ -47,7 +47,7 @@ class ComponentWorkload:
         self._works: dict[VaePlan, list[Runs]] = {}
 
     def seconds(self, vae: VaePlan = WHOLE) -> float:
-        """How long it works where all weights are there."""
+        """Return the seconds that it runs if all weights are on the device."""
         return sum(
             count * self._cost_model.seconds_without_weights(done, way)
             for runs in self._work(vae)
@@ -55,11 +55,11 @@ class ComponentWorkload:
         )
 
     def always(self, where: Where) -> int:
-        """Bytes on the device all along, with its weights being `where`."""
+        """Return its bytes on the device during the whole call, with its weights at `where`."""
         return always(self.component, self.device, remains=where == "resident")
 
     def least(self, where: Where, storage: Storage = "as-loaded", variant: Variant | None = None) -> int | None:
-        """The fewest bytes that come for anything on its menu; None if there is nothing."""
+        """Return the fewest bytes that any of its options loads; None if it has no option."""
         least: int | None = None
         for sketch in sorted(self._sketches(where, storage, variant), key=lambda sketch: sketch.comes):
             if least is not None and sketch.comes >= least:
@@ -77,7 +77,10 @@ class ComponentWorkload:
         variant: Variant | None = None,
         vae: VaePlan = WHOLE,
     ) -> OptionSet:
-        """What can be done with its weights being `where`, if it works as usual, or as `variant` and `vae` say."""
+        """Return its options with weights at `where`, if it runs as `variant` (None: as usual) and `vae` say.
+
+        `disk_rate` is in bytes per second.
+        """
         work = self._work(vae)
         every, changes = self._sketches(where, storage, variant), variant.fields if variant else {}
         asked = [sketch.plan(self._by_leaf) for sketch in every if _goes_with(variant, sketch.draft)]
@@ -94,7 +97,7 @@ class ComponentWorkload:
         return OptionSet(map(offer, asked))
 
     def _sketches(self, where: Where, storage: Storage, variant: Variant | None) -> list[Candidate]:
-        """All that is tried; what is there as a whole comes first."""
+        """Return all candidates; the first has all weights on the device."""
         if where == "resident":
             return [Candidate(ComponentPlan(placement="resident", storage=storage), 0)]
         whole = ComponentPlan(placement="offload", offload_to=where, storage=storage)
@@ -131,26 +134,26 @@ class ComponentWorkload:
 
 
 def variant_of(footprint: Footprint, plan: Plan) -> Variant | None:
-    """How denoisers work by `plan`, of what `footprint` tells of; None: as usual."""
+    """Return the variant of `footprint` as which denoisers run under `plan`; None: as usual."""
     parts = [plan.components[name] for name in footprint.denoisers if name in plan.components]
     return next((variant for variant in footprint.variants if all(_suits(variant, part) for part in parts)), None)
 
 
 def _suits(variant: Variant, part: ComponentPlan) -> bool:
-    """Whether a denoiser under `part` of a plan works as `variant` says.
+    """Whether a denoiser under its plan `part` runs as `variant` says.
 
-    What streams works on parts block by block, and what does not as a whole.
+    A streamed denoiser runs on parts of a batch block by block, others as a whole.
     """
     return _goes_with(variant, part) and all(getattr(part, name) == value for name, value in variant.fields.items())
 
 
 def _goes_with(variant: Variant | None, part: ComponentPlan) -> bool:
-    """Whether it can work like that where its weights are where `part` says."""
+    """Whether a denoiser with the placement of `part` can run as `variant` says."""
     return variant is None or not variant.splits_batch or variant.by_blocks == (part.placement == "stream")
 
 
 def why_there(task: ComponentWorkload, option: Option, left: int, phase: str, vae: VaePlan) -> Reason:
-    """Why `option` of a task's component was taken: in `phase` there were `left` bytes for what comes and goes."""
+    """Return why `option` of a task's component was chosen: in `phase`, `left` bytes remain for weights to load."""
     name, plan, whole = task.component.name, option.plan, format_bytes(task.component.bytes)
     if plan.placement == "resident":
         return Reason(decision=f"{name} stays", because=f"there is room for its {whole} in every phase")
@@ -173,7 +176,7 @@ def why_there(task: ComponentWorkload, option: Option, left: int, phase: str, va
 
 
 def _time(part: ComponentCost, work: Sequence[Runs]) -> float:
-    """Seconds of the work as `part` does it."""
+    """Return the simulated seconds of `work` under the plan of `part`."""
     spent = 0.0
     for runs in work:
         spent = spent if part.remains else part.come(spent)
@@ -183,7 +186,7 @@ def _time(part: ComponentCost, work: Sequence[Runs]) -> float:
 
 
 def _work_of(component: Component, footprint: Footprint, vae: VaePlan) -> list[Runs]:
-    """Its passes, and how often and in which way each is done at a time, by the times that it comes."""
+    """Return its calls each time that it is loaded, with the number of consecutive ones and their strip option."""
     ways = {id(done): vae.strip_profile(phase) for phase in footprint.phases for done in phase.calls}
     passes = (phase.calls[index] for phase in footprint.phases for index in phase.call_order)
     own = (done for done in passes if done.component == component.name)
@@ -192,5 +195,5 @@ def _work_of(component: Component, footprint: Footprint, vae: VaePlan) -> list[R
 
 
 def _alike(passes: Sequence[ComponentCall]) -> Iterator[Iterator[ComponentCall]]:
-    """The same ones next to each other."""
+    """Group consecutive identical calls."""
     return (group for _, group in itertools.groupby(passes, key=id))

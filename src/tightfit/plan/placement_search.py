@@ -1,6 +1,6 @@
-"""All combinations of what can be done about each component and of how the autoencoder works: the best of them.
+"""Search over all combinations of each component's options and of ways to run the autoencoder.
 
-That is one branch of a search: denoisers work in one way. Which combinations there are depends on no budget.
+It is one branch of a device's search: denoisers run as one variant. Which combinations exist depends on no budget.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ from tightfit.schema.plan import Reason, Storage, VaePlan
 
 __all__ = ["SearchNode", "Solution", "VariantSearch"]
 
-_ENDLESS = 2**63  # bytes: as many as wanted, of what is limited
+_ENDLESS = 2**63  # bytes: no limit in effect, where one must be given
 
 
 class _CoResidentGroup(NamedTuple):
-    """Components that are on the device together, and the phases in which they are."""
+    """Components that are on the device together, and the indices of the phases in which they are."""
 
     names: tuple[str, ...]
     phases: tuple[int, ...]
 
 
 class _WeightLocations(NamedTuple):
-    """Where components are to be, and the fewest bytes that this takes."""
+    """Where each component's weights are, and the fewest bytes that this takes."""
 
     wheres: Mapping[str, Where]
-    weights: tuple[int, ...]  # on the device, while each crew works
-    ram: int  # of host memory
+    weights: tuple[int, ...]  # bytes on the device, while each co-resident group runs
+    ram: int  # bytes of host memory for offloaded weights
 
 
 class Solution(NamedTuple):
-    """A combination, the better the less."""
+    """The best combination for given weight locations, with its cost: less is better."""
 
     seconds: float
-    peak: int
-    ram: int
-    options: tuple[tuple[str, Option], ...]
+    peak: int  # reserved bytes of the device
+    ram: int  # bytes of host memory for offloaded weights
+    options: tuple[tuple[str, Option], ...]  # by component
     vae: VaePlan
-    branch: VariantSearch  # where it was found
+    branch: VariantSearch  # the search that found it
 
 
 class SearchNode(NamedTuple):
-    """Where components are to be and how the autoencoder is to work, and what is known so far of what comes of it."""
+    """Given weight locations and a way to run the autoencoder, with what the search has found of them so far."""
 
-    races: tuple[BestOptionSearch, ...]  # one of each component
+    races: tuple[BestOptionSearch, ...]  # one for each component
     vae: VaePlan
     wheres: Mapping[str, Where]
-    ram: int  # bytes of host memory for masters and for maps that wait
+    ram: int  # bytes of host memory for offloaded weights and feature maps
     branch: VariantSearch
 
     @property
     def soonest(self) -> float:
-        """Seconds at the least; infinite where nothing fits."""
+        """Lower bound in seconds; infinite if nothing fits."""
         return sum(race.seconds for race in self.races)
 
     @property
     def undecided(self) -> BestOptionSearch | None:
-        """What is to be worked out next; None where it is known what is best for each component alone."""
+        """The component search to continue next; None if the best option of each component alone is known."""
         return next((race for race in self.races if not race.over), None)
 
 
 @dataclass
 class VariantSearch:
-    """The combinations for one way of storing components, with denoisers at work as `footprint` says.
+    """Search over the combinations for components stored as `storages` says, with denoisers run as in `footprint`.
 
-    It is what `variant` made of the `usual` one, which knows about all other components; None: it is that one.
+    If it is the search of a `variant`, the `usual` search has the results of all other components; None: it is that.
     """
 
     footprint: Footprint
@@ -87,12 +87,10 @@ class VariantSearch:
     variant: Variant | None = None
     usual: VariantSearch | None = None
     known: SearchCache = field(default_factory=SearchCache)
-    _placed: dict[bool, list[_WeightLocations]] = field(
-        default_factory=dict, init=False
-    )  # with host memory limited or not
+    _placed: dict[bool, list[_WeightLocations]] = field(default_factory=dict, init=False)  # by whether RAM is limited
 
     def reasons(self, found: Solution, size: int) -> Iterator[Reason]:
-        """Why weights are where they are."""
+        """Yield why the weights of each component are where `found` has them, within `size` bytes of the device."""
         rooms = self._rooms[found.vae]
         options = dict(found.options)
         always = self._idle + sum(option.always for option in options.values())
@@ -103,19 +101,19 @@ class VariantSearch:
                 yield why_there(self.task(name), options[name], left, phase, found.vae)
 
     def most_room(self, vae: VaePlan) -> int:
-        """Bytes that activations want of an allocator at the most."""
+        """Return the most bytes that any phase needs of an allocator for activations and widened weights."""
         return max(self._rooms[vae])
 
     @cached_property
     def _rooms(self) -> dict[VaePlan, list[int]]:
-        """The same, phase by phase, for each way in which autoencoders can work."""
+        """Bytes that each phase needs of an allocator, for each way to run autoencoders."""
         return {vae: rooms_of(self.footprint, vae, self.storages) for vae in self._vaes}
 
     def _ways(self, vae: VaePlan) -> list[StripProfile | None]:
         return [vae.strip_profile(phase) for phase in self.footprint.phases]
 
     def task(self, name: str) -> ComponentWorkload:
-        """What the component `name` does."""
+        """Return the workload of the component `name`."""
         if self.usual is not None and name not in self.footprint.denoisers:
             return self.usual.task(name)
         visitor = self._visitors[name]
@@ -127,14 +125,14 @@ class VariantSearch:
 
     @cached_property
     def _visitors(self) -> dict[str, Visitor]:
-        """As what each component is known: how often it comes depends on who else works on this device."""
+        """Cache key of each component: how often it is loaded depends on the other components on this device."""
         known = visits(self.footprint)
         return {
             component.name: (component.name, known.get(component.name, ())) for component in self.footprint.components
         }
 
     def chances(self, size: int, ram: int | None) -> Iterator[SearchNode]:
-        """What fits into `size` bytes of the device and `ram` of host memory (None: as many as wanted)."""
+        """Yield a node for all that fits `size` bytes of the device and `ram` of host memory (None: unlimited)."""
         for vae in self._vaes:
             waiting = self._waiting(vae)
             for placed, needed in self._needed(vae, ram):
@@ -143,19 +141,19 @@ class VariantSearch:
                     yield SearchNode(races, vae, placed.wheres, placed.ram + waiting, self)
 
     def ram_of(self, found: Solution) -> int:
-        """Bytes of host memory for masters and for maps that wait."""
+        """Return the bytes of host memory for offloaded weights and feature maps."""
         return found.ram + self._waiting(found.vae)
 
     def _waiting(self, vae: VaePlan) -> int:
-        """Bytes of host memory for maps that wait."""
+        """Return the bytes of host memory for feature maps."""
         return max((way.host_bytes for way in self._ways(vae) if way), default=0)
 
     def least(self, ram: int | None) -> int | None:
-        """The fewest bytes of the device with which anything does; None if nothing ever does."""
+        """Return the fewest bytes of the device with which anything fits; None if nothing ever does."""
         return min((needed for vae in self._vaes for _, needed in self._needed(vae, ram)), default=None)
 
     def tightest(self, size: int, ram: int | None) -> Iterator[str]:
-        """The phases that need all of `size` bytes in whatever just fits into them."""
+        """Yield the phases that need all of `size` bytes in the combinations that just fit them."""
         for vae, rooms in self._rooms.items():
             just = [placed for placed, needed in self._needed(vae, ram) if needed == size]
             yield from (
@@ -167,7 +165,7 @@ class VariantSearch:
             )
 
     def least_ram(self, size: int) -> int | None:
-        """The fewest bytes of host memory with which anything fits into `size` bytes of the device."""
+        """Return the fewest bytes of host memory with which anything fits `size` device bytes; None if nothing does."""
         fitting = (
             placed.ram + self._waiting(vae)
             for vae in self._vaes
@@ -177,7 +175,7 @@ class VariantSearch:
         return min(fitting, default=None)
 
     def _needed(self, vae: VaePlan, ram: int | None) -> Iterator[tuple[_WeightLocations, int]]:
-        """Where components may be within `ram`, and the fewest bytes of the device with which they can."""
+        """Yield the weight locations possible within `ram`, each with the fewest bytes of the device that it needs."""
         rooms, waiting = self._rooms[vae], self._waiting(vae)
         wanted = [max(rooms[number] for number in crew.phases) for crew in self._crews]
         for placed in self._placements(limited=ram is not None):
@@ -186,10 +184,10 @@ class VariantSearch:
                 yield placed, needed_bytes(whole, 0, self.device)
 
     def _placements(self, *, limited: bool) -> list[_WeightLocations]:
-        """Wherever components may be, if host memory is `limited`, or if there is as much as wanted."""
+        """Return all possible weight locations, with the disk only if RAM is `limited` or the device's own memory."""
         if limited not in self._placed:
             wheres: tuple[Where, ...] = ("resident", "cpu", "disk") if limited else ("resident", "cpu")
-            if self.device.is_cpu:  # host memory is its own
+            if self.device.is_cpu:  # host memory is device memory
                 wheres = ("resident", "disk")
             names = [name for crew in self._crews for name in crew.names]
             chosen = itertools.product(wheres, repeat=len(names))
@@ -198,7 +196,7 @@ class VariantSearch:
         return self._placed[limited]
 
     def _placement(self, wheres: Mapping[str, Where]) -> _WeightLocations | None:
-        """None where some component cannot do anything like that."""
+        """Return the least bytes of these locations; None if some component has no option for its own."""
         always, weights = self._always(wheres), []
         for crew in self._crews:
             leasts = [self._least(name, wheres[name]) for name in crew.names]
@@ -209,7 +207,7 @@ class VariantSearch:
         return _WeightLocations(wheres, tuple(weights), sum(masters))
 
     def _least(self, name: str, where: Where) -> int | None:
-        """The fewest bytes that come of a component."""
+        """Return the fewest bytes loaded for a component; None if it has no option at `where`."""
         if self.usual is not None and name not in self.footprint.denoisers:
             return self.usual._least(name, where)
         key = self._visitors[name], where
@@ -219,30 +217,30 @@ class VariantSearch:
         return self.known.leasts[key]
 
     def find(self, chance: SearchNode, size: int) -> Solution | None:
-        """The best that comes of a chance; None where nothing does."""
+        """Return the best solution of a node; None if nothing fits."""
         return self._combined(chance.wheres, chance.vae, size)
 
     def _always(self, wheres: Mapping[str, Where]) -> int:
-        """Bytes of weights that are there in all phases."""
+        """Return the bytes of weights that are on the device in all phases."""
         return self._idle + sum(self.task(name).always(where) for name, where in wheres.items())
 
     def _left(
         self, wheres: Mapping[str, Where], vae: VaePlan, size: int
     ) -> Iterator[tuple[_CoResidentGroup, int, int]]:
-        """What activations want while each crew works, and how many bytes of `size` it has for what comes and goes."""
+        """Yield for each co-resident group its activation bytes, and the bytes of `size` left for weights it loads."""
         always, rooms = self._always(wheres), self._rooms[vae]
         for crew in self._crews:
             room = max(rooms[number] for number in crew.phases)
             yield crew, room, most_weights(size, room, self.device) - always
 
     def _races(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Iterator[BestOptionSearch]:
-        """What each component alone could do best."""
+        """Yield the search for the best option of each component alone."""
         for crew, _, left in self._left(wheres, vae, size):
             for name in crew.names:
                 yield self._menu(name, wheres[name], vae).race(left)
 
     def _combined(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Solution | None:
-        """The best within `size` with components where they are said to be, and the autoencoder at work as `vae`."""
+        """Return the best solution within `size` bytes for given weight locations and autoencoders run as in `vae`."""
         always, peak = self._always(wheres), 0
         options: dict[str, Option] = {}
         for crew, room, left in self._left(wheres, vae, size):
@@ -257,7 +255,7 @@ class VariantSearch:
 
     @cached_property
     def _vaes(self) -> list[VaePlan]:
-        """How autoencoders can work; the same in all phases."""
+        """Ways to run autoencoders; each applies to all phases."""
         ways = {(way.strip_bytes, way.feature_maps) for phase in self.footprint.phases for way in phase.strip_options}
         if self.device.is_cpu:
             ways = {(strips, maps) for strips, maps in ways if maps == "device"}
@@ -265,14 +263,14 @@ class VariantSearch:
 
     @cached_property
     def _idle(self) -> int:
-        """Bytes that are there of components which never work."""
+        """Bytes on the device of components that never run."""
         used = {name for crew in self._crews for name in crew.names}
         idle = [component for component in self.footprint.components if component.name not in used]
         return sum(self.task(each.name).always("disk" if each.has_forward else "resident") for each in idle)
 
     @cached_property
     def _crews(self) -> list[_CoResidentGroup]:
-        """Who takes turns more often than a few times is there together with the others."""
+        """Groups of components; those that alternate more than ALTERNATIONS times are on the device together."""
         order = [phase.calls[index].component for phase in self.footprint.phases for index in phase.call_order]
         turns = Counter(frozenset(pair) for pair in itertools.pairwise(order) if pair[0] != pair[1])
         crews = {name: {name} for name in order}
@@ -284,12 +282,12 @@ class VariantSearch:
         return [_CoResidentGroup(names, self._phases_of(names)) for names in distinct.values()]
 
     def _phases_of(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Those in which any of `names` works, and those in which everybody at work is elsewhere: who came stays."""
+        """Return the phases in which any of `names` runs, or no component of this device: what is loaded remains."""
         workers = [{done.component for done in phase.calls} for phase in self.footprint.phases]
         return tuple(number for number, there in enumerate(workers) if there.intersection(names) or not there)
 
     def _menu(self, name: str, where: Where, vae: VaePlan) -> OptionSet:
-        """Worked out when it is asked for: who never reads from the disk need not know how long that takes."""
+        """Return a component's options, computed on demand: what never reads from the disk needs no disk rate."""
         if self.usual is not None and name not in self.footprint.denoisers:
             return self.usual._menu(name, where, vae)
         how = vae if self.task(name).component.role == "autoencoder" else WHOLE
@@ -301,7 +299,7 @@ class VariantSearch:
 
 
 def _fastest(menus: Sequence[OptionSet], most: int) -> tuple[Option, ...] | None:
-    """One option of each, `most` bytes together, that are fastest; None if nothing fits."""
+    """Return the fastest choice of one option from each set, at most `most` bytes together; None if nothing fits."""
     if not menus:
         return () if most >= 0 else None
     if len(menus) == 1:

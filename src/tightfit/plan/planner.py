@@ -1,4 +1,4 @@
-"""Footprint + Machine + Budget → the Plan that fits, changes no numbers, is fastest, and takes least, in this order."""
+"""Footprint + Machine + Budget → the Plan that fits, is lossless, is fastest and takes least, in this order."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tightfit.units import format_bytes, format_enough
 
 __all__ = ["SPARE", "find_missing", "make_plan"]
 
-SPARE = 0.05  # of what is free: left alone where nobody names a budget …
-SPARE_LEAST = 512 * 2**20  # … and at least so many bytes of a card: kernels and libraries are loaded later
+SPARE = 0.05  # fraction of free memory that is left unused without a budget …
+SPARE_LEAST = 512 * 2**20  # … and at least this many bytes of a card: kernels and libraries are loaded later
 
 
 class _MemoryLimits(NamedTuple):
-    """What there is for a plan."""
+    """Memory that a plan may use."""
 
     size: int  # bytes of the device
-    ram: int | None  # of host memory for what waits; None: as many as wanted
-    taken: int = 0  # bytes that this process holds already …
-    whole: int | None = None  # … of so many; None: beside `size`
-    card: bool = True  # else the device is a CPU, whose bytes are the process's
+    ram: int | None  # bytes of host memory for weights and feature maps; None: unlimited
+    taken: int = 0  # bytes that this process uses already …
+    whole: int | None = None  # … out of this many; None: in addition to `size`
+    card: bool = True  # False: the device is a CPU, whose bytes are those of the process
 
     @property
     def described(self) -> str:
@@ -58,17 +58,17 @@ def make_plan(
     experiences: Sequence[CallMeasurement] = (),
     workings: SearchCaches | None = None,
 ) -> Plan:
-    """The best plan for the call that `footprint` tells of, within `budget` on `machine`'s `device` (None: its first).
+    """Return the best plan for `footprint`'s call, within `budget` on `device` of `machine` (None: its first).
 
-    A budget that names several devices is for all of them together; `device` is then where denoisers compute (None:
-    wherever that is best), and `experiences`, which are of one device, teach nothing.
+    A budget for several devices applies to all of them together; `device` is then the one on which denoisers compute
+    (None: the best), and `experiences`, which are of one device, are ignored.
 
-    Without a budget: within 95 % of what was free, and on a card at least 512 MiB less. On a CPU bytes of the device
-    and of RAM are the same, and what this process holds already counts; on a card other tensors of this process do.
-    Lossless where that fits at all; else by the lossy techniques that `allow` names. What calls like this one were like
-    on this machine, its `experiences`, corrects what shapes and rates say. `workings` keeps what is worked out here for
-    other plans of the same call on the same device, and has what was worked out for them (None: neither).
-    Raises PlanError for a footprint without a request, unknown devices and techniques, and BudgetTooSmall where nothing
+    Without a budget: within 95 % of what was free, and on a card at least 512 MiB less. On a CPU, device bytes and RAM
+    are the same, and what this process uses already counts; on a card, other tensors of this process do.
+    The plan is lossless if any such plan fits; else it uses lossy techniques of `allow`. `experiences` are measurements
+    of calls like this one on this machine, which correct what shapes and rates give. `workings` is a cache shared with
+    other plans of the same call on the same device (None: no cache).
+    Raises PlanError for a footprint without a request, unknown devices and techniques, and BudgetTooSmall if nothing
     fits.
     """
     allowed = check_techniques(allow)
@@ -106,9 +106,9 @@ def find_missing(
     experiences: Sequence[CallMeasurement] = (),
     workings: SearchCaches | None = None,
 ) -> tuple[str, ...]:
-    """What `footprint` leaves out and a plan could gain by, what is to be measured first at the front.
+    """Return the unmeasured parts of `footprint` that could improve a plan, in the order in which to measure them.
 
-    Of several devices that is not known, and so everything. Raises PlanError as `make_plan` does.
+    For several devices that is not known: then all unmeasured parts. Raises PlanError as `make_plan` does.
     """
     if not footprint.not_measured or (budget is not None and budget.devices):
         return footprint.not_measured
@@ -140,10 +140,10 @@ def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Memo
 
 
 def _spared(device: Accelerator, free: int) -> int:
-    """Of what is `free` of a card, what is left to others where nobody names a budget.
+    """Return the bytes of `free` that are left unused without a budget.
 
-    Kernels and libraries are loaded when they are first used, into memory that torch's allocator does not have. Where
-    it is not known what is free, that is part of what the context is taken to need.
+    Kernels and libraries are loaded when they are first used, into memory outside of torch's allocator. If the free
+    bytes of a card are not known, that memory is part of the bytes assumed for the context.
     """
     least = SPARE_LEAST if device.kind == "cuda" and device.free is not None else 0
     return max(math.ceil(free * SPARE), least)
@@ -171,7 +171,7 @@ def _remarks(
 def _too_small(
     search: DeviceSearch, lossy: Mapping[str, Sequence[DeviceSearch]], machine: Machine, room: _MemoryLimits
 ) -> BudgetTooSmall:
-    """What would fit: more of the device, or of RAM, or what is `lossy` and was not allowed."""
+    """Return an error with what would fit: more of the device, more RAM, or a `lossy` technique not allowed so far."""
     footprint, device, (size, ram, taken, *_) = search.footprint, search.device, room
     needed = search.least(ram)
     phase = _tightest_phase(search, machine, needed, ram)
@@ -188,7 +188,7 @@ def _too_small(
 
 
 def _tightest_phase(search: DeviceSearch, machine: Machine, needed: int, ram: int | None) -> str | None:
-    """Which phase it is that cannot do with less than `needed` bytes; a plan is only made where that tells it."""
+    """Return the phase that needs all of `needed` bytes; a plan is made only if the search leaves several."""
     phases = search.tightest(needed, ram)
     if len(phases) == 1:
         return phases.pop()
@@ -219,10 +219,10 @@ def _plan(
     found: Solution,
     placed: Sequence[Reason] = (),
 ) -> Plan:
-    """What was found for `size` bytes, as a plan; `placed` says why weights are where they are.
+    """Return the solution found for `size` bytes as a plan; `placed` says why weights are where they are.
 
-    A CPU takes pages anew for every large tensor, which costs time, unless as much is left over as its heap may hold
-    idle.
+    On a CPU, pages are allocated again for every large tensor, which costs time, unless as many bytes are left over as
+    its heap may hold unused.
     """
     footprint, device = found.branch.footprint, search.device
     store: OffloadTarget = "disk" if device.is_cpu or (budget is not None and budget.ram) else "cpu"

@@ -1,4 +1,4 @@
-"""In which order weights are used, and the ring buffer through which they pass: shared by engine and planner."""
+"""Order in which weights are used, and the ring buffer through which they pass: shared by engine and planner."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ K = TypeVar("K", bound=Hashable)
 
 
 class PrefetchOrder(Generic[K]):
-    """The cycle of one method's uses, where it stands, and how far ahead it has been looked."""
+    """The cycle in which one method uses weights, with the current position and how far the look-ahead has come."""
 
     def __init__(self, guess: Sequence[K]) -> None:
-        self.known = False  # whether the cycle was seen, or is a guess
+        self.known = False  # whether the cycle was observed; else it is a guess
         self._set(list(guess))
         self._seen: list[K] = []
         self._used: set[K] = set()
         self._spoiled = False
-        self._end: int | None = None  # beyond which nothing is looked at
+        self._end: int | None = None  # position at which the look-ahead ends
 
     def _set(self, cycle: list[K]) -> None:
         self._cycle = cycle
@@ -33,25 +33,25 @@ class PrefetchOrder(Generic[K]):
         self._at, self._looked = -1, 0
 
     def begin(self, *, last: bool = False) -> None:
-        """A pass begins; after the `last` one, nothing is expected."""
+        """Begin a call; after the `last` one, no use is expected."""
         self._seen, self._used, self._spoiled = [], set(), False
         length = len(self._cycle)
         self._end = ((self._at + 1) // length + 1) * length if last and length else None
 
     def end(self) -> None:
-        """A pass has come to its end: what was seen is what is expected from now on."""
+        """End a call: the uses observed in it are the cycle expected from now on."""
         if self._spoiled or not self._seen:
             return
         if self._seen != self._cycle:
             self._set(list(self._seen))
-        elif not self.known:  # while guessing, what had been used in the pass was looked past
+        elif not self.known:  # during a guess, what had been used in the call was skipped
             self.look_again()
         self.known = True
 
     def expect(self, keys: Sequence[K]) -> bool:
-        """`keys` are what is used next, in this order; returns whether that was not known.
+        """Set `keys` as the next uses, in this order; return whether that was not known.
 
-        Whether more follows in the last pass is not known any more then.
+        If it was not, the end of the last call is no longer known either.
         """
         length, first = len(self._cycle), self._at + 1
         known = self.known and all(self._cycle[(first + i) % length] == key for i, key in enumerate(keys))
@@ -62,10 +62,10 @@ class PrefetchOrder(Generic[K]):
         return True
 
     def used(self, key: K) -> bool:
-        """`key` is used now; returns whether it was known to be next."""
+        """Record that `key` is used now; return whether it was expected next."""
         self._seen.append(key)
         self._used.add(key)
-        if self._cycle and self._cycle[(self._at + 1) % len(self._cycle)] == key:  # nearly always
+        if self._cycle and self._cycle[(self._at + 1) % len(self._cycle)] == key:  # nearly always true
             self._at += 1
             self._looked = max(self._looked, self._at + 1)
             return True
@@ -78,16 +78,16 @@ class PrefetchOrder(Generic[K]):
 
     @property
     def ahead(self) -> int:
-        """How many uses have been looked at that are still to come."""
+        """Number of future uses that have been looked at."""
         return max(self._looked - self._at - 1, 0)
 
     def skip(self, count: int, looked: int) -> None:
-        """So many uses have come and gone, and so many more were looked at; from this pass nothing is learned."""
+        """Advance by `count` uses, with `looked` more looked at; nothing is learned from this call."""
         self._at, self._spoiled = self._at + count, True
         self._looked = max(self._looked + looked, self._at + 1)
 
     def next_use(self, key: K) -> int | None:
-        """The position of its next use; None where none is expected."""
+        """Return the position of the next use of `key`; None if none is expected."""
         places = self._places.get(key)
         if not places:
             return None
@@ -97,30 +97,30 @@ class PrefetchOrder(Generic[K]):
         return turn * length + places[later] if later < len(places) else (turn + 1) * length + places[0]
 
     def awaited(self, key: K) -> bool:
-        """Whether its next use has been looked at already, or is the very next: then it should stay for that."""
+        """Whether its next use has been looked at, or is the very next: then it should remain loaded for that."""
         position = self.next_use(key)
         if position is None or position < self._looked:
             return position is not None
         return position == self._at + 1 and (self._end is None or position < self._end)
 
     def passed(self, key: K) -> bool:
-        """Whether `key` is not awaited, and that is known, or it was used in this pass."""
+        """Whether `key` is not awaited, and the cycle is known or `key` was used in this call."""
         return (self.known or key in self._used) and not self.awaited(key)
 
     def over(self, key: K) -> bool:
-        """Whether `key` was used in the last pass and is not expected any more."""
+        """Whether `key` was used in the last call and is not expected any more."""
         position = self.next_use(key)
         return self._end is not None and key in self._used and (position is None or position >= self._end)
 
     @property
     def looked_through(self) -> bool:
-        """Whether all of the last pass has been looked at."""
+        """Whether all of the last call has been looked at."""
         return self._end is not None and self._looked >= self._end
 
     def look_ahead(self, take: Callable[[K], bool]) -> None:
-        """Offers what comes next to `take`, until that refuses, or a whole cycle has been looked through."""
+        """Offer the next uses to `take` until it returns False, or until a whole cycle has been looked at."""
         length = len(self._cycle)
-        end = length if self._at < 0 else self._at + max(length, 2)  # what is in use is looked at when it was used
+        end = length if self._at < 0 else self._at + max(length, 2)  # what is in use is looked at after its use
         end = end if self._end is None else min(end, self._end)
         while self._looked < end and length:
             key = self._cycle[self._looked % length]
@@ -129,46 +129,46 @@ class PrefetchOrder(Generic[K]):
             self._looked += 1
 
     def look_again(self) -> None:
-        """What was looked at before may be gone: looking ahead starts anew from here."""
+        """Restart the look-ahead from here: what was looked at before may have been evicted."""
         self._looked = self._at + 1
 
     def spoil(self) -> None:
-        """Work is done anew: nothing is learned from this pass, and looking ahead starts anew from here."""
+        """Note that work is retried: nothing is learned from this call, and the look-ahead restarts from here."""
         self._spoiled = True
         self.look_again()
 
     def rewind(self) -> None:
-        """The next pass begins at the beginning, wherever the last one ended."""
+        """Start the next call at the beginning of the cycle, wherever the last one ended."""
         self._at, self._looked, self._end = -1, 0, None
 
     def __iter__(self) -> Iterator[K]:
         return iter(self._cycle)
 
 
-ALIGNMENT = 4096  # bytes: what direct reads from disks need, and more than any kernel asks for
+ALIGNMENT = 4096  # bytes: required by direct reads from disks, and more than any kernel requires
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """Bytes of the ring from `offset` on. `after` marks the last work on what was there before."""
+    """`size` bytes of the ring buffer from `offset` on. `after` marks the last work on what was there before."""
 
-    offset: int
-    size: int
+    offset: int  # bytes
+    size: int  # bytes
     after: Any = None
-    turn: int = 0  # when it was given back; 0: it was not
+    turn: int = 0  # how many leases were given back when it was, itself included; 0: it was not
 
 
 class Ring:
-    """`size` bytes, handed out in turn."""
+    """A ring buffer of `size` bytes, leased in order."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._leases: deque[Lease] = deque()  # the oldest first
         self._turns = 0  # leases given back so far
-        self._latest = Lease(0, 0)  # of those whose bytes were handed out again, the one given back last
+        self._latest = Lease(0, 0)  # the last returned of all leases whose bytes were leased again
 
     def take(self, size: int) -> Lease | None:
-        """The next `size` bytes in one piece; None while older leases are in their way."""
+        """Lease the next `size` bytes in one piece, rounded up to ALIGNMENT; None while older leases are in the way."""
         size = -(-size // ALIGNMENT) * ALIGNMENT
         while (offset := self._room(size)) is None:
             if not self._leases or not self._leases[0].turn:
@@ -181,16 +181,16 @@ class Ring:
         return lease
 
     def give_back(self, lease: Lease, mark: Any = None) -> None:
-        """`lease` may be handed out again, to whoever waits for `mark`."""
+        """Release `lease`: its bytes may be leased again, to be used after `mark`."""
         self._turns += 1
         lease.turn, lease.after = self._turns, mark
 
     def _room(self, size: int) -> int | None:
-        """Where `size` bytes fit between the newest lease and the oldest."""
+        """Return the offset at which `size` bytes fit between the newest lease and the oldest; None if they do not."""
         if not self._leases:
             return 0 if size <= self.size else None
         first, last = self._leases[0].offset, self._leases[-1].offset + self._leases[-1].size
-        if last > first:  # free: behind the newest, and before the oldest
+        if last > first:  # free: after the newest, and before the oldest
             if last + size <= self.size:
                 return last
             return 0 if size <= first else None

@@ -1,9 +1,9 @@
-"""The four levels, and a user's own choices on top of them → Plan.
+"""A preset level, and a user's own choices on top of it → Plan.
 
 0  everything on the device
-1  and autoencoders slice and tile
-2  and encoders are on the device only while they encode
-3  and the denoiser streams by units, the rest comes for its phase, activations that wait are moved off
+1  also autoencoders slice and tile
+2  also encoders are on the device only while they encode
+3  also denoisers stream, all other components are loaded for their phase, and skip activations are offloaded
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tightfit.schema.plan import ComponentPlan, OffloadTarget, Placement, Plan, 
 
 __all__ = ["LEVEL_TILE", "idle_plan", "plan_for"]
 
-LEVEL_TILE = 512  # pixels: large enough that tones seldom shift, a quarter of a megapixel at a time
+LEVEL_TILE = 512  # pixels: large enough that tones seldom shift; a quarter of a megapixel at a time
 
 
 def plan_for(
@@ -35,19 +35,19 @@ def plan_for(
     accelerator: Accelerator | None = None,
     placed: Sequence[Reason] = (),
 ) -> Plan:
-    """The plan for `choices`: a level (0 if none) and any Plan fields to differ from it, all by name.
+    """Return the plan for `choices`: a level (0 if none) and any Plan fields that override it, all by name.
 
-    `separate` says whether the device has memory of its own; where it has none, weights in host memory stay where
-    they are and the reasons say so. `pinnable` bytes of host memory can be page-locked. What is known of the device as
-    an `accelerator` settles which layout convolutions have, where that is left open, and tells who computes attention.
-    Who has decided where weights are says why, in `placed`.
-    Raises PlanError for unknown components and what they cannot do.
+    `separate` says whether the device has memory of its own; if it has none, weights in host memory are not moved, and
+    the reasons say so. `pinnable` bytes of host memory can be page-locked. `accelerator`, if known, decides the memory
+    format of convolutions where `choices` leave it open, and lets the reasons name the attention backend. `placed` are
+    the reasons of a caller that has chosen where weights are.
+    Raises PlanError for unknown components, and for components set to stream that have no layers.
     """
-    made = bool(choices.get("forecast"))  # for a budget, by who says why
+    made = bool(choices.get("forecast"))  # a plan that was made for a budget has its own reasons
     chosen = {key: value for key, value in choices.items() if made or key != "reasons"}
     level = Plan.from_mapping({"level": chosen.get("level")}).level
     base = _preset(footprint, level or 0) | {"level": level, "device": device}
-    if request is not None:  # what is asked for now wins over what a saved plan was made for
+    if request is not None:  # the current request overrides that of a saved plan
         chosen["request"] = request.to_mapping()
     plan = Plan.from_mapping(_merge(base, chosen))
     _check(plan, footprint)
@@ -75,12 +75,12 @@ def _placement(component: Component, level: int) -> Placement:
 
 
 def idle_plan(component: Component, store: OffloadTarget) -> ComponentPlan:
-    """Where a component is that never works: it comes if somebody asks for it after all, or is there to be read."""
+    """Return the plan of a component that never runs: loaded if called after all, or resident if it has no forward."""
     return ComponentPlan(placement="offload", offload_to=store) if component.has_forward else ComponentPlan()
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it, mappings field by field."""
+    """Return `base` updated with `changes`, nested mappings field by field."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
@@ -98,7 +98,7 @@ def _check(plan: Plan, footprint: Footprint) -> None:
 
 
 def _laid_out(plan: Plan, layouts: Mapping[str, LayoutChoice]) -> Plan:
-    """`plan` with all layouts as they were chosen."""
+    """Return `plan` with the chosen memory formats."""
     settled = {
         name: chosen.model_copy(update={"channels_last": layouts[name].channels_last})
         for name, chosen in plan.components.items()
@@ -107,7 +107,7 @@ def _laid_out(plan: Plan, layouts: Mapping[str, LayoutChoice]) -> Plan:
 
 
 def _streaming(plan: Plan, footprint: Footprint) -> Plan:
-    """`plan` with all decided about what streams."""
+    """Return `plan` with the open fields of streamed components resolved."""
     known = {component.name: component for component in footprint.components}
     settled = {
         name: resolve_streaming(known[name], chosen) if chosen.placement == "stream" else chosen
@@ -117,7 +117,7 @@ def _streaming(plan: Plan, footprint: Footprint) -> Plan:
 
 
 def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
-    """`plan` with the masters page-locked of what moves, the most travelled first, as far as `pinnable` bytes go."""
+    """Return `plan` with offloaded weights page-locked within `pinnable` bytes, streamed components first."""
     sizes = {component.name: component.bytes for component in footprint.components}
     components = dict(plan.components)
     pinnable -= sum(sizes[name] for name, chosen in components.items() if chosen.pinned)
@@ -132,7 +132,7 @@ def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
 
 
 def _settled(plan: Plan) -> Plan:
-    """`plan` where host memory is the device's memory: nothing can be moved off it, but to the disk."""
+    """Return `plan` for a device whose memory is host memory: nothing is offloaded, except to the disk."""
     left = dict.fromkeys(("weight_memory", "granularity", "ring_buffer", "resident_layers", "pinned")) | {
         "placement": "resident"
     }

@@ -1,4 +1,4 @@
-"""What was worked out of components, kept from one search to the next."""
+"""Results computed for components, kept from one search to the next."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tightfit.schema.plan import VaePlan
 
 __all__ = ["SearchCache", "SearchCaches", "Visitor"]
 
-Visitor = tuple[str, tuple[int, ...]]  # a component's name, and how many passes it does each time that it comes
+Visitor = tuple[str, tuple[int, ...]]  # a component's name, and its number of calls each time that it is loaded
 
 
 class SearchCache:
-    """What was worked out of components that work in one way, by their names and visits to the device."""
+    """Workloads, options and least bytes of components in one variant, by their names and visits to the device."""
 
     def __init__(self) -> None:
         self.tasks: dict[Visitor, ComponentWorkload] = {}
@@ -24,7 +24,7 @@ class SearchCache:
         self.leasts: dict[tuple[Visitor, Where], int | None] = {}
 
     def without(self, names: Collection[str]) -> SearchCache:
-        """The same without these components."""
+        """Return a copy without the results of the components `names`."""
         other = SearchCache()
         other.tasks = {visitor: task for visitor, task in self.tasks.items() if visitor[0] not in names}
         other.menus = {key: menu for key, menu in self.menus.items() if key[0][0] not in names}
@@ -33,9 +33,9 @@ class SearchCache:
 
 
 class SearchCaches:
-    """What was worked out of components in one call on one device, for all searches of it in any bytes of memory.
+    """Caches of one pipeline call on one device, for all searches over it with any memory limits.
 
-    They may differ in the room that phases need, in how autoencoders may work and in which ways denoisers may.
+    These may differ in the bytes that phases need, in the strip options of autoencoders and in denoiser variants.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class SearchCaches:
         self._ways: list[object] = []
 
     def known(self, footprint: Footprint) -> dict[int, SearchCache]:
-        """For a search through `footprint`: nothing where it is another call."""
+        """Return the caches for a search over `footprint`, by variant number; empty if it is of another call."""
         passes: list[object] = [phase.calls for phase in footprint.phases]
         ways: list[object] = [
             [(way.strip_bytes, way.feature_maps) for way in phase.strip_options] for phase in footprint.phases

@@ -24,17 +24,17 @@ __all__ = [
 
 
 class ComputeSegment(NamedTuple):
-    """What is done while one leaf, or what it moves together with, is needed, or nothing that moves ("")."""
+    """Work that needs one weight group, or none ("")."""
 
     group: str
     seconds: float  # of the device
-    launching: float  # seconds of the host, ahead of that
-    waits: bool = False  # whether the host waits for it at its end
-    gate: str = ""  # which of several layers that move together is at work
+    launching: float  # seconds of the host, before that
+    waits: bool = False  # whether the host waits for its end
+    gate: str = ""  # the layer that runs, of several in the group
 
 
 def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = "") -> ComputeSegment:
-    """Kernels one after another on `device`; what has no rate takes no time."""
+    """Return the kernels of `work`, one after another on `device`, as one segment; what has no rate takes no time."""
     seconds = launching = 0.0
     for kernels in work:
         rate = device.arithmetic_rate(kernels.kind, kernels.dtype)
@@ -45,7 +45,7 @@ def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = ""
 
 
 def seconds_without_weights(segments: Iterable[ComputeSegment], overhead: float = 0.0) -> float:
-    """The seconds of a pass that waits for no weights; the host takes `overhead` for each use of what could move."""
+    """Return the seconds of a call that waits for no weights; the host takes `overhead` for each use of a group."""
     seconds = launching = 0.0
     for segment in segments:
         seconds, launching = seconds + segment.seconds, launching + segment.launching
@@ -56,23 +56,23 @@ def seconds_without_weights(segments: Iterable[ComputeSegment], overhead: float 
 
 
 class StripStageTiming(NamedTuple):
-    """A leg: what is done at its beginning, and strip by strip."""
+    """Work and copies of one strip stage."""
 
-    strips: int
-    ahead: bool
-    once: list[ComputeSegment]
-    turns: list[tuple[int, ComputeSegment]]  # in how many strips, and what is done in each of these
+    strips: int  # number of strips
+    ahead: bool  # whether feature maps are copied while another strip computes
+    once: list[ComputeSegment]  # before the first strip
+    turns: list[tuple[int, ComputeSegment]]  # in how many strips a segment runs, and its work in each of these
     launching: float  # seconds of the host for copies, for each strip
-    coming: float  # seconds of the link
-    going: float
+    coming: float  # seconds of the link to load feature maps, for each strip
+    going: float  # seconds of the link to offload feature maps, for each strip
 
     @property
     def even(self) -> bool:
-        """Whether all is done in every strip."""
+        """Whether every segment runs in every strip."""
         return all(runs == self.strips for runs, _ in self.turns)
 
     def strip(self, number: int) -> list[ComputeSegment]:
-        """What is done in one of them: in the first all of it."""
+        """Return the segments of strip `number`; the first strip (0) has all of them."""
         return [
             segment
             for runs, segment in self.turns
@@ -81,7 +81,7 @@ class StripStageTiming(NamedTuple):
 
 
 def in_order(timings: Iterable[StripStageTiming]) -> Iterator[ComputeSegment]:
-    """All that is done, one after another."""
+    """Yield all segments of the stages in execution order."""
     for timing in timings:
         yield from timing.once
         for number in range(timing.strips):
@@ -89,7 +89,7 @@ def in_order(timings: Iterable[StripStageTiming]) -> Iterator[ComputeSegment]:
 
 
 def merge_segments(segments: Iterable[ComputeSegment], time_scale: float) -> list[ComputeSegment]:
-    """Merge neighbours that need the same weights; arithmetic and launches take `time_scale` times as long."""
+    """Merge adjacent segments of the same group and layer; arithmetic and launches take `time_scale` times as long."""
     found = list[ComputeSegment]()
     for group, seconds, launching, waits, gate in segments:
         paced = ComputeSegment(group, seconds * time_scale, launching * time_scale, waits, gate)
@@ -103,7 +103,7 @@ def merge_segments(segments: Iterable[ComputeSegment], time_scale: float) -> lis
 
 
 class HostOverheads(NamedTuple):
-    """Seconds of the host for each layer that comes and is used, and for each use of what is there."""
+    """Seconds of the host for each layer that is loaded and used, and for each use of a layer on the device."""
 
     streamed: float = 0.0
     resident: float = 0.0
@@ -113,26 +113,27 @@ NO_OVERHEADS = HostOverheads()
 
 
 class Clocks(NamedTuple):
-    """When all that was asked for so far is computed, launched, and there."""
+    """Times, in seconds, at which all work issued so far is finished."""
 
-    now: float
-    host: float
-    link: float
+    now: float  # computed
+    host: float  # launched
+    link: float  # copied to the device
 
 
 @dataclass
 class _SimulatedArrival:
-    """A group that is there, or on its way."""
+    """A weight group that is on the device, or is being loaded."""
 
-    handle: float
-    lease: Lease | None  # its place in the ring; None: it stays, or has memory of its own
+    handle: float  # time at which it is loaded
+    lease: Lease | None  # its place in the ring buffer; None: it is resident, or has memory of its own
 
 
 class TransferSimulator:
-    """Groups of `sizes` bytes over a link of `link_rate` bytes a second: those in `resident` once, others for each use.
+    """Simulation of a component's calls, with weight groups of `sizes` bytes loaded at `link_rate` bytes per second.
 
-    `guess` is the order in which they are expected to be used, until that is known. The host takes `launch` seconds
-    for each piece of work, and `overheads` for each use. The computing stream has done all that it was given by `now`.
+    Groups in `resident` are loaded once, others for each use, through a ring buffer of `ring` bytes. `guess` is the
+    expected order of use until the order is known. The host takes `launch` seconds for each copy, and `overheads` for
+    each use. The compute stream is idle from `now` on (seconds).
     """
 
     def __init__(
@@ -154,16 +155,16 @@ class TransferSimulator:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing comes any more: all that is used stays, and is there."""
+        """Whether nothing is left to load: all groups in use are resident, and loaded."""
         return self._order.known and all(group in self._resident and group in self._here for group in self._order)
 
     @property
     def idle(self) -> float:
-        """Seconds at the end of the last pass for which the link had nothing to bring for it."""
+        """Seconds at the end of the last call in which the link had nothing to load for it."""
         return self.now - self._fed
 
     def work(self, segments: Iterable[ComputeSegment]) -> float:
-        """The seconds that a pass takes in which groups are needed for these stretches."""
+        """Simulate a call that consists of `segments`; return its seconds."""
         began = self.now
         self.begin()
         for segment in segments:
@@ -172,25 +173,25 @@ class TransferSimulator:
         return self.now - began
 
     def begin(self) -> None:
-        """A pass begins: what is first needed starts to come."""
+        """Begin a call: start to load what is needed first."""
         self._fed = self.now
         self._order.begin()
         self._send_ahead()
 
     def end(self) -> None:
-        """The pass has come to its end."""
+        """End the call: start to load what the next one needs."""
         self._order.end()
         self._send_ahead()
 
     def expect(self, groups: Sequence[str]) -> None:
-        """Of this pass it is known that these are needed from now on, in this order."""
+        """Set the groups that this call needs from now on, in this order."""
         if self._order.expect(groups):
             self._send_ahead()
             self._drop(lambda other: not self._order.awaited(other))
             self._send_ahead()
 
     def do(self, segment: ComputeSegment) -> None:
-        """Work, as soon as what it needs is there."""
+        """Run `segment` as soon as the weights that it needs are loaded."""
         group, seconds, launching, waits, _ = segment
         if group:
             self._host += self._overheads.resident
@@ -203,16 +204,16 @@ class TransferSimulator:
             self._done(group)
 
     def launch(self, seconds: float) -> None:
-        """The host is busy for so long."""
+        """Keep the host busy for `seconds`."""
         self._host += seconds
 
     def bring(self, seconds: float) -> float:
-        """Something else comes from host memory, which takes so long: when it is there."""
+        """Copy something else from host memory, in `seconds` of the link; return when it is on the device."""
         self._link = max(self._link, self.now) + seconds
         return self._link
 
     def wait(self, until: float) -> None:
-        """Nothing more is computed before that."""
+        """Delay all further computation to the time `until`."""
         self.now = max(self.now, until)
 
     @property
@@ -220,10 +221,10 @@ class TransferSimulator:
         return Clocks(self.now, self._host, self._link)
 
     def skip(self, groups: Sequence[str], most: int, later: Clocks) -> int:
-        """What needs `groups`, one after another, is done again up to `most` times; returns how often.
+        """Repeat the work that needs `groups`, in order, up to `most` times at once; return how many times.
 
-        Each time that makes the clocks so much `later`. What comes after it has not been looked at then, unless
-        nothing of this has to come.
+        Each time advances the clocks by `later`. Unless all `groups` are resident and loaded, as many repetitions are
+        left out as have been looked at ahead, so that what follows them has not been looked at yet.
         """
         there = all(group in self._resident and group in self._here for group in groups)
         times = most if there else max(most - self._order.ahead // len(groups), 0)

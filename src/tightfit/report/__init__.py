@@ -1,1 +1,1 @@
-"""Takes a Plan and a Trace, returns text, JSON and pictures; never touches a model."""
+"""Takes a Plan and a Trace, a Prediction or a Chart, returns text, JSON and figures; never touches a model."""

@@ -38,7 +38,7 @@ _HEADINGS = ("card", "level", "peak", "time", "slower", "largest", "plan")
 
 
 def describe_chart(chart: Chart) -> str:
-    """A block of rows for each model, and what the columns mean."""
+    """Return the chart as text: a table for each model, then a legend of the columns."""
     lines = []
     for model in chart.models:
         lines += [*textwrap.wrap(f"{model.name}: {_asked(model.request)}", WIDE), *_block(chart, model), ""]
@@ -47,7 +47,7 @@ def describe_chart(chart: Chart) -> str:
 
 
 def _block(chart: Chart, model: ChartedModel) -> Iterator[str]:
-    """Rows whose last column goes on below itself."""
+    """Lines of one model's table, with the last column wrapped."""
     rows = [_HEADINGS, *_rows(chart, model)]
     heads = align([row[:-1] for row in rows])
     room = WIDE - len(heads[0]) - 2
@@ -64,7 +64,7 @@ def _rows(chart: Chart, model: ChartedModel) -> Iterator[tuple[str, ...]]:
 
 
 def numbers(cell: Cell) -> tuple[str, ...]:
-    """Level, peak, time, how much slower, largest."""
+    """Return the cells of a row: level, peak, time, slowdown, largest request."""
     level = NONE if cell.level is None else str(cell.level)
     peak = NONE if cell.peak_bytes is None else format_bytes(cell.peak_bytes)
     time = "refused" if cell.seconds is None else format_seconds(cell.seconds)
@@ -73,7 +73,7 @@ def numbers(cell: Cell) -> tuple[str, ...]:
 
 
 def as_markdown(chart: Chart) -> str:
-    """All models and cards as one table of levels and times, then a table for each model."""
+    """Return the chart as Markdown: one table of levels and times, then a table for each model."""
     head = ("", *(f"{card.name}<br>{format_bytes(card.bytes)}" for card in chart.cards))
     rows = [
         (model.name, *(_in_short(chart.cell(model.name, card.name)) for card in chart.cards)) for model in chart.models
@@ -99,7 +99,7 @@ def _refusals(chart: Chart, model: ChartedModel) -> list[str]:
 
 
 def describe_levels(table: LevelTable) -> str:
-    """Two lines for each level: numbers, and what is on the device."""
+    """Return two lines for each level: its numbers, and what is on the device."""
     heads = align([("", "needs", "fits", "time", "speed"), *(_level_numbers(row) for row in table.rows)])
     lines = [heads[0]]
     for head, row in zip(heads[1:], table.rows, strict=True):
@@ -139,7 +139,7 @@ def card_words(card: ChartedCard) -> str:
 
 
 def largest_words(largest: Largest | None) -> str:
-    """Frames of a clip, sides of a picture; + and * as the legend says."""
+    """Return the frames of a clip or the sides of an image; LEGEND explains + and *."""
     if largest is None:
         return NONE
     asked = largest.request

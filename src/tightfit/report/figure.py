@@ -1,4 +1,4 @@
-"""Curves, axes and phase labels of a picture, from a Trace."""
+"""Curves, axis scales and phase labels of a timeline figure, from a Trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Curve", "Label", "Scale", "bytes_scale", "draw_labels", "seconds_sca
 
 
 Array = NDArray[np.float64]
-BINS = 1200  # about a pixel each: what is finer than that cannot be seen
+BINS = 1200  # of the time axis, about one pixel each
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +26,12 @@ class Curve:
     """Bytes over time; each value holds until the next."""
 
     seconds: Array
-    weights: Array
-    activations: Array
-    end: float  # where the time axis ends
-    peak: int
-    peak_at: float
-    sampled: bool  # False: there were no samples, the phases' peaks stand in for them
+    weights: Array  # bytes
+    activations: Array  # bytes
+    end: float  # of the time axis, in seconds
+    peak: int  # bytes
+    peak_at: float  # seconds
+    sampled: bool  # False: there were no samples, and the phases' peaks are used instead
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
@@ -42,14 +42,14 @@ class Curve:
         total = rows[:, 1] + rows[:, 2]
         highest = int(total.argmax())
         peak, peak_at = int(total[highest]), float(rows[highest, 0])
-        if trace.peak_bytes > peak:  # an allocator sees more than samples taken now and then
+        if trace.peak_bytes > peak:  # an allocator also sees peaks between samples
             peak, peak_at = trace.peak_bytes, _moment(max(trace.phases, key=lambda phase: phase.peak_bytes), rows)
         seconds, weights, activations = np.vstack([drawn, [end, *drawn[-1, 1:]]]).T
         return cls(seconds, weights, activations, end, peak, peak_at, sampled=bool(trace.samples))
 
 
 def _rows(trace: Trace) -> Array:
-    """(seconds, weights, activations), in order of time; at least one row."""
+    """Rows of (seconds, weights, activations), sorted by time; at least one."""
     if trace.samples:
         rows = np.array([(s.seconds, s.weights, s.activations) for s in trace.samples], dtype=np.float64)
         return rows[np.argsort(rows[:, 0], kind="stable")]
@@ -62,9 +62,9 @@ def _rows(trace: Trace) -> Array:
 
 
 def _envelope(rows: Array, end: float) -> Array:
-    """Rows for `BINS` equal stretches of time: each at its highest, then its last until the next that has any.
+    """Rows for `BINS` equal bins of time: the highest of each, then its last, which holds until the next bin with rows.
 
-    So no peak is lost or drawn thinner than can be seen, however many samples there are.
+    So no peak is lost or drawn too thin to be visible, however many samples there are.
     """
     bins = np.minimum((rows[:, 0] / end * BINS).astype(np.int64), BINS - 1)
     starts = np.flatnonzero(np.diff(bins, prepend=-1))
@@ -72,13 +72,13 @@ def _envelope(rows: Array, end: float) -> Array:
     highest = np.lexsort((rows[:, 1] + rows[:, 2], bins))[lasts]
     drawn = np.stack([rows[highest], rows[lasts]], axis=1)
     drawn[:, :, 0] = (bins[starts, None] + [0, 1]) * (end / BINS)
-    seen = np.diff(bins[starts], append=BINS) > 1  # where the next stretch has rows too, the last is not
+    seen = np.diff(bins[starts], append=BINS) > 1  # if the next bin has rows too, the last row is not visible
     kept: Array = drawn[np.stack([np.full_like(seen, fill_value=True), seen & (highest != lasts)], axis=1)]
     return kept
 
 
 def _moment(phase: PhaseTrace, rows: Array) -> float:
-    """When in `phase` the samples are highest; its middle where it has none."""
+    """Time in seconds of the highest sample in `phase`; its middle if it has none."""
     inside = rows[(rows[:, 0] >= phase.start) & (rows[:, 0] <= phase.start + phase.seconds)]
     if not len(inside):
         return phase.start + phase.seconds / 2
@@ -88,7 +88,7 @@ def _moment(phase: PhaseTrace, rows: Array) -> float:
 class Scale(NamedTuple):
     """The unit of an axis."""
 
-    size: float
+    size: float  # in bytes or seconds
     name: str
 
     def of(self, value: float) -> float:
@@ -99,12 +99,12 @@ class Scale(NamedTuple):
 
 
 def bytes_scale(top: float) -> Scale:
-    """The largest unit of which an axis up to `top` bytes has at least one."""
+    """Return the largest unit that is at most `top` bytes, the end of the axis."""
     return _largest(top, [(2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")])
 
 
 def seconds_scale(end: float) -> Scale:
-    """Milliseconds, seconds, minutes or hours, so that an axis up to `end` seconds has short numbers."""
+    """Return milliseconds, seconds, minutes or hours, so that an axis up to `end` seconds has short numbers."""
     blocks = [(3600.0, "h", 2 * 3600.0), (60.0, "min", 180.0), (1.0, "s", 0.5), (1e-3, "ms", 0.0)]
     return next(Scale(size, name) for size, name, least in blocks if end >= least)
 
@@ -113,25 +113,25 @@ def _largest(top: float, blocks: list[tuple[float, str]]) -> Scale:
     return Scale(*next((block for block in blocks if top >= block[0]), blocks[-1]))
 
 
-GAP = 0.018  # between two names, as a share of the axes' width
-OUTSIDE = 0.08, 0.02  # how far names may reach past the axes' left and right end
-LEADER = 0.045  # length of a leader, and of the space kept for one, as a share of the axes' height
+GAP = 0.018  # between two names, as a fraction of the axes' width
+OUTSIDE = 0.08, 0.02  # how far names may extend beyond the axes on the left and right, as fractions of their width
+LEADER = 0.045  # length of a leader line, and of the space kept for one, as a fraction of the axes' height
 
 
 @dataclass(frozen=True)
 class Label:
-    """A phase's name and what is said of it; `start` and `stop` are its place on the time axis."""
+    """A phase's name and a detail under it; `start` and `stop` are its ends on the time axis, in the axis' unit."""
 
     name: str
     detail: str
     start: float
     stop: float
     colour: str
-    weight: float  # where there is no room for all, the heaviest are named
+    weight: float  # if not all labels fit, those with the largest weights are drawn
 
 
 def draw_labels(axes: Axes, labels: Sequence[Label], height: float, grey: str) -> None:
-    """Draw `labels` above `height`, a share of the axes' height: as many as there is room for."""
+    """Draw `labels` above `height`, a fraction of the axes' height: as many as fit."""
     longest = max(10, min(28, 110 // max(len(labels), 1)))
     texts = [_write(axes, label, height + LEADER, grey, longest) for label in labels]
     widths = [_width(axes, pair) + GAP for pair in texts]
@@ -154,7 +154,7 @@ def draw_labels(axes: Axes, labels: Sequence[Label], height: float, grey: str) -
 
 
 def shorten(text: str, most: int) -> str:
-    """`text` on one line of at most `most` characters.
+    """Shorten `text` to one line of at most `most` characters.
 
     >>> shorten("a name far too long", 10)
     'a name fa…'
@@ -164,16 +164,16 @@ def shorten(text: str, most: int) -> str:
 
 
 def spread(wanted: Sequence[float], widths: Sequence[float], low: float, high: float) -> list[float]:
-    """Middles for things `widths` wide: in order, apart, inside low…high, and as near to `wanted` as that allows.
+    """Return middles of items `widths` wide: in order, apart, inside low…high, and as near to `wanted` as possible.
 
-    Less the widths before each, middles must only not fall. The nearest such numbers come from pooling: neighbours
-    that fall share their mean.
+    Less the widths before each, middles must not decrease. The nearest such values are found by pooling adjacent
+    violators (isotonic regression): neighbours that decrease get their mean.
 
     >>> [round(middle, 3) for middle in spread([0.0, 0.0, 0.9], [0.2, 0.2, 0.2], 0.0, 1.0)]
     [0.1, 0.3, 0.9]
     """
     before = [sum(widths[:index]) + widths[index] / 2 for index in range(len(widths))]
-    pools: list[tuple[float, int]] = []  # mean and how many share it
+    pools: list[tuple[float, int]] = []  # mean and number of its members
     for want, offset in zip(wanted, before, strict=True):
         mean, count = want - offset, 1
         while pools and pools[-1][0] > mean:
@@ -185,7 +185,7 @@ def spread(wanted: Sequence[float], widths: Sequence[float], low: float, high: f
 
 
 def _write(axes: Axes, label: Label, height: float, grey: str, longest: int) -> tuple[Text, Text]:
-    """The name and, under it, the detail; where along the axis is decided once all widths are known."""
+    """Draw the name and, under it, the detail; x is set later, when all widths are known."""
     common: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "bottom", "parse_math": False}
     detail = axes.text(0, height, label.detail, fontsize=8, color=grey, **common)
     name = shorten(label.name, longest)
@@ -198,7 +198,7 @@ def _width(axes: Axes, texts: Sequence[Text]) -> float:
 
 
 def _heaviest(labels: Sequence[Label], widths: Sequence[float], room: float) -> list[int]:
-    """Which labels to keep so that they fit in `room`, in their order."""
+    """Indices of the heaviest labels that fit in `room` together, in their order."""
     kept: list[int] = []
     for index in sorted(range(len(labels)), key=lambda index: -labels[index].weight):
         if widths[index] <= room:

@@ -1,7 +1,4 @@
-"""A Chart → its picture: models by cards, coloured by what too little memory costs, with time, peak and level.
-
-`draw_chart` reads as the picture's parts.
-"""
+"""A Chart → a heatmap: models by cards, coloured by slowdown, with time, peak and level."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from tightfit.units import format_bytes, format_seconds
 __all__ = ["draw_chart"]
 
 INK, GREY, PAPER, HATCH = "#24292f", "#57606a", "#ffffff", "#8c959f"
-# up to so many times as long as with memory without end, and the colour of that
+# largest slowdown against unlimited memory, colour, and text of the legend
 STEPS = (
     (1.01, "#dcefe2", "not at all (within 1 %)"),
     (1.05, "#fdf3d0", "to 1.05 ×"),
@@ -33,16 +30,16 @@ STEPS = (
     (2.0, "#d9713c", "to 2 ×"),
     (float("inf"), "#b3452f", "more"),
 )
-DARK = 2.0  # from here on, letters are white
-# the band below: by the lowest level that fits, and of letters on it
+DARK = 2.0  # slowdown above which text is white
+# lowest level that fits → colours of the band at the bottom of a cell, and of its text
 BANDS = {
     0: ("#eef3f8", INK), 1: ("#cfdeec", INK), 2: ("#a9c4dd", INK), 3: ("#7fa8cd", INK), None: ("#2f5f8f", PAPER),
 }  # fmt: skip
-BAND = 0.29  # of a cell's height
+BAND = 0.29  # height of the band, as a fraction of a cell's height
 WIDE, HIGH = 1.14, 0.66  # of a cell, in inches
-LEFT, RIGHT, TOP, BOTTOM = 1.75, 0.25, 1.25, 1.18  # around the cells
-LETTER, LINE = 0.069, 0.18  # of what stands below the title
-FEWEST = 7  # columns for which there is room, or the legend would have none
+LEFT, RIGHT, TOP, BOTTOM = 1.75, 0.25, 1.25, 1.18  # margins around the cells, in inches
+LETTER, LINE = 0.069, 0.18  # width of a letter and height of a line of the subtitle, in inches
+FEWEST = 7  # columns: the least width of the figure, for the legend
 REFUSED: dict[str, Any] = {"facecolor": "#eef0f2", "edgecolor": HATCH, "hatch": "////", "linewidth": 0.6}
 LOOK: dict[str, Any] = {
     "font.family": ["DejaVu Sans"],
@@ -55,14 +52,14 @@ _drawing = Lock()  # matplotlib's settings and text engine are shared by all thr
 
 
 def draw_chart(chart: Chart, path: Path, kind: str) -> None:
-    """Write the picture of `chart` to `path`; `kind` is "png" or "svg"."""
+    """Write the heatmap of `chart` to `path`; `kind` is "png" or "svg"."""
     with _drawing, style.context(["default", LOOK]):
         figure = _compose(chart)
         figure.savefig(path, format=kind, dpi=140, metadata={"Date": None} if kind == "svg" else None)
 
 
 def _compose(chart: Chart) -> Figure:
-    """The picture, from top to bottom."""
+    """Compose the figure, from top to bottom."""
     columns, rows = max(len(chart.cards), FEWEST), len(chart.models)
     across = LEFT + columns * WIDE + RIGHT
     said = textwrap.wrap(_subtitle(chart), int((across - 0.5) / LETTER))
@@ -132,7 +129,7 @@ def _write(
     axes: Axes, column: int, y: float, text: str, *, size: float = 8, weight: str = "normal", ink: str = INK,
     around: bool = False,
 ) -> None:  # fmt: skip
-    """In the middle of `column`; with `around`, on paper of its own."""
+    """Write `text` centred in `column`; with `around`, on its own background."""
     paper = {"facecolor": REFUSED["facecolor"], "edgecolor": "none", "pad": 1.2} if around else None
     axes.text(column + 0.5, y, text, ha="center", va="center", fontsize=size, weight=weight, color=ink, bbox=paper)
 
@@ -142,7 +139,7 @@ def _colour(slowdown: float) -> str:
 
 
 def _legend(figure: Figure, size: tuple[float, float]) -> None:
-    """What the colours mean, in one row below the cells."""
+    """Draw the legend of the colours, in one row below the cells."""
     across, high = size
     said = "How much longer it takes than on a card of the same speed with memory without end:"
     figure.text(0.25 / across, 0.86 / high, said, va="center", fontsize=9.5)

@@ -1,4 +1,4 @@
-"""What a machine has and reaches: as text for people. As JSON, the record itself says it."""
+"""A Machine → text. Its JSON is that of the record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STACKS = {"denoiser": "in U-Nets", "autoencoder": "in autoencoders"}
 
 
 def describe_machine(machine: Machine) -> str:
-    """RAM, cores and disk, then each device with a table of its rates."""
+    """Return the text: RAM, cores and disk, then each device with a table of its rates."""
     cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
     lines = [f"{machine.cpu or 'a processor without a name'}, {cores}", "", *align(_memory(machine)), ""]
     lines += [*_limits(machine), _disk(machine)]
@@ -63,7 +63,7 @@ def _rates(accelerator: Accelerator) -> list[tuple[str, ...]]:
 
 
 def _layouts(accelerator: Accelerator) -> list[str]:
-    """How many times as fast convolutions are with channels last, where that was measured."""
+    """Table of the speedups of convolutions with channels last, as far as measured."""
     gains = accelerator.channels_last_gains
     dtypes = [dtype for dtype in _DTYPES if any(f"{role}.{dtype}" in gains for role in _STACKS)]
     cells = ((name, [gains.get(f"{role}.{dtype}") for dtype in dtypes]) for role, name in _STACKS.items())
@@ -92,7 +92,7 @@ def _bytes_per_second(rate: float | None) -> str:
 
 
 def _operations(rate: float | None) -> str:
-    """Operations per second with three digits and a decimal unit: '1.16e11' is '116 G'."""
+    """Format operations per second with three digits and a decimal unit: 1.16e11 is '116 G'."""
     if rate is None:
         return "not measured"
     for block in ("", "k", "M", "G"):

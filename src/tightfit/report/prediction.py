@@ -1,4 +1,4 @@
-"""What a prediction says: as text for people, as JSON."""
+"""A Prediction → text or JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "reserved
 
 
 def describe(prediction: Prediction) -> str:
-    """A headline, a table by phase, and what the plan decided."""
+    """Return the text: a headline, a table of phases, and the decisions of the plan."""
     trace, plan = prediction.trace, prediction.plan
     asked = plan.request or Request()
     said = [prediction.model, *([asked.described] if asked.described != Request().described else [])]
@@ -47,34 +47,34 @@ def describe(prediction: Prediction) -> str:
 
 
 def _in_words(plan: Plan) -> Iterator[str]:
-    """What a plan that was made for a budget does, and why."""
+    """Decisions of a plan that was made for a budget, with their reasons."""
     yield "What happens, and why:"
     for reason in plan.reasons:
         yield f"- {reason.decision}: {reason.because}"
 
 
 def _by_fields(plan: Plan) -> Iterator[str]:
-    """What a plan says that somebody chose."""
+    """Fields of a plan that a user chose, then its reasons."""
     yield from (f"{name}: {chosen.described}" for name, chosen in plan.components.items())
     yield f"autoencoder: {plan.vae.described}"
     yield from (f"because: {reason.decision}: {reason.because}" for reason in plan.reasons)
 
 
 def as_report(prediction: Prediction) -> Report:
-    """The prediction as if it had been measured, with what the card has for a budget: for its picture."""
+    """Return the prediction as a Report, with the card's capacity as its budget, to draw its timeline."""
     budget = Budget(device=prediction.capacity)
     return Report(prediction.plan.model_copy(update={"budget": budget}), prediction.trace)
 
 
 def _elsewhere(prediction: Prediction) -> Iterator[str]:
-    """What other cards hold, of which the table does not tell."""
+    """Lines on the peaks of other cards, which the table does not show."""
     for name, capacity in prediction.other_devices.items():
         peak, phase = _fullest(prediction, name)
         yield f"  {name} holds at most {format_bytes(peak)} of {format_bytes(capacity)}, in {phase}"
 
 
 def _fullest(prediction: Prediction, name: str) -> tuple[int, str]:
-    """The most that another card holds, and in which phase."""
+    """Highest peak on another card in bytes, and its phase."""
     return max((phase.other_devices.get(name, 0), phase.name) for phase in prediction.trace.phases)
 
 
@@ -94,13 +94,13 @@ def _verdict(prediction: Prediction) -> str:
 
 
 def _row(phase: PhaseTrace, fits: bool) -> tuple[str, ...]:
-    """What does not fit takes no time."""
+    """Cells of a phase; no time if the plan does not fit."""
     sizes = (phase.peak_bytes, phase.peak_weights, phase.peak_reserved, phase.bytes_in)
     return (phase.name, format_seconds(phase.seconds) if fits else "-", str(phase.runs), *map(format_bytes, sizes))
 
 
 def to_mapping(prediction: Prediction) -> dict[str, Any]:
-    """Plain values, ready for JSON."""
+    """Return plain values, ready for JSON."""
     trace = prediction.trace
     return {
         "fits": prediction.fits,

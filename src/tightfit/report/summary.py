@@ -1,4 +1,4 @@
-"""What one call did, beside what was planned: as text for people, as JSON, as one line for a log."""
+"""A Report of one call and its plan, as text, as JSON, or as one line for a log."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["MOST_ROWS", "Report", "align", "fold_phases"]
 
-MOST_ROWS = 12  # a run whose components take turns has hundreds of phases: beyond this, one row per name
+MOST_ROWS = 12  # with more phases, one row per name: a call whose components alternate has hundreds of phases
 HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "bytes in", "bytes out")
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """A plan and what was measured of one call under it. `str(report)` is the text for people."""
+    """A plan and the measurements of one call under it. `str(report)` is a summary for people."""
 
     plan: Plan
     trace: Trace
 
     @property
     def lossless(self) -> bool:
-        """Whether nothing changed the numbers of this call, whatever the plan would have allowed."""
+        """Whether no lossy technique changed values in this call, even if the plan allows some."""
         return not self.trace.lossy
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         trace = self.trace
         return {
             "lossless": self.lossless,
@@ -46,7 +46,7 @@ class Report:
         }
 
     def log_line(self) -> str:
-        """The call as one line of key=value pairs, for the log of a service."""
+        """Return the call as one line of key=value pairs, for the log of a service."""
         trace = self.trace
         slowest = max(trace.phases, key=lambda phase: phase.seconds, default=None)
         pairs = {
@@ -96,7 +96,7 @@ class Report:
 
 
 def fold_phases(phases: Iterable[PhaseTrace]) -> tuple[PhaseTrace, ...]:
-    """One phase per name, in order of first appearance: times, bytes and passes added up, peaks at their highest."""
+    """Merge phases by name, in order of first appearance: times, bytes and runs are summed, peaks the highest."""
     by_name: dict[str, list[PhaseTrace]] = {}
     for phase in phases:
         by_name.setdefault(phase.name, []).append(phase)
@@ -142,7 +142,7 @@ def _table(phases: Sequence[PhaseTrace]) -> list[str]:
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """`rows` of cells as indented lines: the first column to the left, the others to the right."""
+    """Format `rows` of cells as indented lines: the first column is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:

@@ -1,8 +1,4 @@
-"""The picture of one call: bytes of weights and activations on the device over time, phase by phase.
-
-`draw_timeline` reads as the picture's parts. What is drawn comes from `tightfit.report.figure`, where names go from
-`tightfit.report.figure`.
-"""
+"""A Report → a figure of one call: bytes of weights and activations on the device over time, by phase."""
 
 from __future__ import annotations
 
@@ -32,21 +28,21 @@ INK, GREY, HAIR = "#24292f", "#6a737d", "#c9ced6"
 WEIGHTS, ACTIVATIONS, LIMIT = "#5f7f9d", "#e3a765", "#b3424a"
 PHASES = ("#44546a", "#3f7f7b", "#84608a", "#7d7a3c", "#a0603f", "#5b6fa8")
 WIDE, HIGH = 10.0, 5.0  # inches
-LEFT, BOTTOM, TOP = 0.085, 0.17, 0.70  # of the axes, as shares of the figure
+LEFT, BOTTOM, TOP = 0.085, 0.17, 0.70  # edges of the axes, as fractions of the figure
 LOOK: dict[str, Any] = {
     "font.family": ["DejaVu Sans"],
     "font.size": 9,
     "text.color": INK,
     "svg.hashsalt": "tightfit",  # the same trace gives the same file
 }
-FAR = 2.5  # a budget this many times above the peak is named, not drawn: it would flatten all the rest
+FAR = 2.5  # a budget of more than this many times the peak is named, not drawn: it would flatten the curve
 _drawing = Lock()  # matplotlib's settings and text engine are shared by all threads
 
 
 def draw_timeline(report: Report, path: Path, title: str | None = None) -> None:
-    """Write the picture of `report` to `path`: a PNG or an SVG, as its suffix says.
+    """Write the timeline of `report` to `path`: a PNG or an SVG, by its suffix.
 
-    Raises InputError for another suffix and for a folder that is not there. The file appears whole or not at all.
+    Raises InputError for another suffix and for a missing folder. The file is written atomically.
     """
     path = Path(path)
     kind = path.suffix.lower().removeprefix(".")
@@ -68,7 +64,7 @@ def _save(figure: Figure, path: Path, kind: str) -> None:
 
 
 def _compose(report: Report, title: str | None) -> Figure:
-    """The picture, from top to bottom."""
+    """Compose the figure, from top to bottom."""
     curve = Curve.of(report.trace)
     limit = report.plan.budget.of(report.plan.device) if report.plan.budget else None
     drawn_limit = limit if limit and limit <= FAR * max(curve.peak, 1) else None
@@ -93,7 +89,7 @@ def _compose(report: Report, title: str | None) -> Figure:
 
 
 def _dress(axes: Axes, memory: Scale, time: Scale) -> None:
-    """Axes in plain sight, grid hardly."""
+    """Style the axes, with a light grid."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(HAIR)
@@ -107,7 +103,7 @@ def _dress(axes: Axes, memory: Scale, time: Scale) -> None:
 
 
 def _areas(axes: Axes, curve: Curve, memory: Scale, time: Scale) -> None:
-    """Weights below, activations on top of them; a value holds until the next sample."""
+    """Draw weights with activations stacked on top; each value holds until the next sample."""
     seconds, weights = curve.seconds / time.size, curve.weights / memory.size
     total = weights + curve.activations / memory.size
     axes.fill_between(seconds, 0, weights, step="post", color=WEIGHTS, linewidth=0)
@@ -115,11 +111,11 @@ def _areas(axes: Axes, curve: Curve, memory: Scale, time: Scale) -> None:
 
 
 def _phases(axes: Axes, phases: tuple[PhaseTrace, ...], time: Scale) -> None:
-    """A strip above the plot, one colour per phase name, with the names above it."""
+    """Draw a bar above the plot, one colour per phase name, with the names above it."""
     names = dict.fromkeys(phase.name for phase in phases)
     colours = {name: PHASES[index % len(PHASES)] for index, name in enumerate(names)}
     across = axes.get_xaxis_transform()
-    for phase in sorted(phases, key=lambda phase: -phase.seconds):  # the shortest on top, or it could not be seen
+    for phase in sorted(phases, key=lambda phase: -phase.seconds):  # shortest last, to be visible
         start, length = time.of(phase.start), time.of(phase.seconds)
         look: dict[str, Any] = {"color": colours[phase.name], "linewidth": 0.6, "clip_on": False, "transform": across}
         axes.add_patch(Rectangle((start, 1.015), length, 0.028, **look))
@@ -129,7 +125,7 @@ def _phases(axes: Axes, phases: tuple[PhaseTrace, ...], time: Scale) -> None:
 
 
 def _labels(phases: tuple[PhaseTrace, ...], colours: dict[str, str], time: Scale) -> list[Label]:
-    """One label per phase, or per name where components take turns all the time."""
+    """One label per phase, or per name if there are more than MOST_ROWS phases."""
     labels = []
     for shown in phases if len(phases) <= MOST_ROWS else fold_phases(phases):
         alike = [shown] if len(phases) <= MOST_ROWS else [phase for phase in phases if phase.name == shown.name]
@@ -151,14 +147,14 @@ def _limit(axes: Axes, limit: int, memory: Scale) -> None:
 
 
 def _peak(axes: Axes, curve: Curve, limit: int | None, drawn: int | None, memory: Scale, time: Scale) -> None:
-    """A dot on the highest moment and its size beside it, clear of the budget line and of the edges."""
+    """Mark the peak with a dot and its size in bytes, clear of the budget line and of the edges."""
     over = limit is not None and curve.peak > limit
     text = f"peak {format_bytes(curve.peak)}" + (f", {format_bytes(curve.peak - limit)} over" if limit and over else "")
     x, y = time.of(curve.peak_at), memory.of(curve.peak)
     share = curve.peak_at / curve.end
     side = "left" if share < 0.12 else "right" if share > 0.88 else "center"
     bottom, top = axes.get_ylim()
-    points = (TOP - BOTTOM) * HIGH * 72 / (top - bottom)  # per unit of the bytes axis
+    points = (TOP - BOTTOM) * HIGH * 72 / (top - bottom)  # points per unit of the bytes axis
     gap = (memory.of(drawn) - y) * points if drawn else -1
     lift = gap + 5 if 0 <= gap < 20 else 7
     axes.plot([x], [y], marker="o", markersize=4.5, color=LIMIT if over else INK, clip_on=False, zorder=5)

@@ -1,1 +1,1 @@
-"""Takes a loaded pipeline and a request, returns pictures on disk and a Report; never decides how to fit."""
+"""Takes a model or a loaded pipeline and a request, returns images, plans and reports; never decides how to fit."""

@@ -1,8 +1,7 @@
-"""Predictions and footprints kept on disk, so that the same question is answered at once.
+"""Cache of predictions and footprints on disk.
 
-Sees no torch: that alone takes seconds. The key is everything that an answer depends on: the question, the catalog,
-the code, and the versions of what it stands on. A file that cannot be read is no answer; one that cannot be written
-is no harm.
+Does not import torch, which takes seconds. The key covers all that an answer depends on: the question, the catalog,
+the code, and the versions of its libraries. A file that cannot be read counts as missing; a failed write is ignored.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ __all__ = [
     "remembered",
 ]
 
-Missing = Callable[[Footprint], Sequence[str]]  # what a footprint left out and somebody needs
+Missing = Callable[[Footprint], Sequence[str]]  # names of parts that a footprint lacks and its user needs
 Answer = TypeVar("Answer", bound=Record)
 
 
 def find_subject(name: str | None) -> tuple[str | ModelFolder, str]:
-    """A known model or a checked folder (of a hub id, too; None: the demo model), and what tells it from others."""
+    """Return a known model's name or a checked folder (also of a hub id; None: the demo model), and its cache key."""
     if name in model_names():
         return name, name
     if name is not None and not Path(name).exists() and "/" not in name:
@@ -49,7 +48,7 @@ def find_subject(name: str | None) -> tuple[str | ModelFolder, str]:
 
 
 def remembered(kind: type[Answer], question: dict[str, Any], answer: Callable[[], Answer]) -> Answer:
-    """The answer to `question` (plain values) from the cache; else `answer()`, which is then kept."""
+    """Return the cached answer to `question` (plain values); if there is none, cache and return `answer()`."""
     known = recalled(kind, question)
     if known is not None:
         return known
@@ -59,7 +58,7 @@ def remembered(kind: type[Answer], question: dict[str, Any], answer: Callable[[]
 
 
 def keep(answer: Record, question: dict[str, Any]) -> None:
-    """From now on `answer` is in the cache, if it can be written."""
+    """Write `answer` to the cache, if possible."""
     file = _file(type(answer), question)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +67,7 @@ def keep(answer: Record, question: dict[str, Any]) -> None:
 
 
 def recalled(kind: type[Answer], question: dict[str, Any]) -> Answer | None:
-    """The answer to `question` from the cache, if it is there."""
+    """Return the cached answer to `question`; None if there is none."""
     with contextlib.suppress(OSError, UnicodeDecodeError, TightfitError):
         return kind.from_text(_file(kind, question).read_text())
     return None
@@ -79,12 +78,12 @@ def _file(kind: type[Record], question: dict[str, Any]) -> Path:
 
 
 def footprint_question(mark: str, asked: Request, dtype: str | None, *, expandable: bool = True) -> dict[str, Any]:
-    """What the footprint of a call is kept under: of what has this `mark`, computed in `dtype`."""
+    """Return the question of a call's footprint: of the model with this `mark`, computed in `dtype`."""
     return {"model": mark, "request": asked.to_mapping(), "dtype": dtype, "expandable": expandable}
 
 
 def recalled_footprint(question: dict[str, Any], missing: Missing | None = None) -> Footprint | None:
-    """The kept answer to a `footprint_question`, unless it left out what is `missing` (None: anything)."""
+    """Return the cached answer to a `footprint_question`; None if parts are `missing` in it (argument None: any)."""
     known = recalled(Footprint, question)
     if known is None or (known.not_measured if missing is None else missing(known)):
         return None
@@ -92,7 +91,7 @@ def recalled_footprint(question: dict[str, Any], missing: Missing | None = None)
 
 
 def keep_footprint(footprint: Footprint, question: dict[str, Any]) -> Footprint:
-    """Keeps it, and returns it, together with what is kept already, which may leave out other parts."""
+    """Merge `footprint` with the cached one, which may lack other parts; write and return the result."""
     known = recalled(Footprint, question)
     footprint = footprint if known is None else footprint.merged_with(known)
     keep(footprint, question)
@@ -100,12 +99,12 @@ def keep_footprint(footprint: Footprint, question: dict[str, Any]) -> Footprint:
 
 
 def key_of(question: dict[str, Any]) -> str:
-    """What tells `question` (plain values) and all that an answer depends on from others."""
+    """Return a digest of `question` (plain values) and of all else that an answer depends on."""
     return hashlib.sha256(f"{json.dumps(question, sort_keys=True)}\0{code_mark()}".encode()).hexdigest()
 
 
 def _fingerprint(folder: ModelFolder) -> str:
-    """What a prediction for `folder` depends on: everything but the numbers in its weight files."""
+    """Digest of all that a prediction for `folder` depends on: everything but the values in its weight files."""
     digest = hashlib.sha256()
     weights = {file for part in folder.components for file in part.weight_files}
     for file in sorted(file for file in folder.path.rglob("*") if file.is_file()):

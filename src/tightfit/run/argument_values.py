@@ -1,6 +1,6 @@
-"""An argument of a pipeline's call → what of it decides how much memory the call takes; and a copy to rehearse with.
+"""An argument of a pipeline's call → a description of all that affects memory; and a copy or dummy to simulate with.
 
-What is described are kinds and sizes, never contents: a description finds again what is known of a call like it.
+Descriptions hold kinds and sizes, never contents, so that the measurements of one call are found for similar calls.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from PIL import Image
 
 __all__ = ["GREY", "Given", "described", "dummy_value"]
 
-LONG_TEXT = 256  # characters; of longer texts it matters how many times as long they are
+LONG_TEXT = 256  # characters; lengths of longer texts are rounded up to a multiple of this
 GREY = (127, 127, 127)
-FEW = 8  # items of a list, which are named one by one
-LARGE = 2**24  # elements of a tensor in host memory whose numbers are not copied
-_WORDS = ("prompt", "caption", "lyrics", "text", "query", "instruction")  # in names of arguments that are text
+FEW = 8  # items of a list of numbers; longer lists are described by their length
+LARGE = 2**24  # elements of a tensor; values of larger ones are not copied
+_WORDS = ("prompt", "caption", "lyrics", "text", "query", "instruction")  # parts of the names of text arguments
 
 Described = bool | int | float | str | None
 
 
 def described(name: str, value: Any) -> Described:
-    """The argument `name`: plain values as they are, all else in words, e.g. "RGB image 64x64", "float32 1x4x8x8"."""
+    """Describe the argument `name`: plain values as they are, others as "RGB image 64x64" or "float32 1x4x8x8"."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -47,7 +47,7 @@ def _mapping(name: str, values: Mapping[Any, Any]) -> str:
 
 def _several(name: str, values: list[Any] | tuple[Any, ...]) -> str:
     if values and all(isinstance(value, str) and _is_text(name, value) for value in values):
-        return _text(max(map(len, values)))  # how many there are, the batch says
+        return _text(max(map(len, values)))  # their number is part of the request's batch
     if len(values) > FEW and all(isinstance(value, int | float) for value in values):
         return f"{len(values)} numbers"
     items = [str(described(name, value)) for value in values]
@@ -78,15 +78,15 @@ def _size(lengths: Any) -> str:
 
 
 class Given(NamedTuple):
-    """The arguments of a call that computes on a device."""
+    """Arguments of a call that runs on a device."""
 
-    arguments: Mapping[str, Any]  # by the pipeline's own names
+    arguments: Mapping[str, Any]  # by the pipeline's parameter names
     device: torch.device
 
     def rehearsed(self, there: torch.device) -> dict[str, Any]:
-        """Copies for a rehearsal: tensors on the call's own device are `there`; callbacks are left out.
+        """Copy the arguments for a simulation: tensors on the call's device move to `there`; callbacks are left out.
 
-        Of long texts, as long a one as its description stands for; of large tensors, the shape.
+        Long texts are padded to the longest of the same description; large tensors keep only shape and strides.
         """
         given = {name: value for name, value in self.arguments.items() if not name.startswith("callback")}
         return {name: _rehearsed(name, value, self.device, there) for name, value in given.items()}
@@ -117,7 +117,7 @@ def _rehearsed(name: str, value: Any, here: torch.device, there: torch.device) -
 
 
 def dummy_value(what: Described) -> Any:
-    """Something that is described as `what`: grey pictures, zeros; anything else as it is."""
+    """Return a value whose description is `what`: grey images, zeros; other values as they are."""
     if not isinstance(what, str):
         return what
     if several := re.fullmatch(r"(\d+) x (.+)", what):
@@ -135,7 +135,7 @@ def dummy_value(what: Described) -> Any:
 
 
 def _stretched(text: str) -> str:
-    """`text`, if it is long made as long as the longest of those that are described alike."""
+    """Pad a long `text` to the longest length with the same description."""
     if len(text) <= LONG_TEXT:
         return text
     filled = text + " and" * LONG_TEXT
@@ -158,5 +158,5 @@ def _tensor(tensor: torch.Tensor, place: torch.device, there: torch.device) -> t
         return tensor.to("cpu", copy=True).to(there)
     if not large:
         return tensor.clone()
-    pages = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8)  # memory that is not taken until written
+    pages = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8)  # takes no memory until it is written
     return pages.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

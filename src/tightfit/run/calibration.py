@@ -1,4 +1,4 @@
-"""What calls under a budget's plan were like: recorded, kept on disk, and used by the next plan."""
+"""Measurements of calls under a budget's plan: recorded, stored on disk, and used to calibrate the next plan."""
 
 from __future__ import annotations
 
@@ -33,44 +33,44 @@ if TYPE_CHECKING:
 __all__ = ["MOST", "CalibrationRecorder", "CalibrationStore", "PlanningInputs", "forget", "measured"]
 
 
-MOST = 8  # calls that are kept
+MOST = 8  # measured calls that are stored for a question, and recorded by one process for a request
 _PASSING = {
     "name",
     "bytes",
     "free",
     "allocated",
     "expandable_refused",
-}  # of an accelerator: what is no part of how fast it is
+}  # fields of an accelerator that do not affect its speed
 
 
 def forget() -> None:
-    """Nothing that was learned from calls is known any more."""
+    """Delete the stored measurements of all calls."""
     with contextlib.suppress(OSError):
         for file in _folder().glob("*.json"):
             file.unlink()
 
 
 class CalibrationStore:
-    """The last calls of what `question` asks for, on `device`. None of a question that nobody keeps answers to."""
+    """Measurements of the last MOST calls of `question` on `device`. Nothing is stored if `question` is None."""
 
     def __init__(self, question: Mapping[str, Any] | None, device: Accelerator) -> None:
         self._file: Path | None = None
         if question is not None:
-            import torch  # a plan for a card that is not there needs none
+            import torch  # not needed to plan for a card that is not installed
 
             by = torch.get_num_threads() if device.is_cpu else torch.version.cuda
             asked = {"call": dict(question), "on": device.model_dump(mode="json", exclude=_PASSING), "by": by}
             self._file = _folder() / f"{key_of(asked)}.json"
 
     def read(self) -> tuple[CallMeasurement, ...]:
-        """From the oldest to the newest."""
+        """Return the stored measurements, oldest first; none if the file cannot be read."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError, TightfitError):
             kept = json.loads(self._file.read_text()) if self._file else []
             return tuple(CallMeasurement.from_mapping(fields) for fields in kept)
         return ()
 
     def add(self, experience: CallMeasurement) -> None:
-        """Keeps it; of those before, as many as there is room for."""
+        """Store `experience` and the latest earlier ones, MOST in all."""
         if self._file is None:
             return
         kept = [*self.read(), experience][-MOST:]
@@ -81,22 +81,22 @@ class CalibrationStore:
 
 
 class PlanningInputs(NamedTuple):
-    """What plans are made from."""
+    """Inputs of the planner for one request."""
 
-    footprint: Footprint  # as it was measured
+    footprint: Footprint  # as measured, before calibration
     machine: Machine  # with one accelerator, or with all that the budget names
     past: CalibrationStore
-    call: Any = None  # that was measured; None: one that was made up
-    workings: SearchCaches | None = None  # what is worked out for one of its plans and serves the next
+    call: Any = None  # arguments or log of the measured call; None: dummy arguments
+    workings: SearchCaches | None = None  # intermediate results that successive plans share
 
     def missing(self, limits: Limits) -> tuple[str, ...]:
-        """What the footprint left out and a plan within `limits` could gain by."""
+        """Return the parts that the footprint lacks and a plan within `limits` could benefit from."""
         budget, _, host = limits
         past = self.past.read()
         return find_missing(self.footprint, self.machine, budget, device=host, experiences=past, workings=self.workings)
 
     def plan(self, limits: Limits) -> Plan:
-        """The plan within `limits`, by all that was learned. Raises BudgetTooSmall."""
+        """Make the plan within `limits`, calibrated by the stored measurements. Raises BudgetTooSmall."""
         budget, allow, host = limits
         past = self.past.read()
         return make_plan(
@@ -104,12 +104,12 @@ class PlanningInputs(NamedTuple):
         )
 
     def time_scales(self, plan: Plan) -> dict[str, float]:
-        """How many times as long as rates say phases take under `plan`, by name, where that is not once."""
+        """Return measured over predicted time of phases under `plan`, by name; factors of 1 are left out."""
         known = calibrate(self.footprint, self.past.read(), stored_in(plan)).footprint
         return {phase.name: phase.time_scale for phase in known.phases if phase.time_scale != 1}
 
     def learn(self, plan: Plan, trace: Trace, *, spread: bool) -> None:
-        """Keeps what `trace` teaches of a call under `plan`; `spread`: see `measurement_of`."""
+        """Store the measurement in `trace` of a call under `plan`; `spread`: see `measurement_of`."""
         (known,) = self.machine.accelerators
         disk_rate = default_disk_rate(self.machine, known)
         self.past.add(measurement_of(self.footprint, plan, with_default_rates(known), trace, disk_rate, spread=spread))
@@ -118,9 +118,9 @@ class PlanningInputs(NamedTuple):
 def measured(
     measurer: Measurer, asked: Request, call: Any, limits: Limits, machine: Callable[[], Machine]
 ) -> PlanningInputs:
-    """What a plan within `limits` is made from, for the `call` that asks for this (None: one that is made up).
+    """Measure the `call` with the request `asked` (None: with dummy arguments), as far as a plan within `limits` needs.
 
-    `machine` is asked when the call was measured: what is free may change meanwhile.
+    `machine` is called after the measurement, because free memory may change meanwhile.
     """
 
     workings = SearchCaches()
@@ -139,12 +139,12 @@ def _folder() -> Path:
 
 
 class CalibrationRecorder:
-    """Learns from calls on `device` that are like those for which plans were made.
+    """Records measurements of calls on `device` whose requests were planned for.
 
-    A call teaches something if it came to its end under one plan, asked for what that was made for, and if all went as
-    planned: a report without notes (but that nobody counted activations, whose peaks are too low then
-    to teach anything). While torch's profiler watches, nothing is learned, nor after eight calls in one process: a
-    service has better things to do.
+    A call is recorded if it finished under one plan, had the request of that plan, and if its report has no notes
+    (except that activations were not counted, which makes peaks too low to calibrate them). Not recorded are calls
+    under torch's profiler, calls with a budget for several devices, and those after the first MOST of a request in one
+    process, to save a service the time.
     """
 
     def __init__(self, device: Device) -> None:
@@ -153,17 +153,17 @@ class CalibrationRecorder:
         self._learned: Counter[Request] = Counter()
 
     def studies(self, plan: Plan, planning_inputs: PlanningInputs) -> None:
-        """`plan` was made from `planning_inputs`, and so is any other for the same request."""
+        """Set the inputs of `plan`, and of every other plan for the same request."""
         if plan.request is not None:
             self._bases[plan.request] = planning_inputs
 
     def ended(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan, trace: Trace) -> None:
-        """A call of `pipe` with these arguments, all of it under `plan`, is over."""
+        """Record a finished call of `pipe` with these arguments, which ran under `plan` throughout."""
         planning_inputs = self._bases.get(plan.request) if plan.request else None
         if planning_inputs is None or plan.request is None or self._learned[plan.request] == MOST:
             return
         if plan.budget is not None and plan.budget.devices:
-            return  # of which device would that be true?
+            return  # a measurement describes a single device
         asked = request_of(pipe, args, kwargs)
         disturbed = set(trace.notes) - {UNCOUNTED} or torch._C._autograd._profiler_enabled()
         if asked is None or disturbed or shape_of(pipe, asked) != shape_of(pipe, plan.request):

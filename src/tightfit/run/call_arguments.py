@@ -1,4 +1,4 @@
-"""The arguments of a pipeline's call ⇄ the Request that they make."""
+"""Arguments of a pipeline call ⇄ its Request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-# what is asked for → what pipelines call it
+# tightfit's name → the parameter of diffusers' pipelines
 NAMES = {
     "height": "height",
     "width": "width",
@@ -48,7 +48,7 @@ OURS = {theirs: ours for ours, theirs in NAMES.items()}
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked for in words, and the seed that makes it reproducible."""
+    """Prompt texts, and the seed that makes the call reproducible."""
 
     text: str
     seed: int
@@ -62,16 +62,16 @@ class Prompt:
 
 
 def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any]:
-    """Keyword arguments for `pipe(...)`; RequestError for what this pipeline does not take or cannot hold.
+    """Return keyword arguments for `pipe(...)`; RequestError for arguments and sizes that it does not accept.
 
-    Each item of the batch has a generator of its own, seeded seed, seed + 1, …, on the CPU: the same pictures
-    whatever the batch and the device.
+    Each item of the batch has its own CPU generator, seeded seed, seed + 1, …: images do not depend on the batch size
+    or the device. RequestError also if the images alone exceed RAM.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments: dict[str, Any] = {"prompt": prompt.text}
     for field in ("height", "width", "frames", "steps", "guidance"):
         value = getattr(request, field)
-        if value is not None and not (field == "frames" and "video" in request.arguments):  # the clip has so many
+        if value is not None and not (field == "frames" and "video" in request.arguments):  # the clip has its own
             arguments[NAMES[field]] = value
     arguments |= {name: dummy_value(value) for name, value in request.arguments.items()}
     if prompt.negative is not None:
@@ -88,7 +88,7 @@ def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any
 
 
 def size_multiple(pipe: Any) -> int:
-    """Heights and widths must be multiples of this many pixels: a latent's, times the denoiser's patch."""
+    """Return the pixels of which heights and widths must be multiples: pixels per latent times patch size."""
     autoencoder = getattr(pipe, "vae", None)
     multiple = pixels_per_latent(autoencoder) if autoencoder is not None else 1
     denoiser = getattr(pipe, "transformer", None)
@@ -96,7 +96,7 @@ def size_multiple(pipe: Any) -> int:
         return multiple
     patch = denoiser.config.get("patch_size") or 1
     patch = patch if isinstance(patch, int) else patch[-1]
-    # Flux and its kind pack 2×2 latents outside the network
+    # Flux and Chroma pipelines pack 2×2 latents outside the network
     packed = 2 if patch == 1 and type(pipe).__name__.startswith(("Flux", "Chroma")) else 1
     return int(multiple * patch * packed)
 
@@ -124,7 +124,7 @@ def _check_size(pipe: Any, request: Request) -> None:
 
 
 def usual_side(pipe: Any) -> int:
-    """About how many pixels a side has that is not asked for: pipelines say it in latents, where they say it."""
+    """Return the default side in pixels, about: pipelines define it in latents, if at all; 512 if not."""
     latents = getattr(pipe, "default_sample_size", None)
     if latents is None and getattr(pipe, "unet", None) is not None:
         latents = pipe.unet.config.get("sample_size")
@@ -133,24 +133,24 @@ def usual_side(pipe: Any) -> int:
 
 _FIELDS = {ours: theirs for ours, theirs in NAMES.items() if ours not in ("batch", "negative prompt")}
 _EACH = ("num_images_per_prompt", "num_videos_per_prompt")
-_LEFT_OUT = ("return_dict", "generator")  # nothing depends on them but numbers, or what they come in
-_USUAL = {"prompt": "text"}  # descriptions of what every call has
-_PICTURES = ("image", "video", "control_image", "mask_image")  # whose size is that of the call, if it names none
+_LEFT_OUT = ("return_dict", "generator")  # they affect only values, or the type of the output
+_USUAL = {"prompt": "text"}  # descriptions that are left out, because every call has them
+_PICTURES = ("image", "video", "control_image", "mask_image")  # the size of the call, if it has no height and width
 
 
 class CallShape(NamedTuple):
-    """What decides how many bytes a call takes."""
+    """All of a call that its memory depends on. None: unknown."""
 
-    height: int | None
-    width: int | None
+    height: int | None  # pixels
+    width: int | None  # pixels
     frames: int | None
     batch: int
-    guided: bool | None
-    others: frozenset[tuple[str, bool | int | str | None]] = frozenset()
+    guided: bool | None  # whether the guidance scale is above 1
+    others: frozenset[tuple[str, bool | int | str | None]] = frozenset()  # further arguments, described
 
 
 def request_of(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Request | None:
-    """What a call of `pipe` asks for; None where it does not take these arguments."""
+    """Return the Request of a call of `pipe`; None if it does not accept these arguments."""
     given = given_to(pipe, args, kwargs)
     if given is None:
         return None
@@ -167,7 +167,7 @@ def request_of(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Req
 
 
 def asked_by(pipe: Any, example: Mapping[str, Any]) -> Request:
-    """What the arguments of an example call ask for. RequestError where `pipe` does not take them."""
+    """Return the Request of an example call's arguments. RequestError if `pipe` does not accept them."""
     request = request_of(pipe, (), example)
     if request is None:
         taken = list(inspect.signature(type(pipe).__call__).parameters)[1:]
@@ -177,7 +177,7 @@ def asked_by(pipe: Any, example: Mapping[str, Any]) -> Request:
 
 
 def _is_legal(field: str, value: Any) -> bool:
-    """Whether `value` can be that of a request's `field`."""
+    """Whether `value` is valid for a request's `field`."""
     try:
         return value is not None and bool(Request(**{field: value}))
     except TightfitError:
@@ -185,7 +185,7 @@ def _is_legal(field: str, value: Any) -> bool:
 
 
 def given_to(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call of `pipe`, by name; None where it does not take them."""
+    """Return the arguments of a call of `pipe` by name; None if it does not accept them."""
     signature = inspect.signature(type(pipe).__call__)
     try:
         given = dict(signature.bind_partial(pipe, *args, **kwargs).arguments)
@@ -199,13 +199,13 @@ def given_to(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
 
 
 def _described(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given beside a request's own fields, where it is not the default. Callbacks are left out."""
+    """Describe the arguments that have no field of a request and are not the default. Callbacks are left out."""
     found = {
         name: described(name, value)
         for name, value in given.items()
         if name not in _LEFT_OUT and not name.startswith("callback")
     }
-    if found.get("output_type") != "latent":  # whatever pictures become, they become it on the host
+    if found.get("output_type") != "latent":  # other types are converted on the host
         found.pop("output_type", None)
     return {n: value for n, value in found.items() if value != usual.get(n) and (n not in _USUAL or value != _USUAL[n])}
 
@@ -218,7 +218,7 @@ def _prompts(given: Mapping[str, Any]) -> int:
 
 
 def _frames_of(video: Any) -> int | None:
-    """Of the clip that the call starts from: a list of pictures, or an array of shape (..., frames, C, H, W)."""
+    """Frames of the call's input clip: a list of images, or an array of shape (..., frames, C, H, W)."""
     if isinstance(video, list | tuple):
         return _frames_of(video[0]) if len(video) == 1 and getattr(video[0], "ndim", 0) >= 4 else len(video)
     shape: tuple[int, ...] = getattr(video, "shape", ())
@@ -226,7 +226,7 @@ def _frames_of(video: Any) -> int | None:
 
 
 def _size_of(given: Mapping[str, Any]) -> dict[str, int]:
-    """Of the pictures that the call starts from."""
+    """Height and width of the call's input images, in pixels; empty if there are none."""
     for name in _PICTURES:
         picture = given.get(name)
         while isinstance(picture, list | tuple) and picture:
@@ -240,7 +240,7 @@ def _size_of(given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def shape_of(pipe: Any, request: Request) -> CallShape:
-    """`request` with what the pipeline makes of that which it leaves open."""
+    """Return the shape of `request`, with the pipeline's defaults for fields that are None."""
     usual = _defaults(pipe)
 
     def said(name: str) -> Any:
@@ -267,17 +267,17 @@ def _defaults(pipe: Any) -> dict[str, Any]:
 
 
 def _switched(value: bool | int | float | str | None, usual: Any) -> bool | int | str | None:
-    """Of a scale only what it switches: nothing at 0, another pass of the denoiser above 1."""
+    """Reduce a scale to what it switches: 0 (off), 1 (above 0), 2 (above 1: one more denoiser call)."""
     if isinstance(value, float) or (isinstance(value, int) and isinstance(usual, float)):
         return (value > 0) + (value > 1)
     return value
 
 
 def dummy_inputs(pipe: Any, request: Request, given: Mapping[str, Any]) -> tuple[dict[str, Any], Request]:
-    """Arguments `image`, `mask_image` or `video` where `pipe` takes them and they are not `given`.
+    """Return dummy arguments `image`, `mask_image` or `video` that `pipe` accepts and that are not `given`.
 
-    Also what is left of `request` to ask for: the size of a pipeline that takes its pictures' size is theirs.
-    RequestError where a clip is needed and the request names no number of frames.
+    Also return `request` without the fields that these set: some pipelines take size and frames from their input.
+    RequestError if a clip is needed and the request has no number of frames.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     height, width = (side or usual_side(pipe) for side in (request.height, request.width))

@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 
-# one of each size
+# one of each memory size
 CARDS = ("gtx1650", "rtx2060", "rtx4060", "rtx3080", "rtx3060", "rtx4080", "rtx4090", "rtx5090", "rtx6000-ada", "h100")
 TABLE_CARD = "rtx4090"
 
-Told = Callable[[str, int, int], None]  # what is done now; how many things are done, of how many
+Told = Callable[[str, int, int], None]  # name of the current step, steps done, total steps
 
 
 class Sources(NamedTuple):
-    """Who is asked what models do: for a footprint, and for a level on a card without end."""
+    """Functions that return a model's footprint, and a level simulated on a card with unlimited memory."""
 
     footprint: Callable[[str, Request], Footprint]
     preset: Callable[[str, int, Footprint, Accelerator], Preset]
@@ -58,9 +58,9 @@ def chart_of(
     told: Told = lambda what, done, total: None,
     sources: Sources | None = None,
 ) -> Chart:
-    """What `models` (of the catalog; none: all) do on `cards` (none: one of each size), with so many bytes of RAM.
+    """Chart `models` of the catalog (none: all) on `cards` (none: CARDS) with `ram` bytes of RAM (None: unlimited).
 
-    With `usual_only`, nothing larger is tried than what a model is usually asked for. InputError for unknown names.
+    With `usual_only`, no requests larger than a model's usual one are tried. InputError for unknown names.
     """
     names = list(dict.fromkeys(map(model_called, models))) or list(model_names())
     known = {name: known_card(name) for name in dict.fromkeys(map(card_called, cards or CARDS))}
@@ -89,7 +89,7 @@ def level_table(
     told: Told = lambda what, done, total: None,
     sources: Sources | None = None,
 ) -> LevelTable:
-    """Levels 0–3 of `model`, rehearsed on a card like the one of `cards` (none: an RTX 4090), and what is made for it.
+    """Return levels 0–3 of `model`, simulated on the card in `cards` (none: an RTX 4090), and the plan made for it.
 
     InputError for unknown names, and for more than one card.
     """
@@ -119,7 +119,7 @@ def asked_chart(
     *,
     usual_only: bool = False,
 ) -> Chart | LevelTable:
-    """What the command line's words ask for: names with commas between, and a size. InputError for anything else."""
+    """Make the chart for the command's options: comma-separated names, and a size. InputError for invalid ones."""
     names, size = _names(cards), None if ram is None else parse_bytes(ram)
     if level_table_of is None:
         return chart_of(_names(models), names, size, told=told, usual_only=usual_only)
@@ -144,7 +144,7 @@ class _Progress:
 
 
 class _ModelRow:
-    """One model on all cards."""
+    """A row of the chart: one model on all cards."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ LEVELS = (0, 1, 2, 3)
 
 
 def simulated_preset(model: str, level: int, footprint: Footprint, accelerator: Accelerator) -> Preset:
-    """`level` of `model`, whose usual request has `footprint`, on a card like `accelerator`. The answer is kept."""
+    """Simulate `level` of `model` on `accelerator` with unlimited memory; cached. `footprint`: of its usual request."""
     endless = accelerator.model_copy(update={"bytes": 2**60})
     question = {"model": model, "level": level, "card": endless.to_mapping()}
     usual = known_model(model).request
@@ -219,7 +219,7 @@ TEXTS, PICTURES = (".md", ".json"), (".png", ".svg")
 
 
 def check_out(out: Path, *, levels: bool) -> None:
-    """InputError now if a chart, or a level table, could not be written to `out` later."""
+    """Raise InputError if a chart, or with `levels` a level table, cannot be written to `out`."""
     from tightfit.run.files import check_writable
 
     kinds = TEXTS if levels else (*PICTURES, *TEXTS)
@@ -230,12 +230,12 @@ def check_out(out: Path, *, levels: bool) -> None:
 
 
 def chart_text(made: Chart | LevelTable) -> str:
-    """What a terminal shows."""
+    """Return the text for a terminal."""
     return describe_chart(made) if isinstance(made, Chart) else describe_levels(made)
 
 
 def write_chart(made: Chart | LevelTable, out: Path) -> None:
-    """Writes `out`, whose suffix was checked."""
+    """Write `made` to `out`, whose suffix `check_out` has checked."""
     kind = out.suffix.lower()
     with replacing(out) as partial:
         if kind == ".json":

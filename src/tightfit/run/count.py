@@ -1,7 +1,7 @@
-"""A footprint and a plan → a Prediction, counted and not rehearsed: arithmetic on a footprint, as for the planner.
+"""A footprint and a plan → a Prediction, computed as by the planner instead of simulated.
 
-For plans that load weights from the disk, which a simulated card does not have, and for known footprints, for which no
-torch is needed.
+For plans that load weights from disk, which a simulated card does not have, and for cached footprints, which need no
+torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KNOWN_NOTE = (
 
 
 def reads_disk(choices: dict[str, Any]) -> bool:
-    """Whether anything is brought from the disk under `choices` of Plan fields."""
+    """Whether any component is loaded from disk under `choices` of Plan fields."""
     parts = Plan.from_mapping(choices).components.values()
     return any(part.offload_to == "disk" and part.placement != "resident" for part in parts)
 
@@ -40,10 +40,10 @@ def counted(
     footprint: Footprint, accelerator: Accelerator, choices: dict[str, Any], *, title: str, card: str | None,
     others: Sequence[Accelerator] = (), machine: Machine | None = None, note: str = NOTE,
 ) -> Prediction:  # fmt: skip
-    """What the call that `footprint` tells of takes on `accelerator`, under `choices` of Plan fields.
+    """Predict the call of `footprint` on `accelerator` under `choices` of Plan fields.
 
-    With `others`, components compute on those of them that the choices name as their device. Of a CPU's memory, what
-    this process holds by now is taken already: `machine` knows.
+    With `others`, each component runs on the device that the choices name. On a CPU, the capacity is reduced by the
+    RAM that this process already holds, as in `machine`.
     """
     host = machine or computer_with(accelerator)
     shares = not accelerator.is_cpu
@@ -88,12 +88,12 @@ def counted(
 
 
 def main_dtype(components: Sequence[Component]) -> str | None:
-    """Of most weights of a pipeline, as they are loaded."""
+    """Return the dtype of most weights of the largest component, as loaded; None without components."""
     return max(components, key=lambda each: each.bytes).main_dtype if components else None
 
 
 def capacity_of(plan: Plan, accelerator: Accelerator, taken: int = 0) -> int:
-    """Bytes that there are for tensors; of a CPU's memory, `taken` are in use already."""
+    """Return the bytes available for tensors; on a CPU, `taken` bytes of its memory are in use already."""
     budget = plan.budget
     if accelerator.is_cpu:
         most = min(budget.of_cpu, accelerator.bytes) if budget else accelerator.bytes

@@ -1,4 +1,4 @@
-"""A model → its exported denoiser, found out without weights: what `tightfit trace` does."""
+"""A model → its exported denoiser, without loading weights: the work of `tightfit trace`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tightfit.schema.machine import Accelerator
 
 __all__ = ["trace_model"]
 
-_CARD = Accelerator(name="any card", kind="simulated", bytes=1)  # a call's shapes depend on no card's size and rates
+_CARD = Accelerator(name="any card", kind="simulated", bytes=1)  # shapes do not depend on the card's bytes and rates
 
 
 def trace_model(
@@ -37,15 +37,15 @@ def trace_model(
     dtype: str | None = None,
     inputs: Mapping[str, Any] | None = None,
 ) -> ExportedFile:
-    """Exports the denoiser of `model` (folder or hub id; None: the demo model) for what is `asked` to the file `out`.
+    """Export the denoiser of `model` (folder or hub id; None: the demo model) for the request `asked` to `out`.
 
-    Nothing but configurations is read. What `asked` leaves open is as the pipeline has it; `inputs` are further
-    arguments of its call, by name: a negative prompt, or the prompt, where its length in tokens matters. `dtype` is
-    what it will be computed in (default: what `tightfit run` takes on `device`: float32 on the CPU, else as stored).
-    `name` says which network is meant where there are several.
+    Only configurations are read. Fields that `asked` leaves open have the pipeline's defaults; `inputs` are further
+    arguments of its call, by name: a negative prompt, or the prompt if its length in tokens matters. `dtype` is the
+    compute dtype (default: that of `tightfit run` on `device`: float32 on the CPU, else as stored). `name` selects one
+    of several denoisers.
 
-    Raises InputError for an unknown device or dtype and a place that cannot be written, ModelError for what cannot be
-    loaded or exported, RequestError for what the pipeline does not take, PlanError for an unknown `name`.
+    Raises InputError for an unknown device or dtype and a path that cannot be written, ModelError for what cannot be
+    loaded or exported, RequestError for what the pipeline does not accept, PlanError for an unknown `name`.
     """
     if dtype is not None and dtype not in DTYPES:
         raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
@@ -64,7 +64,7 @@ def trace_model(
 def _trace(
     folder: ModelFolder, dtype: torch.dtype, request: Request, name: str | None, inputs: Mapping[str, Any] | None
 ) -> ExportedFile:
-    """What the denoiser is given, on a simulated card; then the export."""
+    """Simulate a call to get the denoiser's inputs, then export it with these."""
     pipe = build_folder(folder, dtype)
     module = find_denoiser(pipe, name)
     with roomy_card(_CARD) as card:
@@ -73,5 +73,5 @@ def _trace(
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), given)
         del given
         stage.fitted.undo()
-        del module.forward  # the stage's own
+        del module.forward  # set by the simulation
     return trace_module(module, *args, **kwargs)

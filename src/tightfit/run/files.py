@@ -1,4 +1,4 @@
-"""Pictures → files, whole or not at all."""
+"""Images → files, written atomically; and checks of output paths."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ __all__ = ["check_timeline", "check_writable", "output_paths", "save_pictures"]
 
 
 def output_paths(out: Path | None, prompt: str, count: int) -> list[Path]:
-    """Where `count` pictures go: `out`, or names made from the prompt that are still free.
+    """Return the paths of `count` images: `out`, or unused names made from the prompt.
 
-    A folder gets such names inside; a file name is numbered when there are several.
+    If `out` is a folder, such names are used inside it; a file name is numbered if there are several images.
+    InputError if `out` is neither a .png file nor a folder.
     """
     if out is not None and not os.path.isdir(out):
         if out.suffix.lower() != ".png":
@@ -42,9 +43,9 @@ def _numbered(path: Path, count: int) -> list[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """InputError now if `path` could not be written later."""
+    """Raise InputError if `path` cannot be written."""
     try:
-        with contextlib.suppress(FileNotFoundError):  # of the file itself, or of the folder: that is told below
+        with contextlib.suppress(FileNotFoundError):  # a missing folder is reported below
             if stat.S_ISDIR(path.stat().st_mode):
                 raise IsADirectoryError(errno.EISDIR, "it is a folder")
         with tempfile.TemporaryFile(dir=path.parent):
@@ -54,16 +55,16 @@ def check_writable(path: Path) -> None:
 
 
 def check_timeline(path: Path) -> None:
-    """InputError now if a timeline could not be drawn to `path` later."""
+    """Raise InputError if a timeline cannot be written to `path`."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise InputError(f"--timeline {path} must end in .png or .svg", timeline=str(path))
     check_writable(path)
 
 
 def save_pictures(pictures: list[Any], paths: list[Path], metadata: dict[str, str]) -> None:
-    """Each picture (a PIL image, or a list of them: a video, saved as an animated PNG) with `metadata` as PNG text.
+    """Save each image (PIL, or a list of PIL images: a video, saved as an animated PNG) with `metadata` as PNG text.
 
-    All of them are written, or none.
+    Either all files are written, or none.
     """
     info = PngInfo()
     for key, value in metadata.items():

@@ -1,4 +1,4 @@
-"""How a call of a pipeline called its autoencoders first, and how else they could do it: in strips."""
+"""First calls of a pipeline's autoencoders: recorded, and profiled in strips."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tightfit.schema.footprint import STRIPS, Footprint, Phase
 
 __all__ = ["FirstCalls"]
 
-QUICK = 1000  # operations of methods in strips: a picture's, not a clip's
+QUICK = 1000  # operations of autoencoder methods: those for images have at most this many, those for clips more
 
 
 class FirstCalls:
-    """How autoencoders were called first: as they were then, and the shapes of what they were given."""
+    """First call of each autoencoder method: the module without weights, as it was then, and the argument shapes."""
 
     def __init__(self, components: Mapping[str, nn.Module], undo: ExitStack, *, expandable: bool) -> None:
         self._expandable = expandable
@@ -45,10 +45,10 @@ class FirstCalls:
         def run(*args: Any, **kwargs: Any) -> Any:
             given = args or (kwargs[first],)
             others = {key: value for key, value in kwargs.items() if args or key != first}
-            if (name, method) not in self._seen:  # some pipelines change its dtype for the call
+            if (name, method) not in self._seen:  # now, because some pipelines change its dtype for the call
                 with contextlib.suppress(NotExported), torch.inference_mode(False):
                     double = without_weights(module, type(module).__mro__[1])
-                    for own in ("forward", "encode", "decode"):  # those who listen are not part of it
+                    for own in ("forward", "encode", "decode"):  # without the wrappers of other observers
                         vars(double).pop(own, None)
                     self._seen[name, method] = double, *tree_map(_shape_of, (given, others))
             return inner(*args, **kwargs)
@@ -57,16 +57,17 @@ class FirstCalls:
         undo.callback(delattr, module, method)
 
     def take_apart(self) -> dict[tuple[str, str], StripOptionProfiler | None]:
-        """What each method that was called does, by its component's name and its own; None: it cannot be taken apart.
+        """Return the strip profiler of each method called, by (component, method); None if its graph is unsupported.
 
-        Programs are kept from then on.
+        Exported programs are cached.
         """
         return {kind: self._survey(kind) for kind in self._seen}
 
     def with_strips(self, footprint: Footprint, part: str) -> Footprint:
-        """`footprint` with autoencoders at work in strips as well, where they can be: in those that `part` names.
+        """Return `footprint` with the strip options of `part` for autoencoders whose graphs are supported.
 
-        And in all others that it leaves out, where that is quicker than to look for what else is missing.
+        If the graphs are small (QUICK), other missing strip options are added too: this is faster than to search for
+        what else is missing.
         """
         surveys = [self._survey_of(phase) for phase in footprint.phases]
         quick = sum(survey.operations for survey in surveys if survey) <= QUICK
@@ -77,7 +78,7 @@ class FirstCalls:
         return footprint.model_copy(update={"phases": phases, "not_measured": left})
 
     def _survey_of(self, phase: Phase) -> StripOptionProfiler | None:
-        """Of its only kind of pass, if that can be taken apart."""
+        """Strip profiler of the phase's only kind of component call, if its graph is supported."""
         kinds = {(done.component, done.method) for done in phase.calls}
         if len(kinds) != 1 or not kinds <= self._seen.keys():
             return None

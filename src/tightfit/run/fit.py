@@ -1,4 +1,4 @@
-"""The public `fit`: by a budget, which is planned here, or by a level or a plan, as `apply.fitting.fit` does."""
+"""The public `fit`: for a budget, which is planned here, or for a level or a plan, as `apply.fitting.fit`."""
 
 from __future__ import annotations
 
@@ -39,42 +39,41 @@ def fit(
     allow: Sequence[str] = (),
     count_activations: bool = True,
 ) -> Fitted:
-    """Makes `pipe`, a diffusers pipeline or one module, run within a budget, or as a level or a plan says.
+    """Make `pipe`, a diffusers pipeline or a single module, run within a budget, or under a level or a plan.
 
-    At most one of `budget`, `level` (0 to 3) and `plan` is given. A budget is what the device's allocator may hold,
-    as bytes or in words ("8GB" is 8·10⁹, "8GiB" 8·2³⁰), or a Budget; with `ram`, so many bytes of host memory may
-    wait for the device. On a CPU both are the process's resident set, of which Python and its libraries take some
-    hundred megabytes; on a card other tensors of this process count too. Given nothing, the plan is for 95 % of what is
-    free on the device, and at least 512 MiB of a card are left free. Of several cards each has its own:
-    `budget={"cuda:0": "10GB", "cuda:1": "8GB"}`; each component computes on one of them, and the pipeline where its
-    denoiser does (`device`, or where that is best).
+    Give at most one of `budget`, `level` (0 to 3) and `plan`. A budget limits the bytes of the device's allocator: a
+    number, a text ("8GB" is 8·10⁹, "8GiB" 8·2³⁰), or a Budget. `ram` limits the bytes offloaded to host memory. On a
+    CPU both limit the process's resident set, of which Python and its libraries take some hundred megabytes; on a card
+    other tensors of this process count too. If none of the three is given, the plan is for 95 % of the device's free
+    memory, and at least 512 MiB of a card are left free. Several cards have a budget each:
+    `budget={"cuda:0": "10GB", "cuda:1": "8GB"}`; each component runs on one of them, and the pipeline on the denoiser's
+    (`device`, or the best one).
 
-    A budget is planned for at the first call, from its own arguments (pictures, masks, embeddings and numbers too), or
-    at once: for an `example`, the arguments of a call by name (`example=dict(prompt="a fox", image=picture)`), or for a
-    `request` (`{"height": 512, "width": 512, "arguments": {"clip_skip": 1}}`). The plan is made from a footprint and
-    a card's rates, which are measured once each (seconds, and up to 20 s). Numbers stay the same; only where nothing
-    fits that way are the lossy techniques used that `allow` names. A budget is for a whole pipeline.
+    A budget is planned for at the first call, from its arguments (also images, masks, embeddings and numbers), or at
+    once: for an `example`, the arguments of a call by name (`example=dict(prompt="a fox", image=picture)`), or for a
+    `request` (`{"height": 512, "width": 512, "arguments": {"clip_skip": 1}}`). The plan is made from a footprint
+    (measured once, in seconds) and the card's rates (measured once, in up to 20 s). It is lossless if such a plan
+    fits; otherwise it may use the lossy techniques in `allow`. A budget needs a whole pipeline.
 
-    A call is measured on a copy of the pipeline without weights: hooks of your own are called there too, with the copy;
-    callbacks are not. One that cannot be measured beforehand (code that looks at numbers, weights in a format of their
-    own) runs at level 3, within the budget as a cap and with nothing predicted; the plan and the report say why. What
-    it did is what the next such call is planned by.
+    A call is measured on a copy of the pipeline without weights: your own hooks are called there too, with the copy;
+    callbacks are not. A call that cannot be measured beforehand (code that depends on tensor values, weights in a
+    custom format) runs at level 3, capped at the budget and without a prediction; the plan and the report say why.
+    The next call of the same kind is planned from what this one did.
 
-    A call that asks for something else (a larger picture, more of them, more frames, another
-    `max_sequence_length`) is planned for before it begins, and the report says so; BudgetTooSmall there leaves all as
-    it was.
+    A call with another request (a larger image, a larger batch, more frames, another `max_sequence_length`) is planned
+    for before it begins, and the report says so; if that raises BudgetTooSmall, nothing is changed.
 
-    A plan is a Plan, a mapping of its fields, or a YAML or JSON file of them; a mapping may name a `level` and only
-    what differs from it. `device` is "cpu", "cuda", "cuda:1" or "loopback" (default: torch's current card, else the
-    CPU). A second `fit` of a pipeline replaces the first.
+    `plan` is a Plan, a mapping of its fields, or a YAML or JSON file of them; a mapping may have a `level` and only the
+    fields that differ from it. `device` is "cpu", "cuda", "cuda:1" or "loopback" (default: torch's current card, else
+    the CPU). A second `fit` of a pipeline replaces the first.
 
-    On a card its allocator counts bytes for nothing. Elsewhere each operation is watched, which costs tens of
-    microseconds apiece: nothing beside large layers, half of the time with tiny ones. `count_activations=False`
-    leaves it out; the report then holds weights, moved bytes and times, and says so.
+    On a card the allocator counts bytes at no cost. On other devices each operation is observed, which takes tens of
+    microseconds: nothing beside large layers, half of the time with tiny ones. `count_activations=False` turns this
+    off; the report then has only weights, transferred bytes and times, and says so.
 
-    Returns the handle to its plan, report and `undo()`. Raises PlanError, RequestError or InputError for what is
-    illegal, before anything is changed, and BudgetTooSmall where nothing fits; by then, a plan that the pipeline
-    followed before is undone, because only an untouched one can be measured.
+    Returns the handle with the plan, the report and `undo()`. Raises PlanError, RequestError or InputError for invalid
+    arguments, before anything is changed, and BudgetTooSmall if no plan fits; by then, an earlier plan of the pipeline
+    is undone, because only an unmodified pipeline can be measured.
     """
     limits = limits_for(budget, ram, allow, level, plan)
     if limits is not None:

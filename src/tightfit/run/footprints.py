@@ -1,4 +1,4 @@
-"""A pipeline, a folder, a known model's name or one call of a module → its Footprint, measured on a simulated card."""
+"""A pipeline, a folder, a known model or one call of a module → its Footprint, measured on a simulated card."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tightfit.apply.fitting import fit
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
 from tightfit.errors import InputError, unknown_name
-from tightfit.measure.call_log import PassLog
+from tightfit.measure.call_log import CallLog
 from tightfit.measure.call_profiler import CallProfiler
 from tightfit.measure.meta_copy import fingerprint, meta_copy, without_hooks
 from tightfit.measure.modules import find_components, inspect_pipeline
@@ -37,8 +37,8 @@ __all__ = ["Measurer", "measure_footprint"]
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 
-PLAYING, BUILDING = 1.0, 0.3  # how long a call and the building of its pipeline take, …
-SIZES = {"variants": 2.2} | dict.fromkeys(STRIPS, 0.3)  # … and what else is measured, roughly: for the time left
+PLAYING, BUILDING = 1.0, 0.3  # relative time of a simulated call, and of the part that builds its pipeline, …
+SIZES = {"variants": 2.2} | dict.fromkeys(STRIPS, 0.3)  # … and of the other measurements: rough, for the time left
 
 
 def measure_footprint(
@@ -48,24 +48,24 @@ def measure_footprint(
     inputs: Inputs | None = None,
     dtype: str | None = None,
 ) -> Footprint:
-    """What `subject` is made of and what it does, found out without its weights and without a card.
+    """Measure the components and the call of `subject`, without its weights and without a card.
 
     `subject` is a diffusers pipeline, a folder (its configurations are read, its weights are not), a hub id, or a
-    known model's name; then `request` says what is asked of it (default: a known model's usual request, else the
-    pipeline's own defaults), and `inputs` names further arguments of its call, e.g. a control image. Where it starts
-    from pictures and none are given, grey ones of the size that is asked for stand in. What is not loaded yet is
-    computed in `dtype`: "bfloat16", "float16" or "float32" (default: as stored, or as a known model usually is).
+    known model's name; `request` is then the request to measure (default: a known model's usual request, else the
+    pipeline's defaults), and `inputs` are further arguments of its call by name, e.g. a control image. If the pipeline
+    needs input images and none are given, grey ones of the requested size are used. Models that are not loaded yet are
+    measured in `dtype`: "bfloat16", "float16" or "float32" (default: as stored, or as a known model usually is).
 
-    Or `subject` is a single module, or one of its methods (`vae.decode`); then `inputs` are the call's arguments, by
-    position or by name: a tensor (of which only shape and dtype count, if it is large), a tuple of numbers for a
-    shape in the module's own dtype, anything else as it is.
+    Or `subject` is a single module, or one of its methods (`vae.decode`); `inputs` are then the call's arguments, by
+    position or by name: a tensor (only shape and dtype matter if it is large), a tuple of integers for a shape in the
+    module's own dtype, other values as they are.
 
-    Sizes are bytes, as the CUDA caching allocator would hand them out, without cuBLAS's workspace.
-    A denoiser's first two passes with each shape of input are followed; the others are taken to be like the second.
-    The answer is kept on disk; of modules with code of their own, or with hooks, it is not.
+    Sizes are bytes as the CUDA caching allocator allocates them, without cuBLAS's workspace. The first two calls of a
+    denoiser with each input shape are measured; later ones are assumed to equal the second. The result is cached on
+    disk, except for modules with custom code or hooks.
 
-    Raises InputError for what cannot be measured, ModelError for a broken folder, RequestError for what the pipeline
-    does not take, PlanError for a pipeline that follows a plan (undo first) and for weights in a format of their own.
+    Raises InputError for what cannot be measured, ModelError for an invalid folder, RequestError for what the pipeline
+    does not accept, PlanError for a pipeline that follows a plan (undo first) and for weights in a custom format.
     """
     asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
     if isinstance(subject, str | Path):
@@ -81,33 +81,33 @@ def measure_footprint(
                 kind=type(module).__name__,
             )
         return _measure_module(meta_copy(module), method, inputs)
-    find_components(subject)  # PlanError where it has none
+    find_components(subject)  # PlanError if it has none
     return _kept(fingerprint(subject), asked, inputs, subject)
 
 
 class Measurer:
-    """Measures calls of a pipeline as it is now, whatever becomes of it; or of a folder or a known model, by name.
+    """Measures calls of a pipeline in its present state, or of a folder or a known model, by name.
 
     Raises as `measure_footprint` does.
     """
 
     def __init__(self, subject: Any, dtype: str | None = None, *, expandable: bool = True) -> None:
-        """`expandable`: plans are for allocators whose segments grow."""
+        """`expandable`: whether the allocators that plans are made for have expandable segments."""
         named = isinstance(subject, str | Path)
         self._model: Any = None
         self._model, self._mark = find_subject(str(subject)) if named else (meta_copy(subject), fingerprint(subject))
         self._dtype, self._expandable = _checked(dtype), expandable
 
-    def measure(self, asked: Request, call: Given | PassLog | None = None, missing: Missing | None = None) -> Footprint:
-        """Of the `call` that asks for this (None: of one that is made up).
+    def measure(self, asked: Request, call: Given | CallLog | None = None, missing: Missing | None = None) -> Footprint:
+        """Return the footprint of the `call` with the request `asked` (None: with dummy arguments).
 
-        Ways and variants of its work, which take most of the time, only as far as they are `missing` in what is known
-        without (None: all of them).
+        Strip options and variants, which take most of the time, are measured only while `missing` names them for the
+        footprint so far (None: all of them).
         """
         return _kept(self._mark, asked, call, self._model, self._dtype, expandable=self._expandable, missing=missing)
 
     def question(self, asked: Request) -> dict[str, Any] | None:
-        """What the answer is kept under; None where it is not kept."""
+        """Return the cache question of a footprint; None if it is not cached."""
         return footprint_question(self._mark, asked, self._dtype, expandable=self._expandable) if self._mark else None
 
 
@@ -127,23 +127,26 @@ def _kept(
     expandable: bool = True,
     missing: Missing | None = None,
 ) -> Footprint:
-    """From the cache, where all that the answer depends on has a mark. `inputs` are a Stage's, or no mapping."""
-    whole = isinstance(inputs, Given | PassLog)  # a call, which `asked` describes
+    """Return the footprint, from the cache if the model has a `mark` and `inputs` are not extra arguments.
+
+    InputError if extra arguments are not a mapping by name.
+    """
+    whole = isinstance(inputs, Given | CallLog)  # a call, which `asked` describes
     if inputs is not None and not whole and not isinstance(inputs, Mapping):
         raise InputError(f"a pipeline's inputs go by name, not as {type(inputs).__name__}", kind=type(inputs).__name__)
 
     def measure(missing: Missing) -> Footprint:
         try:
             return _measure_call(model, asked, inputs, dtype, expandable, missing)
-        except Exception:  # of a network that cannot do without numbers: what it called is repeated, part by part
-            if not isinstance(inputs, PassLog):
+        except Exception:  # a network that needs tensor values: its logged parts are called instead
+            if not isinstance(inputs, CallLog):
                 raise
             plain = without_hooks(_untouched(model))
             unable = _find_unable(plain, asked, inputs, dtype)
             return _measure_call(plain, asked, inputs, dtype, expandable, missing, unable)
 
     def measured(missing: Missing) -> Footprint:
-        return measure(missing).model_copy(update={"from_call_log": isinstance(inputs, PassLog)})
+        return measure(missing).model_copy(update={"from_call_log": isinstance(inputs, CallLog)})
 
     wanted = missing or (lambda footprint: footprint.not_measured)
     if (inputs and not whole) or not mark:
@@ -159,13 +162,13 @@ def _kept(
 
 @contextlib.contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """Python looks for garbage among ten times as many new objects at once: it took up to a third of the time.
+    """Raise the garbage collector's threshold tenfold: collections took up to a third of the time.
 
-    And never among what was there before: libraries are a million objects.
+    Existing objects are frozen meanwhile: libraries have a million of them.
     """
     usual, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.set_threshold(10 * usual[0], *usual[1:])
-    if not frozen:  # by somebody else, who may not want it undone
+    if not frozen:  # unfreeze would also undo an earlier freeze by other code
         gc.freeze()
     try:
         yield
@@ -214,15 +217,15 @@ def _measure_call(
         return footprint
 
 
-def _find_unable(model: Any, asked: Request, log: PassLog, dtype: str | None) -> set[tuple[str, str]]:
-    """What of a logged call cannot be repeated on shapes."""
+def _find_unable(model: Any, asked: Request, log: CallLog, dtype: str | None) -> set[tuple[str, str]]:
+    """Return the components and methods of a logged call that cannot run on shapes alone."""
     with roomy_card(ANY_CARD) as card:
         stage = SimulationRun(_untouched(model), card, {"level": 0}, asked, getattr(torch, dtype) if dtype else None)
         return stage.find_unable(log)
 
 
 def _untouched(model: Any) -> Any:
-    """`model` for one stage, which changes it."""
+    """`model` for one simulation, which modifies it: a pipeline is copied."""
     return model if isinstance(model, str | ModelFolder) else meta_copy(model)
 
 
@@ -240,7 +243,7 @@ def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint
 
 
 def _placed(value: Any, dtype: torch.dtype) -> Any:
-    """`value` on the simulated card, in the place of an argument."""
+    """An argument on the simulated card: a tensor is moved, a shape becomes zeros in `dtype`."""
     if isinstance(value, torch.Tensor):
         return torch.zeros_like(value, device=NAME) if value.is_meta else value.to(NAME)
     if isinstance(value, tuple) and value and all(type(length) is int for length in value):

@@ -1,4 +1,4 @@
-"""One request on a fitted pipeline: progress while it works, pictures and a report when it is done."""
+"""A fitted pipeline and a request → images and a Report, with progress during the call."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tightfit.schema.results import PhaseTrace, Sample, Trace
 
 __all__ = ["Result", "generate", "with_loading"]
 
-Progress = Callable[[int, int], None]  # steps done, steps in all
-_CHECKS = ("check_inputs", "set_timesteps")  # where pipelines and schedulers look at what they are given
+Progress = Callable[[int, int], None]  # steps done, total steps
+_CHECKS = ("check_inputs", "set_timesteps")  # functions of pipelines and schedulers that validate arguments
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Result:
 
 
 def generate(pipe: Any, fitted: Fitted, prompt: Prompt, request: Request, progress: Progress | None = None) -> Result:
-    """Calls `pipe`, which follows `fitted`, once. RequestError for what it does not take."""
+    """Call `pipe`, which follows `fitted`, once. RequestError for arguments that it does not accept."""
     arguments = call_arguments(pipe, prompt, request)
     taken = inspect.signature(type(pipe).__call__).parameters
     if "output_type" in taken:
-        arguments["output_type"] = "pil"  # the default of some is arrays
+        arguments["output_type"] = "pil"  # some pipelines return arrays by default
     if progress is not None and "callback_on_step_end" in taken:
 
         def step_done(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -61,15 +61,15 @@ def _raised_in(error: BaseException, functions: tuple[str, ...]) -> bool:
 
 
 def with_loading(report: Report, seconds: float, weights: int) -> Report:
-    """`report` with the loading of `weights` bytes, which took `seconds`, as its first phase."""
+    """Return `report` with a first phase "load": the loading of `weights` bytes in `seconds`."""
     load = PhaseTrace(name="load", start=0.0, seconds=seconds, peak_bytes=weights, peak_weights=weights)
     begin = Sample(seconds=0.0, weights=0, activations=0), Sample(seconds=seconds, weights=weights, activations=0)
     return Report(report.plan, report.trace.after(Trace(seconds=seconds, phases=(load,), samples=begin)))
 
 
 def profiled(call: Callable[[], Result], rows: int = 25) -> tuple[Result, str]:
-    """`call()`'s result and the profiler's table of where its time went."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its stages are nobody's news
+    """Return the result of `call()` and torch.profiler's table of its costliest operations, with `rows` rows."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides Kineto's log messages
     activities = [torch.profiler.ProfilerActivity.CPU]
     cuda = torch.profiler.ProfilerActivity.CUDA
     if cuda in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
@@ -81,6 +81,6 @@ def profiled(call: Callable[[], Result], rows: int = 25) -> tuple[Result, str]:
 
 
 def stopwatch() -> Callable[[], float]:
-    """Seconds since now, each time it is asked."""
+    """Return a function that returns the seconds since now."""
     started = time.perf_counter()
     return lambda: time.perf_counter() - started

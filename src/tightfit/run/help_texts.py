@@ -1,4 +1,4 @@
-"""What `tightfit COMMAND --help` says first."""
+"""Help texts of the commands, shown first by `tightfit COMMAND --help`."""
 
 __all__ = ["CHART_EXAMPLES", "EXAMPLES", "MACHINE_EXAMPLES", "PLAN_EXAMPLES", "RUN_EXAMPLES", "TRACE_EXAMPLES"]
 

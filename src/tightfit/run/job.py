@@ -1,4 +1,4 @@
-"""`tightfit run` as an object: prepare (checks, nothing loaded), load, run, and what came of it."""
+"""`tightfit run` as an object: prepare (checks, nothing loaded), load, run, summary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["Job"]
 
 @dataclass
 class Job:
-    """One run of the command line. Methods are called in their order."""
+    """One `tightfit run`. Its methods are called in the order of their definition."""
 
     prompt: Prompt
     request: Request
@@ -46,7 +46,7 @@ class Job:
     written: list[Path] = field(default_factory=list)
 
     def prepare(self) -> None:
-        """Everything that can be wrong is found here, before anything is loaded or written."""
+        """Check all arguments, before anything is loaded or written."""
         Plan.from_mapping(self.choices)
         self._plan_target: PlanTarget | None = (
             plan_target_of(self.limits, self.device) if self.limits is not None else None
@@ -64,7 +64,7 @@ class Job:
         self._folder: ModelFolder = find_model(self.model)
 
     def _check_places(self, paths: list[Path]) -> None:
-        """Each can be written, and none is written twice."""
+        """InputError if one of `paths` cannot be written, or two are the same."""
         for path in paths:
             check_writable(path)
         places = [path.resolve() for path in paths]
@@ -73,7 +73,7 @@ class Job:
                 raise InputError(f"{path} was asked for twice: give each file a name of its own", path=str(path))
 
     def warnings(self) -> list[str]:
-        """What the demo model will not understand."""
+        """Return a warning about words of the prompt that the demo model does not know, if there are any."""
         unknown = unknown_words(self.prompt.text) if self.model is None else []
         if not unknown:
             return []
@@ -81,7 +81,7 @@ class Job:
         return [f"the demo model does not know: {words}. It knows: {', '.join(sorted(WORDS))}"]
 
     def load(self) -> None:
-        """Loads the model and fits it to the plan."""
+        """Load the model to run under the plan."""
         if self.model is None:
             self.request = demo_request(self.request)
         elapsed = stopwatch()
@@ -103,7 +103,7 @@ class Job:
         self._loading = elapsed()
 
     def run(self, progress: Progress | None = None, *, profile: bool = False) -> str:
-        """Generates and writes everything; returns the profiler's table, or nothing."""
+        """Generate and write all outputs; return the profiler's table, or ""."""
         weights, table = self.fitted.live().weights, ""
         if self.snapshot is not None:
             self._target.record_history()
@@ -123,7 +123,7 @@ class Job:
             "plan": self.report.plan.to_json(),
             "model": self._folder.path.name if self.model else "tightfit demo model",
         }
-        self._outputs = output_paths(self.out, self.prompt.text, len(pictures))  # by now, others may have taken names
+        self._outputs = output_paths(self.out, self.prompt.text, len(pictures))  # names may be taken by now
         save_pictures(pictures, self._outputs, metadata | {"Software": "tightfit"})
         self.written += self._outputs
         if self.timeline is not None:
@@ -135,7 +135,7 @@ class Job:
             self.written.append(self.snapshot)
 
     def summary(self) -> dict[str, Any]:
-        """What `--json` prints. Predictions are null where no plan was made."""
+        """Return what `--json` prints. Predictions are null if the plan has no forecast."""
         report, told = self.report.to_mapping(), {phase.name: phase for phase in self.report.plan.forecast}
         peaks = {name: phase.peak_bytes for name, phase in told.items()}
         phases = [{**phase, "predicted_peak_bytes": peaks.get(phase["name"])} for phase in report["phases"]]

@@ -1,4 +1,4 @@
-"""A model folder → its pipeline, already following a plan; each weight goes straight to where the plan wants it."""
+"""A model folder → its pipeline under a plan; weights that the plan leaves in their files are not loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Loaded", "load", "load_made"]
 
 
 class Loaded(NamedTuple):
-    """A pipeline (or a single network) and what makes it follow its plan."""
+    """A pipeline (or a single network) and the handle to its plan."""
 
     pipe: Any
     fitted: Fitted
@@ -49,20 +49,20 @@ def load(
     dtype: str | None = None,
     count_activations: bool = True,
 ) -> Loaded:
-    """Loads `model`, a diffusers folder, a hub id, or the folder of one diffusers network, to follow a plan.
+    """Load `model`, a diffusers folder, a hub id, or the folder of one diffusers network, to run under a plan.
 
-    At most one of `budget` (with `ram` and `allow`, see `fit`), `level` and `plan` is given; given none of them, the
-    plan is for what is free, as `fit` says. A budget's plan is made from the folder's configurations before anything is
-    loaded, for `request`, for an `example` call, or else for the pipeline's own defaults. A call that asks for
-    something else is planned for as `fit` says; what stays in files is not read for it.
+    Give at most one of `budget` (with `ram` and `allow`, see `fit`), `level` and `plan`; with none of them, the plan is
+    for the free memory, as in `fit`. A budget's plan is made from the folder's configurations before anything is
+    loaded: for `request`, for an `example` call, or else for the pipeline's defaults. A call with another request is
+    planned for as in `fit`, without reading weights that are left in files.
 
-    As `fit(DiffusionPipeline.from_pretrained(model), …)`, but nothing is loaded that the plan wants on the disk: of a
-    component with home "disk", large layers are read from its safetensors files whenever they are used. `dtype` is
-    "bfloat16", "float16" or "float32" (default: as stored; on the CPU float32, unless a single network is loaded).
-    Weights stored in another dtype are converted, those that stay on the disk into a temporary file.
+    Like `fit(DiffusionPipeline.from_pretrained(model), …)`, except that weights which the plan leaves on disk are not
+    loaded: of a component with `offload_to="disk"`, large layers are read from its safetensors files at each use.
+    `dtype` is "bfloat16", "float16" or "float32" (default: as stored; on the CPU float32, unless a single network is
+    loaded). Weights stored in another dtype are converted; those left on disk, into a temporary file.
 
-    Raises ModelError, naming file and tensor, where the files are not what the model needs, before anything is
-    computed; PlanError, RequestError, InputError and BudgetTooSmall as `fit` does.
+    Raises ModelError, naming file and tensor, if the files do not match the model, before anything is computed;
+    PlanError, RequestError, InputError and BudgetTooSmall as `fit`.
     """
     limits = limits_for(budget, ram, allow, level, plan)
     plan_target = plan_target_of(limits, device) if limits is not None else None
@@ -88,7 +88,7 @@ def load(
 def load_made(
     folder: ModelFolder, dtype: str, plan_target: PlanTarget, made: PlannedFolder, *, count_activations: bool = True
 ) -> Loaded:
-    """The pipeline in `folder`, to follow the plan `made` for it within a site; other calls are planned for there.
+    """Load the pipeline in `folder` under the plan `made` for `plan_target`; other requests are planned for it too.
 
     Raises as `load`.
     """
@@ -109,7 +109,7 @@ def load_made(
 
 
 def _fill(straight: LazyCheckpoint, plan: Plan, target: Device) -> FileBackedWeights:
-    """Reads what `plan` does not leave on the disk."""
+    """Load the weights that `plan` does not leave in their files."""
     return straight.fill(lambda name, network: left_in_files(network, plan.components[name], separate=target.separate))
 
 

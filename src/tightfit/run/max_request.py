@@ -1,7 +1,7 @@
-"""A model's usual request and cards → the largest request of the same kind that each card holds. Nothing is guessed.
+"""A model's usual request and cards → the largest request of a ladder of sizes that each card holds.
 
-The rungs are sizes that are measured: pictures as many times as high and wide, clips as many times as long. Between
-two rungs nothing is known, and beyond the last one neither.
+Every rung is measured: images scaled in height and width, clips in length. Nothing is interpolated between two rungs,
+or extrapolated beyond the last.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from tightfit.schema.footprint import Request
 
 __all__ = ["Fitting", "find_max_request", "rungs_above", "rungs_below"]
 
-Fitting = Callable[[Request, Collection[str]], set[str]]  # which of these cards hold it
+Fitting = Callable[[Request, Collection[str]], set[str]]  # returns the cards, of those given, that hold the request
 
-REFUSALS = (ValueError, RuntimeError, IndexError)  # of a pipeline, or of torch in the middle of a network
+REFUSALS = (ValueError, RuntimeError, IndexError)  # raised by a pipeline, or by torch inside a network
 
-STEP = 64  # pixels: what is a multiple of this suits every model
+STEP = 64  # pixels: every model accepts multiples of this
 PICTURES = tuple(map(Fraction, ("1/2", "3/4", "1", "3/2", "2", "3", "4")))
 CLIPS = tuple(map(Fraction, ("1/2", "1", "2", "3", "4")))
 
 
 def rungs_above(usual: Request) -> list[Request]:
-    """Larger ones, the smallest first."""
+    """Return the larger requests of the ladder, smallest first."""
     return _rungs(usual, [times for times in _times(usual) if times > 1])
 
 
 def rungs_below(usual: Request) -> list[Request]:
-    """Smaller ones, the largest first."""
+    """Return the smaller requests of the ladder, largest first."""
     return _rungs(usual, [times for times in reversed(_times(usual)) if times < 1])
 
 
 def find_max_request(
     usual: Request, cards: Collection[str], fitting: Fitting, *, upwards: bool = True
 ) -> dict[str, Largest]:
-    """The largest rung that each of `cards` holds, and what keeps it from more. Who holds none is left out.
+    """Return the largest rung that each of `cards` holds, and what limits it. Cards that hold none are left out.
 
-    What a model takes no call of, `fitting` answers by raising one of REFUSALS.
+    `fitting` raises one of REFUSALS for a request that the model does not accept.
 
-    Rungs are tried as long as any card holds the one before: first `upwards`, unless nobody wants that, then downwards
-    for those that do not hold the usual request.
+    With `upwards`, larger rungs are tried as long as any card holds the previous one. Then smaller ones are tried for
+    the cards that do not hold the usual request.
     """
     left = fitting(usual, cards)
     found = {card: Largest(request=usual, limit="card") for card in left}
@@ -62,7 +62,7 @@ def find_max_request(
             break
         try:
             held = fitting(rung, refused)
-        except REFUSALS:  # a size between others that the model does not take
+        except REFUSALS:  # the model does not accept this size, but may accept smaller ones
             continue
         found |= {card: Largest(request=rung, limit="card") for card in held}
         refused -= held
@@ -79,10 +79,10 @@ def _rungs(usual: Request, times: list[Fraction]) -> list[Request]:
 
 
 def _scaled(usual: Request, times: Fraction) -> Request | None:
-    """`usual`, so many times as large; None where that is no length of a clip.
+    """`usual`, `times` as large; None if that is not a valid number of frames.
 
-    Models take some frames at a time and one more at the beginning: 4 k + 1, 6 k + 1 or 8 k + 1. As the usual number
-    is one of these, so is every whole multiple of its k, however many frames are taken at a time; and its half.
+    Models accept 4 k + 1, 6 k + 1 or 8 k + 1 frames. As the usual number is one of these, every whole multiple of its
+    k gives another, whichever of the three a model needs; and so does half of it.
     """
     if usual.frames:
         frames = (usual.frames - 1) * times

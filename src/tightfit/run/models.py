@@ -1,4 +1,4 @@
-"""What the user calls a model → a checked folder: a path, a hub id, or the demo model that ships."""
+"""A model as users name it (a path, a hub id, or None for the demo model) → a checked folder."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tightfit.errors import ModelError
 
 __all__ = ["DTYPES", "find_model", "stored_dtype"]
 
-DTYPES = ("bfloat16", "float16", "float32")  # to compute in
+DTYPES = ("bfloat16", "float16", "float32")  # compute dtypes that users may choose
 
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def find_model(name: str | None) -> ModelFolder:
-    """The folder of `name`, checked; None is the demo model. ModelError with one line where there is none."""
+    """Return the checked folder of `name`; None is the demo model. ModelError with one line if there is none."""
     if name is None:
         return check_folder(Path(str(files("tightfit.demo") / "model")))
     path = Path(name).expanduser()
@@ -30,21 +30,21 @@ def find_model(name: str | None) -> ModelFolder:
 
 
 def _download(name: str) -> Path:
-    """The hub's `name`, fetched or from the cache: configurations, and the safetensors of its components only."""
+    """Download `name` from the hub, or find it in the cache: configurations, and safetensors of components only."""
     from huggingface_hub import snapshot_download
 
-    # safetensors of components only: at the top there is often the whole model again, as one file
+    # safetensors of components only: the top folder often has a second copy of the whole model, as one file
     wanted = ["*.json", "*.txt", "*.model", "*.jinja", "*/*.safetensors"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
-    except Exception as error:  # the hub's errors have no common base, and any of them means the same here
+    except Exception as error:  # the hub's errors have no common base class; all mean the same here
         cause = str(error).strip().splitlines() or [type(error).__name__]
         said = f"{name} is neither a folder here nor to be had from the hub: {cause[0]}"
         raise ModelError(said, model=name) from error
 
 
 def stored_dtype(components: Sequence[ComponentFolder]) -> str:
-    """What the largest component is stored in: one dtype for all, or one could not read what another makes."""
+    """Return the dtype of the largest component as stored. It is used for all, as they pass tensors to each other."""
     largest = max(components, key=lambda component: component.weight_bytes)
     if not largest.weight_files:
         return "float32"

@@ -1,4 +1,4 @@
-"""Networks that do not work every time: denoisers let the time pass that a pass took, encoders give what they gave."""
+"""Replacements of `forward` that replay earlier calls: time and bytes of denoisers, outputs of encoders."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from tightfit.simulator.storage import free_dead_tensors, store_of
 
 __all__ = ["CallReplayer", "PassReplayer"]
 
-MOST_MOMENTS = 200  # of a pass, for the picture
+MOST_MOMENTS = 200  # moments kept of a call, for the timeline
 
 
 @dataclass(frozen=True)
 class _RecordedPass:
-    """What one pass of a network did."""
+    """Measurements of one denoiser call."""
 
     output: Any  # its tensors on "meta"
     nanoseconds: int
-    above: int  # bytes that it took at its most, above what there was
-    bytes_in: int
-    bytes_out: int
-    moments: tuple[Moment, ...]  # in seconds after its beginning
+    above: int  # peak bytes above those at its start
+    bytes_in: int  # host to device
+    bytes_out: int  # device to host
+    moments: tuple[Moment, ...]  # in seconds after its start
 
 
 class PassReplayer:
-    """`part.forward`, which from its third pass with the same inputs on only takes as long as its second did.
+    """`part.forward`, of which the third and later calls with the same signature replay the second.
 
-    (The first may make tables that the others find ready.) Where its weights stream, the first two passes fill what
-    stays and the ring, and what is ahead at the end of one pass is missing from the next: there, the third and the
-    fourth pass are worked through too, and repeated in turn.
+    (The first may build tables that later calls reuse.) If its weights stream, the first two calls fill the resident
+    layers and the ring buffer, and layers that one call prefetches at its end are not loaded in the next: then the
+    third and fourth calls run too, and are replayed alternately.
     """
 
     def __init__(self, part: nn.Module, recorder: Recorder, card: SimulatedCard, *, streams: bool = False) -> None:
         self._forward: Callable[..., Any] = part.forward
-        functools.update_wrapper(self, part.forward)  # pipelines ask for its signature
+        functools.update_wrapper(self, part.forward)  # pipelines inspect its signature
         self._recorder, self._card = recorder, card
         self._watched = (3, 4) if streams else (2,)
         self.forget()
 
     def vary(self, change: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack) -> None:
-        """Until `undo` is closed, it works as `change` makes it."""
+        """Replace `forward` by `change(forward)` until `undo` is closed."""
         undo.callback(vars(self).update, _forward=self._forward)
         self._forward = change(self._forward)
 
     def watch(self, number: int, undo: ExitStack) -> None:
-        """Until `undo` is closed, the pass of this number is the one that is repeated from then on."""
+        """Measure call `number` (from 1) and replay it in later calls, until `undo` is closed."""
         undo.callback(vars(self).update, _watched=self._watched)
         self._watched = (number,)
 
     def forget(self) -> None:
-        """Another call begins: what it begins with is worked through again."""
+        """Begin another call of the pipeline: the first denoiser calls run again."""
         self._passes: Counter[Any] = Counter()
         self._known: dict[Any, list[_RecordedPass]] = {}
 
@@ -81,17 +81,17 @@ class PassReplayer:
 
 
 class CallReplayer:
-    """`part.forward`, which in a pipeline's second call gives what it gave in the first, and does not work."""
+    """`part.forward`, which in later pipeline calls returns its outputs of the first without running."""
 
     def __init__(self, part: nn.Module) -> None:
         self._forward: Callable[..., Any] = part.forward
-        functools.update_wrapper(self, part.forward)  # pipelines ask for its signature
+        functools.update_wrapper(self, part.forward)  # pipelines inspect its signature
         self._passes: Counter[Any] = Counter()
         self._given: dict[Any, tuple[list[Callable[[], Any]], Any]] = {}
         self._again = False
 
     def again(self) -> None:
-        """Another call begins."""
+        """Begin another call of the pipeline."""
         self._passes.clear()
         self._again = True
 
@@ -113,7 +113,7 @@ _PLAIN = (torch.Tensor, bool, int, float, str, type(None))
 
 
 def _copy_of(value: Any) -> Callable[[], Any]:
-    """What makes `value` once more; of a tensor on a card whose numbers nobody knows, its layout."""
+    """Return a function that makes `value` again; a tensor on a card without values is made with the same layout."""
     if not isinstance(value, torch.Tensor) or value.device.type != NAME:
         return lambda: value
     device = value.device
@@ -143,11 +143,11 @@ def _watched(work: Callable[[], Any], recorder: Recorder, card: SimulatedCard) -
 
     before, highest = counter.now, counter.peak
     counter.reset_peak()
-    card.watchers.append(watch)
+    card.kernel_callbacks.append(watch)
     try:
         output = work()
     finally:
-        card.watchers.remove(watch)
+        card.kernel_callbacks.remove(watch)
     above, counter.peak = counter.peak - before, max(counter.peak, highest)
     seen = _RecordedPass(
         _placed(output, torch.device("meta")),
@@ -161,14 +161,14 @@ def _watched(work: Callable[[], Any], recorder: Recorder, card: SimulatedCard) -
 
 
 def _few(moments: list[Moment]) -> tuple[Moment, ...]:
-    """The highest of each stretch of moments."""
+    """At most MOST_MOMENTS of `moments`: the one with the most bytes of each segment."""
     length = -(-len(moments) // MOST_MOMENTS) or 1
     segments = (moments[start : start + length] for start in range(0, len(moments), length))
     return tuple(max(segment, key=lambda moment: moment.total) for segment in segments)
 
 
 def _placed(values: Any, device: torch.device) -> Any:
-    """Tensors laid out as those in `values`, on `device`, with nothing in them."""
+    """Replace the tensors in `values` by uninitialized ones on `device` with the same shape, strides and dtype."""
 
     def place(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What the command line's options say → Plan fields and a Request. Sees no torch."""
+"""Options of the command line and of `fit` → Plan fields, Limits and a Request. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tightfit.schema.plan import Plan, check_techniques
 
 __all__ = ["Limits", "Wish", "asked_for", "call_request", "demo_request", "limits_for", "limits_of", "plan_fields"]
 
-Wish = Budget | Mapping[str, str | int] | str | int | None  # of a budget: bytes, of several devices by name
+Wish = Budget | Mapping[str, str | int] | str | int | None  # a budget: bytes, or a mapping for several devices
 DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
 
 
 def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dict[str, Any]:
-    """Plan fields from a file, then --level, then --set, each over the one before. PlanError for what is none."""
+    """Return Plan fields from a file, --level and --set; later ones override earlier. PlanError for invalid ones."""
     choices: dict[str, Any] = Plan.fields_from_file(plan) if plan is not None else {}
     if level is not None:
         if choices.get("reasons") and choices.get("level") != level:
@@ -29,7 +29,7 @@ def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dic
                 "and nothing else. Leave one of them out, or change single fields with --set"
             )
         choices["level"] = level
-    if changes:  # what was said of the plan is not true of another
+    if changes:  # the forecast is not valid for the changed plan
         choices.pop("forecast", None)
     _unsettle(choices, [change.partition("=")[0].split(".") for change in changes])
     for change in changes:
@@ -41,17 +41,17 @@ def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dic
 
 
 class Limits(NamedTuple):
-    """Within what a plan is to be made, and by which lossy techniques if need be."""
+    """What a plan may use."""
 
-    budget: Budget | None  # None: what is free
-    allow: tuple[str, ...] = ()
-    host: str | None = None  # of several devices, that on which denoisers compute; None: where that is best
+    budget: Budget | None  # None: the free memory
+    allow: tuple[str, ...] = ()  # lossy techniques, used only if nothing else fits
+    host: str | None = None  # of several devices, the one that runs denoisers; None: the best
 
 
 def limits_for(
     budget: Wish, ram: str | int | None, allow: Sequence[str], level: int | None, plan: object
 ) -> Limits | None:
-    """What `fit` and `load` are told to keep within; None where a `level` or a `plan` says all. PlanError for both."""
+    """Return the limits of `fit` and `load`; None if a `level` or a `plan` is given. PlanError for both."""
     if level is None and plan is None:
         return Limits(_budget(budget, ram), check_techniques(allow))
     if budget is not None:
@@ -62,7 +62,7 @@ def limits_for(
 
 
 def asked_for(request: Request | Mapping[str, Any] | None, example: Mapping[str, Any] | None) -> Request | None:
-    """The request that a budget is planned for; None where nobody says, or an `example` does. PlanError for both."""
+    """Return the request to plan for; None if there is none, or an `example` instead. PlanError for both."""
     if request is not None and example is not None:
         raise PlanError(f"give request={request} or example={list(example)}, the arguments of a call: not both")
     return request if isinstance(request, Request | None) else Request.from_mapping(request)
@@ -79,7 +79,7 @@ def _budget(size: Wish, ram: str | int | None) -> Budget | None:
 
 
 def _named_sizes(text: str) -> Budget | Mapping[str, str] | str:
-    """What --budget says: one size, or several by name, with commas between."""
+    """Parse --budget: one size, or several as DEVICE=SIZE with commas between."""
     if "=" not in text:
         return text
     pairs = [pair.partition("=") for pair in text.split(",")]
@@ -90,7 +90,7 @@ def _named_sizes(text: str) -> Budget | Mapping[str, str] | str:
 
 
 def limits_of(budget: str | None, ram: str | None, allow: list[str], choices: Mapping[str, Any]) -> Limits | None:
-    """What --budget, --ram and --allow say; None where they say nothing. PlanError beside `choices` of Plan fields."""
+    """Return the limits of --budget, --ram and --allow; None without any. PlanError if `choices` are given too."""
     if budget is None and ram is None:
         if allow and choices:
             raise PlanError(f"--allow {allow[0]} goes with a budget: elsewhere --set components.NAME.storage says it")
@@ -102,11 +102,11 @@ def limits_of(budget: str | None, ram: str | None, allow: list[str], choices: Ma
 
 
 def call_request(choices: dict[str, Any], negative: str | None = None, **asked: Any) -> Request:
-    """What the options ask for, over the request of the plan's own fields, which goes out of `choices`."""
+    """Return the request of the options, merged over the plan's own `request`, which is removed from `choices`."""
     given = choices.pop("request", None) or {}
     options = {field: value for field, value in asked.items() if value is not None}
     if options.get("batch") == 1:
-        del options["batch"]  # as good as not said
+        del options["batch"]  # the default: does not override
     request = Request.from_mapping(given | options if isinstance(given, dict) else given)
     if negative is None:
         return request
@@ -114,11 +114,11 @@ def call_request(choices: dict[str, Any], negative: str | None = None, **asked: 
 
 
 def demo_request(request: Request) -> Request:
-    """`request` of the demo model, which diffusers' usual 50 steps at guidance 7.5 do not suit."""
+    """Return `request` with the demo model's defaults: diffusers' usual 50 steps at guidance 7.5 do not suit it."""
     return Request(**{**DEMO_DEFAULTS, **{name: value for name, value in request if value is not None}})
 
 
-# what a complete plan has settled because of a field that now changes
+# field of a component → fields that a complete plan derives from it
 _SETTLED = {
     "placement": ("weight_memory", "granularity", "ring_buffer", "resident_layers", "pinned"),
     "offload_to": ("granularity", "ring_buffer", "resident_layers", "pinned"),
@@ -130,7 +130,7 @@ _SETTLED = {
 
 
 def _unsettle(choices: dict[str, Any], paths: list[list[str]]) -> None:
-    """Takes out of `choices` what follows from fields in `paths`, to be settled again."""
+    """Remove from `choices` the fields that derive from fields in `paths`, so that they are resolved anew."""
     components = choices.get("components")
     for path in paths:
         chosen = components.get(path[1]) if isinstance(components, dict) and len(path) == 3 else None
@@ -143,7 +143,7 @@ def _unsettle(choices: dict[str, Any], paths: list[list[str]]) -> None:
 def _value(change: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an invalid date
         raise PlanError(f"--set {change!r}: the value is not YAML") from None
 
 

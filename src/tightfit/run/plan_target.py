@@ -1,4 +1,4 @@
-"""A budget and devices → where a plan is for, and within what."""
+"""A budget and devices → the devices and limits that a plan is made for."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ __all__ = ["PlanTarget", "plan_target_of"]
 
 
 class PlanTarget(NamedTuple):
-    """Where a plan is for, and within what."""
+    """Devices and limits that a plan is made for."""
 
     limits: Limits
     devices: tuple[Device, ...]  # one, or those that the budget names
 
     @property
     def expandable(self) -> bool:
-        """Whether segments of all its allocators can grow."""
+        """Whether the allocators of all devices can have expandable segments."""
         return all(device.expandable_refused() is None for device in self.devices)
 
     def host_of(self, plan: Plan) -> Device:
-        """Where a pipeline computes that follows a plan made for this site."""
+        """Return the device that runs the pipeline under `plan`, which was made for this target."""
         return next(device for device in self.devices if device.name == plan.device)
 
 
 def plan_target_of(limits: Limits, device: str | torch.device | Device | None) -> PlanTarget:
-    """What `device` (None: the best, of several wherever denoisers are fastest) means.
+    """Return the target for `device` (None: the default; of several, the one on which denoisers are fastest).
 
-    InputError for unknown devices, PlanError where a budget for several is not for cards, or not for `device`.
+    InputError for unknown devices, PlanError if a budget for several is not for cards only, or not for `device`.
     """
     budget = limits.budget
     if budget is None or not budget.devices:

@@ -1,4 +1,4 @@
-"""This computer and a model folder → the plan that the folder is loaded for."""
+"""This computer → its Machine, with cached rates; and a model folder → the plan to load it under."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tightfit.devices.memory import trim_heap
 from tightfit.errors import InputError, RequestError
 from tightfit.files import replacing
 from tightfit.measure.kept_rates import kept_file, known_accelerator, machine_key, read_kept
-from tightfit.measure.rates import Told, measure_rates
+from tightfit.measure.rates import Progress, measure_rates
 from tightfit.progress import showing
 from tightfit.run.argument_values import Given
 from tightfit.run.calibration import PlanningInputs, forget, measured
@@ -50,11 +50,11 @@ _RATES = (
 )  # fmt: skip
 
 
-def measured_machine(*, again: bool = False, told: Told = lambda name, done, total: None) -> Machine:
-    """This computer: what it has, what of it is free now, and its rates.
+def measured_machine(*, again: bool = False, told: Progress = lambda name, done, total: None) -> Machine:
+    """Return this computer: its devices, its memory that is free now, and its rates.
 
-    Rates are measured where none are kept, or `again`, which takes up to 20 s and is `told` step by step. What runs
-    have taught beside the rates is forgotten then.
+    Rates are measured if none are cached, or if `again`: this takes up to 20 s, and `told` is called at each step.
+    `again` also deletes the stored measurements of calls.
     """
     if again:
         forget()
@@ -72,7 +72,7 @@ def measured_machine(*, again: bool = False, told: Told = lambda name, done, tot
 
 
 def _with_overheads(machine: Machine) -> Machine:
-    """`machine` with what its host does for layers whose weights come and go to its cards."""
+    """`machine` with the host's seconds for each streamed and each resident layer of its cards."""
     accelerators = list(machine.accelerators)
     for index, each in enumerate(accelerators):
         if (device := choose_device(each.name)).separate:
@@ -83,9 +83,9 @@ def _with_overheads(machine: Machine) -> Machine:
 
 
 def machine_of(*targets: Device) -> Machine:
-    """This computer with `targets` for its only accelerators.
+    """Return this computer with `targets` as its only accelerators.
 
-    A card's rates are measured where none are kept; a CPU has those that are, and a simulated card those it was given.
+    Rates of CUDA cards are measured if none are cached; a CPU has cached rates or none, a simulated card its own.
     """
     machine = measured_machine() if targets[0].kind == "cuda" else _known_machine()
     by_name = {accelerator.name: accelerator for accelerator in machine.accelerators}
@@ -94,7 +94,7 @@ def machine_of(*targets: Device) -> Machine:
 
 
 def machine_now(*targets: Device) -> Machine:
-    """`machine_of(targets)`, of which nothing is taken that is not needed any more: on a CPU garbage goes first."""
+    """Return `machine_of(targets)` after unused memory is freed: on a CPU, garbage is collected, the heap trimmed."""
     if not targets[0].separate:
         gc.collect()
         trim_heap()
@@ -102,9 +102,9 @@ def machine_now(*targets: Device) -> Machine:
 
 
 def with_less_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
-    """`machine` as if so many bytes of what is taken on each of its accelerators, by name, were free.
+    """Return `machine` with `sizes` bytes more free, and less taken, on its accelerators, by name.
 
-    A negative size: as if so many more were taken.
+    Negative sizes: less free, and more taken.
     """
     (first, *_), taken = machine.accelerators, machine.ram_used
     accelerators = tuple(_freer(each, sizes.get(each.name, 0)) for each in machine.accelerators)
@@ -114,7 +114,7 @@ def with_less_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
 
 
 def with_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
-    """`machine` where tensors of this process take `sizes` bytes of the accelerators that are named there."""
+    """Return `machine` with tensors of this process taking `sizes` bytes of the named accelerators."""
     accelerators = (
         each.model_copy(update={"allocated": sizes[each.name]}) if each.name in sizes else each
         for each in machine.accelerators
@@ -129,20 +129,20 @@ def _freer(device: Accelerator, size: int) -> Accelerator:
 
 
 def _accelerator(target: Device) -> Accelerator:
-    """What is known of a device that is none of this computer's usual ones."""
+    """The Accelerator of a device that `find_machine` does not list."""
     taken = target.allocated_bytes() if target.separate else None
     now = {"name": target.name, "allocated": taken, "expandable_refused": target.expandable_refused()}
     return known_accelerator(target).model_copy(update=now)
 
 
 def _known_machine() -> Machine:
-    """This computer, with its rates where they are kept."""
+    """This computer, with its rates if they are cached."""
     machine = find_machine()
     return _rated(read_kept().get(machine_key(machine)), machine) or machine
 
 
 def _rated(fields: object, machine: Machine) -> Machine | None:
-    """`machine` with the rates that were kept of it; None where they are none."""
+    """`machine` with the cached rates in `fields`; None if these are not valid for it."""
     with contextlib.suppress(InputError):
         kept = Machine.from_mapping(fields)
         if len(kept.accelerators) == len(machine.accelerators):
@@ -158,7 +158,7 @@ def _with_rates(now: Accelerator, then: Accelerator) -> Accelerator:
 
 
 class PlannedFolder(NamedTuple):
-    """A plan, and what it was made from; None where its call could not be measured."""
+    """A plan and the inputs it was made from, which are None if its call could not be measured."""
 
     plan: Plan
     planning_inputs: PlanningInputs | None
@@ -167,9 +167,9 @@ class PlannedFolder(NamedTuple):
 def plan_within(
     path: Path, request: Request | None, plan_target: PlanTarget, dtype: str, example: Mapping[str, Any] | None = None
 ) -> PlannedFolder:
-    """The plan for a call of the pipeline in the folder `path` within a site's limits: for `request`, or the `example`.
+    """Plan a call of the pipeline in the folder `path` for `plan_target`: for `request`, or for the `example` call.
 
-    On a CPU what this process holds by now is part of the budget: what measuring left behind goes first.
+    On a CPU the budget includes what this process holds already, so garbage of the measurement is freed first.
     """
     asked, given = request or Request(), None
     if example is not None:
@@ -185,7 +185,7 @@ def plan_within(
         if request is not None or not isinstance(error, RequestError):
             raise
         return _unmeasured(path, asked, plan_target, dtype, error)
-    except Exception as error:  # of anybody's code
+    except Exception as error:  # raised by third-party code
         return _unmeasured(path, asked, plan_target, dtype, error)
     return PlannedFolder(planning_inputs.plan(plan_target.limits), planning_inputs)
 

@@ -1,4 +1,4 @@
-"""The question of `tightfit plan` → a Prediction, from what is kept or by a rehearsal. Loads torch only for one."""
+"""Arguments of `tightfit plan` → a Prediction, from the cache, the planner, or a simulation, which loads torch."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def forecast(
     *,
     rehearsed: bool = False,
 ) -> Prediction:
-    """What `model` (a known one, a folder, a hub id; None: the demo model) would do under `choices` of Plan fields.
+    """Predict the call `asked` of `model` (a known one, a folder, a hub id; None: the demo model).
 
-    Or under the plan that is made within `limits`. On a known card, or several with commas between, or on this
-    computer's own device if `card` is None, or on those that a budget names. What takes a while is done inside
-    `say(…)`. A plan that is made for known cards from a footprint that is kept is not tried out, unless `rehearsed`:
-    what it says of itself is arithmetic, and needs no torch. InputError for unknown names, PlanError and RequestError
-    for what is illegal, BudgetTooSmall where nothing fits.
+    It runs under `choices` of Plan fields, or under the plan made within `limits`; on the known `card`, or several with
+    commas between; if `card` is None, on this computer's first device, or on those that the budget names. Slow steps
+    run inside `say(…)`. A plan for known cards from a cached footprint is not simulated, unless `rehearsed`: its own
+    forecast is returned, which needs no torch. InputError for unknown names, PlanError and RequestError for invalid
+    values, BudgetTooSmall if nothing fits.
     """
-    known = _known_cards(card)  # before anything slow
+    known = _known_cards(card)  # before the slow steps
     which, mark = find_subject(model)
     chosen = limits is None and bool(choices)
     title = which if isinstance(which, str) else model
@@ -58,9 +58,9 @@ def forecast(
     own = None if known else _own_machine(say)
     accelerator, *others = known or _own_devices(own, limits)
     time_scales: dict[str, float] = {}
-    footprint = None  # one that is kept
+    footprint = None  # the cached one
     if limits is None and not choices and not accelerator.is_cpu:
-        limits = Limits(None)  # all that the card has
+        limits = Limits(None)  # all of the card's memory
     if limits is not None:
         called = [each.name for each in (accelerator, *others)]
         limits = _among(called if others or not known else [card_called(card or "")], limits)
@@ -102,14 +102,14 @@ def forecast(
 def _rates(
     accelerator: Accelerator, own: Machine | None, time_scales: Mapping[str, float]
 ) -> Literal["nominal", "measured", "learned", "guessed"]:
-    """What times on `accelerator` are made from."""
+    """Source of the rates that times on `accelerator` are computed from."""
     if own is None:
         return "nominal"
     return "learned" if time_scales else "measured" if accelerator.arithmetic_rates else "guessed"
 
 
 def _instead(which: str | ModelFolder, accelerator: Accelerator, asked: Request, own: Machine | None, mark: str) -> str:
-    """What would fit on `accelerator`, in a sentence."""
+    """A sentence on what would fit on `accelerator`."""
     try:
         kept = _kept_footprint(which, mark, (accelerator,), asked, Limits(None))
         fields, _ = _planned(which, (accelerator,), asked, Limits(None), own, kept)
@@ -122,7 +122,7 @@ def _instead(which: str | ModelFolder, accelerator: Accelerator, asked: Request,
 
 
 def _known_cards(names: str | None) -> list[Accelerator]:
-    """Known cards; of several, each has the name that its budget is called by: "rtx3060", a second one "rtx3060#2"."""
+    """Known cards; of several, each has the name used in budgets: "rtx3060", and a second one "rtx3060#2"."""
     called = [card_called(name) for name in names.split(",")] if names is not None else []
     if len(called) < 2:
         return [known_card(name) for name in called]
@@ -135,7 +135,7 @@ def _known_cards(names: str | None) -> list[Accelerator]:
 
 
 def _own_devices(own: Machine | None, limits: Limits | None) -> list[Accelerator]:
-    """This computer's first device, or those that a budget names. InputError for unknown ones."""
+    """This computer's first device, or those that the budget names. InputError for unknown ones."""
     assert own is not None
     budget = limits.budget if limits is not None else None
     by_name = {accelerator.name: accelerator for accelerator in own.accelerators}
@@ -146,7 +146,7 @@ def _own_devices(own: Machine | None, limits: Limits | None) -> list[Accelerator
 
 
 def _among(names: Sequence[str], limits: Limits) -> Limits:
-    """`limits` whose budget is for cards of these `names`; of one alone without its name. PlanError for any other."""
+    """`limits` with a budget for the cards `names`; for a single one, without its name. PlanError for other cards."""
     budget = limits.budget
     for name in budget.devices if budget else ():
         if name not in names:
@@ -164,7 +164,7 @@ def _planned(
     own: Machine | None,
     footprint: Footprint | None,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """The plan's fields, and the paces of phases that runs have shown, where it is for this computer's `own` device."""
+    """The plan's fields, and measured time scales of phases by name if it is for this computer's `own` device."""
     from tightfit.run.calibration import CalibrationStore, PlanningInputs
 
     first, *others = accelerators
@@ -185,7 +185,7 @@ def _planned(
 
 
 def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Budget:
-    """A budget that names each of several cards: all that they have, unless it does so itself. PlanError if unclear."""
+    """A budget for each of several cards: `budget` if it names them, else all their memory. PlanError if ambiguous."""
     if budget is not None and budget.devices:
         return budget
     if budget is not None and budget.device is not None:
@@ -197,7 +197,7 @@ def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Bud
 def _kept_footprint(
     which: str | ModelFolder, mark: str, accelerators: Sequence[Accelerator], asked: Request, limits: Limits
 ) -> Footprint | None:
-    """What `_measurer` would find on disk for a plan within `limits`; without torch."""
+    """The footprint that `_measurer` would find in the cache for a plan within `limits`; does not measure."""
     dtype, expandable = _dtype(which, accelerators[0]), accelerators[0].expandable_refused is None
 
     def missing(bare: Footprint) -> tuple[str, ...]:
@@ -212,13 +212,13 @@ def _kept_footprint(
 
 
 def _dtype(which: str | ModelFolder, accelerator: Accelerator) -> str | None:
-    """In which `tightfit run` computes there."""
+    """Compute dtype of `tightfit run` on `accelerator`; None: a known model's usual one."""
     usual = None if isinstance(which, str) else stored_dtype(which.components)
     return "float32" if accelerator.is_cpu else usual
 
 
 def _measurer(which: str | ModelFolder, accelerator: Accelerator) -> Measurer:
-    """Who measures it as `tightfit run` computes there."""
+    """A Measurer with the dtype of `tightfit run` on `accelerator`."""
     from tightfit.run.footprints import Measurer
 
     subject = which if isinstance(which, str) else which.path

@@ -1,4 +1,4 @@
-"""A progress bar with the time left, and Ctrl-C that is never lost."""
+"""A progress bar with the time left, and reliable handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["heeding_interrupts", "showing_progress"]
 
 @contextlib.contextmanager
 def heeding_interrupts() -> Iterator[Callable[[], None]]:
-    """Ctrl-C interrupts as always; where that was swallowed, what is yielded raises KeyboardInterrupt when called.
+    """Handle Ctrl-C as usual, and yield a function that raises KeyboardInterrupt if an earlier one was swallowed.
 
-    Python swallows what is raised within callbacks of weak references and finalizers, of which a run has millions.
+    Python swallows exceptions raised in callbacks of weak references and in finalizers, of which a run has millions.
     """
     seen: list[int] = []
 
@@ -36,7 +36,7 @@ def heeding_interrupts() -> Iterator[Callable[[], None]]:
         if seen:
             raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # signals are not its business
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set signal handlers
         yield check
         return
     before = signal.signal(signal.SIGINT, interrupt)
@@ -48,9 +48,9 @@ def heeding_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def showing_progress(fitted: Fitted, *, watch: bool) -> Iterator[Told]:
-    """Yields what a run tells its steps to, and shows them on stderr where that is a terminal.
+    """Yield a callback (steps done, total steps) that shows a bar on stderr if that is a terminal.
 
-    Where it is none, only those who `watch` are shown anything: plain lines, one for each step and one at the end.
+    Otherwise nothing is shown, or with `watch` plain lines: one for each step and one at the end.
     """
     console = Console(stderr=True)
     if console.is_terminal:
@@ -69,7 +69,7 @@ def showing_progress(fitted: Fitted, *, watch: bool) -> Iterator[Told]:
 
 
 class _Bar(Progress):
-    """Steps and the time left, and the bytes of `watched` below them."""
+    """A bar of steps with the time left, and the live bytes of `watched` below it."""
 
     def __init__(self, watched: Fitted | None, console: Console) -> None:
         self._watched = watched
@@ -83,7 +83,7 @@ class _Bar(Progress):
 
 
 def _numbers(fitted: Fitted) -> str:
-    """Phase, bytes on the device and bytes in RAM, at this moment."""
+    """Current phase, bytes on the device, and resident set size, as text."""
     now = fitted.live()
     weights, activations, peak = map(format_bytes, (now.weights, now.activations, now.peak_bytes))
     rss = format_bytes(now.rss_bytes)

@@ -1,6 +1,6 @@
-"""A call of a pipeline that follows a budget's plan → another plan, where it asks for something else.
+"""A call of a pipeline under a budget's plan → another plan, if it needs one.
 
-What the pipeline was like before it was fitted is kept without weights, so that any call can be measured meanwhile.
+A copy of the unfitted pipeline without weights is kept, so that any call can be measured later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from tightfit.devices.device import Device
 from tightfit.devices.memory import resident_bytes
 from tightfit.errors import BudgetTooSmall, RequestError
-from tightfit.measure.call_log import PassLog
+from tightfit.measure.call_log import CallLog
 from tightfit.measure.modules import find_components, weight_tensors
 from tightfit.plan.component_cost import up
 from tightfit.plan.forecast import taken_by_others
@@ -33,15 +33,14 @@ __all__ = ["Replanner"]
 
 logger = logging.getLogger("tightfit")
 
-QUANTUM = 512  # bytes: of what a card's allocator hands out
-LESS = 0.95  # of what a plan wanted that ran out of memory
+QUANTUM = 512  # bytes: a card's allocator rounds sizes up to a multiple of this
+LESS = 0.95  # of the predicted peak of a plan that ran out of memory: the most that the next one may need
 
 
 class Replanner:
-    """Makes plans for a pipeline, as it was when this was made, for the same site.
+    """Makes plans for a pipeline, as it was when this was created, and one plan target.
 
-    `made` is one that was made for it already, and what from. The `calibration_recorder` sees what
-    every plan is made from.
+    `made` is a plan that exists already, with its inputs. The `calibration_recorder` is given the inputs of each plan.
     """
 
     def __init__(self, pipe: Any, plan_target: PlanTarget, made: PlannedFolder | None = None) -> None:
@@ -49,12 +48,12 @@ class Replanner:
         self._own = {device.name: _bytes_of(pipe, device) for device in self._devices}
         self._unmeasured = plan_unmeasured(pipe, plan_target)  # for calls that cannot be measured
         self._measurer = _measurer(pipe, plan_target)
-        self._machine: Machine | None = None  # as it was before the pipeline followed any plan
+        self._machine: Machine | None = None  # as before the pipeline followed any plan
         self._bases: dict[CallShape, PlanningInputs] = {}
         self._plans: dict[CallShape, Plan] = {}
         self.calibration_recorder = CalibrationRecorder(self._devices[0])
-        self._logs: dict[CallShape, PassLog] = {}  # of calls that could not be foreseen and are over, until planned for
-        self._tried: set[Request] = set()  # what those asked for
+        self._logs: dict[CallShape, CallLog] = {}  # of finished calls that were not measured before
+        self._tried: set[Request] = set()  # the requests of such calls
         if made is not None and made.plan.request is not None:
             self._machine = self._free_machine()
             shape = shape_of(pipe, made.plan.request)
@@ -65,10 +64,10 @@ class Replanner:
                 self.calibration_recorder.studies(made.plan, made.planning_inputs)
 
     def plan(self, pipe: Any, request: Request, given: Mapping[str, Any] | None = None) -> Plan:
-        """The plan for `request`, a new one or that which was made before; level 3 where it cannot be measured.
+        """Return the plan for `request`, an earlier or a new one; level 3 if its call cannot be measured.
 
-        `given` are the arguments of the call that asks for this; None: they are made up. Raises BudgetTooSmall, and
-        RequestError for a request that cannot be.
+        `given` are the arguments of the call (None: dummy arguments). Raises BudgetTooSmall, and RequestError for an
+        invalid request.
         """
         shape = shape_of(pipe, request)
         if shape not in self._plans:
@@ -87,7 +86,7 @@ class Replanner:
             if given is None and request != Request():
                 raise
             return self._level_3(request, error)
-        except Exception as error:  # of anybody's code: pipelines, hooks, adapters
+        except Exception as error:  # raised by third-party code: pipelines, hooks, adapters
             return self._level_3(request, error)
         try:
             plan = planning_inputs.plan(self._limits)
@@ -97,7 +96,7 @@ class Replanner:
             return self._level_3(request, error)
         self._bases[shape] = planning_inputs = planning_inputs._replace(
             workings=None
-        )  # which take memory, and are for one plan
+        )  # intermediate results of one plan take memory
         self._resident_on(plan)
         self.calibration_recorder.studies(plan, planning_inputs)
         return plan
@@ -106,22 +105,22 @@ class Replanner:
         return None if given is None else Given(given, self._devices[0].torch_device)
 
     def _level_3(self, request: Request, error: Exception) -> Plan:
-        """The plan for `request`, which cannot be measured because of `error`."""
+        """Return the level 3 plan for `request`, whose call cannot be measured because of `error`."""
         logger.info("this call cannot be measured: %s", error)
         return with_reason(self._unmeasured, request, error)
 
     def _resident_on(self, plan: Plan) -> None:
-        """Of several devices, the one on which the pipeline computes stays the same."""
+        """With several devices, keep the pipeline on the device of `plan` in later plans."""
         if len(self._devices) > 1:
             self._limits = self._limits._replace(host=plan.device)
 
-    def _planning_inputs(self, request: Request, call: Given | PassLog | None) -> PlanningInputs:
+    def _planning_inputs(self, request: Request, call: Given | CallLog | None) -> PlanningInputs:
         if isinstance(self._measurer, Exception):
             raise self._measurer
         return measured(self._measurer, request, call, self._limits, self._machine_once_free)
 
     def _suited(self, request: Request, planning_inputs: PlanningInputs) -> PlanningInputs:
-        """`planning_inputs`, with more of its call measured where a plan within the present limits needs that."""
+        """`planning_inputs`, with those missing parts measured that a plan within the current limits needs."""
         if isinstance(self._measurer, Exception) or not planning_inputs.missing(self._limits):
             return planning_inputs
         missing = lambda bare: planning_inputs._replace(footprint=bare).missing(self._limits)  # noqa: E731
@@ -132,13 +131,13 @@ class Replanner:
         return self._machine
 
     def _free_machine(self) -> Machine:
-        """This computer as if the pipeline were not there, of whose weights it has so much now."""
+        """This computer as if the pipeline's weights were not loaded."""
         return with_less_taken(machine_now(*self._devices), self._own)
 
     def for_call(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], now: Plan) -> Plan | None:
-        """The plan for a call of `pipe` with these arguments; None where the plan that it follows now is for it.
+        """Return the plan for a call of `pipe` with these arguments; None if the current plan `now` is for it.
 
-        So is one under which nothing moves and nothing is cut, for a call that asks for less than it was made for.
+        A plan that offloads nothing and splits nothing is also kept for calls that need no more than its own request.
         """
         asked = request_of(pipe, args, kwargs)
         if asked is None:
@@ -150,13 +149,13 @@ class Replanner:
                 return None
         return self.plan(pipe, asked, given_to(pipe, args, kwargs))
 
-    def log_for(self, now: Plan, device: Device, activations: Callable[[], int]) -> PassLog | None:
-        """For a call that nobody could foresee, the first time that it is made."""
+    def log_for(self, now: Plan, device: Device, activations: Callable[[], int]) -> CallLog | None:
+        """Return a log for a call that could not be measured beforehand, at its first time; else None."""
         unforeseen = now.request is not None and not now.forecast and now.level == LEVEL
-        return PassLog(device.torch_device, activations) if unforeseen and now.request not in self._tried else None
+        return CallLog(device.torch_device, activations) if unforeseen and now.request not in self._tried else None
 
-    def logged(self, pipe: Any, now: Plan, log: PassLog) -> None:
-        """The next call of this kind is planned by what this one did."""
+    def logged(self, pipe: Any, now: Plan, log: CallLog) -> None:
+        """Store the `log` of a finished call: the next call of this kind is planned from it."""
         assert now.request is not None
         shape = shape_of(pipe, now.request)
         self._tried.add(now.request)
@@ -164,9 +163,9 @@ class Replanner:
         self._plans.pop(shape, None)
 
     def for_held(self, pipe: Any, now: Plan, held: int) -> Plan:
-        """The plan for what `now` was made for, of a process that held `held` bytes of RAM while it followed that.
+        """Return another plan for the request of `now`, under which the process held `held` bytes of RAM.
 
-        What was not foreseen counts as taken from now on, and at least 5 % of what the plan wanted. Raises
+        The excess over the prediction counts as taken from now on, and at least 5 % of the predicted peak. Raises
         BudgetTooSmall.
         """
         assert now.request is not None
@@ -184,16 +183,17 @@ class Replanner:
         return plan
 
     def _now_on(self, machine: Machine) -> Machine:
-        """From now on plans are made for `machine`."""
+        """Make later plans for `machine`, and return it."""
         self._machine = machine
         self._bases = {each: known._replace(machine=machine) for each, known in self._bases.items()}
         return machine
 
     def for_less(self, pipe: Any, now: Plan, free: Mapping[str, int], beside: Mapping[str, int]) -> Plan:
-        """The plan for what `now` was made for, within the bytes that are `free` of its devices, by name.
+        """Return another plan for the request of `now`, within the `free` bytes of its devices, by name.
 
-        And within less than it needs: of the devices that have less, or if none has, of all. From now on nothing is
-        planned for more. What other tensors take, `beside`, is part of a budget. Raises BudgetTooSmall.
+        On devices with less free than `now` needs, or on all if there are none, it also needs at least 5 % less than
+        `now`. Later plans have the same limits. Bytes of other tensors, `beside`, are part of a budget. Raises
+        BudgetTooSmall.
         """
         assert now.request is not None
         if not now.forecast:
@@ -216,15 +216,15 @@ class Replanner:
 
 
 def _measurer(pipe: Any, plan_target: PlanTarget) -> Measurer | Exception:
-    """Who measures `pipe`, or why nobody can: weights in somebody else's format, say."""
+    """Return a Measurer of `pipe`, or the exception that prevents it, e.g. for weights in a custom format."""
     try:
         return Measurer(pipe, expandable=plan_target.expandable)
-    except Exception as error:  # of anybody's code, which copies of modules run
+    except Exception as error:  # raised by third-party code, which copying modules runs
         return error
 
 
 def _nothing_less(now: Plan, size: int) -> BudgetTooSmall:
-    """For a plan that was not predicted, and so cannot be made smaller."""
+    """The error for a plan without a forecast, which cannot be made smaller."""
     why = now.reasons[0].because if now.reasons else ""
     return BudgetTooSmall(
         f"{format_bytes(size)} on {now.device} are not enough for level 3, and no plan for less can be made: {why}",
@@ -233,20 +233,20 @@ def _nothing_less(now: Plan, size: int) -> BudgetTooSmall:
 
 
 def _bytes_of(pipe: Any, target: Device) -> int:
-    """Of the memory of `target`, what the pipeline's own weights take now."""
+    """Bytes of the memory of `target` that the pipeline's weights take now."""
     tensors = [tensor for module in find_components(pipe).values() for tensor in weight_tensors(module)]
     there = [tensor for tensor in tensors if tensor.device == target.torch_device]
     return sum(up(tensor.nbytes, QUANTUM) for tensor in there) if target.separate else resident_bytes(there)
 
 
 def _is_whole(plan: Plan) -> bool:
-    """Whether nothing could be gained with more room."""
+    """Whether the plan would gain nothing from more memory."""
     resident = all(part.placement == "resident" for part in plan.components.values())
     return resident and plan.lossless and not plan.vae.splits
 
 
 def _is_within(shape: CallShape, other: CallShape) -> bool:
-    """Whether a call of `shape` takes no more than one of the `other`."""
+    """Whether a call of `shape` needs no more memory than one of `other`."""
     if (shape.guided and other.guided is False) or shape.others != other.others:
         return False
     return all(

@@ -1,4 +1,4 @@
-"""A pipeline's call on a simulated card, without weights and without hardware."""
+"""Simulate a pipeline call on a simulated card, without weights and without hardware."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tightfit.checkpoint.lazy_loading import build_folder
 from tightfit.checkpoint.loading import quietly
 from tightfit.errors import PlanError, unknown_name
 from tightfit.measure.build_models import build_known
-from tightfit.measure.call_log import PassLog
+from tightfit.measure.call_log import CallLog
 from tightfit.measure.meta_copy import PROMPT
 from tightfit.measure.modules import find_components, find_role, inspect_pipeline
 from tightfit.measure.repeated import Repeater
@@ -40,23 +40,23 @@ from tightfit.simulator.operations import NAME
 __all__ = ["Inputs", "SimulationRun", "roomy_card", "roomy_cards", "simulate_call"]
 
 
-Inputs = Mapping[str, Any] | Given | PassLog | None  # of a call: further arguments, all of them, or what it did
+Inputs = Mapping[str, Any] | Given | CallLog | None  # of a call: extra arguments, all arguments, or its log
 
-# in remarks about the stand-in for a prompt, and about what the pipeline itself does (SDXL widens its autoencoder)
+# in messages about the dummy prompt, and about what the pipeline does itself (SDXL upcasts its autoencoder)
 _EXPECTED = ("deprecated", "truncated", "should be kept in float32")
-ROOM = 2**60  # bytes: what is tried out never runs out
+ROOM = 2**60  # bytes of a simulated card, which never runs out of memory
 
 
 @contextlib.contextmanager
 def roomy_card(like: Accelerator) -> Iterator[SimulatedCard]:
-    """A simulated card like `like`, with memory without end, in use as "simulated:0" meanwhile."""
+    """Yield a simulated card like `like` with unlimited memory, in use as "simulated:0" inside the block."""
     with roomy_cards([like]) as (card,):
         yield card
 
 
 @contextlib.contextmanager
 def roomy_cards(likes: Sequence[Accelerator]) -> Iterator[list[SimulatedCard]]:
-    """The same of several in one computer, from "simulated:0" on."""
+    """The same for several cards of one computer, numbered from "simulated:0" on."""
     before, host = cards_in_use(), Host()
     cards = [SimulatedCard(index, like.model_copy(update={"bytes": ROOM}), host) for index, like in enumerate(likes)]
     use_cards(cards)
@@ -67,11 +67,11 @@ def roomy_cards(likes: Sequence[Accelerator]) -> Iterator[list[SimulatedCard]]:
 
 
 class SimulationRun:
-    """A pipeline without weights that follows a plan on `card`, and on others in use where the plan says so.
+    """A pipeline without weights under a plan on `card`, and on other cards in use if the plan names them.
 
-    `model` is a known one's name or a checked folder, both computed in `dtype`, or a live pipeline's shadow; what
-    `asked` leaves open is a known model's usual request, or the pipeline's own defaults. InputError for unknown names,
-    ModelError for a folder that makes no pipeline, RequestError and PlanError for what is illegal.
+    `model` is a known model's name or a checked folder, both computed in `dtype`, or a live pipeline's meta copy.
+    Fields that `asked` leaves open are those of a known model's usual request, or the pipeline's defaults. InputError
+    for unknown names, ModelError for a folder that makes no pipeline, RequestError and PlanError for invalid values.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class SimulationRun:
         dtype: torch.dtype | None = None,
         unable: Collection[tuple[str, str]] = (),
     ) -> None:
-        """`unable`: components and methods that cannot work on shapes, see `Repeater`."""
-        # on a CPU, what is loaded is computed in float32, as `tightfit run` does
+        """`unable`: components and methods that cannot run on shapes, see `Repeater`."""
+        # on a CPU, models that are loaded here compute in float32, as in `tightfit run`
         self.pipe, usual = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
         self.card = card
         self.pipe.set_progress_bar_config(disable=True)
         self.request = _filled(self.pipe, asked, usual)
         self.components = find_components(self.pipe)
         self.fitted = fit(self.pipe, plan=choices, request=self.request, device=f"simulated:{card.index}")
-        self._repeater = Repeater(self.components, self._device, unable)  # before anybody else takes a method's place
+        self._repeater = Repeater(self.components, self._device, unable)  # before others replace methods
         self.denoisers: dict[str, PassReplayer] = {}
         for name, part in self.components.items():
             if find_role(name, part) == "denoiser":
@@ -99,15 +99,16 @@ class SimulationRun:
                 part.forward = self.denoisers[name] = PassReplayer(part, self.fitted.recorder, card, streams=streams)
 
     def play(self, inputs: Inputs = None) -> tuple[str, ...]:
-        """One call of the pipeline: with the request, and arguments of its own by name; one that is given; or one that
-        was logged, of which the passes are repeated. Returns what diffusers remarks (a number that it rounds).
+        """Simulate one call and return diffusers' messages (e.g. on a number that it rounds).
+
+        `inputs`: extra arguments by name beside the request's, all arguments of a call, or a log of component calls.
         """
         for memory in self.denoisers.values():
             memory.forget()
         with torch.no_grad(), quietly() as said, _draws_kept():
             if isinstance(inputs, Given):
                 self.pipe(**_as_tensors(self.pipe, inputs.rehearsed(self._device)))
-            elif isinstance(inputs, PassLog):
+            elif isinstance(inputs, CallLog):
                 for done in inputs.passes:
                     self._repeater.repeat(done)
             else:
@@ -119,8 +120,8 @@ class SimulationRun:
         arguments = call_arguments(self.pipe, Prompt(PROMPT, seed=0), left)
         self.pipe(**arguments | pictures | {"output_type": "pt"} | dict(given))
 
-    def find_unable(self, log: PassLog) -> set[tuple[str, str]]:
-        """What of a logged call cannot be repeated as a whole. Nothing can be played on this stage afterwards."""
+    def find_unable(self, log: CallLog) -> set[tuple[str, str]]:
+        """Return components and methods of a logged call that cannot run as a whole. Nothing can be simulated after."""
         with torch.no_grad(), quietly(), _draws_kept():
             return self._repeater.find_unable(log)
 
@@ -130,7 +131,7 @@ class SimulationRun:
 
 
 def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Request]:
-    """The pipeline in `dtype` (None: as it is usually loaded), and what it is usually asked for."""
+    """The pipeline in `dtype` (None: as it is usually loaded), and its usual request."""
     if isinstance(model, ModelFolder):
         return build_folder(model, dtype or getattr(torch, stored_dtype(model.components))), Request()
     if isinstance(model, str):
@@ -140,7 +141,7 @@ def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Reques
 
 
 def _as_tensors(pipe: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """`arguments` of a call that gives tensors instead of pictures or arrays, whose numbers nobody knows."""
+    """`arguments` with tensors as the output type instead of images or arrays, which need values."""
     taken = inspect.signature(type(pipe).__call__).parameters
     if "output_type" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         usual = taken["output_type"].default if "output_type" in taken else "pil"
@@ -151,7 +152,7 @@ def _as_tensors(pipe: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _draws_kept() -> Iterator[None]:
-    """Random generators of this process are where they were, afterwards."""
+    """Restore this process's random generators (torch's on the CPU, Python's, NumPy's) after the block."""
     others = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -162,7 +163,7 @@ def _draws_kept() -> Iterator[None]:
 
 
 def _filled(pipe: Any, asked: Request, usual: Request) -> Request:
-    """`asked` with the parts of a model's usual request that its pipeline takes, where it leaves them open."""
+    """`asked`, with open fields from the model's `usual` request if its pipeline accepts them."""
     taken = inspect.signature(type(pipe).__call__).parameters
     fields = {name: value for name, value in usual if value is not None and NAMES.get(name, name) in taken}
     arguments = {name: value for name, value in usual.arguments.items() if name in taken} | asked.arguments
@@ -181,14 +182,14 @@ def simulate_call(
     card: str | None = None,
     time_scales: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """What `model`, a known one's name or a checked folder, would do on `accelerator`, under `choices` of Plan fields.
+    """Predict the call `asked` of `model`, a known one's name or a checked folder, under `choices` of Plan fields.
 
-    With `others`, components compute on those of them that the choices name as their device. What `asked` leaves open
-    is a known model's usual request, or the pipeline's own defaults. The prediction calls the model `title` and the
-    accelerators `card`. Phases by name take `time_scales` times as long. InputError for unknown names,
-    ModelError for a folder that makes no pipeline, RequestError and PlanError for what is illegal.
+    It runs on `accelerator`; with `others`, each component runs on the device that the choices name. Fields that
+    `asked` leaves open are those of a known model's usual request, or the pipeline's defaults. The prediction names the
+    model `title` and the accelerators `card`. Phases take `time_scales` times as long, by name. InputError for unknown
+    names, ModelError for a folder that makes no pipeline, RequestError and PlanError for invalid values.
     """
-    all_of_them, shares = (accelerator, *others), not accelerator.is_cpu  # a card is shared with its driver's own bytes
+    all_of_them, shares = (accelerator, *others), not accelerator.is_cpu  # not on a CPU: a card, named "cuda:0"
     ours = [each.name for each in all_of_them] if others else ["cuda:0" if shares else "cpu"]
     theirs = [f"simulated:{index}" for index in range(len(ours))]
     chosen = Plan.from_mapping({"device": ours[0]} | choices)
@@ -198,9 +199,9 @@ def simulate_call(
         simulated = cards[ours.index(chosen.device)]
         stage = SimulationRun(model, simulated, _renamed(chosen, dict(zip(ours, theirs, strict=True))), asked)
         recorder = stage.fitted.recorder
-        simulated.watchers.append(lambda _: recorder.look())
+        simulated.kernel_callbacks.append(lambda _: recorder.sample())
         if time_scales:
-            simulated.watchers.append(lambda _: simulated.at_pace(time_scales.get(recorder.live().phase, 1.0)))
+            simulated.kernel_callbacks.append(lambda _: simulated.set_time_scale(time_scales.get(recorder.live().phase, 1.0)))
         said = stage.play()
     called = dict(zip(theirs, ours, strict=True))
     plan, trace = _renamed(stage.fitted.plan, called), stage.fitted.report().trace
@@ -221,7 +222,7 @@ def simulate_call(
 
 
 def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """`plan` for devices that are called otherwise."""
+    """`plan` with its devices renamed by `names`."""
 
     def keyed(sizes: Mapping[str, int]) -> dict[str, int]:
         return {names.get(name, name): size for name, size in sizes.items()}
@@ -240,7 +241,7 @@ def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def _on(trace: Trace, name: str, names: Mapping[str, str]) -> Trace:
-    """`trace` as of a device called `name`, and of others that are called otherwise."""
+    """`trace` of a device called `name`, with the other devices renamed by `names`."""
     phases = (
         phase.model_copy(update={"other_devices": {names[other]: peak for other, peak in phase.other_devices.items()}})
         for phase in trace.phases
@@ -249,7 +250,7 @@ def _on(trace: Trace, name: str, names: Mapping[str, str]) -> Trace:
 
 
 def _fits(card: SimulatedCard, capacity: int, *, expandable: bool) -> bool:
-    """Whether a card with `capacity` bytes would do: at once, or by giving its cache back now and then."""
+    """Whether a card with `capacity` bytes is enough, if necessary with cached memory released in between."""
     if card.held.peak <= capacity:
         return True
     try:

@@ -1,7 +1,7 @@
-"""A pipeline of which nothing is known yet → the plans under which it runs within its budget all the same.
+"""A pipeline that was not measured → plans under which it runs within its budget.
 
-A call that cannot be measured beforehand runs at level 3, but lossless: everything streams, and autoencoders work in
-exact strips instead of blended tiles. Nothing of it is predicted.
+A call that cannot be measured beforehand runs at level 3, but lossless: everything streams, and autoencoders run in
+exact strips instead of blended tiles. Nothing is predicted.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from tightfit.units import format_bytes
 __all__ = ["LEVEL", "plan_unmeasured", "plan_until_called", "with_reason"]
 
 LEVEL = 3
-STAYING = 3  # a component's weights have a third of it at most
+STAYING = 3  # a component's weights take at most a third of the device's bytes
 
-STRIPS = 4  # an autoencoder's feature maps have a quarter of the device: what is beside them is not known
+STRIPS = 4  # an autoencoder's strips take a quarter of the device's bytes, as what else is there is not known
 
 
 def plan_unmeasured(pipe: Any, plan_target: PlanTarget) -> Plan:
-    """Level 3 for the untouched `pipe` on the first device of `plan_target`, in strips, with its budget for a cap.
+    """Return level 3 for the unfitted `pipe` on the first device of `plan_target`, with strips, capped at its budget.
 
-    Every component streams that can; of each, as much stays as a third of the device takes, until memory runs out.
+    Each component that can stream does, with at most a third of the device for its weights, until memory runs out.
+    BudgetTooSmall if weights that cannot be moved take all of the device.
     """
     device, budget = plan_target.devices[0], plan_target.limits.budget
     room = _room(device, budget)
     choices: dict[str, Any] = {"level": LEVEL, "vae": {"tile": None, "strips": max(room // STRIPS, 1)}}
     choices["vae"] |= {"feature_maps": "host"} if device.separate else {}
-    store: OffloadTarget = "disk" if budget is not None and not device.separate else "cpu"  # where memory is RAM
+    store: OffloadTarget = "disk" if budget is not None and not device.separate else "cpu"  # disk if both are RAM
     components = inspect_pipeline(pipe).components
     choices["components"] = {each.name: _placed(each, room // STAYING, store) for each in components}
     if (resident := sum(each.bytes for each in components if not each.has_forward)) >= room:
@@ -51,14 +52,14 @@ def _placed(component: Component, room: int, store: OffloadTarget) -> dict[str, 
     chosen = idle_plan(component, store)
     if component.has_forward and component.layers:
         chosen = ComponentPlan(placement="stream", offload_to=store)
-        with contextlib.suppress(PlanError):  # that is too little: as few bytes as run well
+        with contextlib.suppress(PlanError):  # too little: the default is the fewest bytes that run well
             resolve_streaming(component, larger := chosen.model_copy(update={"weight_memory": max(room, 1)}))
             chosen = larger
     return chosen.model_dump(mode="json", exclude_unset=True)
 
 
 def plan_until_called(pipe: Any, plan_target: PlanTarget) -> Plan:
-    """What the untouched `pipe` follows until its first call, which is what is planned for: weights stay in RAM."""
+    """Return the plan of the unfitted `pipe` until its first call, which is planned for: weights are in RAM."""
     device = plan_target.devices[0]
     placement = {"placement": "offload", "pinned": False} if device.separate else {}
     choices: dict[str, Any] = {"components": dict.fromkeys(find_components(pipe), placement)}
@@ -69,7 +70,7 @@ def plan_until_called(pipe: Any, plan_target: PlanTarget) -> Plan:
 
 
 def with_reason(plan: Plan, request: Request, error: Exception) -> Plan:
-    """`plan` for `request`, which could not be measured, or planned for once it had been made, because of `error`."""
+    """Return `plan` for `request`, with `error` as the reason why it was not measured, or not planned for later."""
     if isinstance(error, BudgetTooSmall):
         because = f"no plan is sure to do with less ({_first_line(error)}), and this one may"
     else:

@@ -1,4 +1,4 @@
-"""A call as it was measured → the variants of its denoisers' work that take fewer bytes, each measured too."""
+"""A measured call → the variants of its denoisers that need fewer bytes, each measured too."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tightfit.schema.footprint import Footprint, Phase, Variant
 
 __all__ = ["VariantPlayer", "measure_variants"]
 
-Play = Callable[[Variant], tuple[Phase, ...]]  # the phases of denoisers, as they are then
-GAIN = 0.05  # of the bytes that activations want: to save less is not worth a planner's while
-SHARES = (8, 32)  # of a denoiser's peak, which the inner maps of feed-forwards may take
-LEAST = 2**20  # bytes for these
+Play = Callable[[Variant], tuple[Phase, ...]]  # returns the denoisers' phases under a variant
+GAIN = 0.05  # of the allocator bytes of activations: the least that a variant must save
+SHARES = (8, 32)  # a denoiser's peak over one of these is the limit of feed-forwards' inner activations
+LEAST = 2**20  # bytes, the least such limit
 
 
 def measure_variants(footprint: Footprint, play: Play) -> tuple[Variant, ...]:
-    """Those that save bytes; `play` does the call in a variant's way."""
+    """Return the variants that save bytes; `play` simulates the call under a variant."""
     usual = tuple(footprint.phases[place] for place in footprint.denoiser_phases)
     if not usual:
         return ()
@@ -49,7 +49,7 @@ def measure_variants(footprint: Footprint, play: Play) -> tuple[Variant, ...]:
 
 
 def _parts(batch: int) -> Iterator[dict[str, Any]]:
-    """In what a batch can be divided, the largest parts first; how many guidance makes of it, nobody knows here."""
+    """Ways to split a batch, largest parts first. Whether guidance doubles the batch is not known here."""
     if batch == 1:
         yield {"cfg": "sequential"}
         return
@@ -59,9 +59,9 @@ def _parts(batch: int) -> Iterator[dict[str, Any]]:
 
 
 def _finer(room: int, steps: list[dict[str, Any]], play: Play) -> list[Variant]:
-    """The first of `steps`, each finer than the one before, as far as each saves bytes of `room`."""
+    """The first of `steps`, each finer than the previous one, for as long as each saves GAIN of `room` bytes."""
     found: list[Variant] = []
-    with contextlib.suppress(Exception):  # whatever stops it here would stop it on a card: it is no variant
+    with contextlib.suppress(Exception):  # an error here would occur on a card too: no variant
         for step in steps:
             variant = Variant(**step, phases=())
             variant = variant.model_copy(update={"phases": play(variant)})
@@ -78,16 +78,16 @@ def _room(phases: tuple[Phase, ...]) -> int:
 
 
 class VariantPlayer:
-    """The call that `stage` is about to play, to be played again with denoisers at work in other ways.
+    """Repeats the next simulated call of `stage` under variants of its denoisers.
 
-    Encoders do not work again, and what comes after denoisers is not played.
+    Encoders replay their outputs of the first call, and a repeated call ends after the denoisers.
     """
 
     def __init__(self, stage: SimulationRun, unable: Collection[tuple[str, str]]) -> None:
-        """`unable`: components and methods that cannot work on shapes, and so in no other way."""
+        """`unable`: components and methods that cannot run on shapes, and whose batch is not split."""
         self._stage, self._apart = stage, {name for name, method in unable if method == "forward"}
         self._encoders, self._autoencoders = [], []
-        self.replay = BlockReplay(stage.components, stage.card, ExitStack())  # the stage is nobody else's
+        self.replay = BlockReplay(stage.components, stage.card, ExitStack())  # never undone: `stage` has no other user
         for name, module in stage.components.items():
             role = find_role(name, module)
             if role == "encoder":
@@ -97,12 +97,12 @@ class VariantPlayer:
                 self._autoencoders.append((module, {path: tensor.dtype for path, tensor in _named(module)}))
 
     def phases(self, variant: Variant, inputs: Inputs, before: CallProfiler) -> tuple[Phase, ...]:
-        """Those in which denoisers work as `variant` says; `before` followed the call as it is usually done."""
-        for module, dtypes in self._autoencoders:  # some pipelines change them for their work
+        """Return the denoisers' phases under `variant`; `before` followed the call without a variant."""
+        for module, dtypes in self._autoencoders:  # some pipelines change their dtypes during a call
             for path, tensor in _named(module):
                 if tensor.dtype != dtypes[path]:
                     tensor.data = tensor.data.to(dtypes[path])
-        gc.collect()  # what the last call left
+        gc.collect()  # garbage of the last call
         self._stage.card.allocator.empty_cache()
         with ExitStack() as undo:
             self._vary(variant, undo)
@@ -129,12 +129,12 @@ class VariantPlayer:
                 chunk_blocks(module, variant.max_batch, undo)
             elif variant.splits_batch and name not in self._apart:
                 memory.vary(functools.partial(_in_parts, module, variant.max_batch), undo)
-            if variant.ffn_chunk is None:  # else the first pass tries them out; tables were made before
+            if variant.ffn_chunk is None:  # else the first call tests the chunks; tables were built before
                 memory.watch(1, undo)
 
 
 class _Denoised(Exception):
-    """All denoisers have done their work."""
+    """Raised when all denoisers are done, to end the call."""
 
 
 def _ended(*args: Any, **kwargs: Any) -> Any:
@@ -146,5 +146,5 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _in_parts(network: nn.Module, size: int | None, usual: Callable[..., Any]) -> Callable[..., Any]:
-    """`usual`, by which `network` works, on `size` items of a batch at a time (None: half of it)."""
+    """`usual`, the forward of `network`, on `size` items of a batch at a time (None: half of it)."""
     return functools.partial(in_chunks(lambda _, *args, **kwargs: usual(*args, **kwargs), size), network)

@@ -1,1 +1,1 @@
-"""Takes plain values, returns frozen records of requests, footprints, machines, plans and results; never computes."""
+"""Takes plain values, returns frozen records (requests, footprints, machines, plans, results); never imports torch."""

@@ -1,4 +1,4 @@
-"""What all records have in common: frozen, validated once when made, to JSON and YAML and back."""
+"""Base class of all records: frozen, validated once when built, converted to and from JSON and YAML."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tightfit.units import parse_bytes
 
 __all__ = ["Count", "Positive", "Rate", "Real", "Record", "Size"]
 
-Count = Annotated[int, Strict(), Field(ge=0)]  # strict: True is no number
+Count = Annotated[int, Strict(), Field(ge=0)]  # strict: a bool is not accepted as a number
 Positive = Annotated[int, Strict(), Field(gt=0)]
 Real = Annotated[float, Strict(), Field(ge=0)]
 Rate = Annotated[float, Strict(), Field(gt=0)]
 
 
 def _whole_bytes(size: object) -> object:
-    """Text and whole floats (8e9) as the integer that they stand for; anything else unchanged, to be refused."""
+    """Convert text ("8GB") and integral floats (8e9) to int bytes; return anything else unchanged for validation."""
     if isinstance(size, str):
         return parse_bytes(size)
     return int(size) if isinstance(size, float) and size.is_integer() else size
@@ -32,7 +32,7 @@ Size = Annotated[Positive, BeforeValidator(_whole_bytes)]
 
 
 class Record(BaseModel):
-    """A frozen value. Errors in building one become the tree of `tightfit.errors`."""
+    """A frozen pydantic model. Validation errors are raised as `error`, or as another class of `tightfit.errors`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     error: ClassVar[type[InputError]] = PlanError
@@ -44,23 +44,23 @@ class Record(BaseModel):
             raise self._explain(error) from None
 
     def __hash__(self) -> int:
-        return hash(json.dumps(self.to_mapping(), sort_keys=True))  # mappings inside have no hash of their own
+        return hash(json.dumps(self.to_mapping(), sort_keys=True))  # dict fields are not hashable
 
     @classmethod
     def from_mapping(cls, fields: object) -> Self:
-        """The record with these fields; `error` (PlanError, RequestError) where they are illegal."""
+        """Return the record with these fields. Raises `error` (PlanError, RequestError) if they are invalid."""
         if not isinstance(fields, Mapping) or not all(isinstance(key, str) for key in fields):
             raise cls.error(f"a {cls.__name__.lower()} is a mapping of fields to values, not {fields!r:.60}")
         return cls(**fields)
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """The record from its JSON or YAML."""
+        """Return the record parsed from JSON or YAML. Raises `error` if the text or its fields are invalid."""
         return cls.from_mapping(cls.fields_from_text(text))
 
     @classmethod
     def fields_from_text(cls, text: str) -> dict[str, Any]:
-        """The fields that JSON or YAML names, not yet validated."""
+        """Return the fields in JSON or YAML text, not yet validated. Raises `error` if it is not a mapping."""
         try:
             fields = _parse(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -72,7 +72,7 @@ class Record(BaseModel):
 
     @classmethod
     def fields_from_file(cls, path: str | Path) -> dict[str, Any]:
-        """The fields that a JSON or YAML file names, not yet validated."""
+        """Return the fields in a JSON or YAML file, not yet validated. Raises `error` if it cannot be read."""
         try:
             return cls.fields_from_text(Path(path).read_text())
         except (OSError, UnicodeDecodeError) as error:
@@ -80,7 +80,7 @@ class Record(BaseModel):
             raise cls.error(f"cannot read the {cls.__name__.lower()} {path}: {cause}", path=str(path)) from None
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return the fields as JSON-compatible Python values."""
         return self.model_dump(mode="json")
 
     def to_json(self, indent: int | None = None) -> str:
@@ -101,7 +101,7 @@ class Record(BaseModel):
                 if not isinstance(cause, InputError):
                     return cls.error(str(cause), field=field)
                 inner = str(cause.facts.get("field", ""))
-                if field and inner and str(cause).startswith(inner):  # say where the inner record's field is
+                if field and inner and str(cause).startswith(inner):  # prefix the path of the nested record's field
                     return type(cause)(f"{field}.{cause}", **cause.facts | {"field": f"{field}.{inner}"})
                 return cause
             case "missing":
@@ -113,5 +113,5 @@ class Record(BaseModel):
 def _parse(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:  # YAML is nearly a superset, but for tabs and surrogate pairs
+    except json.JSONDecodeError:  # YAML is nearly a superset of JSON, except for tabs and surrogate pairs
         return yaml.safe_load(text)

@@ -1,4 +1,4 @@
-"""The nouns of a chart: what models do on cards, and what the presets 0–3 of one model need. No torch here."""
+"""Records of a chart: results of models on cards, and the needs of one model's presets 0–3. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ Limit = Literal["card", "ladder", "model"]
 
 
 class Preset(Record):
-    """One of the levels 0–3, as it was rehearsed for a model's usual request on a card without end."""
+    """One of the levels 0–3, simulated for a model's usual request on a card of unlimited memory."""
 
     level: Level
-    needed_bytes: Positive  # that a card must have for it, caches given back where that helps
-    host_bytes: Count  # of weights that wait in RAM
-    seconds: Real | None = None  # on that card; None: it has no speed
+    needed_bytes: Positive  # least bytes that a card must have; the allocator may release its cache where that helps
+    host_bytes: Count  # bytes of weights offloaded to RAM
+    seconds: Real | None = None  # time on that card; None: the card has no rates
 
 
 class Largest(Record):
-    """The largest request of a ladder that fits a card losslessly."""
+    """The largest request of an increasing series that fits a card losslessly."""
 
     request: Request
-    limit: Limit  # what keeps it from being larger: the card; "model": takes no more; "ladder": nothing larger tried
-    refusal: str | None = None  # the model's own words
+    limit: Limit  # why it is not larger: "card": memory; "model": rejected by the model; "ladder": end of the series
+    refusal: str | None = None  # the model's error message
 
 
 class Cell(Record):
-    """What one model does on one card, for its usual request, under the plan that is made for that card."""
+    """Result of one model on one card, for its usual request, under the plan made for that card."""
 
     model: str
     card: str
     level: Level | None = None  # the lowest preset that fits; None: none does
-    words: str  # the plan in a few words; of what is refused, what would do
-    peak_bytes: Count | None = None  # None: refused, no lossless plan fits
+    words: str  # summary of the plan; if no plan fits, what would be enough
+    peak_bytes: Count | None = None  # None: no lossless plan fits
     seconds: Real | None = None
-    slowdown: Real | None = None  # times as long as with a card of the same speed and memory without end
-    largest: Largest | None = None  # None: not even the smallest that was tried
+    slowdown: Real | None = None  # time relative to a card of the same speed with unlimited memory
+    largest: Largest | None = None  # None: even the smallest request tried does not fit
 
 
 class ChartedModel(Record):
-    """A row of the chart."""
+    """A row of the chart: a model, its usual request, and its presets."""
 
     name: str
     request: Request
@@ -54,16 +54,16 @@ class ChartedModel(Record):
 
 
 class ChartedCard(Record):
-    """A column of the chart."""
+    """A column of the chart: a card and its memory in bytes."""
 
     name: str
     title: str
     bytes: Positive
-    room: Positive  # of these, what a plan may use
+    room: Positive  # bytes of these that a plan may use
 
 
 class Chart(Record):
-    """Models by cards. Where `ram` is None, there is as much as is wanted."""
+    """Results of models by cards. If `ram` (bytes) is None, host memory is unlimited."""
 
     cards: tuple[ChartedCard, ...]
     models: tuple[ChartedModel, ...]
@@ -71,18 +71,18 @@ class Chart(Record):
     ram: Positive | None = None
 
     def cell(self, model: str, card: str) -> Cell | None:
-        """What `model` does on `card`, if that is known."""
+        """Return the result of `model` on `card`; None if there is none."""
         return next((cell for cell in self.cells if (cell.model, cell.card) == (model, card)), None)
 
 
 class LevelRow(Record):
-    """One way to run a model on a card."""
+    """One row of a LevelTable: a preset, or the plan made for the card."""
 
-    level: Level | None  # None: the plan that is made for the card
-    needed_bytes: Positive  # that the card must have for it
+    level: Level | None  # None: the plan made for the card
+    needed_bytes: Positive  # bytes that the card must have
     seconds: Real
-    speed: Real  # to level 0 on this card with memory enough: 0.5 is half as fast
-    denoiser: str  # what of it is on the device while it works
+    speed: Real  # relative to level 0 on this card with enough memory: 0.5 is half as fast
+    denoiser: str  # bytes of its weights on the device while it runs, and for how long; so the next two
     encoders: str
     autoencoder: str
     lossy: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class LevelRow(Record):
 
 
 class LevelTable(Record):
-    """Levels 0–3 of one model on one card, and what is made for that card where anything fits."""
+    """Levels 0–3 of one model on one card, and the plan made for that card if any fits."""
 
     model: str
     request: Request

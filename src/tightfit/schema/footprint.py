@@ -1,7 +1,7 @@
-"""The nouns of what is known before a plan is made: what a pipeline is made of, and what it does for a request.
+"""Records of what is known before planning: a pipeline's components, and their memory and work for a request.
 
-Activations are tensors on the device that are not weights, in bytes as the CUDA caching allocator hands them out.
-Work does not depend on a machine: how long it takes is arithmetic by that machine's rates. No torch here.
+Activations are all tensors on the device except weights, in bytes as rounded by the CUDA caching allocator. Work is
+independent of the machine: its time is computed from that machine's rates. Does not import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 FeatureMaps = Literal["device", "host", "recompute"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
-# of what an autoencoder's pass takes as it is, what strips of it may take; and where maps wait meanwhile
+# exact tiling of an autoencoder: which fraction (1/n) of an untiled call's bytes strips may take; where maps are kept
 STRIPS: Mapping[str, tuple[int, FeatureMaps]] = {
     "strips of 1/4, maps on the device": (4, "device"),
     "strips of 1/4, maps in host memory": (4, "host"),
@@ -44,25 +44,25 @@ STRIPS: Mapping[str, tuple[int, FeatureMaps]] = {
     "strips of 1/64, maps on the device": (64, "device"),
     "strips of 1/64, maps in host memory": (64, "host"),
 }
-LEFT_OUT = ("variants", *STRIPS)  # what a footprint may leave out
+LEFT_OUT = ("variants", *STRIPS)  # parts of a footprint that may be left unmeasured
 
 
-# an argument of a call: itself, or what kind and size it is of
+# a call argument: its value, or its kind and size as text
 Argument = Annotated[bool, Strict()] | Annotated[int, Strict()] | Annotated[float, Strict()] | str | None
 
 
 class Request(Record):
-    """What one call asks for. Fields left out take the pipeline's own defaults.
+    """Arguments of one pipeline call. Omitted fields take the pipeline's own defaults. Invalid: RequestError.
 
-    `arguments` are others of the call's, under the pipeline's own names: plain numbers, yes and no, and None as they
-    are (`max_sequence_length`, `use_resolution_binning`, `true_cfg_scale`); tensors, pictures and texts by their kind
-    and size ("float32 1x4x64x64", "RGB image 512x512", "9 x RGB image 64x64", "text").
+    `arguments` are other arguments of the call, under the pipeline's own names: numbers, bools and None by value
+    (`max_sequence_length`, `use_resolution_binning`, `true_cfg_scale`); tensors, images and texts by kind and size
+    ("float32 1x4x64x64", "RGB image 512x512", "9 x RGB image 64x64", "text").
     """
 
     error: ClassVar[type[InputError]] = RequestError
 
     height: Positive | None = None  # pixels
-    width: Positive | None = None
+    width: Positive | None = None  # pixels
     frames: Positive | None = None
     batch: Positive = 1
     steps: Positive | None = None
@@ -71,111 +71,111 @@ class Request(Record):
 
     @property
     def size(self) -> str:
-        """Of a picture or clip, as far as it is said: "1280×720, 81 frames"."""
+        """Image or clip size as text, as far as given: "1280×720, 81 frames"."""
         pixels = f"{self.width}×{self.height}" if self.height and self.width else ""
         return ", ".join(filter(None, (pixels, f"{self.frames} frames" if self.frames else "")))
 
     @property
     def described(self) -> str:
-        """In a few words."""
+        """Size, batch and other arguments as text."""
         batch = f"{self.batch} at once" if self.batch > 1 else ""
         others = (f"{name}={value}" for name, value in self.arguments.items())
         return ", ".join(filter(None, (self.size, batch, *others))) or "its usual request"
 
 
 class WeightBlock(Record):
-    """Weights that move together: a repeated block, or what is left outside the blocks."""
+    """Weights of a repeated block, of all that is outside the blocks, or of a single layer."""
 
-    name: str  # dotted path inside the component; "" for what is left
+    name: str  # dotted path inside the component; "" for all outside the blocks
     bytes: Count
     dtypes: dict[str, Count] = Field(default_factory=dict)  # bytes by dtype
-    matrices: dict[str, Count] = Field(default_factory=dict)  # of a leaf's, those of linear layers' matrices
-    rows: Count = 0  # of these matrices
-    moves_with: str = ""  # of a small leaf, the one before it in the same block that it moves together with
+    matrices: dict[str, Count] = Field(default_factory=dict)  # layers only: bytes of nn.Linear matrices by dtype
+    rows: Count = 0  # total rows of these matrices
+    moves_with: str = ""  # small layers only: earlier layer of the same block with which it is loaded
 
 
 class Component(Record):
-    """One network of a pipeline, under diffusers' own name."""
+    """One network of a pipeline, under its name in diffusers."""
 
     name: str
     class_name: str
     role: Role
     bytes: Count
-    allocator_bytes: Count = 0  # bytes that an allocator takes for its weights, one by one; 0: as many as they are
-    dtypes: dict[str, Count] = Field(default_factory=dict)
+    allocator_bytes: Count = 0  # bytes reserved if its tensors are allocated one by one; 0: same as `bytes`
+    dtypes: dict[str, Count] = Field(default_factory=dict)  # bytes by dtype
     blocks: tuple[WeightBlock, ...] = ()
-    layers: tuple[WeightBlock, ...] = ()  # single layers that own large parameters, the least that can move by itself
-    small_tensor_bytes: Count = 0  # tensors outside of these
-    has_skip_connections: bool = False  # activations of early units wait for late ones (a U-Net)
-    compiled: bool = False  # parts of it are compiled, which hooks keep out of
-    convolves: bool = False  # most of what it convolves with are windows on pictures, not single points or clips
-    has_forward: bool = True  # False: it has no forward and no parts, and pipelines read its weights themselves
-    head_widths: tuple[Positive, ...] = ()  # of its attention, as far as its parts say so
+    layers: tuple[WeightBlock, ...] = ()  # modules that own large parameters: the smallest units that can be loaded
+    small_tensors: Count = 0  # number of tensors outside of `layers`
+    has_skip_connections: bool = False  # activations of early blocks are kept for late ones (a U-Net)
+    compiled: bool = False  # contains compiled modules, inside which no hooks are placed
+    convolves: bool = False  # more weights in 2D convolutions with overlapping windows than in 3D ones
+    has_forward: bool = True  # False: no forward and no submodules; the pipeline reads its weights directly
+    head_widths: tuple[Positive, ...] = ()  # head dimensions of its attention layers, as far as known
 
     @property
     def main_dtype(self) -> str | None:
-        """Of most of its weights."""
+        """Dtype of most of its weights; None without weights."""
         return max(self.dtypes, key=lambda dtype: self.dtypes[dtype], default=None)
 
 
 class KernelGroup(Record):
-    """Kernels of one kind in one dtype, and alike in operations for each byte, together."""
+    """Sums over kernels of one kind and dtype and of similar arithmetic intensity (operations per byte)."""
 
     kind: Literal["matmul", "convolution", "attention", "memory"]
     dtype: str
-    operations: Count  # a multiplication and an addition are two
-    traffic: Count  # bytes read and written on the device, weights too
-    kernels: Positive
+    operations: Count  # a multiply-add counts as two
+    traffic: Count  # bytes read and written on the device, weights included
+    kernels: Positive  # number of kernels
 
 
 class LayerWork(Record):
-    """What one leaf does at a time; "" is what is done between leaves."""
+    """Work of one layer without interruption, or between layers (`layer` is "")."""
 
     layer: str
     work: tuple[KernelGroup, ...]
-    host_waits: bool = False  # whether the host waits, after it, for all that it gave the device
+    host_waits: bool = False  # whether the host synchronizes with the device after it
 
 
 class BlockUse(Record):
-    """One turn of a unit while its component works; "" is what the component does between its units."""
+    """One execution of a block in a component's call, or of the code between blocks (`block` is "")."""
 
     block: str
-    live_bytes_at_start: Count  # bytes of activations that are there when it begins
-    peak: Count  # the most bytes of activations there are while it works, those included
-    layer_work: tuple[LayerWork, ...] = ()  # of its leaves, in their true order
+    live_bytes_at_start: Count  # bytes of activations on the device when it begins
+    peak: Count  # peak bytes of activations while it runs, those at the start included
+    layer_work: tuple[LayerWork, ...] = ()  # in execution order
 
     @property
     def work(self) -> tuple[KernelGroup, ...]:
-        """All that is done meanwhile."""
+        """All of its kernels."""
         return tuple(work for turn in self.layer_work for work in turn.work)
 
 
 class ComponentCall(Record):
-    """A component at work once, from its inputs to its outputs, and how often it does so in the same way."""
+    """One call of a component, from its inputs to its outputs, and the number of calls of the same kind."""
 
     component: str
-    method: str  # "forward", "encode", "decode"; the path of a part that is called by itself
-    runs: Positive = 1
+    method: str  # "forward", "encode", "decode"; or the path of a submodule that the pipeline calls directly
+    runs: Positive = 1  # number of such calls
     peak: Count  # bytes of activations
-    block_uses: tuple[BlockUse, ...]  # in their true order
-    time_scale: Rate = 1.0  # times as long as a machine's rates say that its work takes: learned from runs
+    block_uses: tuple[BlockUse, ...]  # in execution order
+    time_scale: Rate = 1.0  # factor on the time that a machine's rates give for its work, from earlier calls
 
 
 class StripStageProfile(Record):
-    """What is done in one stage of a way: something at its beginning, and then strip by strip.
+    """Work of one stage of a strip option: once before the first strip, then strip by strip.
 
-    A turn that comes in fewer strips than there are, as what makes few rows of many does, comes in the first of them
-    and then evenly, and does as much each time, about.
+    Layer work that runs in fewer strips than there are (an operation that reduces many rows to few) runs in the first
+    strip and then at even intervals, about equally much each time.
     """
 
-    strips: Positive
-    prefetches: bool = False  # what it keeps leaves, and what the next strip takes comes, while a strip is computed
+    strips: Positive  # number of strips
+    prefetches: bool = False  # strip outputs are offloaded, and the next strip's inputs loaded, while a strip computes
     before_strips: tuple[LayerWork, ...] = ()  # before the first strip
-    layer_work: tuple[LayerWork, ...] = ()  # in the order in which a strip takes them, for all strips together
-    strip_counts: tuple[Positive, ...] = ()  # strips in which each of them comes
-    copies: Count = 0  # over the link, that the host launches
-    bytes_in: Count = 0  # of maps, over the link
-    bytes_out: Count = 0
+    layer_work: tuple[LayerWork, ...] = ()  # in the order within a strip, summed over all strips
+    strip_counts: tuple[Positive, ...] = ()  # number of strips in which each of `layer_work` runs
+    copies: Count = 0  # number of copies over the link that the host launches
+    bytes_in: Count = 0  # bytes of feature maps copied from host to device
+    bytes_out: Count = 0  # bytes of feature maps copied from device to host
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -187,36 +187,34 @@ class StripStageProfile(Record):
 
     @property
     def work(self) -> tuple[KernelGroup, ...]:
-        """All that is done meanwhile."""
+        """All of its kernels."""
         return tuple(work for turn in (*self.before_strips, *self.layer_work) for work in turn.work)
 
 
 class StripProfile(Record):
-    """How else the autoencoder's passes of a phase can be done, with the same numbers: in strips."""
+    """A strip option: memory and work of a phase's autoencoder calls in exact strips, with the same numbers."""
 
-    strip_bytes: Positive  # bytes for them
-    feature_maps: FeatureMaps  # where maps wait between them
+    strip_bytes: Positive  # bytes for strips
+    feature_maps: FeatureMaps  # where feature maps between stages are kept
     allocator_bytes: Count  # bytes that an allocator needs for activations
-    host_bytes: Count  # bytes of host memory in which maps wait
-    batch_items: Positive = 1  # of a batch, one after another
-    stages: tuple[StripStageProfile, ...]  # for each of them, in their order
+    host_bytes: Count  # bytes of host memory for feature maps
+    batch_items: Positive = 1  # items of a batch, which run one after another
+    stages: tuple[StripStageProfile, ...]  # of one item, in execution order
 
 
 class Phase(Record):
-    """A stretch of the call in which components of the same role work."""
+    """Consecutive calls of components of the same role within one pipeline call."""
 
     name: str
-    peak: Count  # bytes of activations, between passes too
-    peak_between_calls: Count = 0  # the most of these bytes while no pass is worked through
-    allocator_bytes: (
-        Count  # bytes that an allocator needs for them, all that it holds and does not use given back in need
-    )
+    peak: Count  # bytes of activations, between calls too
+    peak_between_calls: Count = 0  # peak bytes of activations while no component runs
+    allocator_bytes: Count  # least reserved bytes that an allocator needs for activations, if it can release its cache
     calls: tuple[ComponentCall, ...]  # one of each kind
-    call_order: tuple[Count, ...]  # which of them came when
+    call_order: tuple[Count, ...]  # index in `calls` of each call, in execution order
     other_work: tuple[KernelGroup, ...] = ()  # work outside all components: a scheduler's
-    unused_blocks: tuple[str, ...] = ()  # units, as component.unit, that none of its passes used
-    conditional_blocks: tuple[str, ...] = ()  # units that some passes of their component used and others did not
-    strip_options: tuple[StripProfile, ...] = ()  # other than as it was measured
+    unused_blocks: tuple[str, ...] = ()  # blocks, as component.block, that none of its calls uses
+    conditional_blocks: tuple[str, ...] = ()  # blocks that only some calls of their component use
+    strip_options: tuple[StripProfile, ...] = ()  # ways to run it in strips; without one it runs as measured
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -227,54 +225,54 @@ class Phase(Record):
 
     @property
     def time_scale(self) -> float:
-        """Of its passes, which all have the same."""
+        """`time_scale` of its calls, which is the same for all; 1 without calls."""
         return self.calls[0].time_scale if self.calls else 1.0
 
     @property
     def live_bytes_at_start(self) -> int:
-        """Bytes of activations that are there before any of its passes begins, and stay."""
+        """Bytes of activations on the device before its calls begin: the highest over its kinds of calls."""
         return max((done.block_uses[0].live_bytes_at_start for done in self.calls if done.block_uses), default=0)
 
     def strip_bytes(self, share: int) -> int:
-        """A `share`-th of the bytes that its passes take as they are: for strips."""
+        """Return 1/`share` of the bytes that its untiled calls add to those at their start: the limit for strips."""
         return max((self.peak - self.live_bytes_at_start) // share, 1)
 
     def with_strip_options(self, ways: Iterable[StripProfile]) -> Phase:
-        """The same with these beside its own, those of most bytes first."""
+        """Return a copy with `ways` added to its strip options, by descending bytes; its own win over equal ones."""
         every = {(-way.strip_bytes, way.feature_maps): way for way in (*ways, *self.strip_options)}
         return self.model_copy(update={"strip_options": tuple(every[key] for key in sorted(every))})
 
 
 class Variant(Record):
-    """How else denoisers can work, with the same numbers: on a part of what they are given at a time."""
+    """Another way to run denoisers, with the same numbers: on a part of their inputs at a time."""
 
-    cfg: Literal["sequential"] | None = None  # a step's two predictions, each by itself
-    max_batch: Positive | None = None  # items that work at a time
-    ffn_chunk: Positive | None = None  # bytes for the inner maps of feed-forwards
-    by_blocks: bool = False  # each block works on all parts before the next begins: what streams does it like that
-    phases: tuple[Phase, ...]  # all in which denoisers work, as they are then
+    cfg: Literal["sequential"] | None = None  # a step's two guidance predictions in two calls
+    max_batch: Positive | None = None  # items of a batch computed at a time
+    ffn_chunk: Positive | None = None  # bytes for the inner activations of feed-forward layers
+    by_blocks: bool = False  # each block runs on all parts before the next block does, as streamed denoisers do
+    phases: tuple[Phase, ...]  # all phases in which denoisers run, measured this way
 
     @property
     def splits_batch(self) -> bool:
-        """Whether the batch is."""
+        """Whether the batch is split."""
         return self.cfg is not None or self.max_batch is not None
 
     @property
     def fields(self) -> dict[str, object]:
-        """What a plan says of each denoiser."""
+        """Its values for a denoiser's ComponentPlan."""
         return {"cfg": self.cfg, "max_batch": self.max_batch, "ffn_chunk": self.ffn_chunk}
 
 
 class Footprint(Record):
-    """What a pipeline is made of; with `phases`, what it does for `request`."""
+    """Components of a pipeline and, if it has `phases`, their memory and work for `request`."""
 
     pipeline: str
     components: tuple[Component, ...]
     request: Request | None = None
     phases: tuple[Phase, ...] = ()
-    variants: tuple[Variant, ...] = ()  # other than as the phases were measured
-    not_measured: tuple[str, ...] = ()  # of LEFT_OUT, what was not measured, as no plan was to be made by it
-    from_call_log: bool = False  # made from the passes of a call that was over, so that its least budget is not sure
+    variants: tuple[Variant, ...] = ()  # other ways to run denoisers than in `phases`
+    not_measured: tuple[str, ...] = ()  # members of LEFT_OUT that were not measured, because no plan needed them
+    from_call_log: bool = False  # made from the log of a finished call, so that its least budget is uncertain
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -292,12 +290,12 @@ class Footprint(Record):
 
     @property
     def denoiser_phases(self) -> tuple[int, ...]:
-        """The places of the phases in which denoisers work."""
+        """Indices of the phases in which denoisers run."""
         names = set(self.denoisers)
         return tuple(place for place, phase in enumerate(self.phases) if names & {p.component for p in phase.calls})
 
     def with_variant(self, variant: Variant | None) -> Footprint:
-        """The same with denoisers at work as `variant` says; None: as they do here."""
+        """Return a copy with the denoiser phases of `variant`, or self if it is None."""
         if variant is None:
             return self
         phases = list(self.phases)
@@ -306,7 +304,7 @@ class Footprint(Record):
         return self.model_copy(update={"phases": tuple(phases), "variants": ()})
 
     def merged_with(self, other: Footprint) -> Footprint:
-        """The same with what `other`, of the same call, does not leave out; itself where that is not the same call."""
+        """Return a copy with the parts that only `other` has measured; self if `other` is of a different call."""
         bare, same = ([p.model_copy(update={"strip_options": ()}) for p in each.phases] for each in (self, other))
         if bare != same or other.components != self.components:
             return self

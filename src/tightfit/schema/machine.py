@@ -1,4 +1,4 @@
-"""What there is to run on, and how much of it may be used. No torch here."""
+"""Hardware to run on, and budgets that limit its memory. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ __all__ = ["Accelerator", "Budget", "Machine"]
 
 
 class Budget(Record):
-    """Bytes that may be used: of the accelerator, or of each of several by name, and of RAM. At least one is set."""
+    """Limits in bytes: of one device, or of each of several devices by name, and of RAM. At least one is set.
 
-    device: Size | None = None
-    devices: dict[str, Size] = Field(default_factory=dict)  # instead of `device`
-    ram: Size | None = None
+    Raises PlanError if none is set, or if both `device` and `devices` are.
+    """
+
+    device: Size | None = None  # bytes of the one device
+    devices: dict[str, Size] = Field(default_factory=dict)  # bytes by device name, instead of `device`
+    ram: Size | None = None  # bytes of host memory
 
     @model_validator(mode="after")
     def _set(self) -> Self:
@@ -32,61 +35,59 @@ class Budget(Record):
         return self
 
     def of(self, name: str) -> int | None:
-        """Bytes of the device `name`; None where it is not limited."""
+        """Return the limit in bytes of the device `name`; None if it is not limited."""
         return self.devices.get(name) if self.devices else self.device
 
     @property
     def described(self) -> str:
-        """Its bytes, in words."""
+        """The limits as text, e.g. "8 GiB and 16 GiB of RAM"."""
         said = [f"{format_bytes(size)} on {name}" for name, size in self.devices.items()]
         said += [format_bytes(self.device)] if self.device else []
         return " and ".join([*said, *([f"{format_bytes(self.ram)} of RAM"] if self.ram else [])])
 
     @property
     def of_cpu(self) -> int:
-        """Bytes, where the two are the same memory."""
+        """Limit in bytes on a CPU, whose device memory and RAM are the same memory."""
         return min(size for size in (self.device, self.ram) if size is not None)
 
 
 class Accelerator(Record):
     """A device that computes. Rates are None until they are measured.
 
-    Arithmetic rates are operations per second (a multiplication and an addition are two) by dtype ("bfloat16"), or
-    by kind and dtype ("convolution.bfloat16") where a kind has a rate of its own: matmul, convolution, attention.
+    Arithmetic rates are operations per second (a multiply-add counts as two), keyed by dtype ("bfloat16"), or by
+    kind and dtype ("convolution.bfloat16") if a kind has its own rate: matmul, convolution, attention.
     """
 
     name: str
     kind: str  # "cuda", "cpu", "loopback", "simulated" …
-    bytes: Positive
-    free: Count | None = None  # of these bytes, how many tensors could take when it was asked
-    allocated: Count | None = None  # of a card: bytes that tensors of this process took when it was asked
-    expandable_refused: str | None = None  # why those of its allocator cannot grow; None: they can
-    product_name: str | None = None  # what it is sold as
+    bytes: Positive  # total memory
+    free: Count | None = None  # bytes available to tensors when it was queried
+    allocated: Count | None = None  # bytes allocated by tensors of this process when it was queried; cards only
+    expandable_refused: str | None = None  # why its allocator's segments cannot be expandable; None: they can
+    product_name: str | None = None  # commercial name
     compute_capability: str | None = None  # of a CUDA card, e.g. "8.9"
     flash: bool = True  # whether torch has flash attention for it
     arithmetic_rates: dict[str, Rate] = Field(default_factory=dict)
     memory_rate: Rate | None = None  # bytes per second
     link_rate: Rate | None = None  # bytes per second, pinned host memory to device
     link_rate_out: Rate | None = None  # bytes per second, device to pinned host memory; None: as link_rate
-    launch_overhead: Real = 0.0  # seconds of the host for each piece of work
-    streamed_overhead: Real = (
-        0.0  # seconds of the host to bring a layer that streams and use it once, beside the launch
-    )
-    resident_overhead: Real = 0.0  # the same for each use of one that is there
-    channels_last_gains: dict[str, Rate] = Field(default_factory=dict)  # times as fast; by role.dtype of a component
+    launch_overhead: Real = 0.0  # host seconds for each kernel or copy launched
+    streamed_overhead: Real = 0.0  # host seconds to load a streamed layer and use it once, without the launch
+    resident_overhead: Real = 0.0  # host seconds for each use of a layer that is already on the device
+    channels_last_gains: dict[str, Rate] = Field(default_factory=dict)  # measured speedup, by "role.dtype"
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a computer's own processor: its memory is the host's."""
+        """Whether it is the CPU, whose memory is host memory."""
         return self.kind == "cpu"
 
     @property
     def display_name(self) -> str:
-        """What a sentence calls it."""
+        """Name for use in a sentence."""
         return "this CPU" if self.kind in ("cpu", "loopback") else f"the {self.product_name or self.name}"
 
     def arithmetic_rate(self, kind: str, dtype: str) -> float | None:
-        """Operations per second for `kind` in `dtype`; float32's where the dtype has none."""
+        """Return operations per second for `kind` in `dtype`; the rate of float32 if the dtype has none; else None."""
         for key in (f"{kind}.{dtype}", dtype, f"{kind}.float32", "float32"):
             if key in self.arithmetic_rates:
                 return self.arithmetic_rates[key]
@@ -94,15 +95,15 @@ class Accelerator(Record):
 
 
 class Machine(Record):
-    """What there is to run on. What is free is what was free when it was asked."""
+    """The computer to run on. Free and used bytes are those at the time of the query."""
 
     accelerators: tuple[Accelerator, ...]
     ram: Positive  # bytes that this process may use, cgroup limits included
-    ram_free: Count | None = None  # bytes that it could still take
-    ram_used: Count | None = None  # bytes that it holds already
-    ram_limit: Positive | None = None  # its control group's, where that is less than the computer has
+    ram_free: Count | None = None  # bytes that this process could still allocate
+    ram_used: Count | None = None  # bytes that this process uses already
+    ram_limit: Positive | None = None  # cgroup limit in bytes, if it is less than the computer's RAM
     pinnable: Count | None = None  # bytes that could be page-locked for copies to a card
-    cores: Positive  # that this process may use
-    cpu: str | None = None  # what the processor is sold as
-    disk_rate: Rate | None = None  # bytes per second, read past the page cache
+    cores: Positive  # number of cores that this process may use
+    cpu: str | None = None  # commercial name of the processor
+    disk_rate: Rate | None = None  # bytes per second, reading without the page cache
     notes: tuple[str, ...] = ()  # what was not measured, and why

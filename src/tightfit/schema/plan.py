@@ -1,4 +1,4 @@
-"""A Plan: every decision about a run, for each component and for autoencoders. No torch here."""
+"""A Plan: every decision about a run, for each component and for autoencoders. Does not import torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ComputeDtype = Literal["float32", "float16", "bfloat16"]
 
 
 Layout = Annotated[bool | None, BeforeValidator(lambda said: None if said == "auto" else said)]
-# lossy techniques by the names with which a user allows them
+# lossy techniques, by the names that `allow` takes
 TECHNIQUES: Mapping[str, str] = {
     "fp8": "weights stored in eight bits, widened for each use",
     "int8": "matrices of linear layers stored as eight-bit integers, by torchao",
@@ -72,8 +72,8 @@ class ComponentRun(Record):
     component: str
     method: str = "forward"
     runs: Positive = 1  # consecutive calls
-    unused_blocks: tuple[str, ...] = ()  # dotted paths of parts that these calls do not use
-    prefetch: Count | None = None  # bytes loaded while the component before finishes; None: as many as there is room
+    unused_blocks: tuple[str, ...] = ()  # dotted paths of modules that these calls do not use
+    prefetch: Count | None = None  # bytes loaded while the previous component finishes; None: as many as fit
 
 
 class VaePlan(Record):
@@ -102,7 +102,7 @@ class VaePlan(Record):
         return self.slicing or self.strips is not None or self.tile is not None
 
     def strip_profile(self, phase: Phase) -> StripProfile | None:
-        """What exact tiling takes in `phase`; None where this plan does not tile, or not in a measured way."""
+        """Return the strip option that this plan selects in `phase`; None if it selects none, or an unmeasured one."""
         wanted = self.strips, self.feature_maps
         return next((each for each in phase.strip_options if (each.strip_bytes, each.feature_maps) == wanted), None)
 
@@ -125,7 +125,7 @@ class ComponentPlan(Record):
     alone, the planner chooses both.
     """
 
-    device: str | None = None  # on which it computes; None: the plan's device
+    device: str | None = None  # device on which it computes; None: the plan's device
     placement: Placement = "resident"  # on the device always, while its phase runs, or layer by layer
     offload_to: OffloadTarget = "cpu"  # where its weights are while they are not on the device
     pinned: bool | None = None  # page-lock them in host memory; None: where the system allows it
@@ -135,7 +135,7 @@ class ComponentPlan(Record):
     resident_layers: tuple[str, ...] | None = None  # dotted paths of layers, or of blocks
     storage: Storage = "as-loaded"  # dtype in which weights are kept
     compute_dtype: ComputeDtype | None = None  # to which stored weights are cast; None: the dtype as loaded
-    skip_patterns: tuple[str, ...] | None = None  # parameter names that stay as loaded; None: the default list
+    skip_patterns: tuple[str, ...] | None = None  # regular expressions of parameters kept as loaded; None: defaults
     channels_last: Layout = False  # convolution weights; None, or "auto": where that was measured to be faster
     max_batch: Positive | None = None  # items of a batch computed at a time; None: all
     cfg: Cfg | None = None  # a step's two guidance predictions in one call or in two; None: as the pipeline does
@@ -172,7 +172,7 @@ class ComponentPlan(Record):
         return None if self.storage == "as-loaded" else "int8" if self.storage == "int8" else "fp8"
 
     def lossy(self, name: str) -> list[str]:
-        """What may change the numbers of the component `name`, each named by its technique."""
+        """Return what may change the numbers of the component `name`, each named by its technique."""
         stored = [f"{self.technique}: {name} is stored in {self.storage}"] if self.technique else []
         return stored + ([f"sage-attention: {name} attends in eight bits"] if self.attention == "sage" else [])
 
@@ -203,15 +203,15 @@ class Plan(Record):
     budget: Budget | None = None
     components: dict[str, ComponentPlan] = Field(default_factory=dict)
     vae: VaePlan = VaePlan()
-    offload_activations: bool = False  # activations that wait for a later unit wait in host memory
-    expandable_segments: bool = False  # of the device's allocator: less of what it holds lies idle between tensors
-    schedule: tuple[ComponentRun, ...] = ()  # who works after whom: who comes next may come early
+    offload_activations: bool = False  # offload activations that are kept for a later block to host memory
+    expandable_segments: bool = False  # of the device's allocator: less reserved memory is lost to fragmentation
+    schedule: tuple[ComponentRun, ...] = ()  # order of component calls, by which the next component is prefetched
     reasons: tuple[Reason, ...] = ()
-    forecast: tuple[PhaseForecast, ...] = ()  # of the first call
+    forecast: tuple[PhaseForecast, ...] = ()  # of the first call, by phase
 
     @property
     def lossy(self) -> tuple[str, ...]:
-        """What may change the picture, each named by its technique and where it applies."""
+        """What may change the output, each named by its technique and where it applies."""
         named = [what for name, component in self.components.items() for what in component.lossy(name)]
         if self.vae.tile is not None and not self._one_tile():
             where = "" if self.vae.strips is None else ", where they cannot be in strips"
@@ -224,17 +224,17 @@ class Plan(Record):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """On which components compute, the pipeline's own first."""
+        """Devices on which components compute, the pipeline's own first."""
         others = (component.device for component in self.components.values() if component.device is not None)
         return tuple(dict.fromkeys((self.device, *others)))
 
     def device_of(self, name: str) -> str:
-        """On which the component `name` computes."""
+        """Return the device on which the component `name` computes."""
         component = self.components.get(name)
         return self.device if component is None or component.device is None else component.device
 
     def predicted_peak(self, name: str) -> int:
-        """The most bytes that an allocator takes of the device `name`, as foreseen; 0 where nothing was."""
+        """Return the predicted peak of reserved bytes on the device `name`; 0 without a forecast."""
         own = name == self.device
         return max(
             (phase.peak_bytes if own else phase.other_devices.get(name, 0) for phase in self.forecast), default=0
@@ -256,7 +256,7 @@ class Plan(Record):
 
 
 def check_techniques(names: Iterable[str]) -> tuple[str, ...]:
-    """`names`, if all are lossy techniques; PlanError with the nearest name if one is not."""
+    """Return `names` as a tuple. Raises PlanError, with the nearest name, if one is not a lossy technique."""
     if isinstance(names, str):
         names = (names,)
     chosen = tuple(names)

@@ -1,4 +1,4 @@
-"""What was measured of calls, or predicted of one. No torch here."""
+"""Measurements of pipeline calls, and the prediction of one. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CallMeasurement", "PhaseMeasurement", "PhaseTrace", "Prediction", "S
 
 
 class Sample(Record):
-    """Tensor bytes on the device at one moment, `seconds` after the start."""
+    """Tensor bytes on the device at one moment, `seconds` after the start of the call."""
 
     seconds: Real
     weights: Count
@@ -22,43 +22,41 @@ class Sample(Record):
 
 
 class PhaseTrace(Record):
-    """What was measured of one stretch in which the same component worked."""
+    """Measurements of one phase of a call (encode, denoise, decode)."""
 
     name: str
     start: Real  # seconds after the start of the trace
     seconds: Real
-    peak_bytes: Count  # of tensors on the device
-    peak_weights: Count = 0
-    peak_reserved: Count = 0  # what the device's allocator held for them; 0 where there is none
-    other_devices: dict[str, Count] = Field(
-        default_factory=dict
-    )  # peaks of tensors on the plan's other devices, by name
-    bytes_in: Count = 0  # host to device
-    bytes_out: Count = 0
-    runs: Positive = 1  # how many forward passes
-    on_demand: Count = 0  # weights that came only when they were needed
+    peak_bytes: Count  # peak of all tensors on the device
+    peak_weights: Count = 0  # peak bytes of weights on the device
+    peak_reserved: Count = 0  # peak bytes reserved by the device's allocator; 0 if the device has none
+    other_devices: dict[str, Count] = Field(default_factory=dict)  # peak_bytes on the plan's other devices, by name
+    bytes_in: Count = 0  # bytes copied from host to device
+    bytes_out: Count = 0  # bytes copied from device to host
+    runs: Positive = 1  # number of component calls
+    on_demand: Count = 0  # number of weight groups that were loaded only when they were needed
     seconds_waiting: Real = 0.0  # seconds that the host waited for weights
 
 
 class Trace(Record):
-    """What was measured of one call."""
+    """Measurements of one pipeline call."""
 
-    call: Positive = 1
+    call: Positive = 1  # number of the call; 1 is the first
     device: str = "cpu"
     seconds: Real
     phases: tuple[PhaseTrace, ...]
     samples: tuple[Sample, ...] = ()
-    other_bytes: Count = 0  # bytes of the device that others than its weights had when it began
-    rss_peak_bytes: Count = 0
-    lossy: tuple[str, ...] = ()  # techniques that really changed numbers in this call
-    notes: tuple[str, ...] = ()  # what happened that nobody planned
+    other_bytes: Count = 0  # bytes allocated on the device, other than this pipeline's weights, when the call began
+    rss_peak_bytes: Count = 0  # peak resident set size of the process
+    lossy: tuple[str, ...] = ()  # lossy techniques that were used in this call
+    notes: tuple[str, ...] = ()  # unplanned events, as sentences
 
     @property
     def peak_bytes(self) -> int:
         return max((phase.peak_bytes for phase in self.phases), default=0)
 
     def after(self, before: Trace) -> Trace:
-        """`before`, and then this, as one call."""
+        """Return one trace of `before` followed by this one; times of this one are shifted by `before.seconds`."""
         late = before.seconds
         phases = [phase.model_copy(update={"start": phase.start + late}) for phase in self.phases]
         samples = [sample.model_copy(update={"seconds": sample.seconds + late}) for sample in self.samples]
@@ -79,44 +77,42 @@ class Trace(Record):
 
 
 class PhaseMeasurement(Record):
-    """What one call showed of a phase, beside what plain rates and shapes had foreseen for it under the same plan."""
+    """Measurements of one phase of a call, with the prediction for the same plan from rates and shapes alone."""
 
     name: str
-    runs: Positive  # how many forward passes
+    runs: Positive  # number of component calls
     predicted_seconds: Real
     seconds: Real
-    predicted_bytes: Count  # with the margin
-    peak_bytes: Count  # of tensors on the device
-    activations: Count  # of these, what was there beyond weights
-    peak_reserved: Count = 0  # what the device's allocator held; it keeps some that nobody needs
-    time_scale: Rate | None = (
-        None  # how many times as long its arithmetic takes as rates say; None: that cannot be told
-    )
-    extra_bytes: Count = 0  # bytes more that its activations want
+    predicted_bytes: Count  # predicted peak, margin included
+    peak_bytes: Count  # peak of all tensors on the device
+    activations: Count  # peak_bytes less the peak of weights
+    peak_reserved: Count = 0  # peak bytes reserved by the device's allocator, cached free blocks included
+    time_scale: Rate | None = None  # measured / predicted time of arithmetic and launches; None: not measurable
+    extra_bytes: Count = 0  # bytes that activations need beyond the prediction
 
 
 class CallMeasurement(Record):
-    """What one call under a budget's plan was like: one that ended well, and in which nothing happened unplanned."""
+    """Measurements of one successful call under a budget's plan, without unplanned events."""
 
-    plan: str  # a digest of what it decided
-    first_call: bool = False  # of its pipeline in its process: some of its time was for what is done once
-    stored: dict[str, Storage] = Field(default_factory=dict)  # components whose weights were not as loaded
+    plan: str  # digest of the plan's decisions
+    first_call: bool = False  # first call of the pipeline in its process: its time includes one-time work
+    stored: dict[str, Storage] = Field(default_factory=dict)  # storage by component, where it is not "as-loaded"
     phases: tuple[PhaseMeasurement, ...]
 
 
 class Prediction(Record):
-    """What would happen: a plan, and the trace of a call under it that was made on a simulated card."""
+    """Predicted result of a call: a plan, and the trace of a call under that plan on a simulated card."""
 
     model: str
     card: str
     capacity: Positive  # bytes that the card has for tensors
-    other_devices: dict[str, Positive] = Field(default_factory=dict)  # and others on which components compute, by name
+    other_devices: dict[str, Positive] = Field(default_factory=dict)  # capacity of the other devices, by name
     fits: bool
     plan: Plan
     trace: Trace
-    dtype: str | None = None  # of most weights
-    rates: Literal["nominal", "measured", "learned", "guessed"] = "nominal"  # what its times are made from
-    would_fit: str | None = None  # what would fit, where it does not
+    dtype: str | None = None  # dtype of most weights
+    rates: Literal["nominal", "measured", "learned", "guessed"] = "nominal"  # source of the rates used for times
+    would_fit: str | None = None  # what would fit, if this does not
 
     @property
     def peak_reserved(self) -> int:

@@ -1,1 +1,1 @@
-"""A simulated accelerator: takes tensor operations, returns numbers or shapes, bytes and times; never needs a card."""
+"""A simulated accelerator: takes tensor operations, returns values or shapes, bytes and times; never needs a card."""

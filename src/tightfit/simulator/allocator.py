@@ -1,18 +1,19 @@
-"""What torch's CUDA caching allocator would do: blocks, segments, and when there is not enough.
+"""Simulates torch's CUDA caching allocator: blocks, segments, and out-of-memory behaviour.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13) with its default settings. Sizes are
-rounded to 512 bytes. Up to 1 MiB comes from 2 MiB segments, up to 10 MiB from 20 MiB segments, more from segments
-rounded up to 2 MiB. The smallest free block that fits is taken, and split where the rest is worth keeping; freed
-blocks merge with free neighbours. A freed block is only used again on the stream it was made for, and one that other
-streams used waits for them. Where the card is full, cached segments without any use are given back first.
+rounded to 512 bytes. Requests up to 1 MiB use 2 MiB segments, up to 10 MiB use 20 MiB segments, larger ones use
+segments rounded up to 2 MiB. The smallest free block that fits is taken, and split where the remainder is large enough;
+freed blocks merge with free neighbours. A freed block is only reused on the stream it was allocated for, and after the
+other streams that used it have passed the free. Where the card is full, unused cached segments are released first.
 
 With `expandable`, segments are address ranges that are mapped page by page (PYTORCH_ALLOC_CONF=
-expandable_segments:True). A limit (`set_per_process_memory_fraction`, as a budget is) is compared with all that is
-reserved and the whole request, whatever of that is mapped already; the pages that are then mapped may exceed it.
+expandable_segments:True). A limit (`set_per_process_memory_fraction`, which is how a budget is set) is compared with
+all reserved bytes plus the whole request, even if part of it is mapped already; the pages that are then mapped may
+exceed it.
 
-Which of several free blocks of the same size is taken differs: torch 2.12 takes the one that was made first. 2.11
-takes the one with the lowest address, which is the driver's choice; here addresses rise. So it is with 2.13 and 2.14
-too, on a stub of the driver whose addresses fall: by the oldest segment, it seems.
+Which of several free blocks of equal size is taken differs: torch 2.12 takes the one created first. 2.11 takes the one
+with the lowest address, which is the driver's choice; here addresses rise. 2.13 and 2.14 do the same, on a stub of the
+driver whose addresses fall: by the oldest segment, it seems.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from tightfit.simulator.blocks import (
     idle_run,
     join,
     range_size,
-    room,
+    growable_size,
     rounded,
     segment_size,
-    up,
+    round_up,
 )
 
 __all__ = ["AllocatorEvent", "CachingAllocator", "CardFull", "StreamEvent"]
@@ -47,7 +48,7 @@ _OLDEST_FIRST = torch.__version__.startswith("2.12.")
 
 
 class AllocatorEvent(NamedTuple):
-    """One thing that was asked of an allocator; `block` numbers blocks in the order in which they were made."""
+    """One call of an allocator; `block` numbers blocks in order of creation, `size` is in bytes."""
 
     what: Literal["malloc", "free", "use", "empty_cache"]
     block: int = 0
@@ -62,11 +63,11 @@ class StreamEvent(Protocol):
         """Whether the stream has passed it."""
 
     def wait(self) -> None:
-        """Lets the host wait until it has."""
+        """Block the host until the stream has passed it."""
 
 
 class CardFull(Exception):
-    """A request that the card's memory does not hold, even after the cache was given back."""
+    """A request does not fit in the card's memory, even after the cache was released. All attributes are in bytes."""
 
     def __init__(self, requested: int, capacity: int, allocated: int, reserved: int) -> None:
         super().__init__(f"{requested} bytes requested, {allocated} allocated, {reserved} reserved of {capacity}")
@@ -74,15 +75,15 @@ class CardFull(Exception):
 
 
 class CachingAllocator:
-    """The allocator of one card with `capacity` bytes for tensors; less, if that is set later, is a limit.
+    """The allocator of one card with `capacity` bytes for tensors; a lower `capacity` set later acts as a limit.
 
-    `record` makes an event at the end of a stream's timeline, for blocks that several streams use.
+    `record` returns an event at the end of a stream's timeline, for blocks that several streams use.
     """
 
     def __init__(
         self, capacity: int, record: Callable[[int], StreamEvent], *, expandable: bool = False, keep: bool = True
     ) -> None:
-        """`keep`: what is asked of it goes to its history."""
+        """`keep`: record all calls in `history`."""
         self.capacity = self._total = capacity
         self.expandable = expandable
         self.allocated, self.reserved, self.requested = Counter(), Counter(), Counter()
@@ -92,11 +93,11 @@ class CachingAllocator:
         self._made = itertools.count()
         self._record = record
         self._pools = {small: Pool(small, _OLDEST_FIRST) for small in (True, False)}
-        self._waiting: dict[int, list[tuple[StreamEvent, Block]]] = {}  # by stream, oldest first
+        self._waiting: dict[int, list[tuple[StreamEvent, Block]]] = {}  # freed, by other stream in use
         self._next_address = LARGE_ROUNDING
 
     def malloc(self, requested: int, stream: int = 0) -> Block:
-        """A block of at least `requested` bytes; CardFull where there is none to be had."""
+        """Return a block of at least `requested` bytes; CardFull where the card has no memory for it."""
         number = next(self._made)
         if self._keep:
             self.history.append(AllocatorEvent("malloc", number, requested, stream))
@@ -119,7 +120,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Takes `block` back; it is free once every stream that used it has passed this point."""
+        """Free `block`; it is reusable once every stream that used it has passed this point."""
         if self._keep:
             self.history.append(AllocatorEvent("free", block.number))
         block.used = False
@@ -134,34 +135,34 @@ class CachingAllocator:
             self._put_back(block)
 
     def use(self, block: Block, stream: int) -> None:
-        """`stream`, not the one `block` was made for, works on it (torch's `record_stream`)."""
+        """Record that `stream`, not the one `block` was allocated for, uses it (torch's `record_stream`)."""
         if self._keep:
             self.history.append(AllocatorEvent("use", block.number, stream=stream))
         if stream != block.stream:
             block.streams |= {stream}
 
     def empty_cache(self) -> None:
-        """Gives all segments that nothing uses back to the card."""
+        """Return all unused segments to the card."""
         if self._keep:
             self.history.append(AllocatorEvent("empty_cache"))
         self._release_cache()
 
     def _take_free(self, pool: Pool, size: int, stream: int) -> Block | None:
-        """The smallest free block that fits, out of the pool."""
+        """Remove the smallest free block that fits from the pool and return it; None if there is none."""
         free, at = pool.free, pool.first_fitting(size, stream)
         if at == len(free) or free[at][0] != stream:
             return None
         if self.expandable:
             at = self._least_roomy(free, at)
         else:
-            while free[at][3].expandable:  # it was switched off in between
+            while free[at][3].expandable:  # expandable segments were switched off meanwhile
                 at += 1
                 if at == len(free) or free[at][0] != stream:
                     return None
         return free.pop(at)[3]
 
     def _least_roomy(self, free: Sequence[Entry], at: int) -> int:
-        """From the one at `at` on, the first block of its stream behind which comes one that could grow to as much."""
+        """Index of the first block of its stream, from `at` on, whose successor can grow to at least the same size."""
         stream, _, _, best = free[at]
         for following in range(at + 1, len(free)):
             if not best.expandable or free[following][0] != stream:
@@ -173,7 +174,7 @@ class CachingAllocator:
         return at
 
     def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
-        """A free block from memory that the card still has; None where it has not enough."""
+        """Return a free block in newly reserved memory; None where the card has not enough."""
         length = segment_size(size)
         if not self._has(length, self.capacity):
             return None
@@ -183,19 +184,19 @@ class CachingAllocator:
         return Block(self._addresses(length), length, stream, pool)
 
     def _has(self, length: int, most: int) -> bool:
-        """Whether `length` bytes may be reserved beside what is, where no more than `most` may be."""
+        """Whether `length` more bytes may be reserved if at most `most` bytes may be."""
         return self.reserved.now + length <= most
 
     def _is_roomier(self, block: Block, other: Block) -> bool:
-        """Whether `block` could grow to as much as `other` or more."""
-        return room(block) >= room(other)
+        """Whether `block` can grow to at least the size that `other` can grow to."""
+        return growable_size(block) >= growable_size(other)
 
     def _fits_behind(self, block: Block, size: int) -> bool:
-        """Whether from `block` on `size` bytes in a row are idle."""
+        """Whether `size` contiguous bytes from the start of `block` on are idle."""
         return idle_run(block, size) >= size
 
     def _addresses(self, length: int, alignment: int = LARGE_ROUNDING) -> int:
-        address = up(self._next_address, alignment)
+        address = round_up(self._next_address, alignment)
         self._next_address = address + length
         return address
 
@@ -204,7 +205,7 @@ class CachingAllocator:
         return rest >= QUANTUM if block.pool.small or self.expandable else rest > SMALL
 
     def _split(self, block: Block, size: int) -> None:
-        """Keeps the first `size` bytes in `block`, as a new one; the rest is free, and as old as `block` was."""
+        """Shrink `block` to `size` bytes; it counts as new, and the free remainder has the age that `block` had."""
         rest = Block(block.address + size, block.size - size, block.stream, block.pool, expandable=block.expandable)
         rest.made, block.made = block.made, rest.made
         join(rest, block.after)
@@ -217,7 +218,7 @@ class CachingAllocator:
         block.pool.insert(block)
 
     def _merge(self, block: Block) -> None:
-        """Makes idle neighbours of `block`, which is in no pool, part of it."""
+        """Merge idle neighbours into `block`, which is in no pool."""
         before, after = block.before, block.after
         if before is not None and not before.used and before.idle and before.mapped == block.mapped:
             block.pool.remove(before)
@@ -230,7 +231,7 @@ class CachingAllocator:
             join(block, after.after)
 
     def _collect(self, *, wait: bool = False) -> None:
-        """Frees blocks whose other streams have passed the point where they were given up."""
+        """Free blocks whose other streams have passed the point of the free; `wait`: wait for them all."""
         for stream, waiting in list(self._waiting.items()):
             while waiting and (wait or waiting[0][0].done()):
                 event, block = waiting.pop(0)
@@ -253,7 +254,7 @@ class CachingAllocator:
     # expandable segments
 
     def _expand(self, pool: Pool, size: int, stream: int) -> Block | None:
-        """Maps pages at the lowest address where `size` bytes are free or unmapped in a row."""
+        """Map pages at the lowest address where `size` contiguous bytes are free or unmapped; None if out of memory."""
         block = self._expandable_place(pool, size, stream)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -262,7 +263,7 @@ class CachingAllocator:
             assert following is not None
             if not self._map(following, min(size - block.size, following.size)):
                 return None
-            block = following  # what was mapped has taken its free neighbour in
+            block = following  # the mapped block has merged with its free neighbour
         pool.remove(block)
         return block
 
@@ -278,8 +279,8 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Maps whole pages from the start of the unmapped `block`, at least `size` bytes if the card has them."""
-        pool, length = block.pool, min(up(size, block.pool.page), block.size)
+        """Map whole pages at the start of the unmapped `block`, at least `size` bytes; False if the card is full."""
+        pool, length = block.pool, min(round_up(size, block.pool.page), block.size)
         if not self._has(length, self._total):
             return False
         pool.remove(block)
@@ -293,9 +294,9 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Gives the whole pages inside the free `block` back."""
+        """Unmap the whole pages inside the free `block`."""
         pool, page = block.pool, block.pool.page
-        first = up(block.address, page)
+        first = round_up(block.address, page)
         last = (block.address + block.size) // page * page
         if last <= first:
             return

@@ -1,4 +1,4 @@
-"""What was asked of an allocator, asked again: of a card of another size, and of the smallest that will do."""
+"""Replays an allocator's history on a card of another size, and finds the smallest size on which it fits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from tightfit.simulator.allocator import AllocatorEvent, CachingAllocator, CardFull
-from tightfit.simulator.blocks import LARGE_ROUNDING, Block, Counter, range_size, room, rounded, segment_size
+from tightfit.simulator.blocks import LARGE_ROUNDING, Block, Counter, range_size, growable_size, rounded, segment_size
 
 __all__ = ["allocator_events_of", "least_capacity", "replay", "rounded_peak"]
 
 
 class _Passed:
-    """An event that is over when it is recorded."""
+    """An event that is complete when it is recorded."""
 
     def done(self) -> bool:
         return True
@@ -23,9 +23,9 @@ class _Passed:
 
 
 def replay(history: Iterable[AllocatorEvent], capacity: int, *, expandable: bool = False) -> CachingAllocator:
-    """The allocator of a card with `capacity` bytes after `history`; CardFull where that did not fit.
+    """Return the allocator of a card with `capacity` bytes after `history`; CardFull where it does not fit.
 
-    Streams are taken to have done their work whenever a block that they used is given up.
+    Streams are assumed to have finished their work whenever a block that they used is freed.
     """
     allocator = CachingAllocator(capacity, _passed, expandable=expandable)
     _ask(allocator, history)
@@ -51,10 +51,10 @@ def _ask(allocator: CachingAllocator, history: Iterable[AllocatorEvent]) -> None
 
 
 class _Trial(CachingAllocator):
-    """An allocator that knows on which other cards it would have done the same, step by step.
+    """An allocator that tracks for which other capacities it would have made the same decisions.
 
-    What a card's size decides: whether so much may be reserved, and how long ranges of addresses are. Where nothing
-    but the end of a range could be in the way of a choice, the range was long enough for it by `spare` bytes.
+    The capacity decides whether bytes may be reserved, and how long address ranges are. Where a decision could change
+    only because of the end of a range, the range was long enough for it by `spare` bytes.
     """
 
     def __init__(self, history: Iterable[AllocatorEvent], capacity: int, *, expandable: bool) -> None:
@@ -67,7 +67,7 @@ class _Trial(CachingAllocator):
             self.fits = False
 
     def tells(self, capacity: int) -> bool:
-        """Whether a card with `capacity` bytes would have done the same."""
+        """Whether a card with `capacity` bytes would have made the same decisions."""
         if capacity == self.capacity:
             return True
         if not self._least <= capacity < self._below:
@@ -86,7 +86,7 @@ class _Trial(CachingAllocator):
         return False
 
     def _is_roomier(self, block: Block, other: Block) -> bool:
-        one, two = room(block), room(other)
+        one, two = growable_size(block), growable_size(other)
         reaches = _reaches_end(block)
         if reaches != _reaches_end(other):
             self._spare = min(self._spare, one - two if reaches else two - one - 1)
@@ -96,18 +96,18 @@ class _Trial(CachingAllocator):
         before, last = 0, block
         while before < size and last.idle and last.after is not None:
             before, last = before + last.size, last.after
-        if before < size and last.idle:  # up to the end of the range
+        if before < size and last.idle:  # reaches the end of the range
             self._spare = min(self._spare, before + last.size - size - block.pool.page)
         return super()._fits_behind(block, size)
 
 
 def _reaches_end(block: Block) -> bool:
-    """Whether `block` could grow to the end of its range of addresses."""
+    """Whether `block` could grow to the end of its address range."""
     return block.after is not None and not block.after.mapped and block.after.after is None
 
 
 def rounded_peak(history: Iterable[AllocatorEvent]) -> int:
-    """The most bytes that blocks have together if each is as small as its request allows."""
+    """Peak bytes of all blocks together if each has the rounded size of its request."""
     there, now = dict[int, int](), Counter()
     for what, block, size, _ in history:
         if what == "malloc":
@@ -119,7 +119,7 @@ def rounded_peak(history: Iterable[AllocatorEvent]) -> int:
 
 
 def allocator_events_of(moves: Iterable[int]) -> Iterator[AllocatorEvent]:
-    """What is asked of an allocator where bytes are taken and (below zero) given back, the oldest of a size first."""
+    """Allocator events of `moves`, bytes allocated or (negative) freed; of equal sizes the oldest is freed first."""
     there: dict[int, deque[int]] = {}
     for number, size in enumerate(moves):
         if size > 0:
@@ -130,13 +130,13 @@ def allocator_events_of(moves: Iterable[int]) -> Iterator[AllocatorEvent]:
 
 
 def least_capacity(history: Sequence[AllocatorEvent], *, expandable: bool = False, within: float = 0.0) -> int:
-    """The bytes that a card must have for `history` to fit, caches given back where that helps; a multiple of 2 MiB.
+    """Smallest capacity in bytes on which `history` fits, with caches released where needed; a multiple of 2 MiB.
 
-    `within` is by how much it may be more, as a share of it.
+    `within` is the allowed relative excess over the smallest capacity.
     """
     roomy = _Trial(history, 2**60, expandable=expandable)
     largest = max((segment_size(rounded(step.size)) for step in history if step.what == "malloc"), default=0)
-    enough = roomy.reserved.peak + (largest if expandable else 0)  # whatever is asked for, nobody looks at the limit
+    enough = roomy.reserved.peak + (largest if expandable else 0)  # with that, no request exceeds the limit
     fits, fails = enough // LARGE_ROUNDING, roomy.allocated.peak // LARGE_ROUNDING - 1
     trials = [roomy]
     while fits - fails > max(1, within * fits):

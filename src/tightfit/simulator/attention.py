@@ -1,19 +1,19 @@
-"""Attention as torch puts it together on CUDA: which kernel takes it, and what becomes of its mask.
+"""`scaled_dot_product_attention` as torch composes it on CUDA: which kernel runs, and how the mask is converted.
 
-`scaled_dot_product_attention` is put together from other operations everywhere, but for a device written in Python
-torch only ever takes the path of plain products, and so the choice is made here, by CUDA's rules (in the catalog) and
-as aten/src/ATen/native/transformers has it: attention.cpp, cuda/attention.cu (torch 2.11 to 2.13). What
+The operation is composite on all devices, but for a device written in Python torch always takes the path of plain
+matrix products, so the kernel is chosen here, by CUDA's rules (in the catalog) and those of
+aten/src/ATen/native/transformers: attention.cpp, cuda/attention.cu (torch 2.11 to 2.13). A kernel that
 `torch.nn.attention.sdpa_kernel` forbids is not chosen.
 
-- flash pads heads that are no multiple of 8. Its output is laid out like the queries, and it leaves one float32 for
-  each query.
-- memory-efficient is given an extended mask where the mask's rows do not begin at multiples of 8. Its output has
-  heads inside positions.
-- cuDNN's output is laid out like the queries.
-- math is left: 16 bits become 32 first, and there is a matrix of scores for each head.
+- flash pads head dimensions that are no multiple of 8. Its output has the layout of the queries, and it returns one
+  float32 for each query.
+- memory-efficient gets a padded mask where the mask's rows do not begin at multiples of 8. The memory order of its
+  output is batch, positions, heads.
+- cuDNN's output has the layout of the queries.
+- math is the fallback: 16-bit inputs are converted to 32 bits first, and there is a matrix of scores for each head.
 
-Truth values become a mask to add, in the dtype of the queries, before any of them. A card that plays a computer's
-own CPU has the CPU's kernel, laid out like the queries with a float32 for each, and plain products.
+Boolean masks become additive masks in the dtype of the queries before any of them. A simulated CPU has the CPU's
+kernel, with the layout of the queries and a float32 for each, and plain products.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WITH_MASKS = {
     "cudnn": _aten._scaled_dot_product_cudnn_attention,
 }
 
-_SEED_ON_CARD = torch.__version__ >= "2.14"  # memory-efficient attention's; on the host before
+_SEED_ON_CARD = torch.__version__ >= "2.14"  # memory-efficient attention's; on the host in earlier versions
 
 
 def attend(
@@ -62,10 +62,10 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` on a card."""
+    """`scaled_dot_product_attention` on a card; same arguments, shapes and errors as torch's."""
     call = _describe(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = _choose(call)
-    if query.ndim == 3 and kernel != "math":  # torch makes one item of it
+    if query.ndim == 3 and kernel != "math":  # torch adds a batch dimension of 1
         mask = attn_mask[None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
         item = query[None], key[None], value[None], mask, dropout_p, is_causal
         return attend(*item, scale=scale, enable_gqa=enable_gqa)[0]
@@ -101,21 +101,21 @@ def _flash(
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """`mask` to be added to scores (`convert_boolean_attn_mask`)."""
+    """Convert `mask` to an additive mask (`convert_boolean_attn_mask`)."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """`mask` with rows that begin at multiples of 8 (`preprocess_mask`, `pad_bias`)."""
+    """Pad `mask` such that rows begin at multiples of 8 elements (`preprocess_mask`, `pad_bias`)."""
     if all(step % 8 == 0 for step in mask.stride()[:-1]) and mask.stride(-1) == 1:
         return mask
     length = mask.shape[-1]
     return F.pad(mask, (0, 8 - length % 8))[..., :length]
 
 
-# which kernel takes it
+# kernel choice
 
 
 def _describe(
@@ -139,7 +139,10 @@ def _describe(
 
 
 def _capability(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Of the card that `tensor` is on; None of one that plays a CPU, the oldest with all kernels where nobody says."""
+    """Compute capability of the card of `tensor`; None for a simulated CPU.
+
+    Where it is not given: 8.0, the oldest with all kernels.
+    """
     accelerator = store_of(tensor).card.accelerator
     if accelerator.is_cpu:
         return None
@@ -148,7 +151,7 @@ def _capability(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _choose(call: AttentionCall) -> Kernel:
-    """The first kernel that takes `call`, of those that `sdpa_kernel` allows, in the order that it wants."""
+    """Return the first kernel that supports `call`, among those that `sdpa_kernel` allows, in its priority order."""
     asked = tuple(_NAMES[number] for number in torch._C._get_sdp_priority_order() if number in _NAMES)
     for kernel in kernel_order(call, asked):
         if _ENABLED[kernel]() and refusal(kernel, call) is None:

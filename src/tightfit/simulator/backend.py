@@ -1,12 +1,12 @@
-"""The torch device "privateuseone": registers it, and sends every operation on it to the simulated card it is on.
+"""The torch device "privateuseone": registers it, and dispatches each operation on it to its simulated card.
 
-torch lets the device type PrivateUse1 be written in Python (`_setup_privateuseone_for_python_backend`, from 2.10
-on, marked experimental: this is the only file that knows of it). It keeps torch's own name: as soon as it has another,
-torch takes it for the process's accelerator, before CUDA (`at::getAccelerator` in aten/src/ATen/DeviceAccelerator.cpp,
-torch 2.11 to 2.15), and asks it for page-locked memory and streams. Under its own name it changes nothing for anybody
-else, so calls can be simulated in a process that uses a real card. An operation is one kernel here where CUDA has one
-kernel for it, so that memory is what it is there; what CUDA puts together from others is put together from them here.
-Which is which stands in torch's own table of native functions, which every torch brings along.
+torch allows a backend for the device type PrivateUse1 in Python (`_setup_privateuseone_for_python_backend`, from 2.10
+on, marked experimental: only this file uses it). The device keeps torch's own name: if renamed, torch would take it for
+the process's accelerator, before CUDA (`at::getAccelerator` in aten/src/ATen/DeviceAccelerator.cpp, torch 2.11 to
+2.15), and request page-locked memory and streams from it. Under torch's name it does not affect other devices, so calls
+can be simulated in a process that uses a real card. An operation is one kernel here where CUDA has one kernel for it,
+so that memory use matches; operations that CUDA composes from others are composed here too. torch's table of native
+functions, which is part of every torch installation, lists which are kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tightfit.simulator.attention import attend
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.host_memory import cloning, copy, to_copy
 from tightfit.simulator.native_functions import cuda_kernels
-from tightfit.simulator.operations import NAME, compute, inner, let_zeros_do, new_like
+from tightfit.simulator.operations import NAME, compute, inner, raise_unless_zeros_accepted, new_like
 from tightfit.simulator.storage import CPU_KEYS, free_dead_tensors, store_of, view
 from tightfit.simulator.torch_api import group_norm, offer_generators
 
@@ -35,13 +35,13 @@ __all__ = ["cards_in_use", "use_cards"]
 
 _aten = torch.ops.aten
 _cards: list[SimulatedCard] = []
-_libraries: list[torch.library.Library] = []  # what they registered goes when they do
+_libraries: list[torch.library.Library] = []  # their registrations end when they are freed
 
 
 def use_cards(cards: Sequence[SimulatedCard]) -> None:
-    """From now on, `cards` are "privateuseone:0" and so on. What lives on earlier ones stays there; () is none.
+    """Make `cards` the devices "privateuseone:0" and so on; () is none. Existing tensors stay on their earlier cards.
 
-    RunError where another backend has taken the one place that torch has for such devices.
+    RunError where another backend has registered torch's PrivateUse1 device type.
     """
     _install()
     _cards[:] = cards
@@ -54,18 +54,18 @@ def cards_in_use() -> tuple[SimulatedCard, ...]:
 
 @functools.cache
 def _install() -> None:
-    """Registers the device, once for the process and never at import: some vendors' backends want the same place."""
+    """Register the device, once per process and never at import: some vendors' backends use the same device type."""
     taken = torch._C._get_privateuse1_backend_name()
     if taken != NAME or hasattr(torch, NAME):
         raise RunError(f"torch has one device type for backends like {NAME}, and {taken} has taken it", taken=taken)
-    alone = torch.accelerator.current_accelerator(check_available=True) is None  # a build for CUDA may have no card
+    alone = torch.accelerator.current_accelerator(check_available=True) is None  # a CUDA build may have no card
     _setup_privateuseone_for_python_backend(backend_module=_DeviceModule())
     rest = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     rest.fallback(_dispatch, "PrivateUse1")  # type: ignore[no-untyped-call]
     known = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for op, kernel in ({op: op for op in (*cuda_kernels(), *_SPECIAL)} | _ONE_KERNEL).items():
         known.impl(op, functools.partial(_dispatch, kernel), "PrivateUse1")  # type: ignore[no-untyped-call]
-    for lazy in ("Conjugate", "Negative"):  # torch would resolve these bits by a copy, which is what it is about to do
+    for lazy in ("Conjugate", "Negative"):  # torch would resolve these bits by a copy, which this operation is anyway
         known.impl(_aten._copy_from.default, torch.library.fallthrough_kernel, lazy)  # type: ignore[no-untyped-call]
     autocast.register(rest, known)
     if alone:
@@ -75,7 +75,7 @@ def _install() -> None:
 
 
 class _DeviceModule:
-    """What torch asks the module of a device (`torch.privateuseone`)."""
+    """The functions that torch looks up in a device's module (`torch.privateuseone`)."""
 
     def is_available(self) -> bool:
         return bool(_cards)
@@ -90,7 +90,7 @@ class _DeviceModule:
         return False
 
     def manual_seed_all(self, seed: int) -> None:
-        """The CPU's generator stands in for all."""
+        """Do nothing: the CPU's generator is used for all cards."""
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()
@@ -109,9 +109,9 @@ class _DeviceModule:
         for card in _cards:
             card.allocator.empty_cache()
 
-    # what offloading of others asks of `torch.cuda`
+    # functions of `torch.cuda` that other offloading libraries call
 
-    def Stream(self, device: Any = None) -> streams.Stream:  # noqa: N802  a class there
+    def Stream(self, device: Any = None) -> streams.Stream:  # noqa: N802  a class in torch.cuda
         card = _card(torch.device(device or NAME))
         return streams.Stream(card, card.new_stream())
 
@@ -123,7 +123,7 @@ class _DeviceModule:
         return streams.giving_to(stream)
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """Bytes that its allocator has not taken, and all that it has."""
+        """Return the bytes that its allocator has not reserved, and its capacity."""
         free_dead_tensors()
         allocator = _card(torch.device(device or NAME)).allocator
         return allocator.capacity - allocator.reserved.now, allocator.capacity
@@ -137,7 +137,7 @@ class _DeviceModule:
         return _card(torch.device(device or NAME)).held.now
 
 
-# one kernel on CUDA, though the table has no CUDA key for it; and what runs in its place
+# operations with one kernel on CUDA, although the table has no CUDA key for them → the operation to run
 _ONE_KERNEL = {_aten.convolution_overrideable.default: _aten.convolution.default}
 
 
@@ -147,7 +147,7 @@ def _dispatch(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         return special(*args, **kwargs)
     if op in _VIEWS:
         return op.redispatch(CPU_KEYS, *args, **kwargs)
-    if op in _INDEXED:  # positions and masks may come from the host
+    if op in _INDEXED:  # indices and masks may be on the host
         indexed, indices, *rest = args
         args = (indexed, [index if index is None else index.to(indexed.device) for index in indices], *rest)
     return compute(op, args, kwargs, _card_of(op, args, kwargs))
@@ -177,7 +177,7 @@ def _card_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _places(values: Iterable[Any]) -> Iterator[SimulatedCard | str]:
-    """Where the tensors in `values` are; numbers without dimensions may come from the host."""
+    """Yield the cards, and names of other devices, of the tensors in `values`; 0-dim tensors may be on the host."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.device.type == NAME:
@@ -191,14 +191,14 @@ def _places(values: Iterable[Any]) -> Iterator[SimulatedCard | str]:
 
 
 def _card(device: torch.device) -> SimulatedCard:
-    """The card that new tensors on `device` go to."""
+    """Return the card for new tensors on `device`; RunError if there is none with its index."""
     index = device.index or 0
     if index >= len(_cards):
         raise RunError(f"there is no {NAME}:{index}: {len(_cards)} simulated cards are in use", cards=len(_cards))
     return _cards[index]
 
 
-# operations that make memory, or look at numbers
+# operations that allocate memory, or read values
 
 
 def _empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **_: Any) -> torch.Tensor:
@@ -213,16 +213,16 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = N
 def _item(tensor: torch.Tensor) -> Any:
     numbers = inner(tensor)
     if numbers.is_meta:
-        let_zeros_do("item()", tensor)
+        raise_unless_zeros_accepted("item()", tensor)
         numbers = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    store_of(tensor).card.let_host_wait()
+    store_of(tensor).card.block_host()
     return numbers.item()
 
 
 def _check_errors(info: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """What torch asks after a decomposition of a matrix: nothing is known to be wrong with a shape."""
+    """Check the result of a matrix decomposition, as torch does; without values there is nothing to check."""
     numbers = inner(info)
-    store_of(info).card.let_host_wait()
+    store_of(info).card.block_host()
     if not numbers.is_meta:
         _aten._linalg_check_errors(numbers, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Blocks of a card's memory: stretches of segments, kept in pools, in the sizes that torch's allocator gives them."""
+"""Blocks of a card's memory: parts of segments, kept in pools, with the rounded sizes of torch's allocator."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ __all__ = [
     "idle_run",
     "join",
     "range_size",
-    "room",
+    "growable_size",
     "rounded",
     "segment_size",
-    "up",
+    "round_up",
 ]
 
 MIB = 2**20
 QUANTUM = 512
-SMALL = MIB  # the largest request that the small pool serves
+SMALL = MIB  # bytes: the largest request that the small pool serves
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
-LARGE_REQUEST = 10 * MIB  # from here on, segments are made to measure
+LARGE_REQUEST = 10 * MIB  # bytes from which a segment has the request's size, rounded up
 LARGE_ROUNDING = 2 * MIB
 
 
 @dataclass
 class Counter:
-    """A number of bytes and the most it has been."""
+    """A number of bytes and its peak."""
 
     now: int = 0
     peak: int = 0
 
     def add(self, difference: int) -> None:
         self.now += difference
-        if self.now > self.peak:  # noqa: PLR1730 - max() takes twice as long, and this is called all the time
+        if self.now > self.peak:  # noqa: PLR1730 - max() takes twice as long, and this is called very often
             self.peak = self.now
 
     def reset_peak(self) -> None:
         self.peak = self.now
 
     def reach(self, above: int) -> None:
-        """Something came and went that took `above` bytes at its most."""
+        """Raise the peak for a temporary allocation that took `above` bytes more."""
         self.peak = max(self.peak, self.now + above)
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A stretch of a segment: in use, free, or (in an expandable segment) not mapped."""
+    """A part of a segment: in use, free, or (in an expandable segment) unmapped. Address and sizes are in bytes."""
 
     address: int
     size: int
@@ -68,9 +68,9 @@ class Block:
     expandable: bool = False
     before: Block | None = None
     after: Block | None = None
-    streams: frozenset[int] = frozenset()  # others that used it
-    awaited: int = 0  # events that must pass before it is free
-    made: int = field(default_factory=itertools.count().__next__)  # the less, the older
+    streams: frozenset[int] = frozenset()  # other streams that used it
+    awaited: int = 0  # number of events that must be reached before it is free
+    made: int = field(default_factory=itertools.count().__next__)  # creation number: lower is older
 
     @property
     def idle(self) -> bool:
@@ -78,18 +78,18 @@ class Block:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a segment of its own."""
+        """Whether it is a whole segment."""
         return self.before is None and self.after is None
 
 
-Entry = tuple[int, int, int, Block]  # a free block, after what it is ordered by: no two share that
+Entry = tuple[int, int, int, Block]  # the unique sort key of a free block, and the block
 
 
 @dataclass(eq=False)
 class Pool:
-    """Free blocks for small or for large requests, ordered by size; what is not mapped, by address alone.
+    """Free blocks for small or for large requests, ordered by size; unmapped blocks, ordered by address alone.
 
-    Of one size, the first is the one with the lowest address, or with `oldest_first` the one that was made first.
+    Blocks of equal size are ordered by address, or with `oldest_first` by creation.
     """
 
     small: bool
@@ -112,11 +112,11 @@ class Pool:
             del self.unmapped[bisect_left(self.unmapped, (block.stream, block.address))]
 
     def first_fitting(self, size: int, stream: int) -> int:
-        """Where in `free` those of `stream` with at least `size` bytes begin."""
+        """Index in `free` of the first block of `stream` with at least `size` bytes."""
         return bisect_left(self.free, (stream, size, -1))
 
     def holes(self, stream: int) -> Iterator[Block]:
-        """What is not mapped in the segments of `stream`, the lowest address first."""
+        """Yield the unmapped blocks in the segments of `stream`, by rising address."""
         for entry in itertools.islice(self.unmapped, bisect_left(self.unmapped, (stream, 0)), None):
             if entry[0] != stream:
                 return
@@ -128,35 +128,35 @@ class Pool:
 
 
 def rounded(size: int) -> int:
-    """Bytes of a block for a request of `size`."""
+    """Bytes of the block for a request of `size` bytes."""
     return -(-size // QUANTUM) * QUANTUM or QUANTUM
 
 
 def segment_size(size: int) -> int:
-    """Bytes of the segment that is reserved for a block of `size` where none is free."""
+    """Bytes of the segment that is reserved for a block of `size` bytes where none is free."""
     if size <= SMALL:
         return SMALL_SEGMENT
     if size < LARGE_REQUEST:
         return LARGE_SEGMENT
-    return up(size, LARGE_ROUNDING)
+    return round_up(size, LARGE_ROUNDING)
 
 
 def range_size(total: int, page: int) -> int:
-    """Bytes of addresses that an expandable segment has on a card of `total` bytes."""
-    return up(total + total // 8, page)
+    """Bytes of the address range of an expandable segment on a card of `total` bytes."""
+    return round_up(total + total // 8, page)
 
 
-def up(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def room(block: Block) -> int:
-    """What `block` could grow to: it counts as that large when the best fit is looked for."""
+def growable_size(block: Block) -> int:
+    """Bytes that `block` can grow to, with the unmapped block after it; the best-fit search compares these."""
     return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
 
 
 def idle_run(block: Block | None, enough: int) -> int:
-    """Bytes in a row from `block` on that nothing uses, mapped or not, up to `enough`."""
+    """Contiguous idle bytes from the start of `block` on, mapped or not, counted until `enough` is reached."""
     size = 0
     while size < enough and block is not None and block.idle:
         size += block.size
@@ -165,13 +165,13 @@ def idle_run(block: Block | None, enough: int) -> int:
 
 
 def chain(first: Block | None, second: Block | None, third: Block | None) -> None:
-    """Makes three blocks neighbours, in this order."""
+    """Link three blocks as neighbours, in this order."""
     join(first, second)
     join(second, third)
 
 
 def join(left: Block | None, right: Block | None) -> None:
-    """Makes two blocks neighbours."""
+    """Link two blocks as neighbours."""
     if left is not None:
         left.after = right
     if right is not None:

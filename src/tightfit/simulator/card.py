@@ -1,4 +1,4 @@
-"""One simulated card: its allocator, its clock, and what kernels and copies do to them."""
+"""One simulated card: its allocator, its clock, and the effects of kernels and copies on both."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _bases = itertools.count(2**44, 2**44)
 
 @dataclass(eq=False)
 class SimulatedCard:
-    """A card that exists only here.
+    """A simulated card.
 
-    `values` says what is kept of tensors: all numbers ("real"), or shapes, and the numbers of small ones ("shapes").
+    `values` selects which tensor values are kept: all ("real"), or shapes, and the values of small tensors ("shapes").
     """
 
     index: int
     accelerator: Accelerator
     host: Host
     values: Values = "shapes"
-    expandable: bool = False  # segments: see CachingAllocator
-    stream: int = 0  # the stream that work is given to
-    base: int = field(default_factory=lambda: next(_bases))  # of its addresses, which are nobody else's
+    expandable: bool = False  # whether segments are expandable, see CachingAllocator
+    stream: int = 0  # the current stream
+    base: int = field(default_factory=lambda: next(_bases))  # start of its address range, unique to this card
     timeline: Timeline = field(init=False)
     allocator: CachingAllocator = field(init=False)
-    time_scale: float = 1.0  # times as long as its rates say that it computes and launches: see `at_pace`
-    bytes_in: int = 0  # what has crossed the link
+    time_scale: float = 1.0  # factor on the duration of kernels and launches, see `at_pace`
+    bytes_in: int = 0  # bytes copied from the host
     bytes_out: int = 0
-    watchers: list[Callable[[KernelCost], None]] = field(default_factory=list)  # told of each kernel while it runs
-    awaiters: list[Callable[[], None]] = field(default_factory=list)  # told when the host waits for all it gave
-    judge: Callable[[RunError], None] | None = None  # raises that numbers are unknown, or leaves it at zeros
-    _streams: int = 0  # how many there are beside the usual one
-    _workspaces: dict[tuple[int, int], Block] = field(default_factory=dict)  # by stream and size
+    kernel_callbacks: list[Callable[[KernelCost], None]] = field(default_factory=list)  # called during each kernel
+    sync_callbacks: list[Callable[[], None]] = field(default_factory=list)  # called after `let_host_wait`
+    on_unknown_values: Callable[[RunError], None] | None = None  # called where values are unknown: raises, or returns to use zeros
+    _streams: int = 0  # number of streams beside stream 0
+    _workspaces: dict[tuple[int, int], Block] = field(default_factory=dict)  # cuBLAS workspaces by (stream, bytes)
 
     def __post_init__(self) -> None:
         self.timeline = Timeline(self.host, round(self.accelerator.launch_overhead * 1e9))
@@ -56,24 +56,24 @@ class SimulatedCard:
 
     @contextlib.contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        """What is done inside goes to `stream`."""
+        """Make `stream` the current stream inside the context."""
         before, self.stream = self.stream, stream
         try:
             yield
         finally:
             self.stream = before
 
-    def at_pace(self, time_scale: float) -> None:
-        """From now on all that it computes and launches takes `time_scale` times as long as its rates say."""
+    def set_time_scale(self, time_scale: float) -> None:
+        """From now on multiply the durations of kernels and launches by `time_scale`."""
         self.time_scale, self.timeline.launch = time_scale, round(self.accelerator.launch_overhead * time_scale * 1e9)
 
     def new_stream(self) -> int:
-        """A stream that nobody else has."""
+        """Return the number of a new stream."""
         self._streams += 1
         return self._streams
 
     def malloc(self, size: int) -> Block:
-        """A block for the current stream; torch's OutOfMemoryError where the card has none left."""
+        """Allocate a block of `size` bytes on the current stream; torch.OutOfMemoryError where the card is full."""
         retries = self.allocator.retries
         try:
             block = self.allocator.malloc(size, self.stream)
@@ -86,31 +86,31 @@ class SimulatedCard:
                 f"is allocated by tensors, and {format_bytes(full.reserved - full.allocated)} is reserved but "
                 "unallocated"
             ) from None
-        if self.allocator.retries > retries:  # what is given back may be in use until the stream is done
-            self.let_host_wait()
+        if self.allocator.retries > retries:  # memory that is returned may be in use until the stream is done
+            self.block_host()
         return block
 
-    def do(self, work: KernelCost) -> None:
-        """Runs a kernel: what it holds comes and goes, and its time passes on the current stream."""
+    def run_kernel(self, work: KernelCost) -> None:
+        """Run a kernel: allocate and free its buffers, and add its duration to the current stream."""
         held = work.held
         if WORKSPACE_STAYS:
             self._keep(work.workspaces)
         else:
             held += work.workspaces
         with self.holding(held):
-            for watch in self.watchers:
+            for watch in self.kernel_callbacks:
                 watch(work)
         self._let_pass(work)
 
     def repeat(self, work: KernelCost) -> None:
-        """What `do` does beside asking for memory, and giving it back: others do that."""
-        for watch in self.watchers:
+        """Same as `do`, but without allocating buffers: the caller does that."""
+        for watch in self.kernel_callbacks:
             watch(work)
         self._let_pass(work)
 
     def _let_pass(self, work: KernelCost) -> None:
         self.timeline.run(self.stream, "compute", round(duration(work, self.accelerator) * self.time_scale))
-        if self.accelerator.is_cpu:  # it computes by itself what it would launch elsewhere
+        if self.accelerator.is_cpu:  # a CPU computes synchronously instead of launching
             self.record().wait()
 
     def _keep(self, workspaces: Sequence[int]) -> None:
@@ -120,7 +120,7 @@ class SimulatedCard:
 
     @contextlib.contextmanager
     def holding(self, sizes: Sequence[int]) -> Iterator[None]:
-        """There are buffers of these sizes inside."""
+        """Hold buffers of these sizes, in bytes, inside the context."""
         blocks: list[Block] = []
         try:
             for size in filter(None, sizes):
@@ -132,111 +132,111 @@ class SimulatedCard:
 
     @property
     def live(self) -> Counter:
-        """Bytes of tensors: as CUDA's allocator hands them out, or as they are where the CPU's does."""
+        """Bytes of live tensors: rounded as CUDA's allocator does, or as requested where the accelerator is a CPU."""
         return self.allocator.requested if self.accelerator.is_cpu else self.allocator.allocated
 
     @property
     def held(self) -> Counter:
-        """Bytes that the allocator keeps for tensors."""
+        """Bytes that the allocator has reserved; where the accelerator is a CPU, bytes requested."""
         return self.allocator.requested if self.accelerator.is_cpu else self.allocator.reserved
 
     @property
     def workspace_bytes(self) -> int:
-        """What cuBLAS keeps on this card."""
+        """Bytes of the cuBLAS workspaces kept on this card."""
         return sum(block.size for block in self._workspaces.values())
 
     @property
     def workspace_numbers(self) -> set[int]:
-        """By which numbers its allocator's history calls them."""
+        """Block numbers of these workspaces in the allocator's history."""
         return {block.number for block in self._workspaces.values()}
 
     def copy_in(self, size: int, *, pinned: bool, wait: bool) -> None:
-        """`size` bytes from the host. From pageable memory, the host always waits."""
+        """Simulate a copy of `size` bytes from the host. A copy from pageable memory always blocks the host."""
         self.bytes_in += size
         self._cross("in", size, self.accelerator.link_rate, pinned=pinned, wait=wait)
 
     def copy_out(self, size: int, *, pinned: bool, wait: bool) -> None:
-        """`size` bytes to the host."""
+        """Simulate a copy of `size` bytes to the host. A copy to pageable memory always blocks the host."""
         self.bytes_out += size
         rate = self.accelerator.link_rate_out or self.accelerator.link_rate
         self._cross("out", size, rate, pinned=pinned, wait=wait)
 
     def _cross(self, engine: str, size: int, rate: float | None, *, pinned: bool, wait: bool) -> None:
-        if not size:  # torch gives a card nothing to do for that (copy_impl in aten/src/ATen/native/Copy.cpp)
+        if not size:  # torch submits no copy then (copy_impl in aten/src/ATen/native/Copy.cpp)
             return
         time = size / (rate * (1.0 if pinned else PAGEABLE)) if rate else 0.0
         self.timeline.run(self.stream, engine, round(time * 1e9))
         if wait or not pinned:
-            self.let_host_wait()
+            self.block_host()
 
-    def let_host_wait(self) -> None:
-        """Until the current stream has done what it was given."""
+    def block_host(self) -> None:
+        """Block the host until the current stream has done all submitted work."""
         self.record().wait()
-        for tell in self.awaiters:
+        for tell in self.sync_callbacks:
             tell()
 
     def record(self) -> Point:
-        """An event at the end of what the current stream was given."""
+        """Return an event after all work submitted to the current stream so far."""
         return self.timeline.record(self.stream)
 
     @property
     def now(self) -> int:
-        """Nanoseconds until all that was given is done."""
+        """Time in nanoseconds at which all submitted work is done."""
         return max(self.host.now, self.timeline.end)
 
 
 @dataclass
 class Host:
-    """The thread that launches: it is ahead of the streams until it waits for one."""
+    """The launching thread: it runs ahead of the streams until it waits for one. `now` is its time in nanoseconds."""
 
     now: int = 0
 
 
 @dataclass(frozen=True)
 class Point:
-    """A point on a stream's timeline."""
+    """A point on a stream's timeline; `time` is in nanoseconds."""
 
     host: Host
     time: int
 
     def done(self) -> bool:
-        """Whether the stream has passed it by now."""
+        """Whether the stream has reached it by the host's time."""
         return self.time <= self.host.now
 
     def wait(self) -> None:
-        """Lets the host wait until it has."""
+        """Block the host until the stream has reached it."""
         self.host.now = max(self.host.now, self.time)
 
 
 @dataclass
 class Timeline:
-    """The streams and engines of one card."""
+    """The streams and engines of one card; all times are in nanoseconds."""
 
     host: Host
-    launch: int  # nanoseconds of the host for each piece of work
-    _streams: dict[int, int] = field(default_factory=dict)  # when each has done all it was given
+    launch: int  # nanoseconds of host time for each kernel or copy
+    _streams: dict[int, int] = field(default_factory=dict)  # end of the submitted work, by stream
     _engines: dict[str, int] = field(default_factory=dict)
 
     def run(self, stream: int, engine: str, duration: int) -> tuple[int, int]:
-        """Gives `stream` work of `duration` nanoseconds on `engine`; returns when it begins and ends."""
+        """Submit work of `duration` nanoseconds on `engine` to `stream`; return its begin and end."""
         self.host.now += self.launch
         begin = max(self.host.now, self._streams.get(stream, 0), self._engines.get(engine, 0))
         self._streams[stream] = self._engines[engine] = end = begin + duration
         return begin, end
 
     def record(self, stream: int) -> Point:
-        """The point at the end of what `stream` was given so far (an event recorded there)."""
+        """Return the point after all work submitted to `stream` so far (an event recorded there)."""
         return Point(self.host, self._streams.get(stream, 0))
 
     def wait(self, stream: int, point: Point) -> None:
-        """What `stream` is given from now on begins after `point`."""
+        """Make work submitted to `stream` from now on begin after `point`."""
         self._streams[stream] = max(self._streams.get(stream, 0), point.time)
 
     @property
     def end(self) -> int:
-        """When all streams have done what they were given."""
+        """Time at which all streams have done their submitted work."""
         return max(self._streams.values(), default=0)
 
     def synchronize(self) -> None:
-        """The host waits for all streams."""
+        """Block the host until all streams are done."""
         self.host.now = max(self.host.now, self.end)

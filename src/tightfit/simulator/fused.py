@@ -1,6 +1,6 @@
-"""What runs in place of CUDA's fused attention kernels and batch norm: their outputs, laid out as theirs.
+"""CPU replacements for CUDA's fused attention kernels and batch norm, with the same output layouts.
 
-Numbers are the CPU's; on shapes alone there are none. Attention's layouts and sizes are those of
+Values are computed on the CPU; on meta tensors there are none. Attention's layouts and sizes are those of
 aten/src/ATen/native/transformers/cuda/attention.cu, flash_attn/flash_api.cpp (`mha_fwd`) and native/cudnn/MHA.cpp
 (torch 2.11 to 2.13).
 """
@@ -72,11 +72,11 @@ def _efficient(
     output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
     rows = query.new_empty((batch, heads, -(-length // 32) * 32 if compute_log_sumexp else 0), dtype=torch.float32)
     _fill(output, rows[..., :length], (query, key, value, attn_bias, dropout_p, is_causal), scale)
-    return output, rows, None, None  # what random numbers began with stays on the host
+    return output, rows, None, None  # the random seed and offset are not on the card
 
 
 def _batch_norm(*args: Any) -> tuple[Any, ...]:
-    """cuDNN keeps nothing of what it normalises by, unless it is training."""
+    """cuDNN saves no mean and variance, except in training."""
     made: tuple[Any, ...] = _aten.native_batch_norm.default(*args)
     if not args[0].is_meta:
         return made
@@ -95,13 +95,13 @@ STAND_INS: dict[torch._ops.OpOverload, Callable[..., tuple[Any, ...]]] = {
 
 
 def _laid_out(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Room for an output whose dimensions lie in memory in the order of the queries'."""
+    """Return an empty output whose dimensions have the same memory order as those of the queries."""
     order = sorted(range(4), key=query.stride, reverse=True)
     return torch.empty_permuted((*query.shape[:-1], value.shape[-1]), order, dtype=query.dtype, device=query.device)
 
 
 def _fill(output: torch.Tensor, rows: torch.Tensor | None, inputs: tuple[Any, ...], scale: float | None) -> None:
-    """The CPU's numbers, if there are any; `rows` are the logarithms of sums, which only its own kernel tells."""
+    """Fill `output` with the CPU's values, if any; `rows` are logsumexps, which only the CPU's fused kernel returns."""
     query, key, value, mask, dropout, causal = inputs
     if query.is_meta:
         return

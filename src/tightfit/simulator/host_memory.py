@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tightfit.simulator.operations import NAME, compute, inner, let_zeros_do
+from tightfit.simulator.operations import NAME, compute, inner, raise_unless_zeros_accepted
 from tightfit.simulator.output_layouts import is_dense
 from tightfit.simulator.storage import CPU_KEYS, free_dead_tensors, store_of
 
@@ -19,19 +19,19 @@ _aten = torch.ops.aten
 
 
 def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copies `source` between the host and a card, between two cards, or within one.
+    """Copy `source` to `target`: between the host and a card, between two cards, or within one; return `target`.
 
-    As on CUDA, the host waits for a copy from or to pageable memory even where it was told not to.
+    As on CUDA, a copy from or to pageable memory blocks the host even with `non_blocking`.
     """
     if target.device.type != NAME:
         card = store_of(source).card
         numbers = inner(source)
-        if target.is_meta:  # the host of a model without weights
+        if target.is_meta:  # host memory without values, for a model without weights
             pass
-        elif store_of(source).hollow:
+        elif store_of(source).valueless:
             mark_valueless(target)
         elif numbers.is_meta:
-            let_zeros_do("a copy to the host", source)
+            raise_unless_zeros_accepted("a copy to the host", source)
             target.zero_()
         else:
             target.copy_(numbers)
@@ -41,12 +41,12 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
     store = store_of(target)
     card = store.card
     if source.device == target.device:
-        store.hollow = store_of(source).hollow
+        store.valueless = store_of(source).valueless
         return compute(_aten.copy_.default, (target, source), {}, card)  # type: ignore[no-any-return]
     numbers = inner(source)
-    store.hollow = source.device.type != NAME and is_valueless(source)
+    store.valueless = source.device.type != NAME and is_valueless(source)
     store.fill = None
-    if numbers.is_meta or store.hollow:
+    if numbers.is_meta or store.valueless:
         store.values = None
     elif store.values is not None:
         inner(target).copy_(numbers)
@@ -59,9 +59,10 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
 
 
 def _buffers(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> tuple[int, ...]:
-    """Bytes that a copy between host and card allocates on the card: what crosses is contiguous and of one dtype.
+    """Bytes of temporary buffers on the card for a copy between host and card.
 
-    A dtype is changed on the card where the host does not wait, else on the host (`copy_kernel_cuda` in cuda/Copy.cu).
+    The transfer itself is contiguous and of one dtype. The dtype is converted on the card if the copy is non-blocking,
+    else on the host (`copy_kernel_cuda` in cuda/Copy.cu).
     """
     free_dead_tensors()
     alike = source.dtype == target.dtype
@@ -72,20 +73,20 @@ def _buffers(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> 
         size = target.numel() * (source if non_blocking else target).itemsize
         return () if target.is_contiguous() and (alike or not non_blocking) else (size,)
     size = target.numel() * (target if non_blocking else source).itemsize
-    changed = (size,) if non_blocking and not alike else ()  # without the gaps in memory that the source may have
+    changed = (size,) if non_blocking and not alike else ()  # dense, even if the source is not
     contiguous = source.is_contiguous() or (changed and not is_dense(source.shape, source.stride()))
     return changed if contiguous else (*changed, size)
 
 
 def _lie_alike(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether one plain copy of memory does it."""
+    """Whether a single plain memory copy suffices: equal shapes and strides, and dense."""
     both = zip(source.shape, source.stride(), target.stride(), strict=True)
     same = source.shape == target.shape and all(one == other for size, one, other in both if size > 1)
     return same and is_dense(source.shape, source.stride())
 
 
 def to_copy(tensor: torch.Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
-    """As everywhere; what the host need not wait for is pinned, which torch's own code cannot do for this device."""
+    """`aten._to_copy`; a non-blocking copy to the CPU gets a pinned result, which torch cannot do for this device."""
     if non_blocking and device is not None and device.type == "cpu":
         return pin(torch.empty_like(tensor, device=device, **options)).copy_(tensor, non_blocking=True)
     copied: torch.Tensor = _aten._to_copy.default.redispatch(
@@ -95,7 +96,7 @@ def to_copy(tensor: torch.Tensor, *, device: Any = None, non_blocking: bool = Fa
 
 
 def cloning(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """The `clone` of storages, by which `copy.deepcopy` goes: torch's own crashes for a device without C++."""
+    """Wrap the `clone` of storages, which `copy.deepcopy` uses: torch's own crashes for a device without C++."""
 
     def clone(storage: torch.UntypedStorage) -> Any:
         if storage.device.type != NAME:
@@ -107,10 +108,10 @@ def cloning(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Known:
-    """Tensors in host memory of which something is known, until their storage dies."""
+    """A set of host tensors, by storage; an entry ends when its storage is freed."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # what died is swept now and then
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address; freed ones are removed in `add`
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -129,28 +130,28 @@ _pinned, _hollow = _Known(), _Known()
 
 
 def register(library: torch.library.Library) -> None:
-    """Adds the kernels to `library`, of the "aten" namespace; they are gone when it is."""
+    """Register the pinning kernels in `library`, of the "aten" namespace; they exist as long as it does."""
     library.impl("is_pinned", is_pinned, "CPU")  # type: ignore[no-untyped-call]
     library.impl("_pin_memory", _pinned_copy, "CPU")  # type: ignore[no-untyped-call]
 
 
 def is_pinned(tensor: torch.Tensor, device: torch.device | None = None) -> bool:
-    """Whether copies of the host `tensor` to a card and back need not wait."""
+    """Whether the host `tensor` is marked as pinned: its copies to and from a card need not block."""
     return tensor in _pinned
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, known to be pinned from now on."""
+    """Mark `tensor` as pinned and return it."""
     return _pinned.add(tensor)
 
 
 def is_valueless(tensor: torch.Tensor) -> bool:
-    """Whether the host `tensor` stands for numbers that are not there."""
+    """Whether the host `tensor` is a placeholder without meaningful values."""
     return tensor in _hollow
 
 
 def mark_valueless(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, whose numbers nobody is to look at from now on."""
+    """Mark `tensor` as a placeholder, whose values must not be used, and return it."""
     return _hollow.add(tensor)
 
 

@@ -1,8 +1,8 @@
-"""What one operation costs a card: arithmetic, memory traffic, and the bytes its kernel holds while it runs.
+"""The cost of one operation on a card: arithmetic, memory traffic, and the bytes its kernel allocates while it runs.
 
-Arithmetic is counted by torch's own `flop_counter` formulas; traffic is every input read and every output written
-once. A kernel takes the longer of the two, which is the roofline bound: real kernels are slower, by the share of the
-card's rates that was measured or is assumed for it.
+Arithmetic is counted by torch's own `flop_counter` formulas; memory traffic counts each input read and each output
+written once. A kernel takes the longer of the two times, which is the roofline bound. Real kernels are slower: the
+card's rates are multiplied by the efficiency that was measured or is assumed for the kernel.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ _KINDS: dict[Any, Kind] = {
     aten._scaled_dot_product_flash_attention: "attention",
     aten._scaled_dot_product_flash_attention_for_cpu: "attention",
 }
-# these kernels make a contiguous copy of their first tensor where it is not contiguous: once their output is there …
+# kernels that copy a non-contiguous first tensor, after their output is allocated …
 _ON_CONTIGUOUS = {
     aten._log_softmax, aten._softmax, aten.avg_pool2d, aten.cumsum, aten.reflection_pad1d, aten.reflection_pad2d,
     aten.reflection_pad3d, aten.topk,
 }  # fmt: skip
-# … or before that
+# … or before it
 _ON_CONTIGUOUS_FIRST = {aten._fused_rms_norm, aten.native_layer_norm, aten.roll}
-# and these of their output too
+# and these copy their output too
 _RESIZES = {
     aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d,
     aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d,
 }  # fmt: skip
-_PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}  # where their matrices are
-# their first tensor is written, and not read before
+_PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}  # their matrices' positions
+# the first tensor is written without being read
 _OVERWRITES = {aten.copy_, aten.fill_, aten.normal_, aten.uniform_, aten.zero_}
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class KernelCost:
-    """The cost of one operation."""
+    """The cost of one operation: `operations` in FLOP, `bytes` of memory traffic."""
 
     kind: Kind
     dtype: torch.dtype
     operations: int
     bytes: int
-    early: tuple[int, ...] = ()  # bytes of each buffer that is there before its outputs, and given back
-    held: tuple[int, ...] = ()  # … and of each that its kernel allocates after them
-    workspaces: tuple[int, ...] = ()  # of cuBLAS and cuBLASLt: see `product_workspaces`
+    early: tuple[int, ...] = ()  # bytes of each temporary buffer that is allocated before the outputs
+    held: tuple[int, ...] = ()  # … and of each that the kernel allocates after them
+    workspaces: tuple[int, ...] = ()  # bytes, of cuBLAS and cuBLASLt: see
 
 
 def kernel_cost_of(
@@ -72,7 +72,7 @@ def kernel_cost_of(
     outputs: list[torch.Tensor],
     accelerator: Accelerator,
 ) -> KernelCost:
-    """What `op` on `args` costs on `accelerator`, given the tensors it took and those it made or wrote."""
+    """Return the cost of `op` on `args` on `accelerator`, given its input tensors and those it created or wrote."""
     kind = _KINDS.get(op.overloadpacket, "memory")
     read = inputs[1:] if op.overloadpacket in _OVERWRITES else inputs
     traffic = sum(_touched(tensor) for tensor in (*read, *outputs))
@@ -89,7 +89,7 @@ def kernel_cost_of(
 
 
 def duration(work: KernelCost, accelerator: Accelerator) -> int:
-    """Nanoseconds that `work` takes at the rates of `accelerator`; what has no rate takes no time."""
+    """Nanoseconds that `work` takes at the rates of `accelerator`; an unknown rate counts as no time."""
     rate = accelerator.arithmetic_rate(work.kind, str(work.dtype).removeprefix("torch."))
     arithmetic = work.operations / rate if rate else 0.0
     memory = work.bytes / accelerator.memory_rate if accelerator.memory_rate else 0.0
@@ -97,7 +97,7 @@ def duration(work: KernelCost, accelerator: Accelerator) -> int:
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """Bytes of `tensor` that are there to be read: what is expanded is read once."""
+    """Bytes of `tensor` in memory: expanded dimensions are read once."""
     count = 1
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= length if stride else min(length, 1)
@@ -105,17 +105,18 @@ def _touched(tensor: torch.Tensor) -> int:
 
 
 def _attention_operations(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
-    """Two products: every query with every key, every weight with every value."""
+    """FLOP of the two matrix products: queries with keys, attention weights with values."""
     return 2 * query[:-2].numel() * query[-2] * key[-2] * (query[-1] + value[-1])
 
 
 def _buffers(
     op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor, accelerator: Accelerator
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What a kernel allocates beside its outputs, before and after them; nothing on a CPU.
+    """Bytes of a kernel's temporary buffers, allocated before and after its outputs; none on a CPU.
 
-    Not counted: what flash attention holds where it splits few queries' keys among idle processors, and likewise sums
-    of which there are few (`setReduceConfig` in cuda/Reduce.cuh); what cuDNN's attention, cuFFT, and sorting ask for.
+    Not counted: the buffers of flash attention where it splits the keys of few queries among idle multiprocessors, and
+    likewise of reductions with few outputs (`setReduceConfig` in cuda/Reduce.cuh); those of cuDNN's attention, cuFFT,
+    and sorting.
     """
     if accelerator.is_cpu:
         return (), ()
@@ -143,7 +144,7 @@ def _held(op: torch._ops.OpOverload, args: tuple[Any, ...], output: torch.Tensor
     elif kernel is aten.native_batch_norm and normed_by_cudnn(args):
         sizes = _copies(args[:1], suggested(args[0]))
     elif op is aten.pow.Scalar:
-        sizes = (8,)  # the number, as a tensor
+        sizes = (8,)  # the Python number, as a tensor
     elif kernel is aten._scaled_dot_product_efficient_attention:
         sizes = _accumulator(args[1:3], output)
     return sizes
@@ -167,7 +168,7 @@ def _workspaces(
 def _through_lt(bias: torch.Tensor, right: torch.Tensor, beta: float, output: torch.Tensor) -> bool:
     """Whether cuBLASLt adds `bias` to the product, `isInputCompliesAddmmCudaLt` in cuda/Blas.cpp.
 
-    One row for all, and in half precision a part of a matrix as well.
+    It adds one row to all rows, and in half precision a contiguous full matrix as well.
     """
     row = bias.shape[-1] == bias.numel() == output.shape[-1] and beta == 1
     whole = bias.shape == output.shape and output.dtype in _HALVES and beta != 0
@@ -177,9 +178,9 @@ def _through_lt(bias: torch.Tensor, right: torch.Tensor, beta: float, output: to
 def _factors(
     maps: torch.Tensor, weight: Any, bias: Any, batch: int, channels: int, pixels: int, *, layout: torch.memory_format
 ) -> tuple[int, ...]:
-    """What group norm multiplies each channel of each item by and adds to it (cuda/group_norm_kernel.cu).
+    """Bytes of the per-channel scales and shifts of group norm (cuda/group_norm_kernel.cu).
 
-    Always where channels come last; one channel, or one pixel, lies as if they did.
+    They are always used with channels last; a single channel or a single pixel counts as that layout.
     """
     size = batch * channels * max(maps.itemsize, 4)
     as_if = GROUP_NORM_KEEPS_CHANNELS_LAST and maps.ndim > 3 and 1 in (channels, pixels)
@@ -191,12 +192,12 @@ def _factors(
 def _copies(
     tensors: tuple[torch.Tensor, ...], layout: torch.memory_format = torch.contiguous_format
 ) -> tuple[int, ...]:
-    """Of those `tensors` that a kernel cannot take as they lie."""
+    """Bytes of copies of those `tensors` that are not contiguous in `layout`."""
     return tuple(each.nbytes for each in tensors if not each.is_contiguous(memory_format=layout))
 
 
 def _is_matrix(tensor: torch.Tensor) -> bool:
-    """Whether cuBLAS takes `tensor`, or each item of its batch, as it lies (cuda/Blas.cpp: `prepare_…_for_cublas`)."""
+    """Whether cuBLAS takes `tensor`, or each batch item, without a copy (cuda/Blas.cpp: `prepare_…_for_cublas`)."""
     if tensor.is_contiguous() or (tensor.ndim == 2 and tensor.t().is_contiguous()):
         return True
     (rows, columns), (down, across) = tensor.shape[-2:], tensor.stride()[-2:]
@@ -204,10 +205,10 @@ def _is_matrix(tensor: torch.Tensor) -> bool:
 
 
 def _accumulator(parts: tuple[torch.Tensor, ...], output: torch.Tensor) -> tuple[int, ...]:
-    """Memory-efficient attention adds to a float32 output in half precision with heads of more than 128.
+    """Bytes of the float32 accumulator of memory-efficient attention, in half precision with head dimensions over 128.
 
-    Its registers do not hold them (`kNeedsOutputAccumulatorBuffer` in cuda/mem_eff_attention/kernel_forward.h, of the
-    kernels that end in "gmem").
+    Registers cannot hold such outputs (`kNeedsOutputAccumulatorBuffer` in cuda/mem_eff_attention/kernel_forward.h, of
+    the kernels that end in "gmem").
     """
     wide = max(part.shape[-1] for part in parts) > 128
     return (4 * output.numel(),) if wide and output.dtype in _HALVES else ()
@@ -216,14 +217,15 @@ def _accumulator(parts: tuple[torch.Tensor, ...], output: torch.Tensor) -> tuple
 def _convolution(
     args: tuple[Any, ...], output: torch.Tensor, accelerator: Accelerator
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A convolution on tensor cores holds copies, channels last, of input, output and weights that have them first.
+    """Bytes of buffers before and after the output: on tensor cores, channels-last copies of input, output, weights.
 
-    All in one buffer, cuDNN's workspace. Half precision: what https://github.com/pytorch/pytorch/issues/95024 measured
-    of one convolution (12,874,233,344 bytes) is that to the last kilobyte, with the weights' copy; issues 136479 and
-    123533 there agree, and a trial on an RTX 4090 brought ten autoencoder sizes from 17 % too little to within 0.3 %.
-    Single precision, which is TensorFloat-32 for convolutions from compute capability 8.0 on: issue 166643 measured
-    three times the input, which is the output and a copy of both. Convolutions of each channel by itself have a kernel
-    of their own, without copies (`use_cudnn_depthwise` in Convolution.cpp; but for some in float16, not counted).
+    Tensors that are channels-last already are not copied. All copies are in one buffer, cuDNN's workspace. Half
+    precision: https://github.com/pytorch/pytorch/issues/95024 measured one convolution (12,874,233,344 bytes), which
+    matches to the last kilobyte, with the weights' copy; issues 136479 and 123533 there agree, and a trial on an RTX
+    4090 brought ten autoencoder sizes from 17 % too little to within 0.3 %. Single precision, which is TensorFloat-32
+    for convolutions from compute capability 8.0 on: issue 166643 measured three times the input, which is the output
+    and a copy of both. Depthwise convolutions have a kernel of their own, without copies (`use_cudnn_depthwise` in
+    Convolution.cpp; but for some in float16, not counted).
     """
     major = int((accelerator.compute_capability or "8").partition(".")[0])
     first, weight, groups = args[0], args[1], args[8]
@@ -238,5 +240,5 @@ def _convolution(
 
 
 def _has_channels_first(part: torch.Tensor) -> bool:
-    """Whether `part`, made contiguous, would have to be copied to have its channels last."""
+    """Whether the contiguous `part` would have to be copied to become channels-last."""
     return part.shape[1] > 1 and part.shape[2:].numel() > 1

@@ -1,7 +1,7 @@
-"""Tensors on a card of which all numbers are the same, where that is all that is known of them.
+"""Tensors on a card without values whose elements are all equal to a known number, the fill.
 
-HunyuanVideo 1.5 asks whether its picture's embedding is zero to find out what it has to do. Of a tensor that is too
-large to keep its numbers, what filled it is remembered through copies and comparisons.
+HunyuanVideo 1.5 branches on whether its image embedding is all zeros. For a tensor that is too large to keep its
+values, the fill is propagated through copies and comparisons.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _COPIES = {_aten._to_copy.default, _aten.clone.default, _aten.copy_.default, _at
 _QUESTIONS = {_aten.all.default, _aten.any.default} | {
     getattr(_aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
-FOLLOWED = _FILLS | _COPIES | _QUESTIONS  # operations whose results may have a fill
+FOLLOWED = _FILLS | _COPIES | _QUESTIONS  # operations whose results may have a known fill
 
 
 def fill_of(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool | int | float | None:
-    """What all numbers of the result of `op`, one of FOLLOWED, are; None where nobody knows."""
+    """Return the value of all elements of the result of `op`, one of FOLLOWED; None where it is not known."""
     if op in _FILLS:
         filled: bool | int | float = args[1] if len(args) > 1 else 0
         return filled

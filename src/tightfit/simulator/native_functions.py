@@ -1,4 +1,4 @@
-"""torch's own table of native functions: which operations have a kernel on CUDA, and which are pointwise."""
+"""torch's table of native functions: which operations have a CUDA kernel, and which are pointwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 __all__ = ["cuda_kernels", "pointwise_kernels"]
 
-# kernels that walk their operands with a TensorIterator, though the table does not say so
+# kernels that use a TensorIterator, although the table does not say so
 _UNSTRUCTURED = (
     "_prelu_kernel", "abs.out", "angle", "angle.out", "complex.out", "floor_divide", "floor_divide.out", "hardswish",
     "isnan", "logical_and.out", "logical_not.out", "logical_or.out", "logical_xor.out", "logit",
@@ -20,7 +20,7 @@ _UNSTRUCTURED = (
 
 
 def cuda_kernels() -> list[torch._ops.OpOverload]:
-    """The operations for which CUDA has a kernel of its own."""
+    """Return the operations for which CUDA has its own kernel."""
     table = _table()
     names = [name for name, entry in table.items() if _on_cuda(table[entry.get("structured_delegate", name)])]
     return [op for op in map(_overload, names) if op is not None]
@@ -28,7 +28,7 @@ def cuda_kernels() -> list[torch._ops.OpOverload]:
 
 @functools.cache
 def pointwise_kernels() -> frozenset[torch._ops.OpOverload]:
-    """The operations whose outputs a TensorIterator lays out."""
+    """Return the operations whose output strides are chosen by a TensorIterator."""
     table = _table()
     names = [name for name, entry in table.items() if _iterates(table[entry.get("structured_delegate", name)])]
     found = map(_overload, (*names, *_UNSTRUCTURED))
@@ -43,7 +43,7 @@ def _table() -> dict[str, dict[str, Any]]:
 
 def _on_cuda(entry: dict[str, Any]) -> bool:
     named = any("CUDA" in keys.split(", ") for keys in entry.get("dispatch") or {})
-    return named or "ufunc_inner_loop" in entry  # generated for CPU and CUDA alike
+    return named or "ufunc_inner_loop" in entry  # generated for both CPU and CUDA
 
 
 def _iterates(entry: dict[str, Any]) -> bool:

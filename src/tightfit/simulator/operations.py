@@ -1,4 +1,4 @@
-"""An operation on a card: run on the CPU's numbers or on shapes, with its results, bytes and time put on the card."""
+"""An operation on a card: computed on CPU values or meta tensors; its results, bytes and time are put on the card."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tightfit.simulator.known_fills import FOLLOWED, fill_of
 from tightfit.simulator.output_layouts import laid_out
 from tightfit.simulator.storage import CPU_KEYS, extent, free_dead_tensors, new_at, new_tensor, store_of, view
 
-__all__ = ["NAME", "compute", "inner", "let_zeros_do", "new_like", "valueless"]
+__all__ = ["NAME", "compute", "inner", "raise_unless_zeros_accepted", "new_like", "valueless"]
 
-NAME = "privateuseone"  # what torch calls the type of such devices; see backend.py for why it keeps that name
-SMALL = 64 * 2**10  # bytes up to which tensors keep their numbers where shapes are enough …
-SMALL_WHOLE = 8 * 2**20  # … if they are integers or truth values: positions and masks decide what happens next
+NAME = "privateuseone"  # torch's name of the device type; see backend.py for why it is kept
+SMALL = 64 * 2**10  # bytes up to which tensors keep their values with values="shapes" …
+SMALL_WHOLE = 8 * 2**20  # … if they are integers or booleans: positions and masks decide the control flow
 _aten = torch.ops.aten
 
 
 def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], card: SimulatedCard) -> Any:
-    """The result of `op` on `card`: tensors that are there, over memory that was allocated there."""
+    """Run `op` on `card`; return its result as tensors in memory allocated there."""
     if op not in FOLLOWED:
         return _computed(op, args, kwargs, card)
     fill = fill_of(op, args)
@@ -60,12 +60,12 @@ def _computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     free_dead_tensors()
     with card.holding(work.early):
         final = _returned(result, back, stores, card)
-        card.do(work)
+        card.run_kernel(work)
     return final
 
 
 def _positions(indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """`indices` with masks as the positions they select, whose number is known even if they select from a shape."""
+    """Replace masks in `indices` by the positions they select, whose number is then known even without values."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         if index is None or index.dtype != torch.bool:
@@ -82,10 +82,10 @@ def _run(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     if op in STAND_INS:
         return STAND_INS[op](*args, **kwargs)
     numbers = any(not isinstance(args[place], torch.Tensor) for place in _tensor_places(op) if place < len(args))
-    call = op.overloadpacket if numbers else op  # torch hands `2` on for the tensor it made of it
+    call = op.overloadpacket if numbers else op  # torch passes on a Python number in place of the tensor made of it
     try:
         if not shapes:
-            made = call(*args, **kwargs)  # a clip's convolution on the CPU does not keep channels last
+            made = call(*args, **kwargs)  # a video convolution on the CPU does not keep channels last
             return laid_out(op, args, kwargs, made) if op.overloadpacket is _aten.convolution else made
         made = _written_out(op, call, args, kwargs) if op._schema.is_mutable else call(*args, **kwargs)
         return made if op._schema.is_mutable else laid_out(op, args, kwargs, made)
@@ -99,21 +99,21 @@ def _run(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @functools.cache
 def _tensor_places(op: torch._ops.OpOverload) -> tuple[int, ...]:
-    """Where `op` takes a tensor, and nothing but a tensor."""
+    """Positions of the arguments of `op` that must be tensors, not numbers."""
     if torch._C._should_allow_numbers_as_tensors(op.overloadpacket.__name__):
         return ()
     return tuple(place for place, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor")
 
 
-class _Answer(NamedTuple):
-    """What an operation on shapes gave: new tensors, and what that costs a card."""
+class _CachedResult(NamedTuple):
+    """The cached result of an operation on shapes: layouts of the new tensors, and the kernel cost."""
 
     several: bool
     layouts: tuple[tuple[int, torch.dtype, torch.Size, tuple[int, ...]], ...]
     work: KernelCost
 
 
-_answers: dict[Any, _Answer] = {}  # torch's kernels for shapes are Python, and a network repeats its blocks
+_answers: dict[Any, _CachedResult] = {}  # cached, as torch's meta kernels are Python, and a network repeats its blocks
 MOST_ANSWERS = 2**16
 
 
@@ -124,7 +124,7 @@ def _question(
     outer: Sequence[torch.Tensor],
     card: SimulatedCard,
 ) -> Any:
-    """All that the answer of `op` on shapes depends on; None where it has no other than to do it."""
+    """The cache key of `op` on shapes: all that its result depends on; None where it must not be cached."""
     if not _only_makes(op) or any(tensor.device.type != NAME and tensor.ndim for tensor in outer):
         return None
     numbers = [id(tensor) for tensor in outer]
@@ -148,19 +148,19 @@ def _remember(key: Any, op: torch._ops.OpOverload, result: Any, given: AbstractS
             (extent(value.shape, value.stride()) * value.itemsize, value.dtype, value.shape, value.stride())
             for value in outputs
         )
-        _answers[key] = _Answer(len(op._schema.returns) > 1, layouts, work)
+        _answers[key] = _CachedResult(len(op._schema.returns) > 1, layouts, work)
 
 
-def _answered(answer: _Answer, card: SimulatedCard) -> Any:
+def _answered(answer: _CachedResult, card: SimulatedCard) -> Any:
     free_dead_tensors()
     with card.holding(answer.work.early):
         made = tuple(new_at(card, *layout) for layout in answer.layouts)
-        card.do(answer.work)
+        card.run_kernel(answer.work)
     return made if answer.several else made[0]
 
 
 def _written_out(op: torch._ops.OpOverload, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`op`, which writes into what it was given, on shapes alone; what it makes larger is laid out by its kernel."""
+    """Run `op`, which writes into its arguments, on shapes; an `out` that it resizes gets its kernel's layout."""
     out = kwargs.get("out")
     before = out.shape if isinstance(out, torch.Tensor) else None
     result = call(*args, **kwargs)
@@ -170,7 +170,7 @@ def _written_out(op: torch._ops.OpOverload, call: Any, args: tuple[Any, ...], kw
 
 
 def _signature(value: Any) -> Any:
-    """All that a shape depends on, hashable: 1, 1.0 and True are three things."""
+    """A hashable key of everything that a shape depends on; 1, 1.0 and True are distinct."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device.type
     if isinstance(value, list | tuple):
@@ -179,7 +179,7 @@ def _signature(value: Any) -> Any:
 
 
 def inner(tensor: torch.Tensor, *, shapes: bool = False) -> torch.Tensor:
-    """What `tensor` stands for: numbers on the CPU, or (if it has none, or `shapes`) a shape on "meta"."""
+    """The tensor that `tensor` represents: values on the CPU, or a "meta" tensor if it has none, or if `shapes`."""
     if tensor.device.type != NAME:
         return tensor.to("meta") if shapes else tensor
     values = store_of(tensor).values
@@ -191,7 +191,7 @@ def inner(tensor: torch.Tensor, *, shapes: bool = False) -> torch.Tensor:
 
 
 def _is_shape(tensor: torch.Tensor, card: SimulatedCard) -> bool:
-    """Whether `tensor` has no numbers, or looks at so few of them so often that what it makes will have none."""
+    """Whether `tensor` has no values, or is (perhaps by expansion) too large for its results to keep theirs."""
     if tensor.device.type != NAME:
         return False
     return store_of(tensor).values is None or not _fits_values(card, tensor.dtype, tensor.nbytes)
@@ -207,7 +207,7 @@ def _outgrows(
     outer: Sequence[torch.Tensor],
     card: SimulatedCard,
 ) -> bool:
-    """Whether what takes long to compute is too large to keep its numbers."""
+    """Whether the result of an expensive operation is too large to keep its values."""
     if op not in _ARITHMETIC or card.values == "real":
         return False
     inside = {id(tensor): inner(tensor, shapes=True) for tensor in outer}
@@ -221,14 +221,14 @@ def _fits_values(card: SimulatedCard, dtype: torch.dtype, size: int) -> bool:
 
 
 def new_like(value: torch.Tensor, card: SimulatedCard) -> torch.Tensor:
-    """A tensor on `card` laid out as `value` is on "meta", with room for numbers if they are kept there."""
+    """Return a tensor on `card` with the layout of the meta tensor `value`, and memory for values if they are kept."""
     size = value.untyped_storage().nbytes()
     keeps = _fits_values(card, value.dtype, size)
     return new_tensor(card, value, torch.empty(size, dtype=torch.uint8).untyped_storage() if keeps else None)
 
 
 def _note_write(tensor: torch.Tensor, inside: torch.Tensor, card: SimulatedCard) -> None:
-    """After `inside` was written: `tensor` takes on its new size, and has no numbers any more if it has none."""
+    """After `inside` was written: update the size of `tensor`, and drop its values if `inside` has none."""
     if inside.shape != tensor.shape:
         _aten.set_.source_Tensor.redispatch(CPU_KEYS, tensor, _result(inside, card))
     elif inside.is_meta and tensor.device.type == NAME:
@@ -236,9 +236,9 @@ def _note_write(tensor: torch.Tensor, inside: torch.Tensor, card: SimulatedCard)
 
 
 def _note_fill(tensor: torch.Tensor, fill: bool | int | float, card: SimulatedCard) -> None:
-    """All numbers of `tensor`, which only had a shape, are `fill`."""
+    """Record that all elements of `tensor`, which has no values, are `fill`."""
     store = store_of(tensor)
-    if tensor.nbytes != store.size:  # a part of others
+    if tensor.nbytes != store.size:  # a view of part of a storage
         return
     if _fits_values(card, tensor.dtype, store.size):
         store.values = torch.full((tensor.numel(),), fill, dtype=tensor.dtype).untyped_storage()
@@ -247,14 +247,14 @@ def _note_fill(tensor: torch.Tensor, fill: bool | int | float, card: SimulatedCa
 
 
 def _result(value: torch.Tensor, card: SimulatedCard) -> torch.Tensor:
-    """What came out of an operation, on `card`, with its numbers if they are kept there."""
+    """Put an operation's output on `card`, with its values if they are kept."""
     storage = value.untyped_storage()
     keeps = not value.is_meta and _fits_values(card, value.dtype, storage.nbytes())
     return new_tensor(card, value, storage if keeps else None)
 
 
 def _returned(value: Any, back: dict[int, torch.Tensor], stores: dict[int, torch.Tensor], card: SimulatedCard) -> Any:
-    """`value` with its tensors on the card: those that went in, views of them, and new ones."""
+    """Return `value` with its tensors on the card: the inputs themselves, views of them, and new tensors."""
     if isinstance(value, torch.Tensor):
         if id(value) in back:
             return back[id(value)]
@@ -284,7 +284,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _written(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that `op` writes, by its schema."""
+    """Yield the tensors that `op` writes, by its schema."""
     for position, name in _writes(op):
         value = kwargs.get(name, args[position] if position < len(args) else None)
         yield from _tensors((value,))
@@ -299,16 +299,16 @@ def _writes(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
     )
 
 
-def let_zeros_do(what: str, tensor: torch.Tensor) -> None:
-    """Raises `valueless`, unless whoever watches the card says that zeros will do instead of unknown numbers."""
-    error, judge = valueless(what, tensor), store_of(tensor).card.judge
+def raise_unless_zeros_accepted(what: str, tensor: torch.Tensor) -> None:
+    """Raise `valueless`, unless the card's `judge` accepts zeros in place of the unknown values."""
+    error, judge = valueless(what, tensor), store_of(tensor).card.on_unknown_values
     if judge is None:
         raise error
     judge(error)
 
 
 def valueless(what: str, tensor: torch.Tensor) -> RunError:
-    """The error for what cannot be known from shapes."""
+    """The RunError for `what` needs values of a tensor of which only the shape is kept."""
     shape = tuple(tensor.shape)
     return RunError(
         f"{what} needs the numbers of a tensor of shape {shape}, of which only the shape is kept: use values='real', "

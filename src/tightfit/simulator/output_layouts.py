@@ -1,9 +1,9 @@
-"""How CUDA's kernels lay their outputs out, where torch's functions for "meta" say something else.
+"""Strides of the outputs of CUDA's kernels, where torch's meta functions return other ones.
 
-Those are Python, written after the kernels, and differ from them where several strides describe the same layout: a
-dimension of size 1 may have any. Such a stride decides what a convolution takes for channels last, and so how many
-bytes it holds. The rules are ATen's (torch 2.11 to 2.15): TensorIterator.cpp, TensorAdvancedIndexing.cpp and
-MemoryFormat.h.
+The meta functions are Python, written after the kernels, and differ from them where several strides describe the same
+layout: a dimension of size 1 may have any stride. Such a stride decides what a convolution regards as channels-last,
+and so how many bytes it allocates. The rules are ATen's (torch 2.11 to 2.15): TensorIterator.cpp,
+TensorAdvancedIndexing.cpp and MemoryFormat.h.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def laid_out(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """`result` of `op`, on "meta" or the CPU, with the strides that CUDA's kernel gives it."""
+    """Return `result` of `op`, on "meta" or the CPU, with the strides that CUDA's kernel gives it."""
     rule = _RULES.get(op) or _RULES.get(op.overloadpacket) or (_pointwise if op in pointwise_kernels() else None)
     if rule is None:
         return result
@@ -43,7 +43,7 @@ def _restrided(result: torch.Tensor, strides: _Strides) -> torch.Tensor:
 
 
 def contiguous(shape: Sequence[int]) -> _Strides:
-    """The strides of an ordinary tensor."""
+    """Strides of a contiguous tensor of `shape`."""
     strides = [1] * len(shape)
     for place in range(len(shape) - 2, -1, -1):
         strides[place] = strides[place + 1] * max(shape[place + 1], 1)
@@ -51,7 +51,7 @@ def contiguous(shape: Sequence[int]) -> _Strides:
 
 
 def suggested(tensor: torch.Tensor) -> torch.memory_format:
-    """What `suggest_memory_format` says in C++: by strides alone, also of dimensions of size 1."""
+    """The result of `suggest_memory_format` in C++: from strides alone, also those of dimensions of size 1."""
     layout, order = _CHANNELS_LAST.get(tensor.ndim, (torch.contiguous_format, ()))
     shape, strides = tensor.shape, tensor.stride()
     least = 0
@@ -71,7 +71,7 @@ _CHANNELS_LAST: dict[int, tuple[torch.memory_format, tuple[int, ...]]] = {
 
 
 def in_format(shape: Sequence[int], layout: torch.memory_format) -> _Strides:
-    """The strides of a new tensor in `layout`."""
+    """Strides of a new tensor of `shape` in the memory format `layout`."""
     return torch.empty(shape, memory_format=layout, device="meta").stride()
 
 
@@ -88,7 +88,7 @@ def _pointwise(
     operands = [value for value in args if isinstance(value, torch.Tensor)]
     operands += [value for name, value in kwargs.items() if name != "out" and isinstance(value, torch.Tensor)]
     shape = _together(*(operand.shape for operand in operands))
-    if shape != result.shape:  # a sum
+    if shape != result.shape:  # a reduction
         return result.stride()
     return _walked(shape, operands, numbers=_has_number(op, args))
 
@@ -103,7 +103,7 @@ def _walked(shape: Sequence[int], operands: Sequence[torch.Tensor], *, numbers: 
 
 
 def _has_number(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether a Python number stands for a tensor without dimensions."""
+    """Whether a Python number is passed in place of a 0-dim tensor."""
     return any(
         not isinstance(value, torch.Tensor) and (str(wanted.type) == "Tensor" or wanted.name == "other")
         for value, wanted in zip(args, op._schema.arguments, strict=False)
@@ -111,7 +111,7 @@ def _has_number(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
 
 
 def _quick(operands: Sequence[torch.Tensor], *, numbers: bool) -> _Strides | None:
-    """Where all operands have one shape and layout (`compute_fast_setup_type`)."""
+    """Strides where all operands have one shape and layout (`compute_fast_setup_type`); None where they do not."""
     first = operands[-1]
     if (numbers and first.ndim) or any(each.shape != first.shape for each in operands):
         return None
@@ -124,7 +124,7 @@ def _quick(operands: Sequence[torch.Tensor], *, numbers: bool) -> _Strides | Non
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie side by side in some order of the dimensions."""
+    """Whether the elements fill the memory without gaps or overlaps, in some order of the dimensions."""
     expected = 1
     for stride, length in sorted((stride, length) for stride, length in zip(strides, shape, strict=True) if length > 1):
         if stride != expected:
@@ -134,10 +134,10 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def iterated(shape: Sequence[int], operands: Iterable[tuple[Sequence[int], Sequence[int]]]) -> _Strides:
-    """The strides of the output of a TensorIterator over `operands`, shapes with strides, broadcast to `shape`."""
+    """Strides of the output of a TensorIterator over `operands`, (shape, strides) pairs, broadcast to `shape`."""
     count = len(shape)
     steps = [_broadcast(shape, *operand) for operand in operands]
-    order = list(reversed(range(count)))  # fastest first
+    order = list(reversed(range(count)))  # innermost dimension first
 
     def compared(left: int, right: int) -> int:
         for strides in steps:
@@ -150,7 +150,7 @@ def iterated(shape: Sequence[int], operands: Iterable[tuple[Sequence[int], Seque
                 return 1
         return 0
 
-    for start in range(1, count):  # an insertion sort that goes on past what is ambiguous
+    for start in range(1, count):  # an insertion sort that continues past ambiguous comparisons
         place = start
         for before in range(start - 1, -1, -1):
             comparison = compared(order[before], order[place])
@@ -182,7 +182,7 @@ def _contiguous(result: torch.Tensor, *_: Any) -> _Strides:
 
 
 def _like_input(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> _Strides:
-    """As `empty_like` has it, which for "meta" is another function than everywhere else."""
+    """Strides of `empty_like`, whose function for "meta" differs from that of all other devices."""
     first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
     if result.shape != first.shape:
         return result.stride()
@@ -195,7 +195,7 @@ def _as_suggested(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[A
 
 
 def _convolved(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> _Strides:
-    """Channels last where maps or weights are: cuDNN's and oneDNN's rule (aten/src/ATen/native/ConvUtils.h)."""
+    """Channels-last where input or weights are: the rule of cuDNN and oneDNN (aten/src/ATen/native/ConvUtils.h)."""
     for part in args[:2]:
         layout = suggested(part)
         if layout is not torch.contiguous_format:
@@ -204,7 +204,7 @@ def _convolved(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[Any,
 
 
 def _indexed(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> _Strides:
-    """Positions take the place of the dimensions that they index, which lie side by side or come first."""
+    """Strides of advanced indexing: the index dimensions replace the indexed ones if adjacent, or else come first."""
     source, indices = args
     given = [place for place, index in enumerate(indices) if index is not None]
     if any(indices[place].dtype in (torch.bool, torch.uint8) for place in given):
@@ -227,14 +227,14 @@ GROUP_NORM_KEEPS_CHANNELS_LAST = torch.__version__ >= "2.15"  # on CUDA
 
 def _normed(result: torch.Tensor, op: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> _Strides:
     if result.shape != args[0].shape:
-        return result.stride()  # of the groups' numbers
+        return result.stride()  # mean and inverse deviation of the groups
     if GROUP_NORM_KEEPS_CHANNELS_LAST:
         return _as_suggested(result, op, args, _)
     return contiguous(result.shape) if args[0].is_contiguous() else result.stride()
 
 
 def normed_by_cudnn(args: tuple[Any, ...]) -> bool:
-    """Whether batch norm goes to cuDNN, `_select_batch_norm_backend` in aten/src/ATen/native/Normalization.cpp."""
+    """Whether batch norm uses cuDNN, `_select_batch_norm_backend` in aten/src/ATen/native/Normalization.cpp."""
     maps, *others = args[:5]
     in_float32 = all(each is not None and each.dtype is torch.float32 for each in others)
     return in_float32 and maps.ndim > 2 and maps.dtype in (torch.float16, torch.float32)

@@ -1,9 +1,9 @@
-"""Tensors on the simulated device: an address from a card's allocator, and what stands behind it.
+"""Tensors on the simulated device: an address from a card's allocator, and the values or size behind it.
 
-Such a tensor is an ordinary `torch.Tensor` whose storage points at an address that nobody ever reads. torch makes
-one from a DLPack capsule that names an "extension device" (kDLExtDev is PrivateUse1), with any card's number; no
-C++ is needed, views share storage as everywhere, and parameters stay parameters. What an address stands for is
-looked up here: real bytes in host memory, or nothing but a size.
+Such a tensor is an ordinary `torch.Tensor` whose storage points at an address that is never read. torch creates it from
+a DLPack capsule for an "extension device" (kDLExtDev is PrivateUse1), with any card's index; no C++ is needed, views
+share storage as usual, and parameters stay parameters. This module maps each address to its data: real bytes in host
+memory, or only a size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tightfit.simulator.card import SimulatedCard
 
 __all__ = [
     "CPU_KEYS",
-    "Look",
+    "ViewSpec",
     "Store",
     "extent",
     "free_dead_tensors",
@@ -33,10 +33,10 @@ __all__ = [
     "view",
 ]
 
-CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # its kernels for views look at sizes only
+CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # its view kernels use sizes only
 
 _EXTENSION_DEVICE = 12  # kDLExtDev
-_CODES = {  # DLDataTypeCode and bits of the dtypes that every torch from 2.11 on reads
+_CODES = {  # DLDataTypeCode and bits of the dtypes that every torch from 2.11 on supports
     torch.uint8: (1, 8), torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64),
     torch.float16: (2, 16), torch.float32: (2, 32), torch.float64: (2, 64), torch.bfloat16: (4, 16),
 }  # fmt: skip
@@ -69,37 +69,37 @@ class _Managed(ctypes.Structure):
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_shared = _Managed()  # torch reads it when it makes a tensor, and its (absent) deleter when that dies: one serves all
+_shared = _Managed()  # read when a tensor is created, as its (null) deleter is when it is freed: one serves all
 
 
 @dataclass(eq=False)
 class Store:
-    """What is behind one address on one card."""
+    """The data behind one address on one card."""
 
     card: SimulatedCard
     address: int
     size: int
-    block: Block | None  # None: it has no bytes
-    values: torch.UntypedStorage | None  # on the CPU; None: only its size is known
-    hollow: bool = False  # whether it came from a host that has no numbers either, and may go back there
-    fill: bool | int | float | None = None  # what all its numbers are, if nothing more is known; see fills.py
+    block: Block | None  # None: it has 0 bytes
+    values: torch.UntypedStorage | None  # values on the CPU; None: only the size is known
+    valueless: bool = False  # whether it was copied from a valueless host tensor, and may be copied back
+    fill: bool | int | float | None = None  # known value of all elements; used where `values` is None
 
 
-class _Life(weakref.ref[torch.UntypedStorage]):
-    """A storage on the device that is followed until it dies."""
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage on the device, with its store."""
 
     __slots__ = ("store",)
     store: Store
 
 
 _stores: dict[int, Store] = {}
-_lives: set[_Life] = set()
+_lives: set[_StorageRef] = set()
 _dead: list[weakref.ref[torch.UntypedStorage]] = []
-_nowhere = itertools.count(2**62)  # addresses for what has no bytes
+_nowhere = itertools.count(2**62)  # addresses for storages of 0 bytes
 
 
 def new_tensor(card: SimulatedCard, like: torch.Tensor, values: torch.UntypedStorage | None) -> torch.Tensor:
-    """A tensor on `card`, laid out as `like` in a storage of the same size, allocated there, with these `values`."""
+    """Return a newly allocated tensor on `card` with the layout and storage size of `like` and these `values`."""
     return new_at(card, like.untyped_storage().nbytes(), like.dtype, like.shape, like.stride(), values)
 
 
@@ -111,7 +111,10 @@ def new_at(
     strides: Sequence[int],
     values: torch.UntypedStorage | None = None,
 ) -> torch.Tensor:
-    """A tensor on `card`, laid out like this in a storage of `size` bytes."""
+    """Return a tensor on `card` with this layout in a new storage of `size` bytes.
+
+    torch.OutOfMemoryError where the card is full.
+    """
     free_dead_tensors()
     block = card.malloc(size) if size else None
     address = card.base + block.address if block else next(_nowhere)
@@ -121,8 +124,8 @@ def new_at(
     return tensor
 
 
-class Look(NamedTuple):
-    """How a tensor looks at its storage."""
+class ViewSpec(NamedTuple):
+    """A view of a storage: dtype, shape, strides, and offset in elements."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -130,8 +133,8 @@ class Look(NamedTuple):
     offset: int
 
 
-def tensors_in(card: SimulatedCard, block: Block, size: int, looks: Sequence[Look]) -> list[torch.Tensor]:
-    """Tensors that share a storage of `size` bytes in `block` of `card`, of which nobody knows the numbers."""
+def tensors_in(card: SimulatedCard, block: Block, size: int, looks: Sequence[ViewSpec]) -> list[torch.Tensor]:
+    """Return tensors that share a storage of `size` bytes in `block` of `card`, with unknown values."""
     store = _stores[card.base + block.address] = Store(card, card.base + block.address, size, block, None)
     whole = _tensor_at(store, torch.uint8, (size,), (1,))
     _follow(whole, store)
@@ -139,8 +142,8 @@ def tensors_in(card: SimulatedCard, block: Block, size: int, looks: Sequence[Loo
 
 
 def _follow(tensor: torch.Tensor, store: Store) -> None:
-    """`store` is there until the last tensor of this storage dies."""
-    life = _Life(tensor.untyped_storage(), _dead.append)  # a builtin: Ctrl-C cannot get lost in it
+    """Keep `store` registered until the last tensor of this storage is freed."""
+    life = _StorageRef(tensor.untyped_storage(), _dead.append)  # a builtin: no KeyboardInterrupt can get lost in it
     life.store = store
     _lives.add(life)
 
@@ -150,11 +153,11 @@ def store_of(tensor: torch.Tensor) -> Store:
 
 
 def free_dead_tensors() -> None:
-    """Frees what died since the last time, in that order."""
+    """Free the blocks of storages that were released since the last call, in order of release."""
     if not _dead:
         return
     for life in _dead:
-        assert isinstance(life, _Life)
+        assert isinstance(life, _StorageRef)
         _lives.discard(life)
         del _stores[life.store.address]
         if life.store.block is not None:
@@ -163,7 +166,7 @@ def free_dead_tensors() -> None:
 
 
 def view(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
-    """Another look at `tensor`'s storage."""
+    """Return another view of the storage of `tensor`."""
     seen: torch.Tensor = torch.ops.aten.as_strided.default.redispatch(CPU_KEYS, tensor, shape, strides, offset)
     return seen
 
@@ -182,7 +185,7 @@ def _tensor_at(store: Store, dtype: torch.dtype, shape: Sequence[int], strides: 
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last that a tensor reaches."""
+    """Elements from the first to the last that a tensor with these strides spans; 0 if it is empty."""
     if not all(shape):
         return 0
     return 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))

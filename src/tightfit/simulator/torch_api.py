@@ -1,4 +1,4 @@
-"""What torch asks of a device beside its kernels: generators, autocast, streams, and group norm."""
+"""Device features that torch needs beside kernels: generators, autocast, streams, and group norm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _torchs = torch.Generator
 
 
 class _Kind(type):
-    """Every generator is an instance of `torch.Generator`, whoever made it."""
+    """Makes every generator an instance of `torch.Generator`, whichever class created it."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, _torchs)
@@ -32,7 +32,7 @@ class _Kind(type):
 
 
 class Generator(metaclass=_Kind):
-    """What stands in for `torch.Generator`."""
+    """Replacement for `torch.Generator` that also accepts the simulated device, with a CPU generator."""
 
     def __new__(cls, device: Any = None) -> Any:
         place = torch.device("cpu" if device is None else device)
@@ -41,7 +41,7 @@ class Generator(metaclass=_Kind):
 
 
 def offer_generators(offered: bool) -> None:
-    """Whether `torch.Generator` knows the device from now on."""
+    """Make `torch.Generator` accept the simulated device from now on, or restore torch's own class."""
     torch.Generator = Generator if offered else _torchs  # type: ignore[misc]
 
 
@@ -55,7 +55,7 @@ _OPERATIONS = (
 
 
 def register(rest: torch.library.Library, known: torch.library.Library) -> None:
-    """Adds the kernels to two libraries, of all namespaces ("_") and of "aten"; they are gone when those are."""
+    """Register the autocast kernels in libraries of all namespaces ("_") and of "aten", for the libraries' lifetime."""
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     for op in _OPERATIONS:
         known.impl(op, functools.partial(_cast, op), "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ _PLACE = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-ove
 
 
 class Stream(torch.Stream):
-    """What is given to one stream of `card` is done in order, beside what others are given."""
+    """A stream of `card`: its work runs in order, concurrently with other streams."""
 
     card: SimulatedCard
 
@@ -87,21 +87,21 @@ class Stream(torch.Stream):
         return made
 
     def synchronize(self) -> None:
-        """The host waits until it has done what it was given."""
+        """Block the host until the stream has done all submitted work."""
         self.card.timeline.record(self.stream_id).wait()
 
     def query(self) -> bool:
-        """Whether it has by now."""
+        """Whether the stream has done all submitted work."""
         return self.card.timeline.record(self.stream_id).done()
 
     def wait_stream(self, other: Any) -> None:
-        """What it is given from now on begins after what `other`, of the same computer, was given so far."""
+        """Make work submitted from now on begin after all work submitted to `other` so far; both have the same host."""
         self.card.timeline.wait(self.stream_id, other.card.timeline.record(other.stream_id))
 
 
 @contextlib.contextmanager
 def giving_to(stream: Stream | None) -> Iterator[None]:
-    """What is done inside goes to `stream`; None is the one that it would go to anyway."""
+    """Make `stream` the current stream inside the context; None keeps the current one."""
     with contextlib.nullcontext() if stream is None else stream.card.on(stream.stream_id):
         yield
 
@@ -117,7 +117,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
-    """`torch.group_norm` on a card, or on one that plays a computer's own CPU."""
+    """`torch.group_norm` on a simulated card or a simulated CPU; the result has the shape of `maps`."""
     card = store_of(maps).card
     if card.values == "real" or card.accelerator.is_cpu:
         maps = maps.contiguous(memory_format=suggest_memory_format(maps))

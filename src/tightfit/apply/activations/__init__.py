@@ -1,1 +1,1 @@
-"""How activations are cut up, laid out and moved: slices, tiles, memory formats, and what waits for later."""
+"""Tiling, chunking and offload of activations: takes modules and plan fields, returns new forwards; never plans."""

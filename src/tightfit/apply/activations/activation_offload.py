@@ -1,9 +1,9 @@
-"""Activations that wait: what one part of a network made for a later one is in host memory while others work.
+"""Host offload of activations that one part of a network makes for a later one, while other parts run.
 
-A U-Net's down blocks leave their maps to its up blocks, and other networks do the like in ways of their own. So
-nobody asks for names here: whatever a part returns is handed on as a tensor that stands for it. When the next part
-begins, what does not go into it and is still there is waiting, and moves to host memory while that part works; it
-comes back when a part is given it, or any operation takes it, and from the second pass on begins to come before that.
+A U-Net's down blocks make feature maps for its up blocks, and other networks have similar connections. No names are
+needed: what a part returns is replaced by proxy tensors. When the next part begins, every live activation that is not
+among its inputs is copied to host memory while that part runs. It is copied back when a part or any operation takes it,
+and from the second call on prefetched before that.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tightfit.measure.recorder import Recorder
 
 __all__ = ["offload_waiting_activations"]
 
-LEAST = 8192  # bytes that are worth a journey
-Journey = tuple[int, int]  # whose, and which of its journeys
+LEAST = 8192  # bytes; smaller tensors are not offloaded
+Journey = tuple[int, int]  # number of the activation, number of its round trip to the host
 _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 
 
 def offload_waiting_activations(module: Any, device: Device, recorder: Recorder, undo: ExitStack) -> None:
-    """Sends what the parts of the network `module` leave for later ones to host memory until it is needed.
+    """Offload what the parts of the network `module` make for later parts to host memory until it is needed.
 
-    A network that is compiled as a whole has no parts to stop between: there nothing moves.
+    A network that is compiled as a whole has no parts to stop between: nothing is offloaded.
     """
     if module._compiled_call_impl is not None:
         return
@@ -52,7 +52,7 @@ def offload_waiting_activations(module: Any, device: Device, recorder: Recorder,
 
 
 def _parts(network: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
-    """The repeated blocks of `network`, and what is beside them."""
+    """Yield the repeated blocks of `network`, and the modules beside them."""
     for child in network.children():
         if id(child) not in blocks and any(id(inner) in blocks for inner in child.modules()):
             yield from _parts(child, blocks)
@@ -61,7 +61,7 @@ def _parts(network: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
 
 
 def _watch(part: nn.Module, enter: Callable[..., tuple[Any, Any]], leave: Callable[..., Any], undo: ExitStack) -> None:
-    """`enter` looks at what each pass of `part` is given, `leave` at what it makes; they return what is to be taken."""
+    """Pass the inputs of each call of `part` through `enter` and its output through `leave`; use what they return."""
     if part._compiled_call_impl is None:
         undo.callback(part.register_forward_pre_hook(lambda _, *given: enter(*given), with_kwargs=True).remove)
         undo.callback(part.register_forward_hook(lambda _, __, made: leave(made)).remove)
@@ -78,39 +78,40 @@ def _watch(part: nn.Module, enter: Callable[..., tuple[Any, Any]], leave: Callab
 
 
 class _ActivationOffloader:
-    """Where one network's activations are between its parts.
+    """Locations of one network's activations between its parts.
 
-    They are numbered in the order in which they are made, the same in each pass: a journey after which nobody wanted
-    what had gone is not made again, and what came back after something else will do so again.
+    Activations are numbered in the order in which they are made, which is the same in each call. A transfer to the host
+    is not repeated in later calls if the activation was not needed after it. Activations are prefetched in the order in
+    which the previous call needed them.
     """
 
     def __init__(self, device: Device, recorder: Recorder) -> None:
         self.device, self.recorder = device, recorder
         self.host_pool = ActivationHostPool(device)
-        self._leaving: list[HostTape] = []  # where guests are going while a part works
-        self._guests: weakref.WeakSet[_OffloadedActivation] = weakref.WeakSet()
-        self._is_open = False  # whether the network works
-        self._begun = False  # whether a block has
-        self._strangers: set[int] = set()  # by id, what the network was given: that is its caller's
-        self._count = 0  # of guests in this pass
-        self._vain: set[Journey] = set()
+        self._leaving: list[HostTape] = []  # host memory of activations that are sent while a part runs
+        self._activations: weakref.WeakSet[_OffloadedActivation] = weakref.WeakSet()
+        self._is_open = False  # whether the network is running
+        self._begun = False  # whether a block has begun
+        self._network_inputs: set[int] = set()  # ids of the network's inputs, which belong to its caller
+        self._count = 0  # activations in this call
+        self._unused_transfers: set[Journey] = set()
         self.went: set[Journey] = set()
-        self.came: dict[Journey, int] = {}  # and in which turn: what is given together comes in one
+        self.came: dict[Journey, int] = {}  # transfers back in this call → turn; tensors needed together share one
         self.turn = 0
-        self._turns: dict[Journey, int] = {}  # in the pass before
+        self._turns: dict[Journey, int] = {}  # `came` of the previous call
 
     def open(self, _network: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._is_open:  # the pass before was interrupted
+        if self._is_open:  # the previous call was interrupted
             self._rest()
         self._is_open, self._begun, self._count = True, False, 0
-        self._strangers = {id(layer) for layer in tree_leaves((args, kwargs))}
+        self._network_inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         self.went.clear()
         self.came.clear()
         self.turn = 0
 
     def close(self, _network: nn.Module, _args: Any, output: Any) -> Any:
-        """The network's own output is an ordinary one."""
-        self._vain |= self.went - self.came.keys()
+        """Finish a call; return the network's output as ordinary tensors."""
+        self._unused_transfers |= self.went - self.came.keys()
         present = self.present(output)
         self._turns = dict(self.came)
         self._rest()
@@ -122,49 +123,49 @@ class _ActivationOffloader:
         self._is_open = False
 
     def enter(self, args: Any, kwargs: Any, *, is_block: bool, is_small: bool) -> tuple[Any, Any]:
-        """A part begins: what it is given is there, and what it is not given goes to host memory.
+        """Begin a part: bring its inputs to the device, and send the other live activations to host memory.
 
-        Nothing goes for a single layer beside the blocks, or before the first of these.
+        Nothing is sent for a single layer beside the blocks, or before the first block.
         """
         self._begun |= is_block
-        given = {id(layer.activation) for layer in tree_leaves((args, kwargs)) if isinstance(layer, _ActivationProxy)}
+        given = {id(leaf.activation) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ActivationProxy)}
         if self._begun and not is_small:
             while self._leaving:
                 self._leaving.pop().sent()
-            for activation in list(self._guests):
-                if id(activation) not in given and activation.journey not in self._vain and (tape := activation.go()):
+            for activation in list(self._activations):
+                if id(activation) not in given and activation.journey not in self._unused_transfers and (tape := activation.go()):
                     self._leaving.append(tape)
         present: tuple[Any, Any] = self.present((args, kwargs))
         return present
 
     def present(self, values: Any) -> Any:
-        """`values` with guests in place of what stands for them; then those that came next the last time set out."""
+        """Return `values` with activations in place of proxies; then prefetch what the previous call needed next."""
         came = len(self.came)
         present = tree_map_only(_ActivationProxy, lambda stand_in: stand_in.activation.present(), values)
         if len(self.came) > came:
             self.turn += 1
             following = self._turns.get(next(reversed(self.came)), -2) + 1
-            for activation in list(self._guests):
+            for activation in list(self._activations):
                 if self._turns.get(activation.journey) == following:
                     activation.set_out()
         return present
 
     def leave(self, output: Any) -> Any:
-        """What was made is handed on as what stands for it."""
+        """Return `output` with proxies in place of its tensors."""
         return tree_map_only(torch.Tensor, self._stand_in, output) if self._is_open else output
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._may_wait(tensor) or id(tensor) in self._strangers:
+        if not self._is_offloadable(tensor) or id(tensor) in self._network_inputs:
             return tensor
-        activation = next((activation for activation in self._guests if activation.tensor is tensor), None)
+        activation = next((activation for activation in self._activations if activation.tensor is tensor), None)
         if activation is None:
             self._count += 1
             activation = _OffloadedActivation(tensor, self._count, self)
-            self._guests.add(activation)
+            self._activations.add(activation)
         return _ActivationProxy(activation)
 
-    def _may_wait(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a plain tensor that is worth a journey."""
+    def _is_offloadable(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a plain tensor on the device that is large enough to offload."""
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
         return plain and tensor.nbytes >= LEAST and tensor.device == self.device.torch_device
 
@@ -175,12 +176,12 @@ class _OffloadedActivation:
     def __init__(self, tensor: torch.Tensor, number: int, offloader: _ActivationOffloader) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.offloader, self.journey = offloader, (number, 1)
-        self._tape: HostTape | None = None  # where it is, if it is not here
+        self._tape: HostTape | None = None  # its host memory, if it is not on the device
         self._coming: tuple[torch.Tensor, HostTransfer] | None = None
         self._form, self._dtype = (tensor.shape, tensor.stride()), tensor.dtype
 
     def go(self) -> HostTape | None:
-        """To host memory, unless it is there, or its memory on the device is not its own; where it is going."""
+        """Start copying it to host memory and return the tape; None if it is there already or shares its memory."""
         if self.tensor is None or is_shared(self.tensor):
             return None
         dense = self.tensor if is_dense(self.tensor) else self.tensor.contiguous()
@@ -194,17 +195,17 @@ class _OffloadedActivation:
         return self._tape
 
     def set_out(self) -> None:
-        """It begins to come back, unless it is here or has begun."""
+        """Start copying it back to the device, unless it is there or the copy has started."""
         if self.tensor is not None or self._coming is not None:
             return
-        assert self._tape is not None  # it is there if it is not here
+        assert self._tape is not None  # it is in host memory if it is not on the device
         tensor = torch.empty_strided(*self._form, dtype=self._dtype, device=self.offloader.host_pool.place)
         self.offloader.recorder.moved(bytes_in=tensor.nbytes)
         with self.offloader.recorder.uncounted():
             self._coming = tensor, self._tape.read(0, bytes_of(tensor))
 
     def present(self) -> torch.Tensor:
-        """The activation itself, on the device."""
+        """Return the activation on the device."""
         if self.tensor is None:
             self.set_out()
             assert self._coming is not None
@@ -217,7 +218,7 @@ class _OffloadedActivation:
 
 
 class _ActivationProxy(torch.Tensor):
-    """Stands for a guest: of the same shape, strides and dtype, on the device. What is made of it is a guest too."""
+    """Proxy of an offloaded activation: same shape, strides, dtype and device. Operations on it return proxies too."""
 
     activation: _OffloadedActivation
 
@@ -240,7 +241,7 @@ class _ActivationProxy(torch.Tensor):
         if func in _ALIASES:
             return cls(args[0].activation)
         offloader = next(
-            layer.activation.offloader for layer in tree_leaves((args, kwargs)) if isinstance(layer, _ActivationProxy)
+            leaf.activation.offloader for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ActivationProxy)
         )
         args, kwargs = offloader.present((args, kwargs or {}))
         return offloader.leave(func(*args, **kwargs))

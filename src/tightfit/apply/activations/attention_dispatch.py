@@ -1,4 +1,4 @@
-"""The one seam through which a component's attention passes while it works."""
+"""Dispatch of a component's attention calls: torch, one of its SDPA backends, chunked attention or a package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tightfit.apply.activations.attention_packages import PACKAGES, attend_by_package
 from tightfit.apply.activations.chunked_attention import chunked_attention
-from tightfit.apply.activations.sdpa_patch import Settings, attend_by_torch, attending
+from tightfit.apply.activations.sdpa_patch import Settings, attend_by_torch, use_handler
 from tightfit.catalog.attention import AttentionCall
 from tightfit.devices.device import Device
 from tightfit.plan.kernel_choice import block_bytes, check_wanted, choose
@@ -25,22 +25,22 @@ _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_NOT_TAKEN = (ImportError, NotImplementedError, ValueError, AssertionError)  # what packages raise then
+_NOT_TAKEN = (ImportError, NotImplementedError, ValueError, AssertionError)  # raised by packages for unsupported calls
 
 
 class AttentionDispatcher:
-    """Gives each call of one component's attention the implementation that suits it.
+    """Run each attention call of one component by a suitable implementation.
 
-    `wanted` is "auto" or a name of `records.Attention`; PlanError for others. `tell` is given a sentence at each
-    call that is not taken by what was wanted (with "auto": by torch's own choice), the same for calls alike. At most
-    `block` bytes of scores are made at once (default: what suits the device). What needs gradients or runs under
-    autocast is left to torch, and not counted.
+    `wanted` is "auto" or a name of `schema.plan.Attention`; PlanError for others. `tell` is called with a sentence for
+    each call that the wanted implementation (with "auto": torch's own choice) does not run; equal calls get the same
+    sentence. At most `block` bytes of scores are computed at once (default: depends on the device). Calls that need
+    gradients or run under autocast go to torch and are not counted.
     """
 
     def __init__(
         self, wanted: str, device: Device, tell: Callable[[str], None] = lambda _: None, *, block: int | None = None
     ) -> None:
-        self.calls: Counter[str] = Counter()  # so far, by implementation
+        self.calls: Counter[str] = Counter()  # calls so far, by implementation
         self._wanted = check_wanted(wanted)
         self._usual = "torch" if wanted == "auto" else wanted
         self._kind, self._capability = _kind_of(device)
@@ -48,14 +48,14 @@ class AttentionDispatcher:
         self._block = block or block_bytes(self._kind)
         self._installed = {name for name, package in PACKAGES.items() if find_spec(package) is not None}
         self._tell = tell
-        self._choices: dict[Hashable, tuple[str, str | None]] = {}  # and what to tell, by what calls have in common
+        self._choices: dict[Hashable, tuple[str, str | None]] = {}  # implementation and message, by call signature
 
     def working(self) -> AbstractContextManager[None]:
-        """While it is entered, this thread's attention goes through here."""
-        return attending(self)
+        """Return a context manager that routes this thread's attention calls to this dispatcher."""
+        return use_handler(self)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings) -> torch.Tensor:
-        """`scaled_dot_product_attention` by the implementation of choice."""
+        """Return `scaled_dot_product_attention` by the chosen implementation; if that refuses, by that of "auto"."""
         name, said = self._choose(query, key, value, settings)
         if said is not None:
             self._tell(said)
@@ -71,11 +71,11 @@ class AttentionDispatcher:
         return result
 
     def spares_scores(self, query: torch.Tensor, key: torch.Tensor) -> bool:
-        """Whether the scores of `query` and `key` should not be made, for all that they are asked for."""
+        """Whether to avoid computing the scores of `query` and `key`, although the caller asks for them."""
         if self._wanted != "auto":
             return self._wanted not in ("torch", "math")
-        call = self._describe(query, key, query, Settings())._replace(dimensions=2)  # which no fused kernel takes
-        return choose(call, block=self._block).name != "torch"  # who asks for scores would have the whole matrix
+        call = self._describe(query, key, query, Settings())._replace(dimensions=2)  # 2: no fused kernel takes it
+        return choose(call, block=self._block).name != "torch"  # torch would compute the whole matrix
 
     def _choose(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings
@@ -84,7 +84,7 @@ class AttentionDispatcher:
         parts = (query, key, value) if mask is None else (query, key, value, mask)
         learns = mask is not None and mask.requires_grad
         alike = (*((part.shape, part.stride(), part.dtype) for part in parts), learns, query.device, *others)
-        if alike not in self._choices:  # which is asked for every call, and costs less than to describe it
+        if alike not in self._choices:  # looked up for every call: cheaper than describing it
             call = self._describe(query, key, value, settings)
             name, because = choose(call, self._wanted, self._installed, self._block)
             said = f"{name} for {call.queries} queries and {call.keys} keys: {because}"
@@ -122,7 +122,7 @@ class AttentionDispatcher:
 
 
 def _kind_of(device: Device) -> tuple[str, tuple[int, int] | None]:
-    """The kind of `device` for attention, and its compute capability; of a simulated card, one with all kernels."""
+    """Device type for kernel choice, and compute capability: by default 8.0, with all kernels, for a simulated card."""
     simulated = device.kind == "simulated"
     if device.kind != "cuda" and not (simulated and device.separate):
         return "cpu" if simulated else device.torch_device.type, None
@@ -131,7 +131,7 @@ def _kind_of(device: Device) -> tuple[str, tuple[int, int] | None]:
 
 
 def _is_refusal(name: str, error: Exception) -> bool:
-    """Whether `error` says that this implementation does not take this call, and nothing else."""
+    """Whether `error` means only that implementation `name` does not support this call."""
     if name in PACKAGES:
         return isinstance(error, _NOT_TAKEN)
     return name in _BACKENDS and "No available kernel" in str(error)

@@ -1,4 +1,4 @@
-"""Attention by other people's packages, where they are installed: xFormers, and SageAttention, which is lossy."""
+"""Attention by third-party packages, if installed: xFormers, and SageAttention, which is lossy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tightfit.apply.activations.sdpa_patch import Settings
 
 __all__ = ["PACKAGES", "attend_by_package"]
 
-PACKAGES = {"xformers": "xformers", "sage": "sageattention"}  # the names under which they are imported
+PACKAGES = {"xformers": "xformers", "sage": "sageattention"}  # name of the implementation → import name
 
 
 def attend_by_package(
     name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` by "xformers" or "sage", of four dimensions and without dropout."""
+    """Return `scaled_dot_product_attention` by "xformers" or "sage"; four-dimensional tensors, without dropout."""
     attend = _by_xformers if name == "xformers" else _by_sage
     return attend(query, key, value, settings)
 
@@ -29,7 +29,7 @@ def _by_xformers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, se
     bias = operations.LowerTriangularMask() if settings.causal else None
     if settings.mask is not None:
         bias = _bias(settings.mask, query.dtype, key.shape[-2]).expand(*query.shape[:-1], key.shape[-2])
-    parts = (part.transpose(1, 2) for part in (query, key, value))  # heads inside positions
+    parts = (part.transpose(1, 2) for part in (query, key, value))  # (items, positions, heads, width)
     result: torch.Tensor = operations.memory_efficient_attention(*parts, attn_bias=bias, p=0.0, scale=settings.scale)
     return result.transpose(1, 2)
 
@@ -42,7 +42,7 @@ def _by_sage(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settin
 
 
 def _bias(mask: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
-    """`mask` to be added, its rows beginning at multiples of 8."""
+    """`mask` as an additive bias whose rows begin at multiples of 8 elements."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
     mask = mask.to(dtype).expand(*mask.shape[:-1], keys)

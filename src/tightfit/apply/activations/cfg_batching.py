@@ -1,4 +1,4 @@
-"""Classifier-free guidance in one call: a step's two calls of a denoiser become one of twice the batch."""
+"""Classifier-free guidance in one call: a step's two calls of a denoiser become one call with twice the batch."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from tightfit.apply.activations.max_batch import Batch, find_batch, why_whole
+from tightfit.apply.activations.max_batch import Batch, find_batch, why_not_split
 from tightfit.apply.activations.outputs import combine
 from tightfit.errors import RunError
 
 __all__ = ["agree", "are_equal", "batch_cfg_calls"]
 
 
-SMALL = 4096  # numbers, up to which tensors are compared by value (timesteps, tables of positions)
-TOLERANCE = 2.0**-5  # of the largest number: above what bfloat16 rounds in a whole network
-MOST_KNOWN = 16  # pairs of tensors that are known to be equal
-MISSES = 3  # of what was foreseen, after which nothing is foreseen any more
+SMALL = 4096  # elements; tensors up to this size are compared by value (timesteps, position tables)
+TOLERANCE = 2.0**-5  # relative to the largest number: above bfloat16 rounding in a whole network
+MOST_KNOWN = 16  # cached pairs of equal tensors
+MISSES = 3  # wrong predictions, after which none is made any more
 
 
 def batch_cfg_calls(
     forward: Callable[..., Any], told: Callable[[str], object] = lambda what: None
 ) -> Callable[..., Any]:
-    """`forward` of a network (which it takes first), two calls as one where they are foreseen to be a step's two.
+    """Wrap `forward` (network first) to run two calls as one where they are predicted to be the two calls of a step.
 
-    The same numbers up to rounding, with the activations of twice the batch. `told` is given a sentence where the two
-    calls of a step cannot be joined.
+    Results are equal up to rounding; activations are those of twice the batch. `told` is called with a sentence where
+    the two calls of a step cannot be batched.
     """
     pairs = _Pairs(told)
 
@@ -48,30 +48,30 @@ def batch_cfg_calls(
 
 @dataclass(frozen=True)
 class _Call:
-    """What a network is called with, taken apart."""
+    """Flattened arguments of a network call."""
 
     batch: Batch
-    layers: list[Any]
+    leaves: list[Any]
     spec: TreeSpec
 
     @property
     def given(self) -> tuple[Any, Any]:
-        """Positional and other arguments."""
-        args, kwargs = tree_unflatten(self.layers, self.spec)
+        """Positional and keyword arguments."""
+        args, kwargs = tree_unflatten(self.leaves, self.spec)
         return args, kwargs
 
     @property
     def plain(self) -> list[Any]:
-        """What is no tensor, with None for tensors."""
-        return [None if isinstance(layer, torch.Tensor) else layer for layer in self.layers]
+        """Flattened arguments, with None in place of tensors."""
+        return [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
 
     @property
     def tensors(self) -> dict[int, torch.Tensor]:
-        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, torch.Tensor)}
+        return {index: leaf for index, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
 
     @property
     def along(self) -> list[Any]:
-        """What goes along with the items."""
+        """Arguments that belong to the items."""
         found: list[Any] = []
         self.batch.map(lambda value, dim, rows: found.append(value), *self.given)
         return found
@@ -81,7 +81,7 @@ class _Call:
         return forward(*args, **kwargs)
 
     def with_other(self, other: _Call) -> _Call:
-        """One call for the items of both: these first."""
+        """Return one call for the items of both calls, this one's first."""
         others = iter(other.along)
 
         def both(value: Any, dim: int, rows: int) -> Any:
@@ -91,31 +91,34 @@ class _Call:
 
 
 def _call_of(network: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call | None:
-    """The call, or None where nobody knows all that its answer depends on."""
+    """Return the call, or None if its result may depend on something unknown."""
     batch = find_batch(network, args, kwargs)
-    if batch is None or network.training or why_whole(network, batch, args, kwargs) is not None:
+    if batch is None or network.training or why_not_split(network, batch, args, kwargs) is not None:
         return None
     call = _Call(batch, *tree_flatten((list(args), kwargs)))
-    if any(tensor.is_inference() for tensor in call.tensors.values()):  # whose changes nobody counts
+    if any(tensor.is_inference() for tensor in call.tensors.values()):  # they have no version counter
         return None
     return call
 
 
 class _Seen:
-    """A tensor as it was, known again. Only small ones are kept alive: pipelines make a timestep anew for each call."""
+    """A tensor at its current version, to be recognized later if unchanged.
+
+    Only small ones are kept alive: pipelines make a new timestep tensor for each call.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor) if tensor.numel() > SMALL else lambda: tensor
         self._version = tensor._version
 
     def now(self) -> torch.Tensor | None:
-        """The tensor, if it is still there and unchanged."""
+        """Return the tensor, or None if it was freed or changed."""
         tensor = self._tensor()
         return tensor if tensor is not None and tensor._version == self._version else None
 
 
 class _Past:
-    """A call as it was, with its answer."""
+    """A past call and its result."""
 
     def __init__(self, call: _Call, answer: Any) -> None:
         self.plain, self.spec = call.plain, call.spec
@@ -123,7 +126,7 @@ class _Past:
         self._answer = [_Seen(tensor) for tensor in _tensors(answer)]
 
     def tensors(self) -> dict[int, torch.Tensor]:
-        """What is left of what it was given."""
+        """Return its input tensors that still exist unchanged, by index."""
         now = {index: seen.now() for index, seen in self._tensors.items()}
         return {index: tensor for index, tensor in now.items() if tensor is not None}
 
@@ -135,29 +138,29 @@ class _Past:
 
 @dataclass
 class _Pair:
-    """A step's two calls: what each was given that the other was not, by its place. The rest is for both."""
+    """The two calls of a step: tensors that differ between them, by index. All other arguments are shared."""
 
     plain: list[Any]
     spec: TreeSpec
     own: dict[int, tuple[_Seen, _Seen]]
 
     def second_of(self, first: _Call) -> _Call | None:
-        """The call that should follow `first`; None where `first` is no first call of this pair."""
+        """Return the call that should follow `first`; None if `first` is not the first call of this pair."""
         if self.spec != first.spec or self.plain != first.plain:
             return None
-        layers = list(first.layers)
+        leaves = list(first.leaves)
         for index, (one, other) in self.own.items():
             known, follows = one.now(), other.now()
-            if known is not layers[index] or follows is None or len(known) % first.batch.count:
+            if known is not leaves[index] or follows is None or len(known) % first.batch.count:
                 return None
-            layers[index] = follows
-        return _Call(first.batch, layers, first.spec)
+            leaves[index] = follows
+        return _Call(first.batch, leaves, first.spec)
 
 
 class _Equals:
-    """Which small tensors were found to have the same values, as long as they are there and unchanged.
+    """Cache of small tensors with equal values, valid as long as both exist unchanged.
 
-    To compare what is on a card, the host waits for the card.
+    Comparing tensors on a card makes the host wait for it.
     """
 
     def __init__(self) -> None:
@@ -176,7 +179,7 @@ class _Equals:
 
 
 class _Kept:
-    """The answer to a call that is foreseen."""
+    """The result of a predicted call."""
 
     def __init__(self, call: _Call, answer: Any) -> None:
         self.answer = answer
@@ -184,7 +187,7 @@ class _Kept:
         self._tensors = {index: (tensor, tensor._version) for index, tensor in call.tensors.items()}
 
     def is_for(self, call: _Call, equals: _Equals) -> bool:
-        """Whether it is the answer to `call`."""
+        """Whether it is the result of `call`."""
         if self._spec != call.spec or self._plain != call.plain:
             return False
         given = call.tensors
@@ -195,7 +198,7 @@ class _Kept:
 
 
 class _Pairs:
-    """What was seen of one network's calls, and what is foreseen."""
+    """Observed and predicted calls of one network."""
 
     def __init__(self, told: Callable[[str], object]) -> None:
         self._told = told
@@ -209,7 +212,7 @@ class _Pairs:
         self._equals = _Equals()
 
     def answer(self, call: _Call, forward: Callable[..., Any]) -> Any:
-        """What `forward` gives for `call`."""
+        """Return what `forward` returns for `call`."""
         kept, self._kept = self._kept, None
         if kept is not None:
             if kept.is_for(call, self._equals):
@@ -227,13 +230,13 @@ class _Pairs:
         return answer
 
     def _tried(self, past: _Past, call: _Call, answer: Any, forward: Callable[..., Any]) -> _Pair | None:
-        """The two calls as a pair, if they are a step's two, and give the same together."""
+        """Return the two calls as a pair if they are the two calls of a step and give the same results as one."""
         before, given = past.tensors(), call.tensors
         same_latents = any(tensor is call.batch.first for tensor in before.values())
         if not same_latents or past.spec != call.spec or past.plain != call.plain or before.keys() != given.keys():
             return None
         differ = [index for index in given if before[index] is not given[index]]
-        fits = all(before[index].shape == given[index].shape for index in differ)  # first: to compare may take a wait
+        fits = all(before[index].shape == given[index].shape for index in differ)  # first: values may need a sync
         own = {i: (before[i], given[i]) for i in differ if fits and not _equal(before[i], given[i])}
         along = set(map(id, call.along))
         if not fits or any(id(other) not in along for _, other in own.values()):
@@ -242,7 +245,7 @@ class _Pairs:
         alone = past.answer()
         if not own or alone is None:
             return None
-        first = _Call(call.batch, [before.get(index, layer) for index, layer in enumerate(call.layers)], call.spec)
+        first = _Call(call.batch, [before.get(index, leaf) for index, leaf in enumerate(call.leaves)], call.spec)
         halves = _halves(first.with_other(call).run(forward))
         if not (_close(_tensors(halves[0]), alone) and _close(_tensors(halves[1]), _tensors(answer))):
             self._misses = MISSES
@@ -252,42 +255,45 @@ class _Pairs:
 
 
 def _halves(output: Any) -> tuple[Any, Any]:
-    """What a call for the items of two gives, for each of them."""
+    """Split the output of a call for the items of two calls into one output each."""
     first = combine([output], lambda made: made[0][: len(made[0]) // 2])
     return first, combine([output], lambda made: made[0][len(made[0]) // 2 :])
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the two are small, and the same."""
+    """Whether both are small and equal."""
     return one.numel() <= SMALL and are_equal(one, other)
 
 
 def _close(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether all of the two are the same up to rounding."""
+    """Whether all tensors are equal up to rounding."""
     pairs = zip(values, others, strict=True)
     return len(values) == len(others) and all(agree(value, other, TOLERANCE) for value, other in pairs)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
-    return [layer for layer in tree_leaves(output) if isinstance(layer, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def agree(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    """Whether the two are of one shape and nowhere further apart than `tolerance` times the largest number."""
+    """Whether both have the same shape and differ by at most `tolerance` times the largest absolute value of `other`.
+
+    Simulated tensors without values agree if their shapes do.
+    """
     if one.shape != other.shape:
         return False
     if one.numel() == 0:
         return True
     try:
         return bool(((one - other).abs().max() <= tolerance * other.abs().max()).item())
-    except RunError:  # there are no numbers
+    except RunError:  # simulated tensors without values
         return True
 
 
 def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the two have the same dtype, place, shape and values; not where there are no values."""
+    """Whether both have the same dtype, device, shape and values; False for simulated tensors without values."""
     try:
         alike = one.dtype == other.dtype and one.device == other.device
         return alike and torch.equal(one, other)
-    except RunError:  # there are no numbers
+    except RunError:  # simulated tensors without values
         return False

@@ -1,4 +1,4 @@
-"""Exact attention in blocks of queries, so that the matrix of scores is never whole."""
+"""Exact attention in blocks of queries, so that the full score matrix never exists."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def chunked_attention(
     *,
     block: int,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` in blocks of at most `block` bytes of scores, but at least a row of them.
+    """Return `scaled_dot_product_attention`, computed in blocks of at most `block` bytes of scores (at least one row).
 
-    Takes queries (…, L, E), keys (…, S, E) and values (…, S, Ev), and a mask of truth values or one to add that
-    broadcasts to (…, L, S). Returns (…, L, Ev), contiguous, in the dtype of the queries. It computes in float32, of
-    float64 in float64. Rows that the mask leaves nothing become zeros, as torch has it.
+    Takes queries (…, L, E), keys (…, S, E) and values (…, S, Ev), and a boolean or additive mask that broadcasts to
+    (…, L, S). Returns (…, L, Ev), contiguous, in the dtype of the queries. Computes in float32; float64 in float64.
+    Rows whose keys are all masked become zeros, as in torch.
 
-    Beside its result it holds two blocks, a quarter of one more for truth values, and the keys and values of the
-    heads in a block where they have to be widened or repeated. InputError where dropout or gradients are wanted.
+    Memory besides the result: two blocks, a quarter block more for a boolean mask, and the keys and values of the heads
+    in a block where they have to be widened or repeated. InputError for dropout or gradients.
     """
     if dropout_p > 0:
         raise InputError(f"chunked attention cannot drop out: use dropout_p=0, not {dropout_p}", dropout=dropout_p)
@@ -52,7 +52,7 @@ def chunked_attention(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Queries, keys, values and mask of as many dimensions each."""
+    """Queries, keys, values and mask with the same number of dimensions."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -62,15 +62,15 @@ class _Inputs:
     scale: float
 
     def item(self, index: int) -> _Inputs:
-        """Those of one index of the first dimension."""
+        """Return the inputs at `index` of the first dimension."""
         mask = None if self.mask is None else self.mask[index]
         return replace(self, query=self.query[index], key=self.key[index], value=self.value[index], mask=mask)
 
 
 def _aligned(*parts: torch.Tensor, grouped: bool) -> list[torch.Tensor]:
-    """`parts` as views with the same leading dimensions, at least one before that of the heads.
+    """Return `parts` as views with equal leading dimensions, at least one of them before the heads.
 
-    Where they are `grouped`, each keeps its own number of heads.
+    With `grouped`, each part keeps its own number of heads.
     """
     dimensions = max(4, *(part.ndim for part in parts))
     parts = tuple(part[(None,) * (dimensions - part.ndim)] for part in parts)
@@ -80,7 +80,7 @@ def _aligned(*parts: torch.Tensor, grouped: bool) -> list[torch.Tensor]:
 
 
 def _fill(output: torch.Tensor, inputs: _Inputs, block: int) -> None:
-    """Writes the attention of `inputs` into `output`."""
+    """Write the attention of `inputs` into `output`."""
     if output.ndim > 4:
         for index in range(output.shape[0]):
             _fill(output[index], inputs.item(index), block)
@@ -97,7 +97,7 @@ def _fill(output: torch.Tensor, inputs: _Inputs, block: int) -> None:
 def _fill_heads(
     output: torch.Tensor, inputs: _Inputs, place: tuple[slice, slice], rows: int, buffers: torch.Tensor
 ) -> None:
-    """Writes what the items and heads at `place` attend to, `rows` queries at a time."""
+    """Write the attention of the items and heads at `place` into `output`, `rows` queries at a time."""
     items, heads = place
     count = inputs.query.shape[1]
     key, value = (_of_heads(part[items], heads, count).to(buffers.dtype) for part in (inputs.key, inputs.value))
@@ -109,11 +109,11 @@ def _fill_heads(
 
 
 def _attend(inputs: _Inputs, first: int, buffers: torch.Tensor) -> torch.Tensor:
-    """The attention of one block, whose rows begin with the query number `first`."""
+    """Return the attention of one block, whose first row is query number `first`."""
     *leading, rows, _ = inputs.query.shape
     seen = inputs.key.shape[-2]
     if inputs.causal:
-        seen = min(seen, first + rows)  # no query of the block may see a later key
+        seen = min(seen, first + rows)  # no query of the block attends to a later key
     shape = (*leading, rows, seen)
     scores, shares = (buffer[: math.prod(shape)].view(math.prod(leading), rows, seen) for buffer in buffers)
     query, key, value = (part.flatten(0, 1) for part in (inputs.query, inputs.key, inputs.value))
@@ -141,7 +141,7 @@ def _block_sizes(shape: torch.Size, most: int) -> tuple[int, int, int]:
     """Items, heads and queries of a block of at most `most` rows: whole heads and items where they fit."""
     items, heads, queries = shape
     if queries > most:
-        return 1, 1, math.ceil(queries / math.ceil(queries / most))  # blocks of about the same size
+        return 1, 1, math.ceil(queries / math.ceil(queries / most))  # blocks of about equal size
     if queries * heads > most:
         return 1, most // queries, queries
     return min(items, most // (queries * heads)), heads, queries
@@ -152,7 +152,7 @@ def _spans(whole: int, size: int) -> Iterator[slice]:
 
 
 def _of_heads(part: torch.Tensor, heads: slice, count: int) -> torch.Tensor:
-    """What queries of `heads`, of `count`, attend to: each head of `part` serves as many of them in a row."""
+    """Keys or values for the query heads `heads` of `count`; each head of `part` serves consecutive query heads."""
     if part.shape[1] == count:
         return part[:, heads]
     groups = count // part.shape[1]
@@ -163,7 +163,7 @@ _PRODUCTS = (torch.bmm, torch.matmul, torch.Tensor.bmm, torch.Tensor.matmul, tor
 
 
 class Scores(torch.Tensor):
-    """The matrix that `compute()` makes; its product with values is `attend(values)`."""
+    """Lazy score matrix: `compute()` makes it when it is needed, but its product with values is `attend(values)`."""
 
     _compute: Callable[[], torch.Tensor]
     _attend: Callable[[torch.Tensor], torch.Tensor]
@@ -176,13 +176,13 @@ class Scores(torch.Tensor):
         compute: Callable[[], torch.Tensor],
         attend: Callable[[torch.Tensor], torch.Tensor],
     ) -> Scores:
-        """Scores of `shape`, in the dtype and on the device of `like`."""
+        """Return lazy scores of `shape`, with the dtype and device of `like`."""
         scores: Scores = torch.Tensor._make_wrapper_subclass(Scores, shape, dtype=like.dtype, device=like.device)
         scores._compute, scores._attend, scores._matrix = compute, attend, None
         return scores
 
     def matrix(self) -> torch.Tensor:
-        """The scores themselves, made at the first time of asking."""
+        """Return the scores, computed on first use."""
         if self._matrix is None:
             self._matrix = self._compute()
         return self._matrix
@@ -194,7 +194,7 @@ class Scores(torch.Tensor):
         kwargs = kwargs or {}
         if func in _PRODUCTS and len(args) == 2 and not kwargs and isinstance(args[0], Scores):
             scores, values = args
-            if scores._matrix is None and not isinstance(values, Scores):  # once made, they may have been changed
+            if scores._matrix is None and not isinstance(values, Scores):  # a computed matrix may have been modified
                 return scores._attend(values)
         return cls.__torch_dispatch__(func, types, args, kwargs)
 

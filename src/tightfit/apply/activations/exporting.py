@@ -1,4 +1,4 @@
-"""A network's call → ATen's operations in their order, by torch.export, on a device that computes nothing."""
+"""A network's call → ATen operations in order, by torch.export on the meta device, which computes nothing."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
-HERE = "meta"  # the device on which networks are exported, and which stands for that on which they will work
+HERE = "meta"  # device of exported networks, and placeholder for the device they will run on
 
 
 class NotExported(Exception):
-    """What is in torch.export's way, on one line."""
+    """The call cannot be exported; the message is the reason, on one line."""
 
 
 def export(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool = False
 ) -> ExportedProgram:
-    """`module(*args, **kwargs)` as torch exports it; its weights and the tensors among the arguments are on HERE.
+    """Export `module(*args, **kwargs)` by torch.export; its weights and tensor arguments are on HERE.
 
-    With `functional` no operation writes into anything: those that do are put in other words. Whoever counts bytes
-    meanwhile sees nothing: there are none. Raises NotExported.
+    With `functional`, operations that write into their arguments are replaced by ones that do not. Active torch modes
+    (that count bytes, for instance) do not see the export, which takes no memory. Raises NotExported.
     """
     with _unseen():
         exported: ExportedProgram = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
@@ -47,16 +47,16 @@ def export(
 
 
 def play(work: Callable[[], Result]) -> Result:
-    """What `work` gives, done on HERE by shapes alone: in a hundredth of the time. Raises NotExported."""
+    """Return `work()`, run by shapes alone on HERE: in a hundredth of the time. Raises NotExported."""
     with _unseen():
         return work()
 
 
 def without_weights(module: nn.Module, kind: type[nn.Module] | None = None) -> nn.Module:
-    """A copy of `module` with shapes on HERE in place of its tensors, and without anybody's hooks.
+    """Return a copy of `module` with empty tensors on HERE in place of its weights, and without hooks.
 
-    `kind` is its class, where the module has another one for the time being. Raises NotExported where weights are
-    computed anew by a hook before each pass (torch's older weight norm): without hooks they would stay as they are.
+    `kind` is its class, if the module temporarily has another one. Raises NotExported if a hook recomputes weights
+    before each call (torch's older weight norm): without hooks they would never change.
     """
     for path, part in module.named_modules():
         if any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in vars(part).values()):
@@ -70,33 +70,33 @@ def without_weights(module: nn.Module, kind: type[nn.Module] | None = None) -> n
             hooks = getattr(part, name)
             known[id(hooks)] = type(hooks)()
         known[id(part._compiled_call_impl)] = None
-    double = copy.copy(module)  # the class first: how to copy may be the disguise's affair
+    double = copy.copy(module)  # the class first: an overriding class may define its own way to copy
     object.__setattr__(double, "__class__", kind or type(module))
     return copy.deepcopy(double, known)
 
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """Nobody's modes see what is done inside; what goes wrong there is NotExported."""
+    """Hide what is done inside from active torch modes, and turn its errors into NotExported."""
     try:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
             _disable_current_modes(),
-            warnings.catch_warnings(action="ignore"),  # of its own code
+            warnings.catch_warnings(action="ignore"),  # about torch's own code
             _no_stack_traces(),
             _NumbersInCode(),
         ):
             yield
-    except Exception as error:  # torch.export's errors have no base in common
+    except Exception as error:  # torch.export's errors have no common base class
         cause = str(error).strip().splitlines() or [""]
         raise NotExported(f"{type(error).__name__}: {cause[0]:.300}") from error
 
 
 @contextlib.contextmanager
 def _no_stack_traces() -> Iterator[None]:
-    """torch does not look up which lines of code each operation comes from, which is a sixth of an export."""
-    config = torch.fx.config  # older versions of it do not look at this
+    """Keep torch from looking up the source lines of each operation, which is a sixth of an export."""
+    config = torch.fx.config  # older versions ignore this flag
     before = getattr(config, "do_not_emit_stack_traces", False)
     config.do_not_emit_stack_traces = True
     try:
@@ -110,7 +110,7 @@ def _writes(node: torch.fx.Node) -> bool:
 
 
 class _NumbersInCode(TorchFunctionMode):
-    """Lets tensors that code makes of numbers keep those: made on the CPU first, as nothing on HERE has any."""
+    """Makes tensors of Python numbers on the CPU first, so that they keep their values: those on HERE have none."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,10 +1,10 @@
-"""Feed-forward networks some tokens at a time: their inner map, several times as wide as the tokens, is never whole.
+"""Feed-forwards in chunks of tokens: their inner activation, several times as wide as the tokens, is never whole.
 
-They are found by what they are made of, and tried out on the first tokens that they are given: where two halves
-together give something else than both at once, tokens do not stand alone, and the module works as it was.
+Feed-forwards are found by their layers and tested on their first tokens: if two halves give another result than both
+together, tokens depend on each other, and the module runs unchanged.
 
-In FLUX.1's single-stream blocks the wide map is no module of its own (one projection takes it and the attention's
-answer together): there it stays whole.
+In FLUX.1's single-stream blocks, one projection takes the wide activation and the attention output together; there it
+is no module of its own and stays whole.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tightfit.measure.modules import compiled_around, find_blocks
 
 __all__ = ["chunk_feed_forwards", "find_feed_forwards", "inside_feed_forwards"]
 
-EVEN = 64  # tokens, of which chunks are multiples: kernels then mostly round as they do for all of them
-TRIAL = 8  # tokens
-TOLERANCE = 2.0**-6  # of the largest number: far above rounding in bfloat16, far below what other tokens do
+EVEN = 64  # tokens; chunks are multiples of it: kernels then mostly round as they do for all tokens
+TRIAL = 8  # tokens in the test
+TOLERANCE = 2.0**-6  # relative to the largest number: far above bfloat16 rounding, far below the effect of other tokens
 
 
 def chunk_feed_forwards(network: nn.Module, size: int, undo: ExitStack) -> None:
-    """Lets the feed-forwards in `network`'s blocks work on so few tokens at once that inner maps have `size` bytes.
+    """Run the feed-forwards in `network`'s blocks on chunks of tokens, with inner activations of at most `size` bytes.
 
-    The same numbers up to rounding. The same layers are called for some of the tokens after others, so their weights
-    should stay on the device meanwhile: `inside_feed_forwards` tells who has to wait for whom.
+    Results are equal up to rounding. The same layers are called once per chunk, so their weights should stay on the
+    device meanwhile: `inside_feed_forwards` gives these layers and the feed-forward of each.
     """
-    for module, width in dict(find_feed_forwards(network)).items():  # one may be in several blocks
+    for module, width in dict(find_feed_forwards(network)).items():  # a module may be in several blocks
         undo.callback(override_class_members(module, forward=_in_chunks(type(module).forward, width, size)))
 
 
 def find_feed_forwards(network: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """The feed-forwards in `network`'s blocks that are not compiled, each with the width of its inner maps together."""
+    """Yield the uncompiled feed-forwards in `network`'s blocks, with the total width of their inner activations."""
     if network._compiled_call_impl is not None:
         return
     compiled = compiled_around(network)
@@ -49,7 +49,7 @@ def find_feed_forwards(network: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 
 def inside_feed_forwards(network: nn.Module) -> dict[int, nn.Module]:
-    """By id, the modules inside the feed-forwards of `network`, and the feed-forward of each."""
+    """Map the id of each module inside the feed-forwards of `network` to its feed-forward."""
     return {id(part): module for module, _ in find_feed_forwards(network) for part in module.modules()}
 
 
@@ -63,12 +63,13 @@ def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _inner_width(module: nn.Module) -> int:
-    """How many numbers a token has in all inner maps of `module`; 0 where it cannot be a feed-forward.
+    """Elements per token in all inner activations of `module`; 0 if it is not a feed-forward.
 
-    One is made of linear layers and what has vectors for parameters or none (norms, activations). Each layer widens
-    the tokens, or narrows what was widened (or half of that, where the other half gates it) to what they were.
+    A feed-forward consists of linear layers and modules whose parameters are vectors or absent (norms, activations).
+    Each linear layer widens the tokens, or narrows a widened activation (or half of it, if the other half is its gate)
+    back.
     """
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # they have no forward of their own
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # these have no forward
         return 0
     linear = []
     for name, part in module.named_modules():
@@ -84,8 +85,8 @@ def _inner_width(module: nn.Module) -> int:
 
 
 def _in_chunks(forward: Callable[..., Any], width: int, size: int) -> Callable[..., Any]:
-    """`forward` (of a module, which it takes first) for at most `size` bytes of maps of `width` numbers at a time."""
-    each_alone: bool | None = None  # whether tokens stand alone; None: nobody has tried
+    """Wrap `forward` (module first) to run with at most `size` bytes of activations of `width` elements per token."""
+    each_alone: bool | None = None  # whether tokens are independent; None: not tested yet
 
     @functools.wraps(forward)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -102,17 +103,17 @@ def _in_chunks(forward: Callable[..., Any], width: int, size: int) -> Callable[.
             return work(tokens)
         if each_alone is None:
             each_alone = _stand_alone(work, tokens)
-        return _some_by_some(work, tokens, most) if each_alone else work(tokens)
+        return _run_chunks(work, tokens, most) if each_alone else work(tokens)
 
     return run
 
 
-def _some_by_some(work: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """`work` on at most `most` tokens at a time, written into one tensor as they come."""
+def _run_chunks(work: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """Run `work` on at most `most` tokens at a time, writing the results into one tensor."""
     whole: torch.Tensor | None = None
     for start in range(0, tokens.shape[-2], most):
         some = tokens[..., start : start + most, :]
-        part = work(some.contiguous())  # torch's linear layers take another way where tokens are not
+        part = work(some.contiguous())  # torch's linear layers take another code path for non-contiguous tokens
         if whole is None:
             whole = part.new_empty((*tokens.shape[:-1], part.shape[-1]))
         whole[..., start : start + most, :] = part
@@ -121,10 +122,10 @@ def _some_by_some(work: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Te
 
 
 def _stand_alone(work: Callable[[torch.Tensor], Any], tokens: torch.Tensor) -> bool:
-    """Whether the first tokens give the same in two halves as together."""
+    """Whether the first tokens give the same result in two halves as together."""
     some = tokens[..., :TRIAL, :].contiguous()
     together = work(some)
     if not isinstance(together, torch.Tensor) or together.shape[:-1] != some.shape[:-1]:
         return False
-    apart = _some_by_some(work, some, -(-some.shape[-2] // 2))
+    apart = _run_chunks(work, some, -(-some.shape[-2] // 2))
     return agree(apart, together, TOLERANCE)

@@ -1,9 +1,9 @@
-"""A batch denoised a few items at a time: the maps of those few, whatever the batch.
+"""A batch denoised a few items at a time, so that only their activations exist at once.
 
-What goes along with the batch is found by its first dimension, in whatever lists and dicts it is passed: as many rows
-as items, or as frames of all items (AnimateDiff's prompts). Tables of positions are the same for all items; they are
-known by their names, because they may have as many rows by chance. Where items are not alike to the network (what an
-attention processor of somebody else's does with them, say), the batch stays whole, and that is told.
+Arguments belong to items if their first dimension, in whatever nesting of lists and dicts, counts items, or frames of
+all items (AnimateDiff's prompts). Position tables are the same for all items; they are recognized by name, because they
+may have as many rows by chance. Where a network may mix items (with a custom attention processor, say), the batch stays
+whole, and this is reported.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from tightfit.measure.modules import compiled_around, find_blocks
 
 __all__ = ["Batch", "chunk_blocks", "find_batch", "in_chunks", "why_whole"]
 
-TABLES = re.compile(r"img_ids|txt_ids|rotary|rope|freqs|indices")  # of positions, where they have 1 or 2 dimensions
-AXES = 4  # of a position, at most: (positions, 3) is a table, (items, tokens) is none
+TABLES = re.compile(r"img_ids|txt_ids|rotary|rope|freqs|indices")  # names of position tables, of 1 or 2 dimensions
+AXES = 4  # most axes of a position: (positions, 3) is a table, (items, tokens) is not
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one call of a network is given: `count` items, of `frames` frames each where it is a video."""
+    """The batch of one network call: `count` items, of `frames` frames each for a video."""
 
-    first: torch.Tensor  # its first argument: (items, …)
-    names: tuple[str, ...]  # of positional arguments
+    first: torch.Tensor  # first argument of the call: (items, …)
+    names: tuple[str, ...]  # names of the positional arguments
     count: int
     frames: int
 
     def place(self, name: str, value: torch.Tensor) -> tuple[int, int] | None:
-        """Along which dimension of the argument `name` the items lie, and how many rows each has there.
+        """Return the dimension of the argument `name` that holds the items, and the rows per item in it.
 
-        None: it is the same for all of them.
+        None: the argument is the same for all items.
         """
         if value.ndim == 0 or _is_table(name, value):
             return None
@@ -57,7 +57,7 @@ class Batch:
         return None
 
     def map(self, act: Act, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """`args` and `kwargs` with `act` done to what goes along with the items, given where they lie in it."""
+        """Return `args` and `kwargs` with `act(value, dim, rows)` applied to each argument of the items (`place`)."""
         names = (*self.names, *map(str, range(len(self.names), len(args))))
         return (
             [self._map(act, name, value) for name, value in zip(names, args, strict=True)],
@@ -85,7 +85,7 @@ Act = Callable[[Any, int, int], Any]
 
 
 def find_batch(network: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Batch | None:
-    """The batch that `network` is called with: that of its first argument, a tensor of three dimensions or more."""
+    """Return the batch of a call of `network`; None if its first argument is no tensor of three or more dimensions."""
     names = tuple(inspect.signature(type(network).forward).parameters)[1:]
     first = args[0] if args else kwargs.get(names[0] if names else "")
     if not isinstance(first, torch.Tensor) or first.ndim < 3:
@@ -93,8 +93,8 @@ def find_batch(network: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
     return Batch(first, names[: len(args)], len(first), first.shape[2] if first.ndim == 5 else 1)
 
 
-def why_whole(network: nn.Module, batch: Batch, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """Why items of `batch` cannot be told apart in this call of `network`; None: they can."""
+def why_not_split(network: nn.Module, batch: Batch, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Return the reason why `batch` cannot be split into items in this call of `network`; None: it can."""
     return _why_unknown(batch, args, kwargs) or _why_coupled(network)
 
 
@@ -120,7 +120,7 @@ def _why_coupled(network: nn.Module) -> str | None:
 
 
 def _processor_of(module: nn.Module) -> Any:
-    """`module.processor`, if it has one; most have none, and nn.Module takes long to say so."""
+    """`module.processor` or None; checked first, because nn.Module's lookup of a missing attribute is slow."""
     if "processor" in vars(module) or "processor" in module._modules or hasattr(type(module), "processor"):
         return getattr(module, "processor", None)
     return None
@@ -129,10 +129,10 @@ def _processor_of(module: nn.Module) -> Any:
 def in_chunks(
     forward: Callable[..., Any], size: int | None, told: Callable[[str], object] = lambda what: None
 ) -> Callable[..., Any]:
-    """`forward` of a network (which it takes first), at most `size` items of the batch at a time; None: half of it.
+    """Wrap `forward` (network first) to run on at most `size` items of the batch at a time; None: on half of it.
 
-    Gives what `forward` gives (tensors, tuples, diffusers' outputs), each tensor written into one of the whole batch
-    as it comes. `told` is given a sentence where a batch stays whole.
+    Returns what `forward` returns (tensors, tuples, diffusers' outputs); each tensor is written into one of the whole
+    batch. `told` is called with a sentence where a batch stays whole.
     """
 
     @functools.wraps(forward)
@@ -141,11 +141,11 @@ def in_chunks(
         most = _most(batch, size)
         if batch is None or batch.count <= most:
             return forward(network, *args, **kwargs)
-        reason = why_whole(network, batch, args, kwargs)
+        reason = why_not_split(network, batch, args, kwargs)
         if reason is not None:
             told(_whole(batch, reason))
             return forward(network, *args, **kwargs)
-        return _some_by_some(functools.partial(forward, network), batch, most, args, kwargs)
+        return _run_chunks(functools.partial(forward, network), batch, most, args, kwargs)
 
     return run
 
@@ -153,14 +153,14 @@ def in_chunks(
 def chunk_blocks(
     network: nn.Module, size: int | None, undo: ExitStack, told: Callable[[str], object] = lambda what: None
 ) -> None:
-    """Lets each block of `network` work on at most `size` items of the batch at a time; None: on half of it.
+    """Run each block of `network` on at most `size` items of the batch at a time; None: on half of it.
 
-    All items pass a block before the next one begins: its weights come once, as many as there may be, and what goes
-    from block to block is there for all of them. What is compiled stays as it is.
+    All items pass through a block before the next one begins: its weights are loaded once, whatever the number of
+    items, and the activations between blocks are those of all items. Compiled modules are left unchanged.
     """
     if network._compiled_call_impl is not None:
         return
-    items = 0  # of the batch that the network works on; 0: it stays whole
+    items = 0  # in the batch of the current call; 0: it is not split
 
     def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal items
@@ -168,7 +168,7 @@ def chunk_blocks(
         if batch is None or batch.count <= _most(batch, size):
             items = 0
             return
-        reason = why_whole(network, batch, args, kwargs)
+        reason = why_not_split(network, batch, args, kwargs)
         items = 0 if reason else batch.count
         if reason:
             told(_whole(batch, reason))
@@ -182,7 +182,7 @@ def chunk_blocks(
             batch = replace(given, count=items, frames=given.count // items)
             if _why_unknown(batch, args, kwargs):
                 return forward(block, *args, **kwargs)
-            return _some_by_some(functools.partial(forward, block), batch, _most(batch, size), args, kwargs)
+            return _run_chunks(functools.partial(forward, block), batch, _most(batch, size), args, kwargs)
 
         return run
 
@@ -193,7 +193,7 @@ def chunk_blocks(
             undo.callback(override_class_members(block, forward=in_turn(type(block).forward)))
 
 
-def _some_by_some(
+def _run_chunks(
     forward: Callable[..., Any], batch: Batch, size: int, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     whole = None
@@ -205,7 +205,7 @@ def _some_by_some(
 
 
 def _most(batch: Batch | None, size: int | None) -> int:
-    """How many items may work at a time."""
+    """Maximum number of items at a time."""
     return size or (-(-batch.count // 2) if batch else 1)
 
 
@@ -214,7 +214,7 @@ def _whole(batch: Batch, reason: str) -> str:
 
 
 def _is_table(name: str, value: torch.Tensor) -> bool:
-    """Whether it holds a position, or what was made of it, in each row."""
+    """Whether each row holds a position, or values computed from one."""
     of_positions = value.ndim == 2 and name.endswith("position_ids") and value.shape[1] <= AXES
     return of_positions or (value.ndim <= 2 and TABLES.search(name) is not None)
 
@@ -225,7 +225,7 @@ def _cut(items: range, value: Any, dim: int, rows: int) -> Any:
 
 
 def _with(whole: Any, part: Any, items: range, count: int) -> Any:
-    """The output `whole` of all `count` items, with `part` written where `items` are; made if there is none yet."""
+    """Write `part`, the output of `items`, into `whole`, that of all `count` items (None: allocate it); return it."""
 
     def room(made: list[torch.Tensor]) -> torch.Tensor:
         (tensor,) = made
@@ -244,7 +244,7 @@ def _with(whole: Any, part: Any, items: range, count: int) -> Any:
 
 
 def _laid_out_as(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Memory for `rows` rows, laid out as `tensor` is: what works on it next gives the same bits."""
+    """Allocate `rows` rows with `tensor`'s order of strides, so that the next kernel gives the same bits."""
     before, sizes = tensor.stride(), (rows, *tensor.shape[1:])
     strides, step = [0] * tensor.ndim, 1
     for dim in sorted(range(tensor.ndim), key=lambda dim: (before[dim], -dim)):
@@ -253,6 +253,6 @@ def _laid_out_as(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _of_numbers(value: Any) -> bool:
-    """Whether it is a list or tuple of numbers, or of such."""
-    layers = tree_leaves(value)
-    return isinstance(value, list | tuple) and all(isinstance(layer, int | float) for layer in layers)
+    """Whether it is a list or tuple of numbers, possibly nested."""
+    leaves = tree_leaves(value)
+    return isinstance(value, list | tuple) and all(isinstance(leaf, int | float) for leaf in leaves)

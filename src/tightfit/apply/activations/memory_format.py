@@ -1,4 +1,4 @@
-"""Memory formats: convolution weights with channels last, which many convolution kernels want."""
+"""Memory formats: convolution weights in channels-last order, which many convolution kernels prefer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def channels_last(module: nn.Module) -> Callable[[], None]:
-    """Lays every convolution kernel of `module` out with channels last; returns how to restore each as it was.
+    """Convert every convolution kernel of `module` (4 or 5 dimensions) to channels last; return a function to undo it.
 
-    Also where another parameter took its place in the meantime (one that was read from a file, say).
+    The undo restores the original strides, also where another parameter has replaced the first one meanwhile (one read
+    from a file, say).
     """
     before: list[tuple[nn.Module, str, torch.Size, tuple[int, ...]]] = []
     for owner in module.modules():

@@ -1,9 +1,9 @@
-"""Operations of ATen and their arguments in words: all of a network's work that may be written to a file, and read.
+"""ATen operations and their arguments as JSON: everything of a network that may be written to a file and read back.
 
-Arguments are plain JSON; what JSON has no word for is a mapping of one key: `{"value": 3}` (a tensor, by its number),
-`{"dtype": "float16"}`, `{"device": "here"}` (where the network works), `{"number": "-inf"}`.
-Whatever a file says, nothing but operations of ATen on tensors can come of it: torch's own reader of exported
-programs looks any function of torch up by its name, `torch.os.system` too, and evaluates expressions.
+Arguments are plain JSON; values without a JSON form are objects with one key: `{"value": 3}` (a tensor, by its number),
+`{"dtype": "float16"}`, `{"device": "here"}` (the device the network runs on), `{"number": "-inf"}`. Whatever a file
+contains, only ATen operations on tensors can result from it: torch's own reader of exported programs looks up any
+function of torch by its name, even `torch.os.system`, and evaluates expressions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMED: Mapping[str, type] = {
 
 @functools.cache
 def find_operation(name: str) -> torch._ops.OpOverload:
-    """The operation that torch knows as `name`, e.g. "aten.linear.default"; ModelError for anything else."""
+    """Return torch's operation `name`, e.g. "aten.linear.default"; ModelError for anything else and for file access."""
     space, _, rest = name.partition(".")
     word, _, overload = rest.partition(".")
     found = getattr(getattr(torch.ops.aten, word, None), overload, None) if space == "aten" else None
@@ -40,9 +40,9 @@ def find_operation(name: str) -> torch._ops.OpOverload:
 
 
 def written_argument(value: Any, number: Callable[[Any], int | None]) -> Any:
-    """`value`, an argument of an operation, as JSON. `number` knows what stands for a tensor by its number.
+    """Return `value`, an argument of an operation, as JSON. `number` maps the placeholder of a tensor to its number.
 
-    ModelError for what has no word.
+    `number` returns None for anything else. ModelError for values without a JSON form.
     """
     if (known := number(value)) is not None:
         return {"value": known}
@@ -62,9 +62,9 @@ def written_argument(value: Any, number: Callable[[Any], int | None]) -> Any:
 
 
 def read_argument(value: Any, made: Callable[[int], Any], here: Any) -> Any:
-    """The argument that `value`, JSON, stands for: with what is `made` of a tensor's number, and `here` for the place.
+    """Return the argument that the JSON `value` encodes, with `made(number)` for tensors and `here` for the device.
 
-    ModelError for what stands for nothing.
+    ModelError for an unknown object.
     """
     if isinstance(value, list):
         return [read_argument(item, made, here) for item in value]

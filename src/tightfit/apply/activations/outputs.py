@@ -1,4 +1,4 @@
-"""What autoencoder methods return, taken apart and put together: plain tensors, tuples, diffusers' outputs."""
+"""Outputs of autoencoder methods → their tensors, and back: plain tensors, tuples, diffusers' outputs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["combine", "take_apart"]
 
 
 def combine(outputs: Sequence[Any], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
-    """One output made of several of the same kind, their tensors joined by `join`.
+    """Return one output made of several of the same kind; `join` makes each tensor from theirs.
 
-    Knows tensors, tuples, diffusers' output classes and Gaussian latents; anything else raises TypeError.
+    Takes tensors, tuples, lists, diffusers' output classes and Gaussian latents; TypeError for anything else.
     """
     apart = [take_apart(output) for output in outputs]
     tensors = zip(*(parts for parts, _ in apart), strict=True)
@@ -23,9 +23,9 @@ def combine(outputs: Sequence[Any], join: Callable[[list[torch.Tensor]], torch.T
 
 
 def take_apart(output: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
-    """The tensors in `output`, and how to make an output of its kind from as many others.
+    """Return the tensors in `output`, and a function that makes an output of the same kind from as many other tensors.
 
-    Knows tensors, tuples, diffusers' output classes and Gaussian latents; anything else raises TypeError.
+    Takes tensors, tuples, lists, diffusers' output classes and Gaussian latents; TypeError for anything else.
     """
     match output:
         case None:

@@ -1,14 +1,14 @@
-"""The two functions in which attention ends, replaced for as long as any component works.
+"""Patches of the two functions that compute attention, in place while any component runs.
 
 They are torch's `scaled_dot_product_attention`, and `get_attention_scores` of diffusers' two attention classes, which
-the older processors call (plain, sliced and IP-Adapter ones without "2_0" in their names). Nothing is set on any
-module: a call asks who works in its own thread, and goes where it would have gone if nobody does.
+the older processors call (plain, sliced and IP-Adapter ones without "2_0" in their names). No module is changed: a call
+goes to the component that runs in its own thread, or to the original function if there is none.
 
-Two other ways were weighed. A function mode of torch replaces nothing, but takes 2 µs from each of the thousands of
-operations of a step. Setting processors leaves out what has none (autoencoders, text encoders) and a user's own.
+Two alternatives were rejected. A torch function mode patches nothing, but takes 2 µs from each of the thousands of
+operations of a step. Setting processors misses modules without one (autoencoders, text encoders) and a user's own.
 
-Compiled blocks notice the replacement and are compiled for it once. What they call then is an operation of its own,
-which asks when it runs, so that graphs stay whole. Older processors make their scores where they are compiled.
+Compiled blocks detect the patch and are recompiled for it once. They then call a custom operator, which looks up the
+component at run time, so that graphs stay whole. Older processors in compiled code compute their scores as usual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["AttentionHandler", "Settings", "attend_by_torch", "attenders", "atte
 
 
 class Settings(NamedTuple):
-    """What `scaled_dot_product_attention` takes beside queries, keys and values, in its order."""
+    """Arguments of `scaled_dot_product_attention` after query, key and value, in its order."""
 
     mask: torch.Tensor | None = None
     dropout: float = 0.0
@@ -41,20 +41,20 @@ class Settings(NamedTuple):
 
 
 class AttentionHandler(Protocol):
-    """Whoever takes the calls of a component that works."""
+    """Takes the attention calls of a running component."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings
     ) -> torch.Tensor: ...
 
     def spares_scores(self, query: torch.Tensor, key: torch.Tensor) -> bool:
-        """Whether to do without the scores of `query` and `key`, of shape (items × heads, positions, width)."""
+        """Whether to avoid the scores of `query` and `key`, of shape (items × heads, positions, width)."""
         ...
 
 
 @contextlib.contextmanager
-def attending(who: AttentionHandler) -> Iterator[None]:
-    """Calls of this thread go to `who`. Components may work inside each other: the innermost takes them."""
+def use_handler(who: AttentionHandler) -> Iterator[None]:
+    """Route this thread's attention calls to `who`. Components may be nested: the innermost takes the calls."""
     stack = _stack()
     stack.append(who)
     try:
@@ -66,43 +66,43 @@ def attending(who: AttentionHandler) -> Iterator[None]:
         _replacement.settle()
 
 
-def attenders() -> tuple[AttentionHandler, ...]:
-    """Who takes this thread's calls, the innermost last."""
+def current_handlers() -> tuple[AttentionHandler, ...]:
+    """Return the handlers of this thread's attention calls, the innermost last."""
     return tuple(_stack())
 
 
-def only_attend(who: Sequence[AttentionHandler]) -> None:
-    """None but `who` take this thread's calls, even where an interruption kept others from saying that they end."""
+def set_handlers(who: Sequence[AttentionHandler]) -> None:
+    """Leave only `who` as this thread's handlers, even if an interruption kept others from being removed."""
     _stack()[:] = who
     _replacement.settle()
 
 
 def attend_by_torch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Attention by the function that stood there before."""
+    """Return attention computed by the function that was there before the patch."""
     mask, dropout, causal, scale, grouped = settings
     return _replacement.before(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
 
 
 class _Replacement:
-    """The functions are replaced as long as any component works, in whatever thread."""
+    """Patches the functions while any component runs, in whatever thread."""
 
     def __init__(self) -> None:
         self.before: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
-        self.stacks: dict[int, list[AttentionHandler]] = {}  # of each thread, who takes its calls
+        self.stacks: dict[int, list[AttentionHandler]] = {}  # attention handlers by thread id
         self._lock = threading.Lock()
         self._changed: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # owner, name, old, new
 
     def settle(self) -> None:
         with self._lock:
-            working = any(list(self.stacks.values()))  # others may begin meanwhile
+            working = any(list(self.stacks.values()))  # other threads may add handlers meanwhile
             if working and not self._changed:
-                self.before = F.scaled_dot_product_attention  # torch's, or what somebody else has put there
+                self.before = F.scaled_dot_product_attention  # torch's own, or another library's patch
                 self._replace(F, "scaled_dot_product_attention", _attention)
                 for owner in (Attention, AttentionModuleMixin):
                     self._replace(owner, "get_attention_scores", _sparing(owner.get_attention_scores))
-            elif not working:  # which may be done again, where an interruption comes in between
+            elif not working:  # safe to repeat after an interruption
                 for owner, name, old, new in self._changed:
-                    if vars(owner)[name] is new:  # else somebody else has replaced it since
+                    if vars(owner)[name] is new:  # otherwise another library has patched it since
                         setattr(owner, name, old)
                 self._changed.clear()
 
@@ -115,7 +115,7 @@ _replacement = _Replacement()
 
 
 def _stack() -> list[AttentionHandler]:
-    """Those that take the calls of this thread; the innermost is the last."""
+    """This thread's attention handlers, the innermost last."""
     return _replacement.stacks.setdefault(threading.get_ident(), [])
 
 
@@ -129,15 +129,15 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """What stands in the place of `scaled_dot_product_attention`."""
+    """Replacement of `scaled_dot_product_attention`."""
     parts, settings = (query, key, value), Settings(attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if torch.compiler.is_compiling():
-        # is_exporting() itself is true of all that torch 2.11 compiles (torch/_dynamo/variables/torch.py)
+        # is_exporting() itself is true for everything that torch 2.11 compiles (torch/_dynamo/variables/torch.py)
         if torch.compiler._is_exporting_flag or _learns(*parts, attn_mask):
             return attend_by_torch(*parts, settings)
         compiled: torch.Tensor = _compiled_attention(*parts, *settings)
         return compiled
-    if has_torch_function(parts):  # of a subclass, or of a mode that looks for this function
+    if has_torch_function(parts):  # a tensor subclass, or a function mode that looks for this function
         result: torch.Tensor = handle_torch_function(_attention, parts, *parts, *settings)  # type: ignore[arg-type]
         return result
     return _route(*parts, settings)
@@ -161,7 +161,7 @@ def _compiled_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Attention as compiled graphs call it; its result is contiguous, whoever computes it."""
+    """Attention as compiled graphs call it; the result is contiguous, whichever implementation computes it."""
     settings = Settings(attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return _route(query, key, value, settings).contiguous()
 
@@ -172,7 +172,7 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *settings: An
 
 
 def _sparing(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """What stands in the place of `get_attention_scores`."""
+    """Return the replacement of `get_attention_scores`."""
 
     @functools.wraps(original)
     def get_attention_scores(
@@ -184,7 +184,7 @@ def _sparing(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
         def attend(value: torch.Tensor) -> torch.Tensor:
             dtype = torch.float32 if attn.upcast_attention else query.dtype
-            queries, keys, values = (part.to(dtype)[None] for part in (query, key, value))  # heads of one item
+            queries, keys, values = (part.to(dtype)[None] for part in (query, key, value))  # as the heads of one item
             mask = None if attention_mask is None else attention_mask.to(dtype)[None]
             return stack[-1].attend(queries, keys, values, Settings(mask, scale=attn.scale))[0].to(value.dtype)
 
@@ -195,7 +195,7 @@ def _sparing(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _is_for_torch(*tensors: torch.Tensor | None) -> bool:
-    """What only torch does: nested tensors, shapes alone, autocasting, gradients."""
+    """Whether only torch can compute it: nested tensors, meta tensors, autocast, gradients."""
     query = tensors[0]
     assert query is not None
     unusual = query.is_nested or query.is_meta

@@ -1,9 +1,9 @@
-"""Networks that are exported once and run from then on without their Python code.
+"""Networks that are exported once and from then on run without their Python code.
 
-Exporting (`torch.export`) follows one call of the network on torch's "meta" device, which computes nothing; what is
-left are ATen's operations in their order, for shapes and settings as they were in that call. They are done on the
-live network's weights, looked up anew for each operation: so weights may be away, stored in eight bits or moved, and
-the numbers are those of the network's own code. What was exported on one device runs on any other.
+Exporting (`torch.export`) follows one call of the network on torch's "meta" device, which computes nothing; the result
+is a list of ATen operations for the shapes and settings of that call. They run on the live network's weights, looked up
+anew for each operation: weights may be offloaded, stored in eight bits or moved, and the numbers are those of the
+network's own code. What was exported on one device runs on any other.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["find_denoiser", "first_call", "trace_denoiser", "trace_module"]
 
 
 def trace_denoiser(pipe: Any, call: Mapping[str, Any], name: str | None = None) -> ExportedFile:
-    """Exports the denoiser of `pipe` for the shapes and settings that it is given first in `pipe(**call)`.
+    """Export the denoiser of `pipe` for the shapes and settings of its first call in `pipe(**call)`.
 
-    The call is broken off there (a generator among its arguments has been used by then). `name` says which network is
-    meant where there are several. `pipe` may also be a module; then `call` holds its own arguments.
+    The pipeline's call is stopped there (a generator among its arguments has been used by then). `name` selects the
+    network if there are several. `pipe` may also be a module; then `call` holds its own arguments.
 
-    Raises ModelError, naming the operation or the module, for what cannot be exported, AlreadyFitted where the
-    denoiser follows a plan, PlanError for an unknown name.
+    Raises ModelError, naming the operation or the module, for what cannot be exported, AlreadyFitted if the denoiser
+    follows a plan, PlanError for an unknown name.
     """
     if isinstance(pipe, nn.Module):
         return trace_module(pipe, **call)
@@ -47,7 +47,10 @@ def trace_denoiser(pipe: Any, call: Mapping[str, Any], name: str | None = None) 
 
 
 def find_denoiser(pipe: Any, name: str | None = None) -> nn.Module:
-    """The network `name` of `pipe`; without a name its denoiser, of several the transformer or U-Net."""
+    """Return the network `name` of `pipe`; without a name its denoiser, of several the transformer or U-Net.
+
+    PlanError for an unknown name, or if there is not exactly one denoiser.
+    """
     components = find_components(pipe)
     if name is not None and name not in components:
         raise PlanError(unknown_name("component", name, components), name=name)
@@ -61,11 +64,14 @@ def find_denoiser(pipe: Any, name: str | None = None) -> nn.Module:
 
 
 class _Called(BaseException):
-    """The denoiser was called: nothing more is wanted. No `except Exception` on the way may stop it."""
+    """Stops a call at its denoiser. A BaseException, so that no `except Exception` on the way catches it."""
 
 
 def first_call(module: nn.Module, work: Callable[[], object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What `module` is given when `work` calls it first, by position and by name. Then the work is broken off."""
+    """Run `work` until it first calls `module`; return that call's positional and keyword arguments.
+
+    ModelError if `work` ends without calling it.
+    """
     given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -83,7 +89,7 @@ def first_call(module: nn.Module, work: Callable[[], object]) -> tuple[tuple[Any
 
 
 def trace_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> ExportedFile:
-    """Exports `module` for calls with arguments like these; of tensors, shapes and dtypes count."""
+    """Export `module` for calls with arguments like these; of tensors, only shapes and dtypes count."""
     check_plain(module)
     _check_weights(module)
     kind = type(module).__name__
@@ -103,7 +109,7 @@ def trace_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> ExportedFil
 
 
 def _table(kind: str, name: str, constant: torch.Tensor) -> torch.Tensor:
-    """A tensor that is part of `kind`'s code, as it is kept."""
+    """Return a constant tensor of `kind`'s code as it is stored; ModelError if it has no values."""
     if constant.is_meta:
         raise ModelError(f"{kind} makes a table, {name}, of numbers of its own: it cannot be exported", name=kind)
     return constant.detach().clone(memory_format=torch.contiguous_format)
@@ -118,7 +124,7 @@ def _exported(kind: str, module: nn.Module, arguments: dict[str, Any]) -> Export
 
 
 def _check_weights(module: nn.Module) -> None:
-    """ModelError where a weight is more than numbers, which other operations would be exported for."""
+    """Raise ModelError for weights of tensor subclasses, for which other operations would be exported."""
     for tensor in weight_tensors(module):
         plain = tensor.detach()
         if type(plain) is not torch.Tensor:
@@ -127,7 +133,7 @@ def _check_weights(module: nn.Module) -> None:
 
 
 def _returns(kind: str, spec: TreeSpec) -> str:
-    """Whether `kind` returns a tensor or a tuple of tensors."""
+    """Return "tensor" or "tuple" (of tensors), as `kind` does; ModelError for other outputs."""
     shape = tree_unflatten([0] * spec.num_leaves, spec)
     if shape == 0:
         return "tensor"

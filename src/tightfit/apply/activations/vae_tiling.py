@@ -1,4 +1,4 @@
-"""An autoencoder's encode and decode by strips, blended tiles or slices of the batch, as a plan says."""
+"""An autoencoder's encode and decode in strips, in blended tiles or one item at a time, as a plan says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tightfit.apply.activations.outputs import combine, take_apart
-from tightfit.apply.activations.strips.executor import NotAlone, StripExecutor
+from tightfit.apply.activations.strips.executor import NeedsWholeBatch, StripExecutor
 from tightfit.devices.device import Device
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.plan import VaePlan
@@ -22,10 +22,10 @@ __all__ = ["cut_up", "pixels_per_latent", "sliced", "tile_starts", "tiled"]
 
 
 def sliced(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` (an autoencoder's `encode` or `decode`), run item by item over its first dimension.
+    """Wrap `method` (an autoencoder's `encode` or `decode`) to run on one item of its first dimension at a time.
 
-    Where that holds the frames of clips, which belong together (their number is told as `num_frames`), all at once;
-    so too what gives one number for all items, a loss for instance, which is seen at the first.
+    It runs whole if that dimension holds the frames of clips, which belong together (`num_frames` is given), or if it
+    returns a scalar for all items, such as a loss; this is seen at the first item.
     """
 
     def run(whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -52,10 +52,10 @@ def sliced(method: Callable[..., Any]) -> Callable[..., Any]:
 def tiled(
     method: Callable[..., Any], tile: int, overlap: float, granule: int, report: Callable[[], None] = lambda: None
 ) -> Callable[..., Any]:
-    """`method` over tiles of `tile` positions of its input (..., height, width), neighbours sharing `overlap` of one.
+    """Wrap `method` to run on tiles of `tile` positions of its input (..., height, width), then blend the outputs.
 
-    Sound, of three dimensions, is done whole. Tiles begin at multiples of `granule`, so that what they become begins at
-    whole positions too. `report` is told when there is more than one tile.
+    Neighbouring tiles share the fraction `overlap`. Tiles begin at multiples of `granule`, so that their outputs begin
+    at whole positions. Audio (three dimensions) runs whole. `report` is called if there is more than one tile.
     """
 
     def run(whole: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ def tiled(
 
 
 def tile_starts(length: int, tile: int, overlap: float, granule: int) -> list[int]:
-    """Where tiles of `tile` positions begin so that they cover `length`; the last one ends with it."""
+    """Return the start positions of tiles of `tile` positions that cover `length`; the last tile ends there."""
     if length <= tile:
         return [0]
     stride = max(granule, int(tile * (1 - overlap)) // granule * granule)
@@ -84,7 +84,7 @@ def tile_starts(length: int, tile: int, overlap: float, granule: int) -> list[in
 def _blend(
     tiles: list[torch.Tensor], corners: list[tuple[int, int]], tile_height: int, size: tuple[int, int]
 ) -> torch.Tensor:
-    """The whole map from `tiles` whose inputs began at `corners` of a map of `size`."""
+    """Blend `tiles`, whose inputs began at `corners` of an input of `size`, into the whole output."""
     grown = tiles[0].shape[-2] / tile_height  # output positions per input position
 
     def out(position: int) -> int:
@@ -103,7 +103,7 @@ def _blend(
 
 
 def _ramp(length: int, device: torch.device) -> torch.Tensor:
-    """Weights that rise from the edges of a tile to its middle, never zero."""
+    """Blending weights that rise from the edges of a tile to its middle; never zero."""
     distance = torch.arange(1, length + 1, dtype=torch.float32, device=device)
     return torch.minimum(distance, distance.flip(0))
 
@@ -111,18 +111,18 @@ def _ramp(length: int, device: torch.device) -> torch.Tensor:
 Method = Callable[..., Any]
 
 
-def cut_up(
+def wrap_vae_methods(
     original: type[nn.Module], plan: VaePlan, device: Device, recorder: Recorder, undo: ExitStack
 ) -> dict[str, Method]:
-    """The methods "encode" and "decode" of the class `original`, following `plan`; `undo` gives up what they hold.
+    """Return the methods "encode" and "decode" of the class `original`, following `plan`; `undo` frees what they hold.
 
-    In strips where that is asked for and possible; otherwise in tiles, where those are allowed; otherwise whole.
+    They run in strips if that is planned and possible; otherwise in tiles if these are allowed; otherwise whole.
     """
     strips = None
     if plan.strips is not None:
         strips = StripExecutor(original, plan.strips, plan.feature_maps, device, recorder)
         undo.callback(strips.close)
-    methods = [method for method in ("encode", "decode") if hasattr(original, method)]  # some only decode
+    methods = [method for method in ("encode", "decode") if hasattr(original, method)]  # some classes only decode
     return {method: _cut(getattr(original, method), method, plan, strips, recorder) for method in methods}
 
 
@@ -143,14 +143,14 @@ def _cut(plain: Method, method: str, plan: VaePlan, strips: StripExecutor | None
             return (sliced(bound) if plan.slicing else bound)(*args, **kwargs)
         try:
             return sliced(strips.bound(self, method, bound, alone=len(args[0]) == 1))(*args, **kwargs)
-        except NotAlone:
+        except NeedsWholeBatch:
             return strips.bound(self, method, bound)(*args, **kwargs)
 
     return functools.wraps(plain)(run)
 
 
 def pixels_per_latent(autoencoder: Any) -> int:
-    """How many pixels, one way, become one latent position."""
+    """Return the number of pixels per latent position along one dimension."""
     ratio = getattr(autoencoder, "spatial_compression_ratio", None)
     if isinstance(ratio, int):
         return ratio
@@ -159,5 +159,5 @@ def pixels_per_latent(autoencoder: Any) -> int:
         if isinstance(config.get(name), int):
             return int(config[name])
     channels = config.get("block_out_channels") or config.get("encoder_block_out_channels") or (0,)
-    patch = config.get("patch_size") or 1  # a pair (FLUX.2's) is what the pipeline packs, outside of the network
+    patch = config.get("patch_size") or 1  # a pair (FLUX.2's) is for packing by the pipeline, outside the network
     return int(2 ** (len(channels) - 1) * (patch if isinstance(patch, int) else 1))

@@ -1,1 +1,1 @@
-"""Where weights live while a pipeline runs, and in what form. Masters are never written and never copied back."""
+"""Where weights are kept, in which dtype, and how they are loaded and evicted. Eviction copies only changes back."""

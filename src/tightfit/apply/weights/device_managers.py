@@ -1,4 +1,4 @@
-"""Each device's weights: the Residency of the device on which a component computes."""
+"""The offload manager of each device on which components run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DeviceOffloadManagers"]
 
 
 class DeviceOffloadManagers:
-    """Where the components of a pipeline that follows `plan` are, on each of `devices` by name."""
+    """An OffloadManager for each of `devices`, by name, and for the components that run on it by `plan`."""
 
     def __init__(
         self,
@@ -36,29 +36,29 @@ class DeviceOffloadManagers:
                 manager.expect(steps, [each for each in passes if plan.device_of(each[0]) == name], unused, early)
 
     def of(self, name: str) -> OffloadManager:
-        """That of the component `name`."""
+        """Return the manager of the component `name`."""
         return self._all[self._plan.device_of(name)]
 
     def begin(self, steps: int | None) -> None:
-        """A call begins that asks for `steps` steps (None: the usual number)."""
+        """Begin a call with `steps` steps (None: the default number)."""
         for each in self._all.values():
             each.begin(steps)
 
     def end(self) -> int:
-        """The call has come to its end; returns how many bytes of RAM the process held, where those are too many."""
+        """End the call; return the bytes of RAM that the process held, if above the limit, else 0."""
         return max(each.end() for each in self._all.values())
 
     def settled(self) -> None:
-        """Everything is where it belongs: what would have led back from the moves is let go."""
+        """Discard the original tensors, kept to undo the moves: all weights are placed."""
         for each in self._all.values():
-            each.settled()
+            each.discard_originals()
 
     def rest(self) -> None:
-        """What is small goes, so that at the next call the modules are looked through for new weights."""
+        """Evict small tensors, so that the next call searches the modules for new weights."""
         for each in self._all.values():
-            each.rest()
+            each.evict_small()
 
     def clear(self) -> None:
-        """Everything that came goes."""
+        """Evict everything that was loaded."""
         for each in self._all.values():
             each.clear()

@@ -1,4 +1,4 @@
-"""Device memory for one component's weights: places for what stays, and the ring for what passes through."""
+"""Device memory for one component's weights: regions for resident groups, and the ring buffer for streamed ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tightfit.plan.prefetch import ALIGNMENT, Lease, Ring
 
 __all__ = ["DeviceWeightPool"]
 
-PLACES = 32  # in the ring for which a group's parameters are kept: pass after pass they soon are the same few
+PLACES = 32  # offsets in the ring for which a group's parameters are kept: after some calls, the same few recur
 
 
 class DeviceWeightPool:
-    """Taken for a while, in few large pieces, and counted: a place for each that `resident`, and a ring."""
+    """Memory in few large chunks, reported to `recorder`: for groups named in `resident`, and a `ring` in bytes."""
 
     def __init__(
         self, groups: Sequence[WeightGroup], resident: Collection[str], ring: int, device: Device, recorder: Recorder
@@ -28,33 +28,33 @@ class DeviceWeightPool:
         self._resident = [group for group in groups if group.name in resident]
         self._passing = [group for group in groups if group.name not in resident]
         self._planned = self._ring_size = ring
-        self._made_for = _size(self._passing)  # bytes
+        self._made_for = _size(self._passing)  # bytes of streamed groups that the ring was planned for
         self._lent: list[WeightGroup] = []
-        self.resident = set(self._resident)  # those that have a place, or will have one
+        self.resident = set(self._resident)  # groups that have a region of their own, or will have one
         self._forget()
 
     def _forget(self) -> None:
-        self._expected: list[list[WeightGroup]] = []  # what stays, by the pieces that are not taken yet
+        self._expected: list[list[WeightGroup]] = []  # resident groups, in chunks not allocated yet
         self._chunks: list[tuple[torch.Tensor, list[WeightGroup]]] = []
         self._places: dict[WeightGroup, LoadedGroup] = {}
-        self._known: dict[WeightGroup, dict[int, LoadedGroup]] = {}  # by the offset in the ring
+        self._known: dict[WeightGroup, dict[int, LoadedGroup]] = {}  # by offset in the ring
         self._ring: Ring | None = None
         self._ring_room = torch.empty(0, dtype=torch.uint8)
         self._counted = 0
 
     def open(self) -> None:
-        """Memory is taken from now on, until `clear`: in a larger ring where somebody made weights larger."""
+        """Allow allocation until `clear`; the ring is larger where other code made the weights larger."""
         self._expected = list(chunks((group for group in self._resident if group in self.resident), _aligned))
         grown = _size(self._passing) > self._made_for
         self._ring_size = self._ring_for(self._passing) if grown else self._planned
 
     def _ring_for(self, passing: Sequence[WeightGroup]) -> int:
-        """The bytes in which about as many of `passing` lie as was planned, the largest of them at least."""
+        """Return bytes for about as many of `passing` as planned, and at least for the largest."""
         largest = max(-(-group.size // ALIGNMENT) * ALIGNMENT for group in passing)
         return max(self._planned * _size(passing) // self._made_for, largest)
 
     def take_some(self, limit: int) -> None:
-        """Takes as much of it as keeps within `limit` bytes, all together; the ring first."""
+        """Allocate as much as stays within `limit` bytes in total; the ring first."""
         if self._ring is None and (self._ring_size > limit or not self._take_ring()):
             return
         while self._expected and self._counted + _size(self._expected[0]) <= limit:
@@ -62,7 +62,10 @@ class DeviceWeightPool:
                 return
 
     def take(self) -> list[WeightGroup]:
-        """Takes all that is missing; returns those of `resident` for which there was no memory."""
+        """Allocate all that is missing; return the resident groups for which there was no memory.
+
+        Raises torch.OutOfMemoryError where not even the ring fits.
+        """
         while self._expected and self._take_chunk():
             pass
         left = [group for chunk in self._expected for group in chunk]
@@ -76,7 +79,7 @@ class DeviceWeightPool:
         return left
 
     def _take_chunk(self) -> bool:
-        """Takes the next piece for what stays; whether there was memory for it."""
+        """Allocate the next chunk of resident groups; return whether there was memory for it."""
         room = self._room_or_none(_size(self._expected[0]))
         if room is None:
             return False
@@ -95,8 +98,8 @@ class DeviceWeightPool:
         return room is not None
 
     def extra(self, size: int) -> torch.Tensor:
-        """`size` bytes that are nobody's, for a single use."""
-        with self._recorder.uncounted(), torch.inference_mode(False):  # other calls, in another mode, use it too
+        """Allocate `size` bytes for a single use; they are not counted here."""
+        with self._recorder.uncounted(), torch.inference_mode(False):  # calls in another mode use it too
             return self._device.allocate(size)
 
     def _room_or_none(self, size: int) -> torch.Tensor | None:
@@ -112,11 +115,11 @@ class DeviceWeightPool:
         self._recorder.hold(self, self._counted)
 
     def place(self, group: WeightGroup) -> LoadedGroup | None:
-        """Where `group`, which stays, has its place; None while that is not taken."""
+        """Return the region of the resident `group`; None while it is not allocated."""
         return self._places.get(group)
 
     def lease(self, group: WeightGroup) -> LoadedGroup | None:
-        """A place in the ring; None while there is none."""
+        """Return a region of the ring for `group`; None while none is free."""
         lease = None if self._ring is None else self._ring.take(group.size)
         if lease is None:
             return None
@@ -131,12 +134,12 @@ class DeviceWeightPool:
         return found
 
     def give_back(self, lease: Lease, mark: object) -> None:
-        """The place in the ring is free for what waits for `mark`."""
+        """Free `lease` in the ring for copies that wait for `mark`."""
         if self._ring is not None:
             self._ring.give_back(lease, mark)
 
     def give_up(self, idle: Callable[[WeightGroup], bool]) -> list[WeightGroup]:
-        """Gives up the latest piece whose groups are all `idle`; returns these: they do not stay any more."""
+        """Free the latest chunk whose groups are all `idle`; return these groups, which are no longer resident."""
         for index, (room, groups) in reversed(list(enumerate(self._chunks))):
             if all(map(idle, groups)):
                 del self._chunks[index]
@@ -148,23 +151,23 @@ class DeviceWeightPool:
         return []
 
     def lend(self, idle: Callable[[WeightGroup], bool]) -> list[WeightGroup]:
-        """As `give_up`, but until `clear`."""
+        """Like `give_up`, but only until `clear`."""
         lent = self.give_up(idle)
         self._lent += lent
         return lent
 
     @property
     def lent(self) -> int:
-        """How many bytes were lent."""
+        """Bytes that were lent."""
         return _size(self._lent)
 
     @property
     def whole(self) -> int:
-        """How many bytes are taken, or were before they were lent."""
+        """Bytes that are allocated, and bytes that were lent."""
         return self._counted + self.lent
 
     def clear(self) -> None:
-        """Everything is given back."""
+        """Free everything."""
         self._forget()
         self.resident.update(self._lent)
         self._lent = []

@@ -1,9 +1,9 @@
-"""Weights whose masters are in files: a model's own safetensors shards, or a temporary file written for the purpose.
+"""Weights that are stored in files: a model's own safetensors shards, or a temporary file.
 
-What moves together is read in few long stretches of whole sectors, straight to where it is used; each weight then lies
-at the same place within a sector as in its file, and nothing is repacked. So do weights that are read once: loaders map
-files into memory, libraries for matrices may compute otherwise, in the last bit, where addresses are no multiples of
-16, and numbers are to be the same.
+A group is read in few long runs of whole sectors, directly to where it is used. Each weight then has the same offset
+within a sector as in its file, and nothing is repacked. Weights that are read only once keep that offset too: loaders
+map files into memory, matrix libraries may compute differently, in the last bit, where addresses are no multiples of
+16, and results are to be the same.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from tightfit.apply.weights.pinned_staging import ByteRange, Stager, send_pieces
 from tightfit.apply.weights.weight_store import ALIGNMENT, TensorLayout, WeightStore
 from tightfit.devices.copy_stream import CopyHandle, CopyStream
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
-from tightfit.devices.memory import CACHE_LINE, OWN_MEMORY, arena, copy_alike
+from tightfit.devices.memory import CACHE_LINE, OWN_MEMORY, arena, copy_with_alignment
 from tightfit.errors import RunError
 from tightfit.files import write_at
 
 __all__ = ["DiskStore", "FileTensor", "SpillFile", "read_like", "read_stored"]
 
 
-UNSETTLED = 64 * 2**20  # bytes of a file that may be in the page cache alone
+UNSETTLED = 64 * 2**20  # bytes written to a file that may be only in the page cache
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file, in row-major order."""
+    """A dense tensor in a file, from byte `offset` on, with the `strides` in which it is used."""
 
     path: Path
     offset: int
     dtype: torch.dtype
     shape: torch.Size
-    strides: tuple[int, ...]  # in which it is used; dense
+    strides: tuple[int, ...]  # in elements
 
     @property
     def size(self) -> int:
@@ -48,7 +48,7 @@ class FileTensor:
 
 
 class DiskStore(WeightStore):
-    """Plain tensors whose masters are what `stored` says."""
+    """Plain tensors that are read from the files and offsets in `stored`."""
 
     writable = False
     alignment = SECTOR
@@ -56,14 +56,14 @@ class DiskStore(WeightStore):
     def __init__(
         self, stored: Sequence[FileTensor], reader: DiskReader, stager: Stager | None = None, *, aligned: bool = False
     ) -> None:
-        """With a `stager`, what goes to another device is read and sent by that.
+        """With a `stager`, weights for another device are read and sent by it.
 
-        Where tensors are `aligned`, each arrives at a multiple of ALIGNMENT, from where a card's kernels read fastest,
-        and by the same instructions as of any other tensor; else as it lies within its sector.
+        With `aligned`, each tensor is sent to a multiple of ALIGNMENT, where a card's kernels read fastest, and with
+        the same instructions as for any other tensor; else to its offset within its sector.
         """
         self._reader, self._stager = reader, stager
         self.stored = tuple(stored)
-        self._runs: list[tuple[Extent, int]] = []  # what is read, and to where
+        self._runs: list[tuple[Extent, int]] = []  # what is read, and its offset in the target
         places = _runs(stored, self._runs)
         self._read_size = max((place + _sectors(extent.size) for extent, place in self._runs), default=0)
         self._pieces = [ByteRange(0, 0, self._read_size)]
@@ -88,22 +88,22 @@ class DiskStore(WeightStore):
         return self._reader.read([(extent, target[place:]) for extent, place in self._runs])
 
     def values(self) -> list[torch.Tensor]:
-        """All of them, views of memory of their own."""
+        """Read all tensors; return views of newly allocated memory."""
         region = arena(self._read_size)
         self._fill(region)
         return [layout.view(region) for layout in self._read_layouts]
 
 
 def read_stored(stored: FileTensor, reader: DiskReader) -> torch.Tensor:
-    """What a file holds, in memory of its own."""
+    """Read a tensor from its file into memory of its own."""
     if not stored.size:
         return torch.empty(stored.shape, dtype=stored.dtype)
     value = DiskStore([stored], reader).values()[0]
-    return value if stored.size >= OWN_MEMORY else copy_alike(value)
+    return value if stored.size >= OWN_MEMORY else copy_with_alignment(value)
 
 
 def read_like(like: torch.Tensor, stored: FileTensor, reader: DiskReader) -> torch.Tensor:
-    """What a file holds, laid out as `like` and in its dtype."""
+    """Read a tensor from its file, with the strides and dtype of `like`."""
     value = read_stored(stored, reader)
     if (value.dtype, value.stride()) == (like.dtype, like.stride()):
         return value
@@ -111,7 +111,7 @@ def read_like(like: torch.Tensor, stored: FileTensor, reader: DiskReader) -> tor
 
 
 class _Read(CopyHandle):
-    """What is read to where it is used: the host waits, because it is the host that computes."""
+    """A read directly to where the tensor is used: the host waits for it, because the host computes."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
@@ -124,7 +124,7 @@ class _Read(CopyHandle):
 
 
 class SpillFile:
-    """A temporary file for weights that no file has as they are used. It goes when it is closed, or forgotten."""
+    """A temporary file for weights that no file has in the layout and dtype used; deleted by `close` or with it."""
 
     def __init__(self) -> None:
         handle, name = tempfile.mkstemp(prefix="tightfit-weights-")
@@ -134,7 +134,7 @@ class SpillFile:
         self._forget = weakref.finalize(self, _remove, handle, self.path)
 
     def write(self, tensor: torch.Tensor) -> FileTensor:
-        """Appends the plain, dense `tensor`; RunError where the disk is full."""
+        """Append the plain, dense `tensor`; return where it is. Raises RunError where the disk is full."""
         flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
         self._end += tensor.data_ptr() % CACHE_LINE
         stored = FileTensor(self.path, self._end, tensor.dtype, tensor.shape, tensor.stride())
@@ -156,16 +156,16 @@ class SpillFile:
             self._settle()
 
     def close(self) -> None:
-        """The file goes."""
+        """Delete the file."""
         self._forget()
 
     def finish(self) -> None:
-        """All is on the disk, and none of it in the page cache; nothing more is written."""
+        """Flush everything to the disk and out of the page cache; nothing may be written after that."""
         os.ftruncate(self._handle, self._end)
         self._settle()
 
     def _settle(self) -> None:
-        """What was written is on the disk: what is only in the page cache counts against a control group's limit."""
+        """Flush to the disk: the page cache counts against a control group's limit."""
         os.fsync(self._handle)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -178,13 +178,13 @@ def _remove(handle: int, path: Path) -> None:
 
 
 def _runs(stored: Sequence[FileTensor], runs: list[tuple[Extent, int]]) -> list[int]:
-    """Fills `runs` with stretches of whole sectors, and where they go; returns where each tensor begins there."""
+    """Fill `runs` with extents of whole sectors and their target offsets; return the target offset of each tensor."""
     places = [0] * len(stored)
-    end = 0  # of the memory that the runs take
+    end = 0  # of the target, in bytes
     for index in sorted(range(len(stored)), key=lambda index: (str(stored[index].path), stored[index].offset)):
         each = stored[index]
         start = each.offset // SECTOR * SECTOR
-        if each.offset % each.dtype.itemsize:  # no view could begin there: read by itself, to a place that suits
+        if each.offset % each.dtype.itemsize:  # no view can begin there: read by itself, to an aligned offset
             runs.append((Extent(each.path, each.offset, each.size), end))
             places[index], end = end, end + _sectors(each.size)
             continue
@@ -207,9 +207,9 @@ def _layouts(stored: Sequence[FileTensor], places: Sequence[int]) -> tuple[Tenso
 
 
 def _aligned(stored: Sequence[FileTensor], places: Sequence[int], pieces: list[ByteRange]) -> list[int]:
-    """Fills `pieces` with what is sent of what was read to `places`; returns where each tensor begins then.
+    """Fill `pieces` with what is sent of tensors read to `places`; return the target offset of each tensor.
 
-    Of neighbours that lie as far apart as they should one piece is sent: mostly all of a file's.
+    Neighbours at distances that keep both aligned are sent as one piece: mostly all tensors of a file.
     """
     pieces[:] = [ByteRange(0, 0, 0)]
     aligned = [0] * len(stored)
@@ -225,7 +225,7 @@ def _aligned(stored: Sequence[FileTensor], places: Sequence[int], pieces: list[B
 
 
 def _end(extent: Extent) -> int:
-    """Where the sectors of an extent end in its file."""
+    """Return where the sectors of an extent end in its file, in bytes."""
     return extent.offset + _sectors(extent.size)
 
 

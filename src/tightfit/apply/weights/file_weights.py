@@ -1,4 +1,4 @@
-"""Weights that are in files alone, and the store that is made for what is offloaded: a host buffer, or files."""
+"""Weights that are only in files, and the factory of stores for offloaded weights: host buffers or files."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ __all__ = ["FileBackedWeights", "StoreFactory"]
 
 
 class _Entry(NamedTuple):
-    shape: nn.Parameter  # on "meta"
+    shape: nn.Parameter  # on "meta", in place of the weight
     stored: FileTensor
-    weight: nn.Parameter  # what stands in its place once it has values, or is read as it is used
+    weight: nn.Parameter  # replaces `shape` once it has values, or is read on use
 
 
 class FileBackedWeights:
-    """Of one pipeline, whatever plans it follows."""
+    """Weights of one pipeline that are only in files, across plans; modules have "meta" parameters for them."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by id of the shape
-        self._asked: set[int] = set()  # of these, what the pipeline's plan needs there
+        self._asked: set[int] = set()  # of these, those that the current plan leaves in files
         self._spills: list[SpillFile] = []
-        self._earlier: list[SpillFile] = []  # of plans before
-        self.resident = False  # whether what is in files is left there, because another plan follows
+        self._earlier: list[SpillFile] = []  # of earlier plans
+        self.keep_in_files = False  # whether weights are left in files, because another plan follows
 
     def put(self, shape: nn.Parameter, stored: FileTensor, weight: nn.Parameter | None = None) -> nn.Parameter:
-        """`shape` means what `stored` says, and becomes `weight` (None: a new parameter) when that is wanted."""
+        """Register and return `shape` for the tensor in `stored`; `weight` (None: a new one) will replace it."""
         if weight is None:
             weight = nn.Parameter(torch.empty(0, dtype=shape.dtype), shape.requires_grad)
         self._entries[id(shape)] = _Entry(shape, stored, weight)
@@ -45,12 +45,12 @@ class FileBackedWeights:
         return shape
 
     def shape_of(self, weight: nn.Parameter, like: torch.Tensor, stored: FileTensor) -> nn.Parameter:
-        """What means `weight`, laid out as `like`, that has no values any more."""
+        """Register and return a "meta" parameter, laid out as `like`, for `weight`, whose values are in `stored`."""
         shape = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
         return self.put(nn.Parameter(shape, weight.requires_grad), stored, weight)
 
     def where(self, shape: torch.Tensor) -> FileTensor | None:
-        """Which file has what `shape` means; None of what has values."""
+        """Return the file tensor that `shape` stands for; None if `shape` has values."""
         entry = self._entries.get(id(shape))
         if entry is None:
             return None
@@ -58,12 +58,12 @@ class FileBackedWeights:
         return entry.stored
 
     def weight_of(self, shape: nn.Parameter) -> nn.Parameter:
-        """What takes the place of `shape`, without values; itself, if it has some."""
+        """Return the parameter that replaces `shape`, not loaded; `shape` itself if it has values."""
         entry = self._entries.get(id(shape))
         return shape if entry is None else entry.weight
 
     def filled(self, shape: nn.Parameter, reader: DiskReader) -> nn.Parameter:
-        """What takes the place of `shape`, with its values."""
+        """Return the parameter that replaces `shape`, loaded."""
         entry = self._entries.get(id(shape))
         if entry is None:
             return shape
@@ -72,7 +72,7 @@ class FileBackedWeights:
         return entry.weight
 
     def fill(self, module: nn.Module, but: Collection[int] = ()) -> None:
-        """Everything in `module` has its values, but for shapes whose ids are in `but`."""
+        """Load all weights of `module`, except shapes whose ids are in `but`."""
         tables = [owner._parameters for owner in module.modules()]
         waiting = [
             (table, name, shape)
@@ -86,17 +86,17 @@ class FileBackedWeights:
                     table[name] = self.filled(shape, reader)
 
     def spill(self) -> SpillFile:
-        """A new file for weights that none has as they are used."""
+        """Create a file for weights that no file has in the layout and dtype used."""
         self._spills.append(SpillFile())
         return self._spills[-1]
 
     def begin(self) -> None:
-        """A plan begins to be followed: what it asks for is needed, and what it has written."""
+        """Begin to apply a plan: record which weights it asks for, and which files it writes."""
         self._asked.clear()
         self._earlier, self._spills = [*self._earlier, *self._spills], []
 
     def tidy(self) -> None:
-        """The plan is followed: what it did not ask for is forgotten, and the files go that have nothing else."""
+        """Finish applying a plan: forget weights that it did not ask for, and delete files that are not needed."""
         self._entries = {key: self._entries[key] for key in self._asked}
         needed = {entry.stored.path for entry in self._entries.values()}
         for spill in self._earlier:
@@ -107,7 +107,7 @@ class FileBackedWeights:
         self._earlier.clear()
 
     def close(self) -> None:
-        """All has its values: the files go."""
+        """Delete the temporary files, once all weights are loaded."""
         for spill in (*self._earlier, *self._spills):
             spill.close()
         self._entries.clear()
@@ -116,24 +116,24 @@ class FileBackedWeights:
 
 
 class StoreFactory:
-    """Of the weights that come to `device`; the `file_weights` has what is in files alone."""
+    """Makes stores of weights for `device`; `file_weights` has those that are only in files."""
 
     def __init__(self, device: Device, file_weights: FileBackedWeights) -> None:
         self._device, self._file_weights = device, file_weights
-        self._aside: dict[int, tuple[torch.Tensor, FileTensor]] = {}  # which were written to the disk already, by id
+        self._aside: dict[int, tuple[torch.Tensor, FileTensor]] = {}  # plain tensors written to the disk already, by id
         self._spill: SpillFile | None = None
         self._reader: DiskReader | None = None
         self._stager: Stager | None = None
 
     def set_aside(self, weight: StoredWeight) -> None:
-        """`weight` goes to the disk right away: that is where it will be read from."""
-        assert weight.nbytes  # it remembers them while its values are elsewhere
+        """Write `weight` to the disk now, from where it will be read, and free its memory."""
+        assert weight.nbytes  # cached by `nbytes`, which is needed when the values are gone
         for part in plain_parts(weight):
             self._aside[id(part)] = part, self._spilling().write(part)
             part.data = torch.empty(0, dtype=part.dtype)
 
     def settle(self, module: nn.Module) -> None:
-        """All of `module` that goes to the disk is there; what is there but in no home, being small, is back."""
+        """Finish writing `module`'s weights; read back those that are in no store, because they are small."""
         if self._aside:
             with DiskReader() as reader:
                 for part, stored in self._aside.values():
@@ -144,7 +144,7 @@ class StoreFactory:
             self._spill.finish()
 
     def stores(self, plan: ComponentPlan, undo: ExitStack) -> Callable[[list[nn.Parameter]], WeightStore]:
-        """How to find a home for masters of a component that follows `plan`."""
+        """Return a function that makes a store for source parameters of a component that follows `plan`."""
         if plan.offload_to == "cpu":
             stager = self._staging(undo) if self._device.plain_copies_block else None
             return lambda masters: HostStore(_plain(masters), self._device, stager)
@@ -162,13 +162,13 @@ class StoreFactory:
         return store
 
     def _on_disk(self, tensor: torch.Tensor, reader: DiskReader) -> FileTensor:
-        """Where `tensor` is as it is used; it is written where it is in no file, or not like that."""
+        """Return where `tensor` is in a file with its layout and dtype; write it where no file has it like that."""
         if id(tensor) in self._aside:
             return self._aside.pop(id(tensor))[1]
         stored = self._file_weights.where(tensor)
         if stored is None:
             return self._spilling().write(tensor)
-        same_layout = tensor.ndim < 4 or stored.strides == tensor.stride()  # kernels may be channels-last
+        same_layout = tensor.ndim < 4 or stored.strides == tensor.stride()  # convolution kernels may be channels-last
         if same_layout and stored.dtype == tensor.dtype:
             return stored
         return self._spilling().write(read_like(tensor, stored, reader))

@@ -1,4 +1,4 @@
-"""What the host does for each use of a layer whose weights come and go → seconds, measured with tiny ones."""
+"""Host seconds for each use of a streamed or resident layer, measured with tiny layers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tightfit.plan.timeline import HostOverheads
 
 __all__ = ["layer_overheads"]
 
-LAYERS, PASSES, LEARNING = 64, 12, 3
+LAYERS, PASSES, LEARNING = 64, 12, 3  # LEARNING: first passes, not timed with a streamer
 AHEAD = 4  # layers that the ring holds
 
 
 class _Layer(nn.Module):
-    """As many parameters as most layers have, and no work."""
+    """A layer with as many parameters as most layers have, and no computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Layer(nn.Module):
 
 
 def layer_overheads(device: Device, launch_overhead: float) -> HostOverheads:
-    """Of the usual pass. To launch the copies of what streams takes `launch_overhead` each, which is not in it."""
+    """Host seconds per layer in a usual pass, without `launch_overhead`: seconds to launch one layer's copies."""
     network = nn.ModuleList(_Layer() for _ in range(LAYERS))
     groups = weight_groups_of(
         network,
@@ -55,7 +55,7 @@ def layer_overheads(device: Device, launch_overhead: float) -> HostOverheads:
 
 
 def _seconds(network: nn.ModuleList, groups: list[WeightGroup], stays: Collection[int], device: Device) -> float:
-    """Of the host for a pass, once the order is known and what stays is there."""
+    """Host seconds of a forward pass, once the order is known and resident layers are loaded."""
     names, recorder = {groups[index].name for index in stays}, Recorder(device, count_activations=False)
     streamer = Streamer(groups, names, AHEAD * groups[0].size, device, recorder)
     with ExitStack() as undo:

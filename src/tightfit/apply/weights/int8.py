@@ -1,12 +1,12 @@
 """Matrices of linear layers stored as torchao's eight-bit integers, with a float32 scale for each row.
 
-torchao's tensor stands inside of one of ours: it knows linear layers, and little else of what models and LoRA do
-with their weights. Linear layers in float32 and bfloat16 are computed by torchao; everything else is widened.
+torchao's tensor is wrapped in one of ours: it supports linear layers, and little else of what models and LoRA do
+with their weights. Linear layers in float32 and bfloat16 are computed by torchao; all other operations dequantize.
 
-torchao multiplies by the integers and scales the sums: those go beyond float16's largest number (65504) where the
-results do not. So float16 is widened.
+torchao multiplies by the integers and scales the sums, which may exceed float16's largest number (65504) where the
+results do not. So float16 weights are dequantized.
 
-This module needs torchao, whose import takes seconds: it is loaded when a plan asks for int8.
+This module needs torchao, whose import takes seconds: it is imported when a plan asks for int8.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["Int8Weight"]
 
 
 class Int8Weight(StoredWeight):
-    """A matrix held as a tensor of torchao's: int8 values, and a scale and a zero point (always 0) for each row."""
+    """A matrix held as torchao's Int8Tensor: int8 values, and a scale and a zero point (always 0) for each row."""
 
-    held: Any  # Int8Tensor, which names its parts by itself
+    held: Any  # Int8Tensor, which has a __tensor_flatten__ of its own
 
     @staticmethod
     def __new__(cls, held: torch.Tensor, dtype: torch.dtype) -> Int8Weight:
@@ -36,7 +36,7 @@ class Int8Weight(StoredWeight):
 
     @classmethod
     def store(cls, weight: torch.Tensor, dtype: torch.dtype | None = None) -> Int8Weight:
-        """The matrix `weight` as int8, to be used in `dtype` (default: its own)."""
+        """Quantize the matrix `weight` to int8, to be dequantized to `dtype` (default: its own)."""
         return cls(Int8Tensor.from_hp(weight.detach().contiguous(), PerRow()), dtype or weight.dtype)
 
     def widen(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A group's weights at one place in device memory, and when modules see them."""
+"""A weight group in one region of device memory, and whether modules see its weights."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ __all__ = ["LoadedGroup"]
 
 @dataclass(eq=False)
 class LoadedGroup:
-    """A group at one place on the device: there, or on its way, since its latest `handle`.
+    """A weight group in one region of device memory; `handle` is the latest copy to it.
 
-    It is kept for the next time that the group comes to the same place: to make parameters takes the host 17 us.
+    It is kept for the next time that the group is loaded to this region: creating parameters takes the host 17 us.
     """
 
     group: WeightGroup
-    region: torch.Tensor
+    region: torch.Tensor  # uint8
     handle: CopyHandle = field(default_factory=CopyHandle)
-    lease: Lease | None = None  # its place in the ring; None: it stays, or has memory of its own
-    users: int = 0
+    lease: Lease | None = None  # of the ring; None: it is resident, or has memory of its own
+    users: int = 0  # forward passes that use it
     visible: bool = False  # whether modules see the weights
-    weights: list[nn.Parameter] = field(default_factory=list)  # as modules see them, with what others wrote
-    _views: list[nn.Parameter] | None = None  # as they lie in the region, once they were needed
-    _versions: Versions = field(default_factory=list)  # of the weights when they were made
-    _seen_at: list[tuple[Table, str, torch.Tensor, nn.Parameter]] | None = None  # with what is there meanwhile
-    _others: bool = False  # whether others wrote some of the weights
+    weights: list[nn.Parameter] = field(default_factory=list)  # as modules see them, with changes by other code
+    _views: list[nn.Parameter] | None = None  # views of the region, made when first needed
+    _versions: Versions = field(default_factory=list)  # of the weights when they were created
+    _seen_at: list[tuple[Table, str, torch.Tensor, nn.Parameter]] | None = None  # with the placeholder
+    _others: bool = False  # whether other code changed some of the weights
 
     def show(self, away: LazyWeights, recorder: Recorder) -> None:
-        """Modules find the weights, with what others wrote into what stood for them."""
+        """Wait on the device for the copy, and put the weights, with changes by other code, into the modules."""
         if waited := self.handle.wait_on_device():
             recorder.waited(waited)
         if self._seen_at is None or away.any_written(self.group):
             self._look(away, recorder)
         self.visible = True
         for table, name, gone, weight in self._seen_at or ():
-            if table.get(name) is gone:  # what others put there stays
+            if table.get(name) is gone:  # what other code put there is kept
                 table[name] = weight
 
     def _look(self, away: LazyWeights, recorder: Recorder) -> None:
@@ -57,12 +57,12 @@ class LoadedGroup:
         self._others = away.any_written(self.group)
 
     def let_go(self) -> bool:
-        """One user less; whether that was the last."""
+        """Remove one user; return whether it was the last."""
         self.users -= 1
         return not self.users
 
     def hide(self, away: LazyWeights) -> None:
-        """Modules find what stands for the weights: what others do between two uses is done to that, and known."""
+        """Put the placeholders into the modules, which record what other code changes between two uses."""
         if not self.visible:
             return
         for table, name, gone, weight in self._seen_at or ():
@@ -71,11 +71,11 @@ class LoadedGroup:
         changed = versions_of(self.weights) != self._versions
         if changed:
             away.keep_changed(self.group, self.weights, self._versions)
-        if changed or self._others:  # which are kept elsewhere, and not for the next time
+        if changed or self._others:  # kept by `away`, not for the next time
             self._seen_at, self.weights = None, []
         self.visible = False
 
     def copy_of(self, index: int) -> torch.Tensor:
-        """A copy of one weight, which has come."""
+        """Return a copy of one weight, which is loaded."""
         with torch.no_grad():
             return (self.weights or self.group.views(self.region))[index].detach().clone()

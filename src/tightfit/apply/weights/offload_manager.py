@@ -1,4 +1,4 @@
-"""Which weights are on the device when: components that stay, that come for their phase, that come by units."""
+"""Which weights are on the device when: those of resident, offloaded and streamed components."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from torch import nn
 
 from tightfit.apply.activations.ffn_chunking import inside_feed_forwards
-from tightfit.apply.weights.call_order import CallOrder, Pass
+from tightfit.apply.weights.call_order import CallOrder, CallKey
 from tightfit.apply.weights.file_weights import FileBackedWeights, StoreFactory
 from tightfit.apply.weights.oom_retry import retry_blocks_on_oom, retry_on_oom
 from tightfit.apply.weights.quantize import store_weights
@@ -32,30 +32,30 @@ __all__ = ["OffloadManager"]
 class OffloadManager:
     """Keeps the weights of a pipeline's components where the plan wants them.
 
-    A component that comes for its phase goes when another starts to work, unless the two alternate (a
-    ControlNet and its UNet): those stay together from then on.
+    A component that is loaded for its phase is evicted when another starts to run, unless the two alternate (a
+    ControlNet and its UNet): those are kept on the device together from then on.
     """
 
     def __init__(self, device: Device, recorder: Recorder, file_weights: FileBackedWeights) -> None:
         self._device, self._file_weights = device, file_weights
-        self._housing = StoreFactory(device, file_weights)
-        self._elsewhere: set[str] = set()  # whose weights were not in host memory before
-        self._held: Held = {}  # until all is in place
+        self._store_factory = StoreFactory(device, file_weights)
+        self._elsewhere: set[str] = set()  # components whose weights were not in host memory before
+        self._held: Held = {}  # original tensors, until all weights are placed
         self._recorder = recorder
         self._loaders: dict[str, TensorLoader] = {}
         self._streamers: dict[str, Streamer] = {}
         self._turns: Counter[frozenset[str]] = Counter()
         self._together: set[frozenset[str]] = set()
         self._last: str | None = None
-        self._agenda = CallOrder()
-        self._unused: Mapping[Pass, Sequence[str]] = {}  # parts that have no work, as far as that is known
-        self._early: Mapping[Pass, int] = {}  # bytes that may come before their turn, where not all that find room do
-        self._coming: Pass | None = None  # whose turn is next, and who comes already
+        self._call_order = CallOrder()
+        self._unused: Mapping[CallKey, Sequence[str]] = {}  # paths of blocks that do not run, as far as known
+        self._early: Mapping[CallKey, int] = {}  # most bytes to prefetch, where limited
+        self._next_call: CallKey | None = None  # the next component call, whose weights are prefetched
 
     def place(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
-        """Moves the weights of `module`, the component `name`, to where they are while nobody works.
+        """Move the weights of `module`, the component `name`, to where they are while no component runs.
 
-        `undo` takes them back.
+        `undo` moves them back.
         """
         self._look_where(name, module)
         if plan.placement == "resident" and self._device.swaps_parameters:
@@ -68,8 +68,8 @@ class OffloadManager:
         else:
             undo.callback(moved(module, HOST, self._held))
 
-    def settled(self) -> None:
-        """All is in place: what was there before goes."""
+    def discard_originals(self) -> None:
+        """Discard the original tensors: all weights are placed."""
         self._held.clear()
 
     def _look_where(self, name: str, module: nn.Module) -> None:
@@ -77,10 +77,10 @@ class OffloadManager:
             self._elsewhere.add(name)
 
     def store(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
-        """Puts weights of `module`, the component `name`, into eight bits in host memory.
+        """Store weights of `module`, the component `name`, in eight bits in host memory.
 
-        It comes before `place`, so that no device has to hold them as they were loaded. What will be read from the
-        disk goes there at once, each weight as soon as it is stored.
+        Called before `place`, so that no device has to hold them as they were loaded. Weights that will be read from
+        the disk are written to it at once, each as soon as it is converted.
         """
         if plan.storage == "as-loaded":
             return
@@ -89,14 +89,14 @@ class OffloadManager:
 
         def aside(original: nn.Parameter, weight: StoredWeight) -> None:
             if id(original) in passing:
-                self._housing.set_aside(weight)
+                self._store_factory.set_aside(weight)
 
         in_ram = self._device.separate
         undo.callback(store_weights(module, plan, self._file_weights, originals_in_ram=in_ram, aside=aside))
         trim_heap()
 
     def stream(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
-        """Lets the weights of `module`, the component `name`, come and go as it works."""
+        """Load and evict the weights of `module`, the component `name`, as it runs."""
         if plan.placement == "resident" or not (self._device.separate or plan.offload_to == "disk"):
             return
         component = inspect_component(name, module)
@@ -104,9 +104,9 @@ class OffloadManager:
             plan = resolve_streaming(component, plan)
         inside = inside_feed_forwards(module) if plan.ffn_chunk else {}
         unused = {method: parts for (whose, method), parts in self._unused.items() if whose == name}
-        stores, weight_of = self._housing.stores(plan, undo), self._file_weights.weight_of
+        stores, weight_of = self._store_factory.stores(plan, undo), self._file_weights.weight_of
         groups = weight_groups_of(module, component, plan.granularity or "layer", stores, weight_of, inside, unused)
-        self._housing.settle(module)
+        self._store_factory.settle(module)
         if plan.pinned:
             self._lock(name, groups, undo)
         resident = {group.name for group in groups} if plan.placement == "offload" else plan.resident_layers or ()
@@ -114,40 +114,40 @@ class OffloadManager:
         streamer.hook(undo.callback)
         self._streamers[name] = streamer
         if self._device.separate:
-            retry_blocks_on_oom(find_blocks(module), lambda block: self.make_more_room(name, block), undo)
+            retry_blocks_on_oom(find_blocks(module), lambda block: self.free_memory(name, block), undo)
         if plan.offload_to == "disk":
             streamer.set_aside()
             undo.callback(self._give_back, name)
         if self._device.separate:
             self._loaders[name] = TensorLoader(module, self._device, self._recorder, without=streamer.owned)
-        else:  # what is small is in RAM anyway, and what is large no more
+        else:  # small tensors are in RAM anyway, layers no longer
             self._count(-sum(layer.bytes for layer in component.layers), undo)
 
     def _count(self, size: int, undo: ExitStack) -> None:
-        """`size` bytes more are on the device until `undo`."""
+        """Count `size` more bytes of weights on the device until `undo`."""
         self._recorder.weights_changed(size)
         undo.callback(self._recorder.weights_changed, -size)
 
     def _give_back(self, name: str) -> None:
-        """What `name` has on the disk it has in memory again; or there, where another plan follows."""
-        goes_on = self._file_weights.resident and name not in self._elsewhere
+        """Load the weights of `name` from the disk into memory, or leave them there where another plan follows."""
+        goes_on = self._file_weights.keep_in_files and name not in self._elsewhere
         self._streamers[name].give_back(self._file_weights if goes_on else None)
 
     def _lock(self, name: str, groups: list[WeightGroup], undo: ExitStack) -> None:
-        """Page-locks the masters, as far as the system lets us."""
+        """Page-lock the source parameters, as far as the system allows."""
         for count, group in enumerate(groups):
             if not group.store.lock_pages():
                 self._recorder.note(f"{name}: page-locking was refused after {count} of {len(groups)} groups")
                 return
-            undo.callback(group.unlock_pages)  # by then it may have another home
+            undo.callback(group.unlock_pages)  # its store may have been replaced by then
 
     def enter(self, name: str) -> None:
-        """The component `name` starts to work: those it does not share the device with go, and it comes."""
-        self.make_room(name)
-        self.bring(name)
+        """Load the component `name`, which starts to run, after evicting those it does not share the device with."""
+        self.evict_others(name)
+        self.load(name)
 
-    def make_room(self, name: str) -> None:
-        """What `name` does not share the device with goes."""
+    def evict_others(self, name: str) -> None:
+        """Evict the components that `name` does not share the device with."""
         if self._last not in (None, name):
             self._take_turns(frozenset((name, self._last or "")))
         self._last = name
@@ -158,65 +158,65 @@ class OffloadManager:
     def expect(
         self,
         steps: int | None,
-        passes: Sequence[Pass],
-        unused: Mapping[Pass, Sequence[str]],
-        early: Mapping[Pass, int],
+        passes: Sequence[CallKey],
+        unused: Mapping[CallKey, Sequence[str]],
+        early: Mapping[CallKey, int],
     ) -> None:
-        """A call that asks for `steps` steps will probably work through `passes`, with some parts `unused`.
+        """Expect `passes` in calls with `steps` steps (None: the default number), with some blocks `unused`.
 
-        Of those in `early`, no more than so many bytes come before their turn.
+        `early`: the most bytes to prefetch for a component call, where limited.
         """
-        self._agenda.expect(steps, passes)
+        self._call_order.expect(steps, passes)
         self._unused, self._early = unused, early
 
     def begin(self, steps: int | None) -> None:
-        """A call begins that asks for `steps` steps (None: the usual number)."""
-        if self._device.over(self._recorder.highest_rss):
-            self._device.release_cache()  # of what was freed since the last call, or what loading left behind
-        self._agenda.begin(steps)
+        """Begin a call with `steps` steps (None: the default number)."""
+        if self._device.excess_bytes(self._recorder.highest_rss):
+            self._device.release_cache()  # memory freed since the last call, or by loading
+        self._call_order.begin(steps)
 
     def end(self) -> int:
-        """The call has come to its end; returns what `keep_within` does."""
-        self._agenda.end()
+        """End the call; return what `keep_within` does."""
+        self._call_order.end()
         return self.keep_within(None)
 
-    def bring(self, name: str, method: str = "forward") -> None:
-        """The weights of `name` start to come, for a pass of `method`."""
-        self._agenda.works(name, method)
+    def load(self, name: str, method: str = "forward") -> None:
+        """Start to load the weights of `name`, for a call of `method`."""
+        self._call_order.begin_call(name, method)
 
         def come() -> None:
             if name in self._loaders:
                 self._loaders[name].load()
             if name in self._streamers:
-                self._streamers[name].begin(method, self._let_come if self._coming else None)
+                self._streamers[name].begin(method, self._let_come if self._next_call else None)
 
-        after = self._agenda.next
+        after = self._call_order.next
         takes_over = after is not None and after[0] in self._streamers and not self._shared(name, after[0])
-        self._coming = after if takes_over else None
-        retry_on_oom(come, lambda: self.make_more_room(name, ""))()
+        self._next_call = after if takes_over else None
+        retry_on_oom(come, lambda: self.free_memory(name, ""))()
 
     def _let_come(self, limit: int) -> None:
-        """Of who works next, what fits into `limit` bytes starts to come."""
-        if self._coming is not None:
-            name, method = self._coming
-            self._streamers[name].approach(limit, method, self._early.get(self._coming))
+        """Prefetch weights of the component that runs next, into at most `limit` bytes."""
+        if self._next_call is not None:
+            name, method = self._next_call
+            self._streamers[name].prefetch(limit, method, self._early.get(self._next_call))
 
     def finish(self, name: str) -> None:
-        """A pass of `name` has come to its end."""
+        """End a call of `name`; if another component is next, evict this one and prefetch that."""
         if name not in self._streamers:
             return
         self._streamers[name].end()
-        if self._coming is not None:
+        if self._next_call is not None:
             room = self._streamers[name].room
             self._evict(name)
             self._let_come(room)
 
     def _shared(self, one: str, other: str) -> bool:
-        """Whether the two are on the device together."""
+        """Whether both components are on the device together."""
         return one == other or frozenset((one, other)) in self._together
 
-    def make_more_room(self, name: str, where: str) -> bool:
-        """Out of memory while `name` was at work: some of what stays gives up its place; whether there was any."""
+    def free_memory(self, name: str, where: str) -> bool:
+        """Evict some weights after `name` ran out of memory, in the block `where`; return whether there were any."""
         for give_up in (self._send_back, *self._sheds(name)):
             given_up = give_up()
             if given_up:
@@ -226,10 +226,10 @@ class OffloadManager:
         return False
 
     def keep_within(self, name: str | None) -> int:
-        """`name` is about to work: where the process held more RAM than it may, some of what stays gives up its place.
+        """Evict some resident weights if the process held more RAM than allowed; `name` is about to run (None: none).
 
-        A card's allocator says by itself when there is no more; a computer's memory does not. Returns how many bytes
-        the process held where what could go was not enough, else 0.
+        A card's allocator raises an error when memory runs out; RAM does not. Return the bytes that the process held
+        where evicting was not enough, else 0.
         """
         held = 0
 
@@ -238,7 +238,7 @@ class OffloadManager:
             held = self._recorder.highest_rss()
             return held
 
-        beyond = self._device.over(highest)
+        beyond = self._device.excess_bytes(highest)
         for shed in self._sheds(name) if beyond else ():
             while beyond > 0 and (given_up := shed()):
                 self._recorder.ran_out("this process held more RAM than it may", given_up)
@@ -252,8 +252,8 @@ class OffloadManager:
         return [streamer.shed for streamer in (*first, *self._streamers.values())]
 
     def _send_back(self) -> int:
-        """Who came before its turn goes, and waits for it; how many bytes that gives."""
-        early, self._coming = self._coming, None
+        """Evict the component that was prefetched; return the bytes freed."""
+        early, self._next_call = self._next_call, None
         if early is None:
             return 0
         room = self._streamers[early[0]].room
@@ -261,7 +261,7 @@ class OffloadManager:
         return room
 
     def _evict(self, name: str) -> None:
-        if self._streamers[name].device_bytes:
+        if self._streamers[name].on_device:
             self._streamers[name].clear()
         if name in self._loaders and self._loaders[name].is_loaded:
             self._loaders[name].evict()
@@ -273,18 +273,18 @@ class OffloadManager:
             self._recorder.note(f"{' and '.join(sorted(pair))} take turns: they stay on the device together")
 
     def dismiss(self, name: str) -> None:
-        """The weights of `name` go, whoever works next: somebody is about to change them all."""
+        """Evict the weights of `name`, whichever component runs next: other code is about to change them all."""
         if name in self._streamers:
             self._evict(name)
 
-    def rest(self) -> None:
-        """What is small goes, so that at the next call the modules are looked through for new weights."""
+    def evict_small(self) -> None:
+        """Evict small tensors, so that the next call searches the modules for new weights."""
         for loader in self._loaders.values():
             if loader.is_loaded:
                 loader.evict()
 
     def clear(self) -> None:
-        """Everything that came goes."""
+        """Evict everything that was loaded."""
         for name in self._streamers:
             self._evict(name)
         self._turns.clear()

@@ -1,4 +1,4 @@
-"""What a module finds in place of a weight that is not on the device: a tensor that loads it when it is used."""
+"""Placeholder of a weight that is not on the device: a tensor that loads the weight when it is used."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ALIASES = (_aten.detach.default, _aten.alias.default)
 
 
 class LazyWeight:
-    """One weight that is away, for all its aliases together: how to fetch it, and what was written into it."""
+    """An offloaded weight, shared by all aliases of its placeholder: how to load it, and its new value if changed."""
 
     def __init__(self, fetch: Callable[[], torch.Tensor]) -> None:
         self._fetch = fetch
-        self.written: torch.Tensor | None = None  # stands for the weight from then on
+        self.written: torch.Tensor | None = None  # the weight's new value, once other code changed it
 
     def take(self, data: torch.Tensor) -> None:
-        """`data` stands for the weight from now on; what was written in place comes back like that (`+=`)."""
+        """Make `data` the weight's value; in-place operators (`+=`) assign the placeholder itself, a no-op."""
         if not isinstance(data, OffloadedParameter):
             self.written = data.detach()
         elif data.lazy_weight is not self:
@@ -42,7 +42,7 @@ class LazyWeight:
 
 
 class OffloadedParameter(torch.Tensor):
-    """Stands for a weight of the same shape, strides and dtype on `device`."""
+    """Placeholder of a weight, with the shape, strides and dtype of `like`; reports `device` as its device."""
 
     lazy_weight: LazyWeight
 
@@ -59,10 +59,10 @@ class OffloadedParameter(torch.Tensor):
     def standing_for(
         cls, like: torch.Tensor, device: torch.device, fetch: Callable[[], torch.Tensor]
     ) -> OffloadedParameter:
-        """A weight laid out as `like`, which `fetch` brings to `device`."""
+        """Return a placeholder with the layout of `like` for a weight that `fetch` loads to `device`."""
         return cls(like, device, LazyWeight(fetch))
 
-    # no overriding of Python's torch functions: where they see one, some leave their fast path, and other bits come out
+    # no __torch_function__: torch's Python functions may leave their fast path for one, which changes bits of results
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
@@ -71,7 +71,7 @@ class OffloadedParameter(torch.Tensor):
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
-        """`weight.data = …`, as module.to(dtype) does."""
+        """Handle `weight.data = …`, as module.to(dtype) does."""
         _DATA.__set__(self, data)
         self.lazy_weight.take(data)
 
@@ -113,7 +113,7 @@ class OffloadedParameter(torch.Tensor):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[OffloadedParameter]:
-    """The weights that are away and that `func` writes into, by its schema."""
+    """Return the placeholders that `func` writes to, by its schema."""
     found: list[OffloadedParameter] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -126,7 +126,7 @@ Versions = list[tuple[Any, ...]]
 
 
 class LazyWeights:
-    """For each group a tensor for each of its weights, which fetches it by `fetch(group, number)`."""
+    """For each group, a placeholder for each of its weights, which is loaded by `fetch(group, index)`."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class LazyWeights:
     ) -> None:
         self._device, self._recorder, self._fetch = device, recorder, fetch
         self._of: dict[WeightGroup, list[OffloadedParameter]] = {}
-        self._absences: dict[WeightGroup, list[LazyWeight]] = {}  # the same, where to look takes less time
+        self._absences: dict[WeightGroup, list[LazyWeight]] = {}  # their lazy weights, which are faster to check
         for group in groups:
             self.renew(group)
 
@@ -145,7 +145,7 @@ class LazyWeights:
         return self._of[group]
 
     def renew(self, group: WeightGroup) -> None:
-        """The group's weights are laid out in another way by now."""
+        """Make new placeholders for the group, whose weights have changed shape, strides or dtype."""
         self._of[group] = list(self._made(group))
         self._absences[group] = [away.lazy_weight for away in self._of[group]]
 
@@ -158,14 +158,14 @@ class LazyWeights:
         return lambda: self._fetch(group, index)
 
     def any_written(self, group: WeightGroup) -> bool:
-        """Whether others wrote into one of the group's weights."""
+        """Whether other code changed one of the group's weights."""
         for lazy_weight in self._absences[group]:  # noqa: SIM110 - a generator takes three times as long
             if lazy_weight.written is not None:
                 return True
         return False
 
     def with_written(self, group: WeightGroup, weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """`weights`, which have come from their home, with what others wrote in its place."""
+        """Return `weights`, loaded from their store, with the new values of those that other code changed."""
         return [
             weight
             if away.lazy_weight.written is None
@@ -174,14 +174,14 @@ class LazyWeights:
         ]
 
     def keep_changed(self, group: WeightGroup, weights: list[nn.Parameter], versions: Versions) -> None:
-        """Somebody wrote into weights that will be forgotten (a LoRA fused in a callback, say)."""
+        """Keep values of weights that other code changed (e.g. fused a LoRA in a callback), before they are freed."""
         for away, weight, version in zip(self._of[group], weights, versions, strict=True):
             if versions_of([weight]) != [version]:
                 with torch.no_grad(), self._recorder.uncounted():
                     away.lazy_weight.written = weight.detach().clone()
 
     def keep(self, group: WeightGroup) -> None:
-        """What others wrote while the weights were here, or away, goes into the masters, or stays in RAM."""
+        """Write changes by other code to the source parameters, or keep them in RAM where those are in files."""
         self._take_up(group)
         for away, master in zip(self._of[group], group.masters, strict=True):
             written = away.lazy_weight.written
@@ -196,21 +196,21 @@ class LazyWeights:
                 away.lazy_weight.written = None
 
     def _take_up(self, group: WeightGroup) -> None:
-        """What others put in the place of a weight that was away (`module.to(dtype)` may) has its home from now on."""
+        """Take tensors that other code put in place of placeholders (as `module.to(dtype)` may) as new values."""
         if group.store.writable:
             ours = {*map(id, group.masters), *map(id, self._of[group])}
             for index, there in group.put_by_others(ours):
                 self._of[group][index].lazy_weight.written = there.detach()
 
     def set_aside(self) -> None:
-        """Where masters have no values, modules find what stands for them, from now on."""
+        """Put the placeholders of source parameters without values into the modules."""
         for group in self._valueless():
             group.show(group.masters, self._of[group])
 
     def give_back(self, file_weights: FileBackedWeights | None = None) -> None:
-        """Masters without values have them again, as others wrote them, and modules find them.
+        """Load source parameters without values, with changes by other code, and put them into the modules.
 
-        With a `file_weights`, modules find shapes there, but for what others wrote into.
+        With `file_weights`, groups that were not changed stay in files, and modules get "meta" parameters of it.
         """
         for group in self._valueless():
             if file_weights is not None and not any(away.lazy_weight.written is not None for away in self._of[group]):
@@ -224,7 +224,7 @@ class LazyWeights:
         return (group for group in self._of if not group.store.writable)
 
     def _write_back(self, group: WeightGroup) -> None:
-        """The masters, which have come from their home, are as others wrote them."""
+        """Write changes by other code to the source parameters, which are loaded."""
         for away, master in zip(self._of[group], group.masters, strict=True):
             written = away.lazy_weight.written
             if written is None:
@@ -236,8 +236,8 @@ class LazyWeights:
 
 
 def versions_of(weights: Sequence[torch.Tensor]) -> Versions:
-    """What changes when somebody writes into `weights`, or gives them other data."""
+    """Return values that change when `weights` are written to or given other data."""
     return [
         (weight._version, weight.data_ptr(), weight.dtype) if type(weight) is nn.Parameter else version_of(weight)
-        for weight in weights  # to call for each, and to ask what is inside, takes longer than all of this
+        for weight in weights  # a call of version_of for each takes longer than all of this
     ]

@@ -1,8 +1,8 @@
-"""Out of memory in the middle of a step: something that stays gives up its place, and the same work is done again.
+"""Out of memory in the middle of a step: evict some resident weights, and run the same block again.
 
-A block of a network makes its output from its inputs and changes neither; so what ran out of memory half way can be
-run anew, unless it had already changed what it was given: a tensor, which its version counter tells, or a list of
-caches, whose old entries nobody here may keep alive.
+A block of a network computes its output from its inputs and changes neither. So a block that ran out of memory can
+run again, unless it had already changed its inputs: a tensor, as its version counter shows, or a list of caches, whose
+old entries must not be kept alive here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["retry_blocks_on_oom", "retry_on_oom"]
 
 
 def retry_blocks_on_oom(blocks: dict[str, nn.Module], shed: Callable[[str], bool], undo: ExitStack) -> None:
-    """Lets each of `blocks` run again as long as `shed` (given its name) says that there is more room now."""
+    """Let each of `blocks` run again after running out of memory, as long as `shed(name)` frees some."""
     for name, block in blocks.items():
         give_way = functools.partial(shed, name)
         if block._compiled_call_impl is None:
@@ -36,7 +36,7 @@ def retry_blocks_on_oom(blocks: dict[str, nn.Module], shed: Callable[[str], bool
 
 
 def retry_on_oom(method: Callable[..., Any], shed: Callable[[], bool]) -> Callable[..., Any]:
-    """`method`, run again each time that memory runs out, while `shed` makes room and its inputs are as they were."""
+    """Wrap `method` to run again each time memory runs out, while `shed` frees some and its inputs are unchanged."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -47,10 +47,10 @@ def retry_on_oom(method: Callable[..., Any], shed: Callable[[], bool]) -> Callab
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                failure = error.with_traceback(None)  # its frames hold what was computed so far
+                failure = error.with_traceback(None)  # its frames hold tensors computed so far
             if not _unchanged(before, _seen(args, kwargs)):
                 raise failure
-            outside = not isinstance(failure, torch.OutOfMemoryError)  # of torch's allocator: what that keeps may help
+            outside = not isinstance(failure, torch.OutOfMemoryError)  # of torch's allocator; its cache may help
             if not (outside and cached) and not shed():
                 raise failure
             if outside:
@@ -61,7 +61,7 @@ def retry_on_oom(method: Callable[..., Any], shed: Callable[[], bool]) -> Callab
 
 
 def _seen(args: Any, kwargs: Any) -> list[tuple[Any, int]]:
-    """What is given, tensors without keeping them alive, and how often each tensor was written to."""
+    """Return the arguments, tensors as weak references, each with the tensor's version counter (0 for others)."""
     return [_seen_one(value) for value in tree_leaves((args, kwargs))]
 
 
@@ -72,7 +72,7 @@ def _seen_one(value: Any) -> tuple[Any, int]:
 
 
 def _unchanged(before: list[tuple[Any, int]], now: list[tuple[Any, int]]) -> bool:
-    """Whether the same values are there, and the same tensors with the same numbers."""
+    """Whether the arguments are the same, and tensors have the same version counters."""
     pairs = zip(before, now, strict=False)
     return len(before) == len(now) and all(a == b and _is_same(x, y) for (x, a), (y, b) in pairs)
 

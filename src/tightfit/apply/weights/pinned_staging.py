@@ -1,4 +1,4 @@
-"""Page-locked host memory: locked for good, or a buffer through which a background thread sends weights."""
+"""Page-locked host memory: locked permanently, or a staging buffer through which a thread sends weights."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ __all__ = ["ByteRange", "PageLock", "Stager", "send_pieces"]
 class PageLock:
     """Keeps a buffer alive until its pages are unlocked: by `release`, at the latest when this object is freed.
 
-    The driver registers addresses. Where memory is unmapped while it is registered, whatever is mapped there next
+    The driver registers addresses. Where memory is unmapped while it is registered, the next mapping at its addresses
     counts as page-locked, and copies go to and from the old pages.
     """
 
     def __init__(self, buffer: torch.Tensor, unlock: Callable[[], None]) -> None:
         self._release = weakref.finalize(self, _unlock, unlock, buffer)
-        self._release.atexit = False  # the driver itself may be gone by then
+        self._release.atexit = False  # the driver may be unloaded by then
 
     @classmethod
     def acquire(cls, buffer: torch.Tensor, device: Device) -> PageLock | None:
-        """Page-locks `buffer` for copies to and from `device`; None where that is refused."""
+        """Page-lock `buffer` for copies to and from `device`; return None where that is refused."""
         unlock = device.lock_pages(buffer)
         return None if unlock is None else cls(buffer, unlock)
 
     def release(self) -> None:
-        """Waits for copies in flight and unlocks the pages; the second time it does nothing."""
+        """Wait for copies in flight and unlock the pages; a second call does nothing."""
         self._release()
 
 
 def _unlock(unlock: Callable[[], None], buffer: torch.Tensor) -> None:
     unlock()
-    del buffer  # not before
+    del buffer  # only after unlocking
 
 
-SIZE = 64 * 2**20  # bytes of the buffer, where nothing larger passes through
+SIZE = 64 * 2**20  # bytes of the staging buffer, at least; it grows for larger groups
 
 
 class ByteRange(NamedTuple):
-    """Bytes that are sent together, from one offset to another."""
+    """Bytes that are sent in one copy. Offsets in bytes, in the source and in the target."""
 
     source: int
     target: int
@@ -60,7 +60,7 @@ class ByteRange(NamedTuple):
 def send_pieces(
     stream: CopyStream, target: torch.Tensor, source: torch.Tensor, pieces: Sequence[ByteRange], after: Any
 ) -> PendingCopy:
-    """Sends `pieces` of `source` to `target`, as `stream` does."""
+    """Send `pieces` of `source` to `target` on `stream`, after the mark `after`."""
     handles = [stream.send(target[to : to + size], source[begin : begin + size], after) for begin, to, size in pieces]
     return handles[0] if len(handles) == 1 else _Several(handles)
 
@@ -84,7 +84,7 @@ class _Several(PendingCopy):
 
 
 class Stager:
-    """One buffer and one thread. The buffer is there from the first `send` to `close`."""
+    """A staging buffer and its thread. The buffer exists from the first `send` to `close`."""
 
     def __init__(self, device: Device) -> None:
         self._thread = ThreadPoolExecutor(1, "tightfit staging")
@@ -100,22 +100,22 @@ class Stager:
         pieces: Sequence[ByteRange] = (),
         size: int | None = None,
     ) -> CopyHandle:
-        """Sends to `target` (uint8, on the device), as `stream` does, what `fill` puts into a tensor of that size.
+        """Send to `target` (uint8, on the device), on `stream`, what `fill` writes into a staging tensor of its size.
 
-        Or into one of `size` bytes, of which `pieces` are sent.
+        With `size`, the staging tensor has `size` bytes, of which `pieces` are sent.
         """
         whole = pieces or [ByteRange(0, 0, target.nbytes)]
         size = target.nbytes if size is None else size
         return _Staged(self._thread.submit(self._buffer.send, stream, target, after, fill, whole, size))
 
     def close(self) -> None:
-        """What has not been begun is not sent any more; the buffer goes."""
+        """Cancel copies that have not begun, and free the buffer."""
         self._thread.shutdown(cancel_futures=True)
         self._buffer.close()
 
 
 class _Buffer:
-    """The thread's: page-locked memory, parts of which are filled, or on their way."""
+    """The thread's page-locked memory, parts of which are being filled or copied."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -132,7 +132,7 @@ class _Buffer:
         pieces: Sequence[ByteRange],
         size: int,
     ) -> PendingCopy:
-        with torch.inference_mode():  # it writes bytes, whatever mode their tensors were made in
+        with torch.inference_mode():  # it writes bytes, whichever mode their tensors were made in
             lease = self._lease(size)
             part = self._memory[lease.offset : lease.offset + size]
             try:
@@ -148,7 +148,7 @@ class _Buffer:
         while (lease := self._ring.take(size)) is None:
             if self._under_way:
                 self._await_one()
-            else:  # too small, even when it is empty
+            else:  # too small even when empty
                 self._grow(max(SIZE, 2 * size))
         return lease
 
@@ -161,7 +161,7 @@ class _Buffer:
         self.close()
         self._ring, self._memory = Ring(size), arena(size)
         self._lock = PageLock.acquire(self._memory, self._device)
-        if self._lock is None:  # drivers that lock no memory that is there (WSL) may still make some
+        if self._lock is None:  # drivers that lock no existing memory (WSL) may still allocate some
             self._memory = self._device.pinned(size)
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class _Buffer:
 
 
 class _Staged(CopyHandle):
-    """A copy that a thread will give to the card."""
+    """A copy that the staging thread will launch."""
 
     def __init__(self, given: Future[PendingCopy]) -> None:
         self._given = given

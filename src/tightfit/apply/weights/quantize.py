@@ -1,4 +1,4 @@
-"""Puts a component's weights into eight-bit storage, and the originals somewhere from where they come back."""
+"""Store a component's weights in eight bits, and keep the originals so that they can be restored."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tightfit.apply.weights.weight_store import HOST, plain_parts, rebuilt
 from tightfit.devices.activation_pool import is_dense
 from tightfit.devices.device import Device
 from tightfit.devices.disk import DiskReader
-from tightfit.devices.memory import own_room
+from tightfit.devices.memory import empty_in_arena
 from tightfit.errors import PlanError
 from tightfit.measure.modules import layer_weights
 from tightfit.schema.plan import ComponentPlan, Plan, Storage
 
 __all__ = ["check_kinds", "check_storage", "left_in_files", "storable_in", "store_weights"]
 
-PIECE = 4 * 2**20  # bytes that are stored in eight bits at once
+PIECE = 4 * 2**20  # bytes of a weight that are converted at once
 
 
 def check_storage(plan: Plan) -> None:
-    """PlanError where a component is to be stored as int8 and torchao is not installed. Loads it where it is."""
+    """Raise PlanError where a plan stores a component as int8 and torchao is not installed; else import it."""
     for name, chosen in plan.components.items():
         if chosen.storage == "int8":
             try:
@@ -42,10 +42,10 @@ def check_storage(plan: Plan) -> None:
 
 
 def check_kinds(components: Mapping[str, nn.Module], plan: Plan, device_of: Callable[[str], Device]) -> None:
-    """PlanError where weights would be moved that carry more than their numbers, and nobody here knows how.
+    """Raise PlanError where a plan moves weights of unsupported types, which carry more than their values.
 
-    Those of bitsandbytes have the state of their quantisation beside them, diffusers' GGUF ones the name of it. Where
-    they stay on the device on which they are, they are as they were.
+    bitsandbytes' weights also have the state of their quantisation, diffusers' GGUF weights the name of it. Where
+    they are resident on the device that they are on already, they are left unchanged.
     """
     for name, module in components.items():
         chosen, device = plan.components.get(name, ComponentPlan()), device_of(name)
@@ -65,21 +65,21 @@ def check_kinds(components: Mapping[str, nn.Module], plan: Plan, device_of: Call
 
 
 def storable_in(module: nn.Module, plan: ComponentPlan) -> list[Entry]:
-    """What `plan` stores in eight bits: matrices and kernels; as int8 the matrices of linear layers only."""
+    """Return the weights that `plan` stores in eight bits: matrices and kernels; as int8, linear layers' only."""
     if plan.storage == "as-loaded":
         return []
     return list(storable(module, plan.skip_patterns, nn.Linear if plan.storage == "int8" else nn.Module))
 
 
 def left_in_files(network: nn.Module, chosen: ComponentPlan, *, separate: bool) -> set[int]:
-    """By id, the weights that `network` can follow `chosen` without: each is read when it is used, or stored.
+    """Return ids of weights that can be left in files under `chosen`: each is read when it is used, or converted.
 
-    On a `separate` device, whose memory is not the host's, or on the CPU.
+    `separate`: whether the device has memory of its own, as the CPU has not.
     """
     weights = {id(weight) for _, _, weight in storable_in(network, chosen)}
     if chosen.placement == "resident":
         return set() if separate else weights
-    if chosen.offload_to == "disk" and chosen.compute_dtype is None:  # else all that is not stored is converted
+    if chosen.offload_to == "disk" and chosen.compute_dtype is None:  # else all other weights are cast
         weights |= layer_weights(network)
     return {id(weight) for weight in network.parameters() if weight.is_meta}.intersection(weights)
 
@@ -92,14 +92,14 @@ def store_weights(
     originals_in_ram: bool,
     aside: Callable[[nn.Parameter, StoredWeight], None] = lambda original, weight: None,
 ) -> Callable[[], None]:
-    """Stores what `plan` wants of `module`'s weights in eight bits in host memory, one weight after another.
+    """Store the weights of `module` that `plan` names in eight bits in host memory, one after another.
 
-    So a device never holds what the plan stores in eight bits in another form; what was there leaves it here.
-    Originals in `file_weights` are read from there one by one, and stay there; others go to RAM, or to a temporary file
-    where RAM is what should be saved. `aside` is given each original and what it became.
+    So a device need not hold them in another dtype; originals on a device are moved to host memory. Originals in
+    `file_weights` are read one by one and stay in their files; others are kept in RAM (`originals_in_ram`), or in a
+    temporary file where RAM is to be saved. `aside` is called with each original and its stored weight.
 
-    Returns how to restore the originals exactly.
-    What was written into a stored weight in the meantime (a fused LoRA) wins over its original.
+    Return how to restore the originals exactly.
+    A stored weight that was changed in the meantime (a fused LoRA) overwrites its original.
     """
     compute = getattr(torch, plan.compute_dtype) if plan.compute_dtype else None
     entries = storable_in(module, plan)
@@ -122,14 +122,14 @@ def store_weights(
         with DiskReader() as reader:
             back = {
                 key: shape
-                if file_weights.resident and places[key].type in ("cpu", "meta") and not stored[key].written
+                if file_weights.keep_in_files and places[key].type in ("cpu", "meta") and not stored[key].written
                 else file_weights.filled(shape, reader)
                 for key, shape in kept.items()
             }
         for owner, name, original in entries:
             parameter, value = stored[id(original)], back[id(original)]
             if owner._parameters.get(name) is not parameter:  # type: ignore[comparison-overlap]
-                continue  # somebody put another there: theirs stands
+                continue  # replaced by other code: keep that
             if parameter.written:
                 value.data.copy_(parameter.widen())
             _place(value, places[id(original)])
@@ -142,7 +142,7 @@ def store_weights(
 
 
 def _place(weight: nn.Parameter, device: torch.device) -> None:
-    """`weight` is on `device` from now on; what is only a shape stays one."""
+    """Move `weight` to `device`; a "meta" parameter is left as it is."""
     if not weight.is_meta and device.type != "meta" and weight.device != device:
         weight.data = weight.data.to(device)
 
@@ -160,10 +160,10 @@ def _put_back_on_failure(weights: Mapping[int, nn.Parameter], places: Mapping[in
 def _set_aside(
     originals: Mapping[int, nn.Parameter], file_weights: FileBackedWeights, *, in_ram: bool
 ) -> dict[int, nn.Parameter]:
-    """What stands for `originals`, by key, while they are replaced: themselves, or shapes in `file_weights`."""
+    """Return what keeps `originals`, by key, while they are replaced: themselves, or shapes in `file_weights`."""
     file, kept = None, dict(originals)
     for key, original in originals.items():
-        if in_ram or original.is_meta:  # on the shelf already, or without values everywhere
+        if in_ram or original.is_meta:  # to be kept in RAM, or without values
             continue
         file = file or file_weights.spill()
         like = torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device="meta")
@@ -176,17 +176,17 @@ def _set_aside(
 
 
 def _stored(original: torch.Tensor, storage: Storage, compute: torch.dtype | None, asks: bool) -> StoredWeight:
-    """`original` in eight bits.
+    """Return `original` in eight bits.
 
-    Some rows at a time, and into memory of its own: what the conversion needs beside them comes and goes, and what
-    lives long between would leave the heap full of holes.
+    It is converted some rows at a time, into memory of its own: long-lived tensors between the conversion's temporary
+    ones would fragment the heap.
     """
     value = original.detach()
     if value.device.type == "cpu" and value.stride(0) == max(value.stride()):
         pieces = torch.split(value, max(PIECE // max(value[:1].nbytes, 1), 1))
         like, at = _converted(pieces[0], storage, compute), len(pieces[0])
         first = plain_parts(like)
-        parts = [own_room((len(value), *part.shape[1:]), part.stride(), part.dtype) for part in first]
+        parts = [empty_in_arena((len(value), *part.shape[1:]), part.stride(), part.dtype) for part in first]
         for whole, part in zip(parts, first, strict=True):
             whole[:at] = part
         for piece in pieces[1:]:
@@ -203,14 +203,14 @@ def _stored(original: torch.Tensor, storage: Storage, compute: torch.dtype | Non
 
 def _converted(rows: torch.Tensor, storage: Storage, compute: torch.dtype | None) -> StoredWeight:
     if storage == "int8":
-        from tightfit.apply.weights.int8 import Int8Weight  # torchao need not be there
+        from tightfit.apply.weights.int8 import Int8Weight  # torchao is optional
 
         return Int8Weight.store(rows, compute)
     return Float8Weight.store(rows, getattr(torch, storage), compute)
 
 
 def _cast_rest(module: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
-    """Everything of `module` that stays as loaded, in the compute dtype: what was where, and what is there now."""
+    """Cast all other floating-point tensors of `module` to `dtype`; return table, name, old and new tensor of each."""
     changed = []
     for owner in module.modules():
         tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)

@@ -1,4 +1,4 @@
-"""Weights stored in eight bits, as float8 rows or by subclasses: widened for each use and freed again."""
+"""Weights stored in eight bits, as float8 rows or by subclasses: dequantized for each use, then freed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Entry = tuple[nn.Module, str, nn.Parameter]
 
 
 def storable(module: nn.Module, skip: tuple[str, ...] | None, owners: type[nn.Module] = nn.Module) -> Iterator[Entry]:
-    """Owner, name and value of each matrix or kernel of `module`'s `owners` that no pattern in `skip` matches.
+    """Return owner, name and value of each matrix or kernel of `module`'s `owners` that no pattern in `skip` matches.
 
-    A weight that is also used where it stays as loaded stays so everywhere.
+    A shared weight that is kept as loaded in one place is kept so in all.
     """
     found = list(_storable(module, skip, owners))
     uses = Counter(id(value) for part in module.modules() for value in part._parameters.values())
@@ -43,13 +43,13 @@ def _storable(module: nn.Module, skip: tuple[str, ...] | None, owners: type[nn.M
 
 @dataclass
 class _Writes:
-    """How often a stored weight was written into, counted for all its aliases together."""
+    """Number of writes to a stored weight, shared by all its aliases."""
 
     count: int = 0
 
 
 class StoredWeight(torch.Tensor):
-    """A weight held as other tensors, which `__tensor_flatten__` names; every operation sees it widened to `dtype`."""
+    """A weight held as other tensors, which `__tensor_flatten__` names; operations see it dequantized to `dtype`."""
 
     _writes: _Writes
     _bytes = 0
@@ -63,21 +63,21 @@ class StoredWeight(torch.Tensor):
         return whole
 
     def widen(self) -> torch.Tensor:
-        """The weight in its compute dtype, a new plain tensor."""
+        """Dequantize the weight to its compute dtype, as a new plain tensor."""
         raise NotImplementedError
 
     def stored_again(self, wide: torch.Tensor) -> Self:
-        """`wide` in the form of this one."""
+        """Quantize `wide` to the format of this weight."""
         raise NotImplementedError
 
     @property
     def written(self) -> bool:
-        """Whether something was written into it (a LoRA fused, say) since it was stored."""
+        """Whether it was written to (e.g. a LoRA was fused) since it was stored."""
         return self._writes.count > 0
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Also while its values are elsewhere, and the tensors that should hold them are empty."""
+        """Bytes of the tensors that hold it, also while their values are offloaded and they are empty."""
         self._bytes = self._bytes or sum(part.nbytes for part in plain_parts(self))
         return self._bytes
 
@@ -94,12 +94,12 @@ class StoredWeight(torch.Tensor):
         if func in _SAME_FORM and isinstance(weight, StoredWeight) and not _widens(weight, kwargs):
             options = {key: value for key, value in kwargs.items() if key != "dtype"}
             same = rebuilt(weight, [func(part, **options) for part in plain_parts(weight)])
-            assert isinstance(same, StoredWeight)  # as the one that it was made like
+            assert isinstance(same, StoredWeight)  # has the class of `weight`
             if func in _ALIASES:
                 same._writes = weight._writes
             return same
         if func is _aten.copy_.default and isinstance(weight, StoredWeight) and _alike(weight, args[1]):
-            weight._write(args[1])  # storing again what was widened would round it again
+            weight._write(args[1])  # quantizing dequantized values would round them again
             return weight
         stored = [value for value in (*args, *kwargs.values()) if isinstance(value, StoredWeight)]
         wide = {id(value): value.widen() for value in stored}
@@ -130,7 +130,7 @@ def _alike(weight: StoredWeight, other: object) -> bool:
 
 
 def _opened(args: tuple[Any, ...]) -> list[Any]:
-    """`args` with the stored weights inside lists (`torch.cat`, say) widened too."""
+    """Return `args` with the stored weights inside lists (as for `torch.cat`) dequantized."""
     return [
         type(arg)(v.widen() if isinstance(v, StoredWeight) else v for v in arg)
         if isinstance(arg, list | tuple)
@@ -140,7 +140,7 @@ def _opened(args: tuple[Any, ...]) -> list[Any]:
 
 
 class Float8Weight(StoredWeight):
-    """A weight held as float8 rows and their scales."""
+    """A weight held as float8 values and one float32 scale per row (index of the first dimension)."""
 
     rows: torch.Tensor  # float8, original shape
     scale: torch.Tensor  # float32, (rows, 1, …)
@@ -154,7 +154,7 @@ class Float8Weight(StoredWeight):
 
     @classmethod
     def store(cls, weight: torch.Tensor, form: torch.dtype, dtype: torch.dtype | None = None) -> Float8Weight:
-        """`weight` in `form` (float8_e4m3fn or float8_e5m2), to be widened to `dtype` (default: its own)."""
+        """Quantize `weight` to `form` (float8_e4m3fn or float8_e5m2); `dtype`: to dequantize to (default: its own)."""
         wide = weight.detach().float()
         largest = wide.abs().amax(dim=tuple(range(1, wide.ndim)), keepdim=True)
         scale = torch.where(largest > 0, largest / torch.finfo(form).max, torch.ones_like(largest))

@@ -1,7 +1,7 @@
-"""One component's weights on the device: what stays, what passes through the ring, and what comes when.
+"""One component's weights on the device: resident groups, groups in the ring buffer, and when each is loaded.
 
-Everything is sent in the order in which it will be used, as far ahead as there is room; the wait for it is the
-device's, not the host's. What is needed and has not been sent, because the order was not foreseen, is sent then.
+Groups are sent in the order in which they will be used, as far ahead as memory allows; the device waits for them, not
+the host. A group that is needed and was not sent, because the order was not predicted, is sent then.
 """
 
 from __future__ import annotations
@@ -30,72 +30,72 @@ __all__ = ["Streamer"]
 
 
 class Streamer:
-    """Brings `groups`, those in `resident` once, and the others through a ring of `ring` bytes."""
+    """Loads `groups`: those named in `resident` once, the others through a ring buffer of `ring` bytes."""
 
     def __init__(
         self, groups: Sequence[WeightGroup], resident: Collection[str], ring: int, device: Device, recorder: Recorder
     ) -> None:
         self._groups = list(groups)
         self._device, self._recorder = device, recorder
-        self.device_bytes = False  # whether it has memory on the device
-        self._complete = False  # whether it has all that it will take
-        self._make_way: Callable[[int], None] | None = None  # told in the last pass how many bytes were given up
+        self.on_device = False  # whether it may have memory on the device
+        self._complete = False  # whether all its memory is allocated
+        self._on_freed: Callable[[int], None] | None = None  # in the last call: called with the bytes given up so far
         self._stream = device.copy_stream()
         self._orders: dict[str, PrefetchOrder[WeightGroup]] = {}
         self._order: PrefetchOrder[WeightGroup] = PrefetchOrder(self._groups)
-        self._away = LazyWeights(groups, device, recorder, self.fetch)
+        self._placeholders = LazyWeights(groups, device, recorder, self.fetch)
         self._behind = behind_gates(self._groups)
-        self._entered: Counter[nn.Module] = Counter()  # gates in whose forward passes groups are in use, and how often
-        self._here: dict[WeightGroup, LoadedGroup] = {}
-        self._rooms = DeviceWeightPool(groups, resident, ring, device, recorder)
-        self._fetcher = OnDemandLoader(self._rooms, self._stream, recorder)
-        self._began: Any = None  # marks when memory was taken
+        self._entered: Counter[nn.Module] = Counter()  # running forward passes of each gate
+        self._loaded: dict[WeightGroup, LoadedGroup] = {}
+        self._pool = DeviceWeightPool(groups, resident, ring, device, recorder)
+        self._fetcher = OnDemandLoader(self._pool, self._stream, recorder)
+        self._began: Any = None  # mark of when memory was allocated
 
     def owned(self) -> Iterator[torch.Tensor]:
-        """What modules may find where they look the groups' weights up."""
+        """Yield the tensors that modules may have in place of the groups' weights."""
         for group in self._groups:
             yield from group.masters
-            yield from self._away[group]
-        for here in self._here.values():
+            yield from self._placeholders[group]
+        for here in self._loaded.values():
             yield from here.weights
 
     def hook(self, undo: Callable[..., object]) -> None:
-        """Lets the modules tell when they work; `undo` is given how to stop it."""
+        """Register hooks on the modules that use the groups; `undo` receives how to remove them."""
         for gate in self._behind:
             watch(gate, partial(self.enter, gate), partial(self.leave, gate), undo, self.expect)
 
     def begin(self, method: str = "forward", make_way: Callable[[int], None] | None = None) -> None:
-        """A pass begins: what is first needed starts to come.
+        """Begin a call of `method`: start to load the groups that are needed first.
 
-        With `make_way` it is the last pass: what was used gives up its memory, and `make_way` is told how many bytes
-        those are by now, as soon as nothing of this component is waiting to come.
+        With `make_way` it is the last call: groups that were used give up their memory, and `make_way` is called with
+        the bytes given up so far, as soon as no group of this component has still to be sent.
         """
-        if self._make_way is not None:  # it was not the last, after all
+        if self._on_freed is not None:  # it was not the last, after all
             self.clear()
         self._stream.follow_host()
         self._take_memory()
         self._choose_order(method)
-        self._make_way = make_way
+        self._on_freed = make_way
         self._order.begin(last=make_way is not None)
         self._send_ahead()
 
-    def approach(self, limit: int, method: str = "forward", most: int | None = None) -> None:
-        """Its turn is next: what it needs first, up to `most` bytes, starts to come into at most `limit` bytes."""
+    def prefetch(self, limit: int, method: str = "forward", most: int | None = None) -> None:
+        """Prefetch for the next call: send what it needs first, up to `most` bytes, into at most `limit` bytes."""
         if self._complete:
             return
         self._stream.follow_host()
-        self._appear()
+        self._install_placeholders()
         self._choose_order(method)
-        self._rooms.take_some(limit)
+        self._pool.take_some(limit)
         self._began = self._stream.mark()
         self._order.look_ahead(
-            lambda one: (most is None or sum(p.size for p in (*self._here, one)) <= most) and self._send_if_room(one)
+            lambda one: (most is None or sum(p.size for p in (*self._loaded, one)) <= most) and self._send_if_room(one)
         )
 
     @property
     def room(self) -> int:
-        """Bytes on the device that are for it, with what it has given up in its last pass."""
-        return self._rooms.whole
+        """Bytes on the device for this component, with those given up in its last call."""
+        return self._pool.whole
 
     def _choose_order(self, method: str) -> None:
         order = self._orders.get(method)
@@ -106,21 +106,21 @@ class Streamer:
             order.rewind()
 
     def end(self) -> None:
-        """The pass has come to its end."""
+        """End the call."""
         self._order.end()
         self._send_ahead()
-        self._stream.mark()  # for a pass on another stream
+        self._stream.mark()  # for a call on another stream
 
     def expect(self, gates: Sequence[nn.Module]) -> None:
-        """Of this pass it is known in which order `gates` are at work from now on."""
+        """Set the order in which `gates` run from now on in this call."""
         groups = [group for gate in gates for group in self._behind[gate]]
         if self._complete and self._order.expect(groups):
-            self._send_ahead()  # what is here already, and is needed soon, is looked at; the rest makes room
+            self._send_ahead()  # counts loaded groups that are needed soon; the others are dropped
             self._drop(lambda other: not self._order.awaited(other))
             self._send_ahead()
 
     def enter(self, gate: nn.Module) -> None:
-        """A forward pass of `gate` begins: its groups are in use until it is left, or none is if this raises."""
+        """Begin a forward pass of `gate`: its groups are in use until `leave`, or none is if this raises."""
         groups = self._behind[gate]
         if len(groups) == 1:
             self._need(groups[0])
@@ -140,75 +140,75 @@ class Streamer:
             raise
 
     def leave(self, gate: nn.Module) -> None:
-        """The forward pass of `gate` is over; torch says so too where entering it failed."""
+        """End a forward pass of `gate`; torch calls this too where `enter` failed."""
         if self._entered[gate]:
             self._entered[gate] -= 1
             for group in self._behind[gate]:
                 self._done(group)
 
     def _need(self, group: WeightGroup) -> None:
-        """`group` is used from now on, until it is `_done`."""
+        """Load `group` and count one user more, until `_done`."""
         if not self._complete:
             self.begin()
-        self._device.use_layer()
+        self._device.charge_layer_overhead()
         expected = self._order.used(group)
         if not expected:
             self._drop(lambda other: self._order.passed(other) and other is not group)
-        here = self._here.get(group)
+        here = self._loaded.get(group)
         if here is None:
             self._send_now(group)
-            here = self._here[group]
+            here = self._loaded[group]
         if not here.visible:
             try:
-                here.show(self._away, self._recorder)
+                here.show(self._placeholders, self._recorder)
             except BaseException:
-                self._leave([group])  # it did not come, or not all of it: the next who needs it asks anew
+                self._leave([group])  # its copy failed: the next user sends it again
                 raise
         here.users += 1
 
     def _done(self, group: WeightGroup) -> None:
-        here = self._here.get(group)
+        here = self._loaded.get(group)
         if here is None or not here.let_go():
             return
-        here.hide(self._away)  # what stays too: a LoRA that is fused between two passes writes into what modules find
-        del here  # which would keep memory that is given up below
-        if group not in self._rooms.resident and not self._order.awaited(group):
+        here.hide(self._placeholders)  # resident groups too: fusing a LoRA between two calls writes to what modules have
+        del here  # it would keep memory that is freed below
+        if group not in self._pool.resident and not self._order.awaited(group):
             self._release(group)
             self._send_ahead()
-        if self._make_way is not None:
-            self._give_way(self._make_way)
+        if self._on_freed is not None:
+            self._give_way(self._on_freed)
 
     def _give_way(self, make_way: Callable[[int], None]) -> None:
-        """Gives up the places of what is over, and says so."""
-        self._leave(self._rooms.lend(lambda group: self._order.over(group) and self._idle(group)))
+        """Free resident groups that are no longer needed in the last call, and call `make_way`."""
+        self._leave(self._pool.lend(lambda group: self._order.over(group) and self._idle(group)))
         if self._order.looked_through:
-            make_way(self._rooms.lent)
+            make_way(self._pool.lent)
 
     def set_aside(self) -> None:
-        """Where masters have no values, modules find what fetches them, from now on."""
-        self._away.set_aside()
+        """Put the placeholders of source parameters without values into the modules."""
+        self._placeholders.set_aside()
 
     def give_back(self, file_weights: FileBackedWeights | None = None) -> None:
-        """The masters have their own values again, or are on a `file_weights`, and what was written in the meantime."""
-        self._away.give_back(file_weights)
+        """Load source parameters without values, with changes by other code, or leave them to `file_weights`."""
+        self._placeholders.give_back(file_weights)
 
     def clear(self) -> None:
-        """Everything goes, and modules find the masters again; whatever state an interruption left."""
+        """Evict everything and put the source parameters into the modules, whatever state an interruption left."""
         for group in self._groups:
-            if (here := self._here.get(group)) is not None:
+            if (here := self._loaded.get(group)) is not None:
                 here.handle.cancel()
-                here.hide(self._away)
-            self._away.keep(group)
+                here.hide(self._placeholders)
+            self._placeholders.keep(group)
             if group.store.writable:
-                group.show(self._away[group], group.masters)
-        self._here = {}
+                group.show(self._placeholders[group], group.masters)
+        self._loaded = {}
         forget_casts()
         self._entered.clear()
         self._fetcher.forget()
         self._order.rewind()
-        self._rooms.clear()
-        self._make_way = None
-        self.device_bytes = self._complete = False
+        self._pool.clear()
+        self._on_freed = None
+        self.on_device = self._complete = False
 
     # sending
 
@@ -216,10 +216,10 @@ class Streamer:
         self._order.look_ahead(self._send_if_room)
 
     def _send_if_room(self, group: WeightGroup) -> bool:
-        if group in self._here:
+        if group in self._loaded:
             return True
-        resident = group in self._rooms.resident
-        place = self._rooms.place(group) if resident else self._rooms.lease(group)
+        resident = group in self._pool.resident
+        place = self._pool.place(group) if resident else self._pool.lease(group)
         if place is None:
             return False
         after = None if place.lease is None else place.lease.after
@@ -227,53 +227,53 @@ class Streamer:
         return True
 
     def _send_now(self, group: WeightGroup) -> None:
-        """What was not foreseen: others that only wait make room for it."""
-        self._recorder.unforeseen(learning=not self._order.known)
+        """Send `group`, whose use was not predicted; others in the ring that are not in use may be dropped for it."""
+        self._recorder.loaded_on_demand(learning=not self._order.known)
         if self._send_if_room(group):
             return
         self._drop(lambda other: other is not group)
-        if not self._send_if_room(group):  # several at once, more than the ring was made for
-            self._send(LoadedGroup(group, self._rooms.extra(group.size)), self._stream.mark())
+        if not self._send_if_room(group):  # more in use at once than the ring was made for
+            self._send(LoadedGroup(group, self._pool.extra(group.size)), self._stream.mark())
 
     def _send(self, here: LoadedGroup, after: Any) -> None:
         group = here.group
-        if group not in self._rooms.resident:
-            self._device.send_layer()
+        if group not in self._pool.resident:
+            self._device.charge_transfer_overhead()
         with self._recorder.uncounted():
             here.handle = group.store.send(self._stream, here.region, after)
         self._recorder.moved(bytes_in=group.size)
         here.users = 0
-        self._here[group] = here
+        self._loaded[group] = here
 
     def fetch(self, group: WeightGroup, index: int) -> torch.Tensor:
-        """One weight that code looks at while nobody has said that it is needed."""
-        if (here := self._here.get(group)) is not None:
+        """Return a copy of one weight, which is read while no module that uses it runs."""
+        if (here := self._loaded.get(group)) is not None:
             self._recorder.waited(here.handle.wait_on_device())
             return here.copy_of(index)
         return self._fetcher.fetch(group, index)
 
     # memory
 
-    def _appear(self) -> None:
-        """Modules find that everything is away, and memory is taken from now on."""
-        if self.device_bytes:
+    def _install_placeholders(self) -> None:
+        """Put placeholders for all weights into the modules, and allow allocation."""
+        if self.on_device:
             return
-        self.device_bytes = True
+        self.on_device = True
         for group in self._groups:
             if group.keep_up():
-                self._away.renew(group)
+                self._placeholders.renew(group)
                 if group.store.lock_refused:
                     self._recorder.note("page-locking was refused for weights that had been changed")
-            group.show(group.masters, self._away[group])
-        self._rooms.open()
+            group.show(group.masters, self._placeholders[group])
+        self._pool.open()
 
     def _take_memory(self) -> None:
-        """Room for what stays and for the ring."""
+        """Allocate memory for resident groups and the ring."""
         if self._complete:
             return
-        self._appear()
+        self._install_placeholders()
         try:
-            left = self._rooms.take()
+            left = self._pool.take()
         except torch.OutOfMemoryError:
             self.clear()
             raise
@@ -284,36 +284,36 @@ class Streamer:
             self._recorder.ran_out("out of memory before a component's first layer", sum(p.size for p in left))
 
     def shed(self) -> int:
-        """Gives up some of what stays and is not in use; returns how many bytes that were.
+        """Evict some resident groups that are not in use; return their bytes.
 
-        It passes through the ring from now on.
+        They are loaded through the ring from now on.
         """
-        left = self._rooms.give_up(self._idle)
+        left = self._pool.give_up(self._idle)
         self._leave(left)
         if left:
             self._order.spoil()
         return sum(group.size for group in left)
 
     def _idle(self, group: WeightGroup) -> bool:
-        return group not in self._here or not self._here[group].users
+        return group not in self._loaded or not self._loaded[group].users
 
     def _leave(self, groups: Iterable[WeightGroup]) -> None:
-        """What is on the device of `groups` goes, needed or not."""
+        """Evict those of `groups` that are on the device, needed or not."""
         for group in groups:
-            if group in self._here:
-                self._here[group].handle.cancel()
+            if group in self._loaded:
+                self._loaded[group].handle.cancel()
                 self._release(group)
 
     def _release(self, group: WeightGroup) -> None:
-        here = self._here.pop(group)
-        here.hide(self._away)
+        here = self._loaded.pop(group)
+        here.hide(self._placeholders)
         forget_casts()
         if here.lease is not None:
-            self._rooms.give_back(here.lease, self._stream.mark())
+            self._pool.give_back(here.lease, self._stream.mark())
 
     def _drop(self, which: Callable[[WeightGroup], bool]) -> None:
-        """Gives up what was sent ahead into the ring and nobody uses, where `which` says so."""
-        idle = [p for p in self._here if self._idle(p) and p not in self._rooms.resident and which(p)]
+        """Evict groups in the ring that are not in use and for which `which` is true."""
+        idle = [p for p in self._loaded if self._idle(p) and p not in self._pool.resident and which(p)]
         self._leave(idle)
         if idle:
             self._order.look_again()

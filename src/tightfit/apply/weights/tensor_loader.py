@@ -1,8 +1,8 @@
-"""Weights that move together, from host memory to the device and out of it again.
+"""Weights that are loaded together from host memory to the device, and evicted.
 
-Bringing them in puts fresh parameters that hold device copies where the modules look for them; the
-originals, untouched, are the masters. Putting the originals back *is* the eviction: nothing is copied back,
-and whatever was loaded, fused or replaced in the meantime is simply what is found at the next visit.
+Loading puts new parameters with device copies into the modules; the originals are left unchanged. Eviction puts the
+originals back and copies nothing, except copies that other code changed (e.g. a fused LoRA). Tensors that other code
+put into the modules in the meantime are kept, and loaded next time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["TensorLoader"]
 
 
 class _Slot(NamedTuple):
-    """One place in a module where a tensor is looked up."""
+    """An entry of a module's parameters or buffers, its original and its device copy."""
 
     table: dict[str, torch.Tensor | None]
     name: str
@@ -39,7 +39,7 @@ class _Slot(NamedTuple):
 
 
 class TensorLoader:
-    """All weights and buffers below `module`, except those that `without` says when they are brought."""
+    """Loads all parameters and buffers of `module`, except those that `without()` returns at that time."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class TensorLoader:
         self.is_loaded = False
 
     def load(self) -> None:
-        """Copies every weight to the device and lets the modules see the copies."""
+        """Copy every tensor to the device and put the copies into the modules."""
         if self.is_loaded:
             return
         self._slots = self._copies()
@@ -80,11 +80,11 @@ class TensorLoader:
         return slots
 
     def evict(self) -> None:
-        """Lets the modules see the masters again; the copies are forgotten."""
+        """Put the originals back into the modules and free the copies."""
         for table, name, master, copy, version in self._slots:
             if table.get(name) is not copy:
-                continue  # replaced by somebody while it was here: theirs stands
-            if version_of(copy) != version:  # a LoRA was fused in a callback, say, or the dtype changed
+                continue  # replaced by other code while it was loaded: keep that
+            if version_of(copy) != version:  # e.g. a LoRA was fused in a callback, or the dtype changed
                 with torch.no_grad(), self._recorder.uncounted():
                     write_back(master, copy.data, self._device)
                 self._recorder.moved(bytes_out=copy.nbytes)
@@ -93,10 +93,10 @@ class TensorLoader:
         self._slots = []
         forget_casts()
         self._recorder.hold(self, 0)
-        self.is_loaded = False  # last: who is interrupted here is evicted again
+        self.is_loaded = False  # last, so that an interrupted eviction is repeated
 
     def _move_to_host(self, masters: set[int]) -> None:
-        """What somebody put on the device in place of a weight goes to host memory."""
+        """Move tensors that other code put on the device in place of weights to host memory."""
         target = self._device.torch_device
         moved: dict[int, torch.Tensor] = {}
         for table, name, tensor in self._tensors() if target != HOST else ():
@@ -106,7 +106,7 @@ class TensorLoader:
                 table[name] = moved[id(tensor)]
 
     def _in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` itself, where it can be in another place, else a new one."""
+        """Return `tensor` itself, moved, where its device allows that, else a new one."""
         self._recorder.moved(bytes_out=tensor.nbytes)
         with torch.inference_mode(False), torch.no_grad(), self._recorder.uncounted():
             if not self._device.swaps_parameters:

@@ -1,4 +1,4 @@
-"""Weights that move together: where modules look them up, what stands there meanwhile, and their home."""
+"""Weights that are loaded together: where modules look them up, their source parameters, and their store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from tightfit.apply.weights.disk_store import DiskStore
 from tightfit.apply.weights.file_weights import FileBackedWeights
 from tightfit.apply.weights.weight_store import HostStore, WeightStore, plain_parts, rebuilt
-from tightfit.devices.memory import copy_alike
+from tightfit.devices.memory import copy_with_alignment
 from tightfit.measure.modules import compiled_around, find_layers
 from tightfit.plan.layer_selection import group_layers, paths_to
 from tightfit.schema.footprint import Component
@@ -25,7 +25,7 @@ Table = dict[str, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """One place in a module where a weight is looked up."""
+    """An entry of a module's parameters, where a weight is looked up."""
 
     table: Table
     name: str
@@ -37,30 +37,30 @@ class TensorSlot:
 
 @dataclass(eq=False)
 class WeightGroup:
-    """The weights of some modules, `masters`, each with the places where it is looked up."""
+    """The source parameters (`masters`) of some modules, each with the `places` where modules look it up."""
 
     name: str
-    gates: tuple[nn.Module, ...]  # whose forward passes need them; none is inside of what is compiled
+    gates: tuple[nn.Module, ...]  # modules whose forward passes need them; none is inside a compiled one
     masters: list[nn.Parameter]
-    likes: list[torch.Tensor]  # on "meta", laid out as the masters are
+    likes: list[torch.Tensor]  # on "meta", with shapes, strides and dtypes of `masters`
     places: list[list[TensorSlot]]
     store: WeightStore
-    uses: int = 1  # one after another in each pass, as far as that is known
-    unused: Collection[str] = ()  # methods of the component in which they have no work, as far as that is known
+    uses: int = 1  # consecutive uses in each call, as far as known
+    unused: Collection[str] = ()  # methods of the component that do not use them, as far as known
 
     @property
     def size(self) -> int:
         return self.store.size
 
     def views(self, region: torch.Tensor) -> list[nn.Parameter]:
-        """The weights as they lie in `region`, where the home has sent them."""
-        # .data: with version counters of their own, which say whether somebody wrote into a weight
+        """Return the weights as views of `region`, to which the store has sent them."""
+        # .data: with version counters of their own, which show whether other code wrote to a weight
         plain = [layout.view(region).data for layout in self.store.layouts]
-        # as its master, or torch's matmul may choose another kernel (float16 on the CPU, also without gradients)
+        # same requires_grad, or torch's matmul may choose another kernel (float16 on the CPU, also without gradients)
         return [nn.Parameter(rebuilt(master, plain), master.requires_grad) for master in self.masters]
 
     def keep_up(self) -> bool:
-        """Looks whether somebody gave masters other data (`module.to(dtype)`, say), and moves house; whether it did."""
+        """Make a new store if other code gave `masters` other data (e.g. `module.to(dtype)`); return whether it did."""
         if not isinstance(self.store, HostStore):
             return False
         plain = [part for master in self.masters for part in plain_parts(master)]
@@ -70,17 +70,17 @@ class WeightGroup:
         return True
 
     def unlock_pages(self) -> None:
-        """Unlocks the masters, in whatever home they are by now."""
+        """Unlock the source parameters in their current store."""
         self.store.unlock_pages()
 
     def fill(self) -> None:
-        """The masters have values again, read from their home."""
+        """Read the values of the source parameters from their store."""
         plain = self.store.values()
         for tensor in (part for master in self.masters for part in plain_parts(master)):
-            tensor.data = copy_alike(plain.pop(0))
+            tensor.data = copy_with_alignment(plain.pop(0))
 
     def shapes(self, file_weights: FileBackedWeights) -> list[nn.Parameter]:
-        """What stands for the masters, which are on the disk; those in a format of their own as they are, empty."""
+        """Return "meta" parameters for `masters`, which are on the disk; tensor subclasses as they are, empty."""
         assert isinstance(self.store, DiskStore)
         stored = iter(self.store.stored)
         found = []
@@ -91,7 +91,7 @@ class WeightGroup:
         return found
 
     def put_by_others(self, ours: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """What others put where weights are looked up (not by id among `ours`), with the number of the weight."""
+        """Yield index and tensor of weights that other code replaced (ids not in `ours`), and put `masters` back."""
         for index, places in enumerate(self.places):
             for place in places:
                 there = place.table.get(place.name)
@@ -100,7 +100,7 @@ class WeightGroup:
                     place.table[place.name] = self.masters[index]
 
     def show(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
-        """Where modules look `old` weights up, they find the `new` ones; what others put there stays."""
+        """Replace `old` weights by `new` ones in the modules; what other code put there is kept."""
         for places, was, now in zip(self.places, old, new, strict=True):
             for place in places:
                 if place.table.get(place.name) is was:
@@ -116,12 +116,12 @@ def weight_groups_of(
     inside: Mapping[int, nn.Module] = MappingProxyType({}),
     unused: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> list[WeightGroup]:
-    """The groups of `module` in the order of the model; `make_store` finds a home for the masters of each.
+    """Return the groups of `module` in the order of the model; `make_store` makes the store of each.
 
-    A master that is only a shape is what `weight_of` says.
+    `weight_of` returns the parameter that replaces a "meta" source parameter.
 
-    Weights of modules whose ids are `inside` another, which works them several times over, stay as long as that works.
-    For methods by name, some parts are `unused`, with all that is inside of them.
+    `inside`: by id, modules inside another that runs them several times; their weights are needed as long as it runs.
+    `unused`: by method, paths of parts that do not run, with all parts inside them.
     """
     layers, groups, around = find_layers(module), [], {**inside, **compiled_around(module)}
     for name, members in group_layers(component, granularity).items():
@@ -137,13 +137,13 @@ def weight_groups_of(
             for method, parts in unused.items()
             if not any(set(parts).isdisjoint(paths_to(member)) for member in members)
         ]
-        uses = min(len(members), len(set(gates)))  # a layer that shares its weights with another is in use once
+        uses = min(len(members), len(set(gates)))  # a layer that shares its weights counts once
         groups.append(WeightGroup(name, gates, masters, likes, places, store, uses, without))
     return groups
 
 
 def behind_gates(groups: Iterable[WeightGroup]) -> dict[nn.Module, list[WeightGroup]]:
-    """Which groups each gate needs."""
+    """Return the groups that each gate needs."""
     behind: dict[nn.Module, list[WeightGroup]] = {}
     for group in groups:
         for gate in dict.fromkeys(group.gates):
@@ -152,14 +152,14 @@ def behind_gates(groups: Iterable[WeightGroup]) -> dict[nn.Module, list[WeightGr
 
 
 def expected_in(method: str, groups: Iterable[WeightGroup]) -> Iterator[WeightGroup]:
-    """What `method` is guessed to use: an autoencoder's decoder has no part in encoding."""
+    """Return the groups that `method` is expected to use, in order: encoding uses no decoder, for example."""
     other = {"encode": "decoder", "decode": "encoder"}.get(method)
     used = (p for p in groups if method not in p.unused and p.name.partition(".")[0] != other)
     return (group for group in used for _ in range(group.uses))
 
 
 def _places_of(parts: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[list[TensorSlot]]]:
-    """The parameters that `parts` own, each once, and all places of each."""
+    """Return the parameters that `parts` own, each once, and all places of each."""
     masters: dict[int, nn.Parameter] = {}
     places: dict[int, list[TensorSlot]] = {}
     for part in parts:
@@ -175,7 +175,7 @@ def _like(master: torch.Tensor) -> torch.Tensor:
 
 
 def _emptied(master: nn.Parameter, weight: nn.Parameter, places: list[TensorSlot]) -> nn.Parameter:
-    """`weight`, which is `master` or takes its place, without values."""
+    """Return `weight`, which is `master` or replaces it, without values, and put it into `places`."""
     if weight is master:
         for part in plain_parts(master):
             part.data = torch.empty(0, dtype=part.dtype)

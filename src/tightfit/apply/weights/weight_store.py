@@ -1,6 +1,6 @@
-"""Where masters are: one flat buffer in host memory for all that moves together, or ranges of files.
+"""Where source parameters are kept: one flat buffer in host memory for each group, or ranges of files.
 
-A home knows how its weights lie in the bytes that it sends, so that they become views of wherever those arrive.
+A store knows the layout of its weights in the bytes that it sends, so that weights become views of the target.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
     "write_back",
 ]
 
-Held = dict[int, list[torch.Tensor]]  # what weights consisted of, by their id()
+Held = dict[int, list[torch.Tensor]]  # plain tensors of weights before they were moved, by id() of the weight
 HOST = torch.device("cpu")
-ALIGNMENT = 256  # bytes: the most that libraries look at when they choose a kernel by the address of a matrix
+ALIGNMENT = 256  # bytes; the largest alignment of a matrix by which libraries choose kernels
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Where a plain tensor lies in a home's bytes. `offset` in bytes, a multiple of its items' size."""
+    """Layout of a plain tensor in a store's bytes. `offset` in bytes, a multiple of its item size."""
 
     offset: int
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class TensorLayout:
     strides: tuple[int, ...]
 
     def view(self, region: torch.Tensor) -> torch.Tensor:
-        """The tensor in `region` (uint8), a view with a version counter of its own."""
+        """Return the tensor as a view of `region` (uint8)."""
         typed = region.view(self.dtype) if region.nbytes % self.dtype.itemsize == 0 else self._cut(region)
         return typed.as_strided(self.shape, self.strides, typed.storage_offset() + self.offset // self.dtype.itemsize)
 
@@ -60,28 +60,28 @@ class TensorLayout:
 
 
 class WeightStore(ABC):
-    """The masters of what moves together. `size` bytes are sent; `layouts` are of its plain tensors, in order."""
+    """The source parameters of a group. `size` bytes are sent; `layouts` are of its plain tensors, in order."""
 
     size: int
-    alignment = ALIGNMENT  # of the memory that it sends to
-    writable: bool  # whether what somebody writes into a weight can be written into its master
+    alignment = ALIGNMENT  # of the memory that it sends to, in bytes
+    writable: bool  # whether changes of a weight can be written to its source parameter
     layouts: tuple[TensorLayout, ...]
-    lock_refused = False  # whether the masters should be page-locked and are not
+    lock_refused = False  # whether page-locking was asked for and refused
 
     def lock_pages(self) -> bool:
-        """Page-locks the masters; whether they are locked now."""
+        """Page-lock the source parameters; return whether they are locked."""
         return False
 
     def unlock_pages(self) -> None:  # noqa: B027 - most have nothing to unlock
-        """Waits for copies in flight and unlocks the masters."""
+        """Wait for copies in flight and unlock the source parameters."""
 
     def values(self) -> list[torch.Tensor]:
-        """The plain tensors; asked only where masters have no values."""
+        """Return the plain tensors; called only where source parameters have no values."""
         raise NotImplementedError
 
     @abstractmethod
     def send(self, stream: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
-        """Sends all to `target` (uint8, `size` bytes), beginning after `after`."""
+        """Send all to `target` (uint8, `size` bytes), beginning after the mark `after`."""
 
 
 class HostStore(WeightStore):
@@ -90,7 +90,7 @@ class HostStore(WeightStore):
     writable = True
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: Device, stager: Stager | None = None) -> None:
-        """With a `stager`, what is not page-locked is sent through it."""
+        """With a `stager`, memory that is not page-locked is sent through it."""
         offset, layouts = 0, []
         for tensor in tensors:
             layouts.append(TensorLayout(offset, tensor.dtype, tensor.shape, tensor.stride()))
@@ -128,7 +128,7 @@ class HostStore(WeightStore):
         part.copy_(self._buffer)
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether `tensors` still are the views that they were made to: nobody gave them other data."""
+        """Whether `tensors` are still views of the buffer: other code gave them no other data."""
         return all(
             (tensor.dtype, tensor.shape, tensor.stride()) == (layout.dtype, layout.shape, layout.strides)
             and (tensor.is_meta or tensor.data_ptr() == self._buffer.data_ptr() + layout.offset)
@@ -136,7 +136,7 @@ class HostStore(WeightStore):
         )
 
     def anew(self, tensors: Sequence[torch.Tensor]) -> HostStore:
-        """A home for what `tensors` are by now, page-locked if this one should be, which is given up."""
+        """Return a store for the current data of `tensors`, page-locked if this one should be; it replaces this one."""
         locked = self._wants_lock
         self.unlock_pages()
         store = HostStore(tensors, self._device, self._stager)
@@ -146,9 +146,9 @@ class HostStore(WeightStore):
 
 
 def write_back(master: torch.Tensor, written: torch.Tensor, device: Device) -> None:
-    """`master`, in host memory, becomes what somebody made of it on `device`, in whatever dtype that is."""
+    """Write `written`, a changed weight on `device`, to `master` in host memory, in its new dtype and shape."""
     stored = device.to_host(written)
-    if stored.is_meta and not master.is_meta:  # a simulated card may know shapes alone
+    if stored.is_meta and not master.is_meta:  # a simulated card may have only shapes
         stored = torch.zeros_like(stored, device=master.device)
     if (stored.dtype, stored.shape) == (master.dtype, master.shape):
         master.data.copy_(stored)
@@ -157,17 +157,17 @@ def write_back(master: torch.Tensor, written: torch.Tensor, device: Device) -> N
 
 
 def version_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What changes when somebody writes into `tensor`, or gives it other data."""
+    """Return a value that changes when `tensor` is written to or given other data."""
     return tuple((part._version, part.data_ptr(), part.dtype) for part in plain_parts(tensor))
 
 
 def forget_casts() -> None:
-    """Frees copies of weights that autocast keeps until it ends: weights that come anew are never found among them."""
+    """Free the copies of weights that autocast caches until it ends: newly loaded weights never match them."""
     torch.clear_autocast_cache()
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that `tensor` consists of: itself, or those inside a format of its own."""
+    """Return the plain tensors that `tensor` consists of: itself, or those inside a tensor subclass."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -175,7 +175,7 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def rebuilt(like: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-    """A tensor as `like`, of other plain parts (taken from the front of the list)."""
+    """Return a tensor like `like` with other plain `parts`, which are popped from the front of the list."""
     if not is_traceable_wrapper_subclass(like):
         return parts.pop(0)
     names, context = like.__tensor_flatten__()
@@ -185,7 +185,7 @@ def rebuilt(like: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def relocate(tensor: torch.Tensor, device: torch.device) -> None:
-    """`tensor` itself is on `device` from now on, with all that it consists of."""
+    """Move `tensor` in place to `device`, with all tensors that it consists of."""
     _adopt(tensor, rebuilt(tensor, [part.data.to(device) for part in plain_parts(tensor)]))
 
 
@@ -197,13 +197,13 @@ def _adopt(tensor: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def moved(module: nn.Module, target: torch.device, held: Held) -> Callable[[], None]:
-    """Moves the weights of `module` to `target`; returns how to move each back to where it was.
+    """Move the weights of `module` to `target`; return how to move each back to where it was.
 
-    What they consisted of in host memory stays in `held` until its owner empties it: a card that fails at once is not
-    asked for a copy.
+    Original tensors in host memory are kept in `held` until its owner clears it, so that a card that fails early need
+    not copy them back.
     """
     stores = {id(tensor): tensor.device for tensor in weight_tensors(module) if not tensor.is_meta}
-    usual = next(iter(stores.values()), HOST)  # for what is loaded in the meantime
+    usual = next(iter(stores.values()), HOST)  # for weights that are loaded in the meantime
 
     def move_back() -> None:
         for tensor in _found_elsewhere(module, lambda tensor: stores.get(id(tensor), usual)):
@@ -218,14 +218,14 @@ def moved(module: nn.Module, target: torch.device, held: Held) -> Callable[[], N
             relocate(tensor, target)
             if stores[id(tensor)] == HOST:
                 held[id(tensor)] = before
-    except BaseException:  # out of memory half way, say
+    except BaseException:  # e.g. out of memory half way
         move_back()
         raise
     return move_back
 
 
 def _found_elsewhere(module: nn.Module, place: Callable[[torch.Tensor], torch.device]) -> Iterator[torch.Tensor]:
-    """Weights of `module` that are not where they should be; of what is only a shape, the host has no copy."""
+    """Yield weights of `module` that are not where `place` says; "meta" tensors have no values to move."""
     for tensor in weight_tensors(module):
         if tensor.device != place(tensor) and not tensor.is_meta:
             yield tensor

@@ -1,1 +1,1 @@
-"""An autoencoder's method and a budget → the same numbers, made strip by strip of rows; never knows whose it is."""
+"""Exact tiling: takes an autoencoder's method and a byte limit, returns the same numbers from strips; never blends."""

@@ -1,4 +1,4 @@
-"""Bytes that stages in strips take, and what one keeps for the next."""
+"""Bytes that stages in strips take, and what a stage keeps for later ones."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ __all__ = ["BoundaryState", "StripPeak"]
 
 
 class StripPeak(NamedTuple):
-    """Bytes of maps at most, inputs aside: on the device, and in host memory. What has no rows is small beside them."""
+    """Peak bytes of feature maps, without inputs, on the device and in host memory.
+
+    Tensors without rows are small beside them.
+    """
 
     device: int
     host: int
 
     def higher(self, other: StripPeak) -> StripPeak:
-        """The higher of the two, on the device and in host memory."""
+        """Return the maximum of the two, for each kind of memory."""
         return StripPeak(max(self.device, other.device), max(self.host, other.host))
 
 
 class BoundaryState(NamedTuple):
-    """What stages keep for each other: bytes, and which strips the maps on the device lie in (None: not known).
+    """What stages keep for each other: bytes, and the strips that maps on the device consist of (None: unknown).
 
-    Beside those bytes, how many of each node are still on their way to host memory, or already on their way back.
+    Besides those bytes: bytes of each node still being copied to host memory, and bytes already being copied back.
     """
 
     bytes: StripPeak

@@ -1,6 +1,6 @@
-"""A course → the work that its run gives a card, stage by stage and layer by layer, without running it.
+"""A strip plan → the work that its run gives a card, stage by stage and layer by layer, without running it.
 
-This does with layouts what the runner does with tensors; what is done to tensors that lie alike is tried once.
+Does with layouts what the runner does with tensors; each operation is tried once per layout of its arguments.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from tightfit.schema.footprint import StripStageProfile
 
 __all__ = ["profile_stages"]
 
-BORDER = 16  # rows from it, beyond which what is padded knows nothing of it
+BORDER = 16  # rows; farther from a border than this, padding does not depend on the distance
 NOTHING = Span(0, 0)
 
 
 def profile_stages(
     strip_plan: StripPlan, trials: OpCostCache, layers: Mapping[str, str]
 ) -> Iterator[StripStageProfile]:
-    """The work of a run of `strip_plan`, stage by stage; `layers` has the modules that own weights, by path."""
+    """Yield the work of each stage of `strip_plan`; `layers` maps paths of modules with weights to their layers."""
     return _CostEstimator(strip_plan, trials, layers).stages()
 
 
 class _CostEstimator:
-    """A run without tensors."""
+    """A run with layouts in place of tensors."""
 
     def __init__(self, strip_plan: StripPlan, trials: OpCostCache, layers: Mapping[str, str]) -> None:
         self._strip_plan, self._graph, self._trials = strip_plan, strip_plan.graph, trials
         program = strip_plan.graph.program
         self._nodes, self._kinds = program.nodes, program.kinds
-        self._layers = [_leaves_of(node, self._nodes, layers) for node in self._nodes]
+        self._layers = [_layers_of(node, self._nodes, layers) for node in self._nodes]
         self._fixed = {index: _new_output(node) for index, node in enumerate(self._nodes) if node.op in _FIXED}
         self._values: dict[int, OpLayout] = {}
         self._maps: dict[int, MapLayout] = {}
         self._outputs: dict[int, OpLayout] = {}
         self._windows = Windows[OpLayout](self._nodes, self._join, self._last)
-        self._groups: dict[int, int] = {}  # of what is measured in this stage
-        self._measured: set[int] = set()  # of which rows were seen
-        self._reads: set[int] = set()  # of the stage
+        self._groups: dict[int, int] = {}  # group count of each node measured in this stage
+        self._measured: set[int] = set()  # nodes measured in an earlier strip of it
+        self._reads: set[int] = set()  # of the current stage
         self._stores: set[int] = set()
         self._dropped: set[int] = set()
         for index in program.inputs:
@@ -126,7 +126,7 @@ class _CostEstimator:
             self._values.pop(index, None)
 
     def _all(self, index: int) -> OpLayout:
-        """All of a node's output."""
+        """Layout of a node's whole output."""
         if index in self._fixed:
             return self._fixed[index]
         kept = self._maps.get(index)
@@ -156,7 +156,7 @@ class _CostEstimator:
 
     def _made(self, index: int, span: Span) -> OpLayout:
         spans, layouts, places, beyond = [], [], [], list[int]()
-        uncut: dict[int, int] = {}  # who is given as it is, the same tensor at each place
+        uncut: dict[int, int] = {}  # first place of each source that is passed uncut: the same tensor at each place
         for place, argument in enumerate(self._graph.arguments[index]):
             reach = NOTHING if argument.needs is None else argument.needs(span)
             wanted = reach.within(argument.rows)
@@ -177,7 +177,7 @@ class _CostEstimator:
         return self._account.do(key, [*layouts, ANYTHING], prepare)
 
     def _there(self, argument: StageArgument, wanted: Span) -> OpLayout:
-        """What the rows that are `wanted` of an argument are taken of."""
+        """Layout that the `wanted` rows of an argument are taken from."""
         if argument.needs is not None and wanted.lo == wanted.hi:  # beyond the border
             return _new_output(self._nodes[argument.source]).narrowed(argument.axis, 0)
         return self._windows[argument.source][1] if argument.by_rows else self._all(argument.source)
@@ -208,9 +208,9 @@ class _CostEstimator:
 
 
 class _LayerOrder:
-    """Nodes in their order, and the leaves that each needs → whose turn it is when, and in which turn each node is.
+    """Nodes in order, and the layers that each needs → the layer work in order, and the place of each node in it.
 
-    Neighbours that need the same one, or none (""), share a turn.
+    Neighbours that need the same layer, or none (""), share a place.
     """
 
     def __init__(self, needs: Iterable[tuple[int, Sequence[str]]]) -> None:
@@ -224,16 +224,16 @@ class _LayerOrder:
 
 
 _FIXED = ("weight", "constant")
-ANYTHING = dense((), torch.float32)  # tells on which card to make a tensor
+ANYTHING = dense((), torch.float32)  # its device is that of new tensors
 
 
 def _new_output(node: Node) -> OpLayout:
-    """How what it gives lies, made at once."""
+    """Layout of a node's output when it is made at once."""
     return dense(node.shape, node.dtype)
 
 
-def _leaves_of(node: Node, nodes: Sequence[Node], layers: Mapping[str, str]) -> list[str]:
-    """The leaves whose weights it takes."""
+def _layers_of(node: Node, nodes: Sequence[Node], layers: Mapping[str, str]) -> list[str]:
+    """Layers whose weights the node takes."""
     owners = (nodes[source].name.rpartition(".")[0] for source in node.sources if nodes[source].op == "weight")
     return list(dict.fromkeys(layers[owner] for owner in owners if owner in layers))
 

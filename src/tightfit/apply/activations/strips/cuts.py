@@ -1,7 +1,7 @@
-"""The cheapest cut through a graph: which nodes to keep so that nothing else is needed between a beginning and an end.
+"""Minimum cut through a graph: the cheapest nodes to keep so that nothing else is needed between source and sink.
 
-Of several that cost the same it is the one nearest to the end. networkx finds it; most nodes of a program cannot be
-part of it, and are joined with a neighbour first.
+Of several with the same cost it is the one nearest to the sink. networkx finds it; most nodes of a program cannot be
+part of it, and are merged with a neighbour first.
 """
 
 from __future__ import annotations
@@ -15,44 +15,44 @@ from networkx.algorithms.flow import shortest_augmenting_path
 
 __all__ = ["NEVER", "Network"]
 
-NEVER = 1 << 62  # the price of what must not be done
+NEVER = 1 << 62  # cost of an edge that must not be cut
 _BEGIN, _END = "there", "later"
 
 
 @dataclass
 class _Node:
-    price: int = 0  # of keeping it
-    given: int = 0  # price of having it otherwise: NEVER for what is there, 0 for what is only made of others
-    asked: bool = False  # by the end
+    price: int = 0  # cost of keeping it
+    given: int = 0  # cost of getting it otherwise: NEVER if it is available, 0 if it is only made from its arguments
+    asked: bool = False  # whether the sink takes it
     takes: set[int] = field(default_factory=set)
     takers: set[int] = field(default_factory=set)
 
 
 class Network:
-    """Nodes by number, each with a price, made of each other."""
+    """Nodes by number, each with a cost, and their arguments."""
 
     def __init__(self) -> None:
         self._nodes: defaultdict[int, _Node] = defaultdict(_Node)
 
     def add(self, number: int, price: int) -> None:
-        """A node that costs `price` to keep."""
+        """Add a node that costs `price` to keep."""
         self._nodes[number].price = price
 
     def give(self, number: int, price: int) -> None:
-        """The beginning gives a node, unless that is cut for `price`, too."""
+        """Connect the source to a node, with capacity `price`."""
         self._nodes[number].given += price
 
     def ask(self, number: int) -> None:
-        """The end takes a node."""
+        """Connect a node to the sink."""
         self._nodes[number].asked = True
 
     def take(self, number: int, source: int) -> None:
-        """A node is made of a source, among others."""
+        """Connect an argument to a node."""
         self._nodes[number].takes.add(source)
         self._nodes[source].takers.add(number)
 
     def cheapest_cut(self) -> set[int]:
-        """The nodes to keep. What was added is used up by this."""
+        """Return the nodes to keep. The network is used up."""
         self._join()
         flow: Any = networkx.DiGraph()
         flow.add_nodes_from((_BEGIN, _END))
@@ -68,23 +68,23 @@ class Network:
         return {number for number in self._nodes if (number, 0) in near and (number, 1) not in near}
 
     def _join(self) -> None:
-        """Joins nodes that need not be cut with a neighbour, as long as there are any."""
+        """Merge nodes that need not be cut with a neighbour, until no such node is left."""
         left = set(self._nodes)
         while left:
             number = left.pop()
             node = self._nodes[number]
             if len(node.takers) == 1 and not node.asked:
                 (taker,) = node.takers
-                if self._nodes[taker].price <= node.price:  # to keep what is made of it costs no more
+                if self._nodes[taker].price <= node.price:  # keeping the consumer costs no more
                     left |= self._into_taker(number, taker)
                     continue
             if len(node.takes) == 1 and not node.given:
                 (source,) = node.takes
-                if self._nodes[source].price < node.price:  # to keep what it is made of costs less
+                if self._nodes[source].price < node.price:  # keeping the argument costs less
                     left |= self._into_source(number, source)
 
     def _into_taker(self, number: int, taker: int) -> set[int]:
-        """Returns the nodes for which something has changed."""
+        """Merge a node into its only consumer; return the nodes whose edges changed."""
         node, other = self._nodes.pop(number), self._nodes[taker]
         other.takes.discard(number)
         other.takes |= node.takes

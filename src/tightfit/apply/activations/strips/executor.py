@@ -1,4 +1,4 @@
-"""An autoencoder's encode or decode, made to run in strips of rows with the same numbers."""
+"""An autoencoder's encode or decode, run in strips of rows with the same numbers."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ __all__ = ["NotAlone", "StripExecutor", "program_of"]
 Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 
 
-class NotAlone(Exception):
-    """An item of several was given to a method that has to be given all of them."""
+class NeedsWholeBatch(Exception):
+    """A method was called with one item of a batch, but needs the whole batch."""
 
 
 @dataclass
 class _Prepared:
-    """How calls with inputs of certain shapes are run, and their results put together."""
+    """How calls with inputs of certain shapes run, and how their outputs are rebuilt."""
 
     planned: StripConfig
-    way: StripConfig  # less, once memory has run out
+    way: StripConfig  # narrower than planned after running out of memory
     weights: LiveWeights
     rebuild: Rebuild
 
 
 class StripExecutor:
-    """Runs methods of one autoencoder in strips: at most `working` bytes for them, beside the maps that are kept.
+    """Run methods of one autoencoder with at most `working` bytes for strips, besides feature maps kept between stages.
 
-    `kind` is the class that the module had before anybody fitted it. What cannot be taken apart is left to
-    `otherwise`, and the recorder is told why. Where the device runs out of memory, the call is done again with less.
+    `kind` is the module's class before it was fitted. Calls that cannot run in strips go to `otherwise`, and the
+    recorder notes why. If the device runs out of memory, the call is retried with less.
     """
 
     def __init__(
@@ -60,23 +60,23 @@ class StripExecutor:
     ) -> None:
         self._kind, self._working, self._maps = kind, working, maps
         self._device, self._recorder = device, recorder
-        self._host_pool: ActivationHostPool | None = None  # as soon as maps wait in host memory
-        self._known: dict[Any, _Prepared | str] = {}  # or why not, by kind of call
+        self._host_pool: ActivationHostPool | None = None  # made when maps are first kept in host memory
+        self._known: dict[Any, _Prepared | str] = {}  # or the reason why not, by method and arguments
 
     def bound(
         self, module: nn.Module, method: str, otherwise: Callable[..., Any], *, alone: bool = True
     ) -> Callable[..., Any]:
-        """`module`'s method in strips; `otherwise` is how else it is done.
+        """Return `module`'s method in strips; calls with gradients, under autocast or not supported go to `otherwise`.
 
-        Not `alone`, its inputs are one item of several; then NotAlone is raised, before anything is done, where it
-        cannot be done in strips, or draws noise (which it would draw once for all of them).
+        With `alone=False`, inputs are one item of a batch. Then NotAlone is raised, before anything is computed, if the
+        call cannot run in strips or draws noise (which must be drawn once for the whole batch).
         """
 
         def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             learning = torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type)
             prepared = None if learning else self._prepare(module, method, first, args, kwargs)
             if not alone and (not isinstance(prepared, _Prepared) or prepared.planned.program.draws_noise):
-                raise NotAlone
+                raise NeedsWholeBatch
             if isinstance(prepared, _Prepared):
                 inputs = [first, *_tensors(tree_flatten((args, kwargs))[0])]
                 outputs = self._run(prepared, inputs)
@@ -91,14 +91,14 @@ class StripExecutor:
         return run
 
     def close(self) -> None:
-        """Gives up the host memory that its maps waited in."""
+        """Free the host memory of its feature maps."""
         if self._host_pool is not None:
             self._host_pool.close()
 
     def _run(self, prepared: _Prepared, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs; where memory runs out, in a narrower way, which is remembered if it comes to its end."""
+        """Return the outputs; out of memory, retry with narrower configurations and remember the one that succeeds."""
         way, rewind = prepared.way, rewinder(prepared.planned.program, self._device)
-        handled = sys.exception()  # by who calls
+        handled = sys.exception()  # the exception that the caller handles, if any
         while True:
             try:
                 outputs = self._run_once(way, prepared.weights, inputs)
@@ -124,51 +124,52 @@ class StripExecutor:
         return runner.run(inputs, strip_plan.passes)
 
     def _prepare(self, module: nn.Module, method: str, first: torch.Tensor, args: Any, kwargs: Any) -> _Prepared | str:
-        layers, form = tree_flatten((args, kwargs))
-        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in (first, *layers))
+        leaves, form = tree_flatten((args, kwargs))
+        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in (first, *leaves))
         key = method, str(form), shapes
         if key not in self._known:
             try:
                 with self._recorder.uncounted():
-                    self._known[key] = self._take_apart(module, method, first, layers, form)
+                    self._known[key] = self._take_apart(module, method, first, leaves, form)
             except UnsupportedGraph as reason:
                 self._known[key] = str(reason)
         return self._known[key]
 
     def _take_apart(
-        self, module: nn.Module, method: str, first: torch.Tensor, layers: list[Any], form: Any
+        self, module: nn.Module, method: str, first: torch.Tensor, leaves: list[Any], form: Any
     ) -> _Prepared:
-        program, mark, rebuild = program_of(module, self._kind, method, first, layers, form)
+        program, mark, rebuild = program_of(module, self._kind, method, first, leaves, form)
         planned = StripConfig(program, self._working, self._maps, mark)
         return _Prepared(planned, planned, LiveWeights(module, program), rebuild)
 
 
 def program_of(
-    module: nn.Module, kind: type[nn.Module], method: str, first: torch.Tensor, layers: Sequence[Any], form: Any
+    module: nn.Module, kind: type[nn.Module], method: str, first: torch.Tensor, leaves: Sequence[Any], form: Any
 ) -> tuple[Program, str, Rebuild]:
-    """A call of a method of `module`, an instance of `kind`, with `first` and other arguments, flattened: of `form`.
+    """Return the program of a call of `module`'s `method`, its cache key, and a function that rebuilds its output.
 
-    Returns its program, the mark under which files know it, and what puts its results together. Raises NotTakenApart.
+    `module` is an instance of `kind`; its arguments are `first` and `layers`, flattened, with tree spec `form`. Raises
+    UnsupportedGraph.
     """
     rebuild: list[Rebuild] = []
 
     def call(double: Any, first: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
         left = iter(others)
-        args, kwargs = tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in layers], form)
+        args, kwargs = tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in leaves], form)
         tensors, together = take_apart(getattr(double, method)(first, *args, **kwargs))
         rebuild[:] = [together]
         return tensors
 
     with torch.inference_mode(False):
-        given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in (first, *_tensors(layers))]
+        given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in (first, *_tensors(leaves))]
         try:
             double = without_weights(module, kind)
         except NotExported as error:
             raise UnsupportedGraph(str(error)) from error
-    mark = mark_of_call(double, method, form, (first, *layers))
+    mark = mark_of_call(double, method, form, (first, *leaves))
     work_around(double)
     program = kept_program(mark, double, given, lambda: capture(double, call, given))
-    if not rebuild:  # it was not exported here, and what the method returns is not known yet
+    if not rebuild:  # the program was cached, so the type of the output is not known yet
         with contextlib.suppress(NotExported):
             play(lambda: call(double, *given))
     if not rebuild:

@@ -1,7 +1,7 @@
-"""A live module's method → the Program of one call of it, by torch.export, with the axis of rows of each operation.
+"""A live module's method → the Program of one call of it, by torch.export, with the row axis of each operation.
 
-The method is exported for two heights, without weights (shapes on the "meta" device). The dimension that differs is
-an operation's axis of rows.
+The method is exported for two heights, without weights (shapes on the "meta" device). The dimension that differs is an
+operation's row axis.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from tightfit.apply.activations.strips.program import Node, Program, Ref, replac
 
 __all__ = ["UnsupportedGraph", "capture"]
 
-# what changes nothing here: dropout is off, and nothing is written into what these copy
+# no-ops here: dropout is off, and nothing is written into these copies
 _SAME = {
     "aten.clone.default", "aten.contiguous.default", "aten.detach.default", "aten.alias.default",
     "aten.lift_fresh_copy.default", "aten.dropout.default", "aten.feature_dropout.default",
 }  # fmt: skip
 _NEUTRAL = {"aten.mul.Tensor": 1, "aten.div.Tensor": 1, "aten.add.Tensor": 0, "aten.sub.Tensor": 0}
-MOST_GRANULE = 32  # pixels of which a height is often a multiple
-MOST_OPERATIONS = 20_000  # a few milliseconds each, to export
+MOST_GRANULE = 32  # pixels; heights are often multiples of this
+MOST_OPERATIONS = 20_000  # each takes a few milliseconds to export
 _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._check")
 
 
 class UnsupportedGraph(Exception):
-    """A method that cannot be run in strips, and why."""
+    """The method cannot run in strips; the message says why."""
 
 
 def capture(module: nn.Module, call: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Program:
-    """The Program of `call(module, *inputs)`, where `module` is `without_weights` and `inputs` are shapes on "meta".
+    """Return the Program of `call(module, *inputs)`; `module` is `without_weights`, `inputs` are shapes on "meta".
 
-    Rows are those of the first input's last dimension but one; of the others, of the same dimension where its size
-    is a multiple. Of a long clip only short ones are exported, where the method repeats itself. Raises NotTakenApart.
+    Rows are those of the first input's second-to-last dimension; of other inputs, of the same dimension if its size is
+    a multiple. Of a long clip only short ones are exported, if the method repeats itself. Raises UnsupportedGraph.
     """
     work = _Entry(module, call)
     program = _long_clip(work, inputs)
@@ -62,8 +62,8 @@ def capture(module: nn.Module, call: Callable[..., Sequence[torch.Tensor]], inpu
 
 
 def _check_length(work: _Entry, inputs: Sequence[torch.Tensor]) -> None:
-    """NotTakenApart for what would take minutes to export: what goes through many tiles of its own, for instance."""
-    with contextlib.suppress(NotExported):  # exporting says why
+    """Raise UnsupportedGraph for methods that take minutes to export, such as those with many tiles of their own."""
+    with contextlib.suppress(NotExported):  # the export reports it
         count = len(operations_of(lambda: work(*inputs)))
         if count > MOST_OPERATIONS:
             raise UnsupportedGraph(
@@ -72,10 +72,10 @@ def _check_length(work: _Entry, inputs: Sequence[torch.Tensor]) -> None:
 
 
 def _at_two_heights(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program:
-    """The program at the height of `inputs`; another that does the same things tells what rows are.
+    """Return the program at the height of `inputs`; one at another height with the same operations shows the row axes.
 
-    Twice the height first. Some cut their work into parts by the bytes that it takes: those want a height close by,
-    and if a cut lies just above, one below.
+    Twice the height is tried first. Methods that split their work by bytes need a height close by, and if a split lies
+    just above, one below.
     """
     rows = inputs[0].shape[-2]
     one = _nodes(_export(work, inputs))
@@ -93,7 +93,7 @@ def _at_two_heights(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program:
 
 
 def _long_clip(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program | None:
-    """The program of a clip by those of shorter ones; None where it is no clip, or does not repeat itself."""
+    """Return the program of a clip from those of shorter ones; None if it is no clip or does not repeat itself."""
     first, *others = inputs
     if first.ndim != 5:
         return None
@@ -120,7 +120,7 @@ def _long_clip(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program | None:
 
 
 class _Entry(nn.Module):
-    """The call as a module, which is what torch.export takes."""
+    """The call as a module, as torch.export requires."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def _export(work: _Entry, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
 
 
 def _nodes(exported: ExportedProgram) -> Program:
-    """What was exported, in our words."""
+    """Convert an exported program to a Program, without axes."""
     nodes: list[Node] = []
     place: dict[fx.Node, int] = {}
     inputs: list[int] = []
@@ -162,12 +162,12 @@ def _nodes(exported: ExportedProgram) -> Program:
             spec = given[node.name]
             if spec.kind == InputKind.USER_INPUT:
                 inputs.append(len(nodes))
-                nodes.append(_layer(node, "input"))
+                nodes.append(_placeholder(node, "input"))
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                nodes.append(_layer(node, "weight", str(spec.target).removeprefix("module.")))
+                nodes.append(_placeholder(node, "weight", str(spec.target).removeprefix("module.")))
             elif spec.kind == InputKind.CONSTANT_TENSOR:
                 constants[str(spec.target)] = exported.constants[str(spec.target)]
-                nodes.append(_layer(node, "constant", str(spec.target)))
+                nodes.append(_placeholder(node, "constant", str(spec.target)))
             else:
                 raise UnsupportedGraph(f"torch.export: an input of kind {spec.kind.name}")
             place[node] = len(nodes) - 1
@@ -179,7 +179,7 @@ def _nodes(exported: ExportedProgram) -> Program:
     return Program(tuple(nodes), tuple(inputs), tuple(outputs), constants)
 
 
-def _layer(node: fx.Node, op: str, name: str = "") -> Node:
+def _placeholder(node: fx.Node, op: str, name: str = "") -> Node:
     return Node(op, (), {}, tuple(node.meta["val"].shape), node.meta["val"].dtype, name=name)
 
 
@@ -193,28 +193,28 @@ def _operation(node: fx.Node, ours: Callable[[Any], Any]) -> Node:
     if not isinstance(target, torch._ops.OpOverload):
         raise UnsupportedGraph(f"torch.export: {target} is none of torch's operators")
     value = node.meta["val"]
-    several = not isinstance(value, torch.Tensor)  # whose outputs are taken one by one, by getitem
+    several = not isinstance(value, torch.Tensor)  # its outputs are taken one by one, by getitem
     shape, dtype = ((), torch.uint8) if several else (tuple(value.shape), value.dtype)
     own = {key: ours(item) for key, item in kwargs.items() if key not in ("device", "pin_memory", "layout")}
     return Node(str(target), tuple(ours(args)), own, shape, dtype, output=output)
 
 
 def _taller(x: torch.Tensor, rows: int, taller: int) -> torch.Tensor:
-    """`x` for a first input that has `taller` rows instead of `rows`."""
+    """Return `x` as it would be if the first input had `taller` rows instead of `rows`."""
     if x.ndim < 4 or x.shape[-2] % rows:
         return x
     return torch.empty(*x.shape[:-2], x.shape[-2] // rows * taller, x.shape[-1], dtype=x.dtype, device=x.device)
 
 
 def _with_axes(nodes: Sequence[Node], others: Sequence[Node]) -> tuple[Node, ...]:
-    """`nodes` with what their counterparts for another height tell about their axes."""
+    """Return `nodes` with their axes, by comparison with their counterparts at another height."""
     if len(nodes) != len(others):
         raise UnsupportedGraph(f"it does {len(nodes)} things at one height and {len(others)} at another")
     return tuple(_compared(one, other) for one, other in zip(nodes, others, strict=True))
 
 
 def _compared(one: Node, other: Node) -> Node:
-    """`one` with what its counterpart for another height tells about its axis."""
+    """Return `one` with its axis, by comparison with its counterpart at another height."""
     if one.op != other.op or one.sources != other.sources or len(one.shape) != len(other.shape):
         raise UnsupportedGraph(f"{one.op} at one height is {other.op} at another")
     differs = [axis for axis, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
@@ -223,7 +223,7 @@ def _compared(one: Node, other: Node) -> Node:
 
 
 def _simplified(program: Program) -> Program:
-    """Without what has no effect; parts that are taken of a split tensor are slices of it."""
+    """Remove operations without effect, and turn parts of split tensors into slices."""
     stands_for: dict[int, int] = {}
     nodes = list(program.nodes)
     for index, node in enumerate(nodes):
@@ -253,9 +253,9 @@ def _does_nothing(node: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _is_spread(node: Node, nodes: Sequence[Node]) -> bool:
-    """Whether the node's numbers are spread over the memory of something else.
+    """Whether the node's elements are spread over another tensor's memory.
 
-    Kernels may want them together, and as long as they are not, all of that memory is kept.
+    Kernels may need them contiguous, and as long as they are not, all of that memory is kept.
     """
     while node.is_view:
         source = nodes[node.sources[0]]
@@ -266,7 +266,7 @@ def _is_spread(node: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _explicit(node: Node) -> Node:
-    """What another tensor only lends its shape or dtype to, said outright."""
+    """Replace operations that take shape or dtype from another tensor by ones that state it."""
     if node.op in ("aten.expand_as.default", "aten.view_as.default", "aten.reshape_as.default"):
         op = node.op.replace("_as", "").replace("view.default", "reshape.default")
         return replace(node, op=op, args=(node.args[0], list(node.shape)))
@@ -276,7 +276,7 @@ def _explicit(node: Node) -> Node:
 
 
 def _slice(node: Node, nodes: Sequence[Node]) -> Node:
-    """One part of a split tensor as a slice; everything else as it is."""
+    """Return one part of a split tensor as a slice; other nodes unchanged."""
     if node.output is None or not node.sources:
         return node
     source = nodes[node.sources[0]]
@@ -300,7 +300,7 @@ def _slice(node: Node, nodes: Sequence[Node]) -> Node:
 
 
 def _compact(nodes: Sequence[Node], program: Program, outputs: Sequence[int]) -> Program:
-    """Only what the outputs need, and the inputs, numbered anew."""
+    """Keep only the inputs and what the outputs need, and renumber."""
     needed = set(program.inputs) | set(outputs)
     for index in range(len(nodes) - 1, -1, -1):
         if index in needed:

@@ -1,4 +1,4 @@
-"""Where a map waits from one stage to another: as it was given, on the device, or in host memory."""
+"""Storage of a feature map between stages: as an input, on the device, or in host memory."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class FeatureMapBuffer(Protocol):
     """Rows of one node's output, along `axis`."""
 
     def put(self, rows: torch.Tensor, span: Span) -> None:
-        """Keeps `rows`, which are those of `span`; they come in order."""
+        """Keep `rows`, which are those of `span`; called in order."""
 
     def take(self, span: Span) -> torch.Tensor:
-        """These rows, on the device."""
+        """Return these rows, on the device."""
 
     def expect(self, span: Span) -> None:
-        """These rows, which are the next to be taken, begin to come if they are there."""
+        """Start copying these rows, the next to be taken, to the device if they are stored."""
 
     def sent(self) -> None:
-        """All that was put is there, for whatever the device is given from now on."""
+        """Make later device work wait until all rows put so far are stored."""
 
     def forget(self, before: int) -> None:
-        """Rows `before` this one are not needed any more."""
+        """Free the rows before this one."""
 
 
 class InputMapBuffer:
-    """A tensor that somebody else keeps, or that is needed in one piece: all its rows are there."""
+    """A tensor that the caller keeps, or that is needed in one piece: all its rows are available."""
 
     def __init__(self, whole: torch.Tensor, axis: int) -> None:
         self.whole, self._axis = whole, axis
@@ -56,7 +56,7 @@ class InputMapBuffer:
 
 
 class DeviceMapBuffer:
-    """Strips on the device, as they were made; each goes when its last row is not needed any more."""
+    """Strips on the device, as they were computed; each is freed when its last row is forgotten."""
 
     def __init__(self, axis: int) -> None:
         self._axis = axis
@@ -66,7 +66,7 @@ class DeviceMapBuffer:
         self._strips.append((span, self._own(rows)))
 
     def _own(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` with nothing else in their memory."""
+        """Return `rows` with a storage of their own."""
         alone = rows.untyped_storage().nbytes() <= rows.nbytes
         return rows if alone else rows.clone()
 
@@ -90,10 +90,10 @@ class DeviceMapBuffer:
 
 
 class HostMapBuffer:
-    """Rows in host memory; who counts is told what crosses.
+    """Rows in host memory; bytes copied are reported to the recorder.
 
-    There they lie one after another, so that any of them are one piece. Those that were put last are still on their
-    way until they are waited for, and those that are expected are on theirs: the device keeps both for that.
+    Rows are stored one after another, so that any range of them is contiguous. Copies of the rows put last and of the
+    rows expected next may be in flight; their device memory is kept for that.
     """
 
     def __init__(self, node: Node, host_pool: ActivationHostPool, recorder: Recorder) -> None:
@@ -119,7 +119,7 @@ class HostMapBuffer:
         found, rows, handle = self._coming or self._fetch(span)
         self._coming = None
         handle.settle()
-        assert found == span  # nothing else was expected
+        assert found == span  # only rows that were expected are taken next
         return rows.movedim(0, self._axis).contiguous()
 
     def _fetch(self, span: Span) -> tuple[Span, torch.Tensor, HostTransfer]:

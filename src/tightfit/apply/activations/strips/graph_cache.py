@@ -45,12 +45,12 @@ __all__ = [
 ]
 
 
-MOST_BYTES = 2**26  # of all files in a folder; a picture's program has some ten thousand
-_PROGRAM, _CONSTANTS, _COURSE = "program.json", "constants.safetensors", "course.json"
+MOST_BYTES = 2**26  # limit of all files in a folder; an image's program has some ten thousand
+_PROGRAM, _CONSTANTS, _STRIP_PLAN = "program.json", "constants.safetensors", "course.json"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-_LIBRARIES = {"diffusers", "transformers"}  # whose code programs are made of, as are torch's operations
-SHIPPED = "catalog/programs"  # in the package
-_MAKERS = (  # of programs
+_LIBRARIES = {"diffusers", "transformers"}  # programs depend on their code, as on torch's operations
+SHIPPED = "catalog/programs"  # folder of the package with programs of known models
+_MAKERS = (  # modules that programs depend on
     "apply/activations/exporting.py",
     "apply/activations/outputs.py",
     "apply/activations/strips/export_graph.py",
@@ -64,15 +64,15 @@ _MAKERS = (  # of programs
 
 
 def mark_of_makers() -> str:
-    """A digest of the code that makes programs, and marks of what they are made of."""
+    """Return a digest of the code that makes programs and their cache keys."""
     return mark_of_modules(*_MAKERS)
 
 
 def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequence[Any]) -> str:
-    """A digest of all that the Program of a call depends on; "" where that cannot be told.
+    """Return a digest of everything that the Program of a call depends on; "" if it cannot be determined.
 
-    `double` is the network without weights, `arguments` are those of `method` in the nest that `form` describes. Of
-    tensors among them shapes and dtypes count, of tables that are part of the network their values.
+    `double` is the network without weights; `arguments` are those of `method`, flattened, with tree spec `form`.
+    Tensors among them count by shape and dtype, constant tables of the network by value.
     """
     network = fingerprint(double)
     given = list(map(_described, arguments))
@@ -81,7 +81,7 @@ def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequen
     stores = {type(part).__module__.partition(".")[0] for part in double.modules()}.intersection(_LIBRARIES)
     versions = [
         f"{store} {version(store).partition('+')[0]}" for store in sorted({"torch", *stores})
-    ]  # for CUDA or not
+    ]  # without the suffix for CUDA or CPU
     facts = (network, method, str(form), given, str(torch.get_default_dtype()), mark_of_makers(), versions)
     digest = hashlib.sha256(repr(facts).encode())
     for part in double.modules():
@@ -92,18 +92,18 @@ def mark_of_call(double: nn.Module, method: str, form: object, arguments: Sequen
 
 
 def _described(value: Any) -> object:
-    """What a program depends on of an argument; None where that cannot be told."""
+    """What a program depends on of an argument; None if it cannot be determined."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype)
-    if isinstance(value, torch.Generator):  # most ignore it, and what draws from one no file can say
+    if isinstance(value, torch.Generator):  # mostly ignored; programs that draw from it cannot be written to a file
         return torch.Generator.__name__
     return repr(value) if type(value) in _PLAIN else None
 
 
 def kept_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], make: Callable[[], Program]) -> Program:
-    """The Program of `double` for `inputs` that is kept under `mark`; else what `make` gives, which is then kept.
+    """Return the Program of `double` for `inputs` cached under `mark`; otherwise call `make` and cache the result.
 
-    Without a mark nothing is. Raises NotTakenApart as `make` does, or did when it was asked.
+    Without a mark, nothing is cached. Raises UnsupportedGraph as `make` does, or did when it was called before.
     """
     if not mark:
         return make()
@@ -121,44 +121,44 @@ def kept_program(mark: str, double: nn.Module, inputs: Sequence[torch.Tensor], m
             _write(own / name, {"mark": mark, "reason": str(reason)}, {})
         raise
     if own is not None:
-        with contextlib.suppress(ModelError):  # it does what no file can say
+        with contextlib.suppress(ModelError):  # it cannot be written to a file
             _write(own / name, {"mark": mark, **program_to_json(program)}, program.constants)
     return program
 
 
 def kept_strip_plan(mark: str, program: Program, working: int, maps: FeatureMaps, *, moves: bool = False) -> StripPlan:
-    """The course of `program`, which is kept under `mark`; as soon as it is found, it is kept too.
+    """Return the strip plan of `program`, whose cache key is `mark`; if it is not cached yet, find and cache it.
 
-    One that is found here keeps its `moves`, if these are wanted.
+    With `moves`, a newly found one records allocations and frees; a cached one has none.
     """
     folder = _folder("courses")
     if not mark or folder is None:
         return find_strip_plan(program, working, maps, moves=moves)
     mark = f"{mark}-{code_mark():.16}-{working}-{maps}"
     file = folder / f"{mark}.zip"
-    with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # whatever is wrong with it
-        return strip_plan_from_json(_words(file, bundle, _COURSE, mark), program)
+    with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # damage counts as missing
+        return strip_plan_from_json(_words(file, bundle, _STRIP_PLAN, mark), program)
     strip_plan = find_strip_plan(program, working, maps, moves=moves)
-    _write_parts(file, {_COURSE: json.dumps({"mark": mark, **strip_plan_to_json(strip_plan)})})
+    _write_parts(file, {_STRIP_PLAN: json.dumps({"mark": mark, **strip_plan_to_json(strip_plan)})})
     return strip_plan
 
 
 def _folder(name: str) -> Path | None:
-    """None for who has no home."""
+    """Return the cache folder `name`; None if the user has no home directory."""
     with contextlib.suppress(RuntimeError):
         return cache_folder() / name
     return None
 
 
 def _is_passing(reason: UnsupportedGraph) -> bool:
-    """Whether it may be none the next time."""
+    """Whether the reason may be temporary."""
     cause = reason.__cause__ and reason.__cause__.__cause__
     return isinstance(cause, MemoryError | OSError | RecursionError)
 
 
 def _read_entry(file: Path, mark: str, double: nn.Module, inputs: Sequence[torch.Tensor]) -> Program | str | None:
-    """What `file` holds: a Program, or why there is none; None where it does not say."""
-    with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # whatever is wrong with it
+    """Return the content of `file`, a Program or why there is none; None if it is missing or unusable."""
+    with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # damage counts as missing
         written = _words(file, bundle, _PROGRAM, mark)
         if "reason" in written:
             return str(written["reason"])
@@ -169,7 +169,7 @@ def _read_entry(file: Path, mark: str, double: nn.Module, inputs: Sequence[torch
 
 
 def _words(file: Path, bundle: zipfile.ZipFile, part: str, mark: str) -> dict[str, Any]:
-    """What is said in a part of the `bundle` in `file`, which is in use from now on; ValueError under another mark."""
+    """Read the JSON in a part of `bundle`, and mark its `file` as used; ValueError under another mark."""
     written: dict[str, Any] = json.loads(part_of(bundle, part))
     if written["mark"] != mark:
         raise ValueError(written["mark"])
@@ -179,7 +179,7 @@ def _words(file: Path, bundle: zipfile.ZipFile, part: str, mark: str) -> dict[st
 
 
 def _weights(double: nn.Module) -> dict[str, torch.Tensor]:
-    """By all their names."""
+    """Parameters and buffers, by all their names."""
     parameters = double.named_parameters(remove_duplicate=False)
     return {**dict(parameters), **dict(double.named_buffers(remove_duplicate=False))}
 
@@ -196,11 +196,11 @@ def _write_parts(file: Path, parts: Mapping[str, str | bytes]) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_bundle(file, parts)
-        _make_room(file.parent)
+        _evict_old_files(file.parent)
 
 
-def _make_room(folder: Path) -> None:
-    """Removes the files that were used longest ago, until the others take no more than they may."""
+def _evict_old_files(folder: Path) -> None:
+    """Remove the least recently used files until the others take at most MOST_BYTES."""
     used = sorted(((file.stat().st_mtime, file) for file in folder.iterdir()), reverse=True)
     left = MOST_BYTES
     for _, file in used:
@@ -209,17 +209,17 @@ def _make_room(folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-_LEAVES = ("input", "weight", "constant")
+_PLACEHOLDERS = ("input", "weight", "constant")
 
 
 def program_to_json(program: Program) -> dict[str, Any]:
-    """All of `program` but its constants' values. ModelError for what is not ATen's."""
+    """Return `program` as JSON, without its constants' values. ModelError for operations outside ATen."""
     nodes = [_written(node) for node in program.nodes]
     return {"nodes": nodes, "inputs": list(program.inputs), "outputs": list(program.outputs)}
 
 
 def _written(node: Node) -> list[Any]:
-    if node.op not in _LEAVES:
+    if node.op not in _PLACEHOLDERS:
         find_operation(node.op)
     args, kwargs = _word(node.args), {key: _word(value) for key, value in node.kwargs.items()}
     known = list(node.shape), _word(node.dtype), node.axis, node.varying
@@ -231,7 +231,7 @@ def _word(value: Any) -> Any:
 
 
 def program_from_json(written: Mapping[str, Any], constants: dict[str, torch.Tensor]) -> Program:
-    """The Program that is `written`. For what is none it raises ModelError, or whatever Python has to say to it."""
+    """Return the Program that `written` encodes. Invalid data raises ModelError or some Python error."""
     nodes = tuple(_read(*fields) for fields in written["nodes"])
     return Program(nodes, tuple(written["inputs"]), tuple(written["outputs"]), constants)
 
@@ -239,7 +239,7 @@ def program_from_json(written: Mapping[str, Any], constants: dict[str, torch.Ten
 def _read(
     op: str, args: Any, kwargs: Any, shape: Any, dtype: Any, axis: Any, varying: Any, name: str, output: Any
 ) -> Node:
-    if op not in _LEAVES:
+    if op not in _PLACEHOLDERS:
         find_operation(op)
     named = {key: _meaning(value) for key, value in kwargs.items()}
     return Node(op, tuple(_meaning(args)), named, tuple(shape), _meaning(dtype), axis, varying, name, output)
@@ -250,7 +250,7 @@ def _meaning(value: Any) -> Any:
 
 
 def check_program(program: Program, weights: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """ValueError where `program` uses what is not there yet, or other weights or inputs than these."""
+    """Raise ValueError if `program` uses values too early, or other weights or inputs than these."""
     given = dict(zip(program.inputs, inputs, strict=True))
     for place, node in enumerate(program.nodes):
         if not all(0 <= source < place for source in node.sources):
@@ -272,7 +272,7 @@ def check_program(program: Program, weights: Mapping[str, torch.Tensor], inputs:
 
 
 def strip_plan_to_json(strip_plan: StripPlan) -> dict[str, Any]:
-    """What is long to find of `strip_plan`: its stages, and in how many strips each is done."""
+    """Return as JSON what takes long to find of `strip_plan`: its stages, and the number of strips of each."""
     passes = [[*map(list, vars(stage).values()), len(strips), ahead] for stage, strips, ahead in strip_plan.passes]
     return {
         "in_order": strip_plan.graph.in_order,
@@ -283,7 +283,7 @@ def strip_plan_to_json(strip_plan: StripPlan) -> dict[str, Any]:
 
 
 def strip_plan_from_json(written: Mapping[str, Any], program: Program) -> StripPlan:
-    """The course of `program` that is `written`. For what is none it raises whatever Python has to say to it."""
+    """Return the strip plan of `program` that `written` encodes. Invalid data raises some Python error."""
     graph = StageGraph(program, in_order=written["in_order"])
     planned = ((Stage(*map(tuple, indices)), count, ahead) for *indices, count, ahead in written["passes"])
     return StripPlan(

@@ -1,9 +1,9 @@
 """Programs of a short clip and of one a step longer → the Program of a clip of any length.
 
-A method that goes through a clip step by step does the same in each: to export it takes as long as the clip is long,
+A method that processes a clip step by step does the same in each step: its export takes as long as the clip is long,
 although nothing new happens after a few steps. What the longer of two short clips has more than the shorter is the
-steady step. It is repeated, with each number and each reference going on from step to step as it went from the last
-but one to the last. Whether the method really does that is seen by playing it at full length, by shapes alone.
+steady step. It is repeated, with each number and each reference extrapolated from the last two steps. The result is
+checked by running the method at full length, by shapes alone.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from tightfit.apply.activations.strips.program import Node, Program, Ref, replac
 
 __all__ = ["Unsteady", "continued", "operations_in", "operations_of", "short_lengths"]
 
-STEPS = (1, 2, 4, 8, 16)  # frames that a step may take
-SETTLED = 4  # steps after which nothing new happens
-_UNCOUNTED = {"empty", "split", "split_with_sizes", "unbind"}  # done once for each of their parts, in a program
-Numbers = Callable[..., int]  # a number (or a reference) from those in the same place of other nodes
+STEPS = (1, 2, 4, 8, 16)  # numbers of frames that a step may have
+SETTLED = 4  # steps; later ones are all alike
+_UNCOUNTED = {"empty", "split", "split_with_sizes", "unbind"}  # a program has one for each of their parts
+Numbers = Callable[..., int]  # a number (or reference) made from those in the same place of other nodes
 
 
 class Unsteady(Exception):
-    """A method that does not repeat itself from step to step."""
+    """The method does not repeat itself from step to step."""
 
 
 def short_lengths(frames: int, count: Callable[[int], int]) -> tuple[int, int] | None:
-    """Two numbers of frames, a step apart, that tell what a clip of `frames` takes; None where it is not worth it.
+    """Return two numbers of frames, a step apart, that determine a clip of `frames`; None if it is not worth it.
 
-    `count` says how many operations so many frames take.
+    `count` returns the number of operations for a number of frames.
     """
     for step in STEPS:
         short = frames % step + (SETTLED - bool(frames % step)) * step
@@ -47,7 +47,7 @@ def short_lengths(frames: int, count: Callable[[int], int]) -> tuple[int, int] |
 
 
 def continued(short: Program, longer: Program, times: int) -> Program:
-    """The program of a clip that is `times` the step longer than `short`, by which `longer` is. Raises Unsteady.
+    """Return the program of a clip `times` steps longer than `short`; `longer` is one step longer. Raises Unsteady.
 
     Axes are those of `short`.
     """
@@ -61,7 +61,7 @@ def continued(short: Program, longer: Program, times: int) -> Program:
     rest = [_made(on, *pair) for pair in zip(short.nodes[same:], longer.nodes[same + size :], strict=True)]
     steps: list[Node] = []
     for number in range(1, times + 1):
-        # what follows the length of the clip has gone on in `begin` already
+        # numbers that follow the length of the clip are those of the full length in `begin` already
         further: Numbers = lambda now, one, other, number=number: now + number * (other - one)  # noqa: E731
         steps += [_made(further, *three) for three in zip(begin[same - size :], before, step, strict=True)]
     outputs = tuple(map(on, short.outputs, longer.outputs))
@@ -69,12 +69,12 @@ def continued(short: Program, longer: Program, times: int) -> Program:
 
 
 def _same_tables(tables: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
-    """Whether tables that the code makes are the same in a longer clip: what they would be in others is not known."""
+    """Whether tables made by the code are the same in both clips; otherwise those of other lengths would be unknown."""
     return tables.keys() == others.keys() and all(torch.equal(tables[name], others[name]) for name in tables)
 
 
 def _alike(nodes: Sequence[Node], others: Sequence[Node]) -> int:
-    """How many nodes from the first on do the same with the same."""
+    """Number of leading nodes that do the same with the same arguments."""
     for index, (node, other) in enumerate(zip(nodes, others, strict=False)):
         if (node.op, node.name, node.sources) != (other.op, other.name, other.sources):
             return index
@@ -82,7 +82,7 @@ def _alike(nodes: Sequence[Node], others: Sequence[Node]) -> int:
 
 
 def _made(numbers: Numbers, node: Node, *others: Node) -> Node:
-    """`node` with all its numbers made of its own and those of `others`, which do the same. Raises Unsteady."""
+    """Return `node` with numbers made from its own and those of `others`, which do the same. Raises Unsteady."""
     for other in others:
         if (node.op, node.name, node.dtype) != (other.op, other.name, other.dtype):
             raise Unsteady
@@ -92,7 +92,7 @@ def _made(numbers: Numbers, node: Node, *others: Node) -> Node:
 
 
 def _combined(numbers: Numbers, first: Any, *others: Any) -> Any:
-    """A nest like `first`, whose numbers are made of those in the same place of `others`."""
+    """Return a nested structure like `first`, with numbers made from those in the same place of `others`."""
     if any(type(other) is not type(first) for other in others):
         raise Unsteady
     if isinstance(first, Ref):
@@ -113,7 +113,7 @@ def _combined(numbers: Numbers, first: Any, *others: Any) -> Any:
 
 
 def _grown(numbers: Numbers, short: Sequence[Any], longer: Sequence[Any], *others: Any) -> Any:
-    """A list that has more items for each step, as the parts of which a clip is put together."""
+    """Return a list that has more items for each step, such as the parts that a clip is concatenated from."""
     there, more = len(short), len(longer) - len(short)
     if others or not 0 < more <= there:
         raise Unsteady
@@ -125,9 +125,9 @@ def _grown(numbers: Numbers, short: Sequence[Any], longer: Sequence[Any], *other
 
 
 def operations_of(work: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """What torch computes in `work`, done by shapes alone: operations, each with the shapes that it is given.
+    """Return the operations that torch runs in `work`, by shapes alone, each with the shapes of its arguments.
 
-    Raises NotExported for what cannot be done by shapes.
+    Raises NotExported for what cannot run by shapes.
     """
     log = _Log()
 
@@ -140,7 +140,7 @@ def operations_of(work: Callable[[], object]) -> list[tuple[Any, ...]]:
 
 
 def operations_in(program: Program) -> list[tuple[Any, ...]]:
-    """What torch computes in `program`, likewise."""
+    """Return the operations that torch runs in `program`, likewise."""
     return operations_of(lambda: _run(program))
 
 
@@ -150,7 +150,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::").rstrip("_")  # in place or not
+        name = func._schema.name.removeprefix("aten::").rstrip("_")  # also the in-place variant
         if name not in _UNCOUNTED:
             given = tree_leaves((args, kwargs))
             self.operations.append((name, *(tuple(x.shape) for x in given if isinstance(x, torch.Tensor))))
@@ -158,7 +158,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run(program: Program) -> None:
-    """Does what the program does, on HERE."""
+    """Run the program on HERE."""
     values: list[torch.Tensor] = []
     for node in program.nodes:
         if node.op in ("input", "weight", "constant"):

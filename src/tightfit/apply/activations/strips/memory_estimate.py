@@ -1,4 +1,4 @@
-"""A stage in strips → how many bytes the runner holds at most. Integers only: no tensor is touched."""
+"""A stage in strips → the peak bytes that the runner holds. Integer arithmetic only: no tensor is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["peak_of", "taken"]
 
 
 def taken(stage: Stage, strip: Sequence[ScheduleStep]) -> dict[int, Span]:
-    """Which rows a strip takes of what was kept, by node."""
+    """Return the rows that a strip reads of kept maps, by node."""
     reads = set(stage.reads)
     return {step.node: step.span for step in strip if step.node in reads and step.span.hi > step.span.lo}
 
@@ -32,13 +32,12 @@ def peak_of(
     ahead: bool = False,
     moves: MutableSequence[int] | None = None,
 ) -> tuple[StripPeak, BoundaryState]:
-    """The peak while `stage` runs in `strips`, where `start` is kept already, and what is kept after it.
+    """Return the peak while `stage` runs in `strips`, with `start` kept already, and what is kept after it.
 
-    What is `in_host` is kept in host memory; with `ahead`, what was put there last is still under way, and so is what
-    the next strip takes from there. The first strip of the next stage takes the rows `following`.
-    Where it is not known in which strips maps lie, their rows count as if each went by itself. What kernels hold for
-    themselves while they run comes on top; it is among the `moves`: all bytes that are taken, one after another, and
-    (below zero) given back.
+    Nodes `in_host` are kept in host memory; with `ahead`, the rows stored last are still in flight, and so are those
+    that the next strip reads from there. The first strip of the next stage reads the rows `following`. If the strips
+    that maps consist of are unknown, their rows are freed one by one. Workspaces of kernels come on top; only `moves`
+    contains them: the bytes of all allocations, in order, and (negative) of all frees.
     """
     count = _MemoryEstimator(graph, stage, in_host, start, ahead, moves)
     rows = [*(taken(stage, strip) for strip in strips), following or {}]
@@ -52,14 +51,14 @@ def peak_of(
 
 @dataclass
 class _Memory:
-    """What one tensor takes, and how many look at it."""
+    """Bytes of one storage, and the number of its users."""
 
     bytes: int
     users: int = 1
 
 
 class _MemoryEstimator:
-    """What the runner holds, step by step."""
+    """Bytes that the runner holds, step by step."""
 
     def __init__(
         self,
@@ -78,12 +77,12 @@ class _MemoryEstimator:
         self._live, self._host = start.bytes
         self._live += sum(self._leaving.values()) + sum(self._coming.values())
         self.most, self.most_host = self._live, self._host
-        self._strips: dict[int, list[tuple[Span, _Memory]]] | None = None  # of maps on the device
+        self._strips: dict[int, list[tuple[Span, _Memory]]] | None = None  # strips of kept maps on the device
         if start.strips is not None:
             self._strips = {index: [self._strip(index, span) for span in start.strips[index]] for index in start.strips}
-        self._windows: dict[int, Span] = {}  # the rows each node holds
-        self._slices: set[int] = set()  # of these nodes, those whose rows are a slice of a larger tensor
-        self._memory: dict[int, _Memory] = {}  # and where
+        self._windows: dict[int, Span] = {}  # rows that each node holds
+        self._slices: set[int] = set()  # those of them whose rows are a slice of a larger tensor
+        self._memory: dict[int, _Memory] = {}  # storage of those rows
         self._going = set(stage.drops)
         self._whole = {index for index in stage.stores if graph.needed_whole(index)}
         for index, used_up in zip(stage.whole, graph.used_up(stage), strict=True):
@@ -114,10 +113,10 @@ class _MemoryEstimator:
         self._drop(size)
 
     def _kernel(self, index: int, span: Span) -> None:
-        """What a convolution on a card holds while it makes the rows `span`.
+        """Record the workspace of a convolution on a card that computes the rows `span`.
 
-        First a contiguous copy of its input, where that is a slice of a larger tensor; then copies of input, output and
-        weights with their channels last.
+        First a contiguous copy of its input, if that is a slice of a larger tensor; then channels-last copies of input,
+        output and weights.
         """
         node = self._nodes[index]
         if self._moves is None or not node.word.startswith("conv"):
@@ -137,14 +136,14 @@ class _MemoryEstimator:
         self._moves.extend((before, held, -held, -before) if before else (held, -held))
 
     def _is_slice(self, index: int, span: Span) -> bool:
-        """Whether the rows `span`, taken of what is held of a node, do not lie side by side."""
+        """Whether the rows `span`, read from the held rows of a node, are not contiguous."""
         node = self._nodes[index]
         if math.prod(node.shape[: node.axis or 0]) == 1:  # rows are the outermost dimension
             return False
         return index in self._slices or self._windows.get(index, Span(0, node.rows)) != span
 
     def _lies_among_others(self, index: int, span: Span) -> bool:
-        """Whether the rows `span`, as they are made or taken, are a slice of more."""
+        """Whether the rows `span`, as they are computed or read, are a slice of a larger tensor."""
         node, kept = self._nodes[index], (self._strips or {}).get(index, ())
         if node.op == "input" or self._graph.needed_whole(index):
             return span != Span(0, node.rows)
@@ -155,7 +154,7 @@ class _MemoryEstimator:
         return self._is_cut_out(index, span)
 
     def expect(self, now: Mapping[int, Span], then: Mapping[int, Span]) -> None:
-        """A strip begins that takes the rows `now`; what only the one after it takes, of `then`, may come already."""
+        """Begin a strip that reads the rows `now`; also prefetch what only the next strip reads, of `then`."""
         for index, span in now.items():
             self._come(index, span)
         for index in then.keys() - now.keys():
@@ -167,7 +166,7 @@ class _MemoryEstimator:
             self._add(self._coming[index])
 
     def sent(self) -> None:
-        """What earlier stages sent has left the device."""
+        """Free what earlier stages were still sending."""
         for index in self._leaving.keys() - self._stores:
             self._drop(self._leaving.pop(index))
 
@@ -178,7 +177,7 @@ class _MemoryEstimator:
             held = (span.lo - step.held) * self._nodes[index].row_bytes if index in self._windows else 0
             rows = self._make(index, span, made, held)
             self._kernel(index, span)
-            if index in self._measured:  # side by side, and in float32
+            if index in self._measured:  # a contiguous copy, in float32
                 apart = made if self._is_cut_out(index, span) else 0
                 self._hold_for_a_moment(made // self._nodes[index].dtype.itemsize * 4 + apart)
             self._windows[index] = Span(step.held if held else span.lo, span.hi)
@@ -194,7 +193,7 @@ class _MemoryEstimator:
             self._leave(rows)
 
     def _make(self, index: int, span: Span, made: int, held: int) -> _Memory:
-        """`made` bytes are made, and joined to those that are `held`; returns the memory of what is made."""
+        """Allocate `made` bytes and join them to the `held` ones; return the storage of the new rows."""
         shared = self._looked_at(index, span)
         rows = shared or _Memory(made, 0)
         if shared is None:
@@ -215,7 +214,7 @@ class _MemoryEstimator:
         return rows
 
     def _is_cut_out(self, index: int, span: Span) -> bool:
-        """Whether the rows lie among others: a convolution at a border makes a few more than are wanted."""
+        """Whether the rows are a slice: at a border, a convolution computes a few rows more than are needed."""
         rule = self._graph.rules[index]
         if rule is None or index in self._reads or not self._graph.heavy(index):
             return False
@@ -223,7 +222,7 @@ class _MemoryEstimator:
         return any(needs and needs(span).within(self._nodes[source].rows) != needs(span) for source, needs in rows)
 
     def _looked_at(self, index: int, span: Span) -> _Memory | None:
-        """The memory in which the output lies, where it is not its own."""
+        """Return the storage that the output shares with another tensor; None if it has its own."""
         if self._nodes[index].op == "input":
             return _Memory(0)
         if index in self._reads:
@@ -238,9 +237,9 @@ class _MemoryEstimator:
             self._drop(memory.bytes)
 
     def _take(self, index: int, span: Span, made: int, then: Mapping[int, Span]) -> None:
-        """Rows that were kept are there; they are forgotten where nobody takes them any more."""
+        """Read kept rows; free them where no later stage needs them."""
         if index in self._in_host:
-            self._hold_for_a_moment(0 if index in self._coming else made)  # as they lay there
+            self._hold_for_a_moment(0 if index in self._coming else made)  # in the host's row order
             self._drop(self._coming.pop(index, 0))
             if index in then:
                 self._come(index, then[index])
@@ -254,7 +253,7 @@ class _MemoryEstimator:
             self._forget(self._strips.get(index, []), span.hi)
 
     def _put(self, index: int, span: Span, made: int) -> None:
-        """Rows are kept: in host memory, as they lie there."""
+        """Keep rows, on the device or in host memory."""
         if index not in self._in_host:
             self._add(made)
             if self._strips is not None:
@@ -289,7 +288,7 @@ class _MemoryEstimator:
             self._slices.discard(index)
 
     def end(self) -> BoundaryState:
-        """What is kept when the stage is over."""
+        """Free what the stage drops; return what is kept after it."""
         for memory in self._memory.values():
             self._leave(memory)
         for index in self._going:

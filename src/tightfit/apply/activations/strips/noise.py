@@ -1,4 +1,4 @@
-"""Random numbers that a program draws, drawn again."""
+"""Random generators that a program draws from, reset so that it draws the same numbers again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["rewinder", "usual_generators"]
 
 
 def rewinder(program: Program, device: Device) -> Callable[[], None] | None:
-    """Puts every generator from which `program` may draw on `device` back to where it is now.
+    """Return a function that resets every generator that `program` may draw from on `device` to its current state.
 
-    None where one of them is out of reach.
+    None if the state of one of them is not accessible.
     """
     if not program.draws_noise:
         return lambda: None
@@ -33,9 +33,9 @@ def rewinder(program: Program, device: Device) -> Callable[[], None] | None:
 
 
 def usual_generators(device: Device) -> list[torch.Generator] | None:
-    """The CPU's, and the device's where it has its own; None where nobody knows that."""
+    """Return the CPU's default generator, and the device's if it has its own; None if that is unknown."""
     place = device.torch_device
-    if place.type == "cpu" or device.kind == "simulated":  # a simulated card's numbers are the CPU's
+    if place.type == "cpu" or device.kind == "simulated":  # a simulated card draws from the CPU's
         return [torch.default_generator]
     offered = getattr(getattr(torch, place.type, None), "default_generators", ())
     return [torch.default_generator, offered[place.index or 0]] if len(offered) > (place.index or 0) else None

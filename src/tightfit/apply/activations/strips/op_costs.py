@@ -1,4 +1,4 @@
-"""What operations and feature maps cost a card: each tried once, by layout, on a simulated card."""
+"""Costs of operations and feature maps on a card: each is tried once per layout, on a simulated card."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ __all__ = ["DeviceLayouts", "GivenLayout", "HostLayouts", "MapLayout", "OpCostCa
 
 
 class MapLayout(Protocol):
-    """Rows of one node's output."""
+    """Layout of one node's output, in rows."""
 
     def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
-        """Keeps `rows`, which are those of `span`."""
+        """Keep `rows`, which are those of `span`."""
 
     def take(self, span: Span, account: StageCost) -> OpLayout:
-        """These rows, on the device."""
+        """Return the layout of these rows, on the device."""
 
     def forget(self, before: int) -> None:
-        """Rows `before` this one are not needed any more."""
+        """Free the rows before this one."""
 
 
 class GivenLayout:
-    """All rows are there, in one piece."""
+    """A whole tensor: all rows are available, in one piece."""
 
     def __init__(self, whole: OpLayout, axis: int) -> None:
         self.whole, self._axis = whole, axis
@@ -99,7 +99,7 @@ class HostLayouts:
 
 
 def copying(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Of the second into the first."""
+    """Prepare copying the second tensor into the first."""
     return lambda: tensors[0].copy_(tensors[1])
 
 
@@ -115,22 +115,22 @@ def _moving(source: int, target: int) -> Callable[[Sequence[torch.Tensor]], Call
     return lambda tensors: lambda: tensors[0].movedim(source, target).contiguous()
 
 
-ENDLESS = 2**60  # bytes: what is tried never runs out
-FEW = 2**16  # numbers: of larger tensors a card that keeps shapes keeps none
+ENDLESS = 2**60  # bytes of the simulated card: trials never run out of memory
+FEW = 2**16  # elements; the card keeps only the shapes of larger tensors
 
 Prepare = Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor | None]]
 
 
 class OpLayout(NamedTuple):
-    """How a tensor lies in memory."""
+    """Layout of a tensor in memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    memory: int  # bytes, in which there may be more than this tensor
+    memory: int  # bytes of the storage, which may hold more than this tensor
 
     def narrowed(self, axis: int, rows: int) -> OpLayout:
-        """Some of its rows."""
+        """Return the layout of `rows` of its rows along `axis`."""
         if rows == self.shape[axis]:
             return self
         shape = (*self.shape[:axis], rows, *self.shape[axis + 1 :])
@@ -138,12 +138,12 @@ class OpLayout(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether there is nothing else in its memory."""
+        """Whether its storage holds nothing else."""
         return self.memory <= math.prod(self.shape) * self.dtype.itemsize
 
 
 def dense(shape: Sequence[int], dtype: torch.dtype) -> OpLayout:
-    """Of a tensor as it is made."""
+    """Return the contiguous layout of a new tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -152,21 +152,21 @@ def dense(shape: Sequence[int], dtype: torch.dtype) -> OpLayout:
 
 
 class _Outcome(NamedTuple):
-    """What a trial gave, and the kernels that ran."""
+    """Layout of a trial's result, and the kernels that ran."""
 
     layout: OpLayout
     works: tuple[KernelCost, ...]
 
 
 class OpCostCache:
-    """Operations on a card of their own, with attention as an autoencoder's goes; what was tried is remembered."""
+    """Operations tried on a simulated card of their own, with attention as in an autoencoder; results are cached."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Outcome] = {}
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """The card is in use, beside those that are: only inside is anything tried."""
+        """Add the simulated card to those in use: operations are only tried inside."""
         before = cards_in_use()
         self._card = SimulatedCard(len(before), ANY_CARD.model_copy(update={"bytes": ENDLESS}), Host())
         use_cards((*before, self._card))
@@ -179,29 +179,29 @@ class OpCostCache:
             use_cards(before)
 
     def outcome(self, key: Hashable, layouts: Sequence[OpLayout], prepare: Prepare) -> _Outcome:
-        """What comes of what `prepare` makes of tensors with these `layouts`: for the same `key` the same."""
+        """Return the outcome of the operation that `prepare` makes of tensors with these `layouts`; cached by `key`."""
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._tried(layouts, prepare)
         return found
 
     def works(self, key: Hashable) -> tuple[KernelCost, ...]:
-        """The kernels of what was tried."""
+        """Return the kernels of a cached trial."""
         return self._known[key].works
 
     def _tried(self, layouts: Sequence[OpLayout], prepare: Prepare) -> _Outcome:
         tensors = [self._tensor(layout) for layout in layouts]
         run, works = prepare(tensors), list[KernelCost]()
-        self._card.watchers.append(works.append)
+        self._card.kernel_callbacks.append(works.append)
         try:
             result = run()
         finally:
-            self._card.watchers.clear()
+            self._card.kernel_callbacks.clear()
         return _Outcome(_layout_of(tensors[0] if result is None else result), tuple(works))
 
     def _tensor(self, layout: OpLayout) -> torch.Tensor:
         count = layout.memory // layout.dtype.itemsize
-        few = count <= FEW or not layout.dtype.is_floating_point  # their numbers are there, to be looked at
+        few = count <= FEW or not layout.dtype.is_floating_point  # their values exist and may be read
         whole = (torch.zeros if few else torch.empty)(count, dtype=layout.dtype, device=self._place)
         return whole.as_strided(layout.shape, layout.strides)
 
@@ -211,37 +211,37 @@ def _layout_of(tensor: torch.Tensor) -> OpLayout:
 
 
 class StageCost:
-    """What is done in one stage, by turns."""
+    """Work of one stage, by layer work."""
 
     def __init__(self, trials: OpCostCache) -> None:
         self._trials = trials
         self._turn = 0
-        self._strips: dict[int, set[int]] = defaultdict(set)  # in which of them each turn comes
+        self._strips: dict[int, set[int]] = defaultdict(set)  # strips that each layer work runs in
         self._done: dict[int, Counter[Hashable]] = defaultdict(Counter)
         self._copies = self._bytes_in = self._bytes_out = 0
 
     def at(self, turn: int, strip: int = 0) -> None:
-        """In which turn of which strip everything is done from now on."""
+        """Assign the operations that follow to layer work number `turn` of `strip`."""
         self._turn = turn
         self._strips[turn].add(strip)
 
     def do(self, key: Hashable, layouts: Sequence[OpLayout], prepare: Prepare) -> OpLayout:
-        """An operation; returns how its result lies."""
+        """Count an operation; return the layout of its result."""
         self._done[self._turn][key] += 1
         return self._trials.outcome(key, layouts, prepare).layout
 
     def bring(self, start: int, size: int) -> None:
-        """So many bytes from host memory, where they lie from `start` on."""
+        """Count a copy of `size` bytes from host memory, where they begin at `start`."""
         self._bytes_in += size
         self._copies += _pages(start, size)
 
     def send(self, start: int, size: int) -> None:
-        """The other way."""
+        """Count a copy in the other direction."""
         self._bytes_out += size
         self._copies += _pages(start, size)
 
     def stage(self, once: Sequence[str], layers: Sequence[str], strips: int, *, ahead: bool) -> StripStageProfile:
-        """All of it: the turns of `once` came first, then those of `layers` in so many strips."""
+        """Return the profile: first the layer work of `once`, then that of `layers` in `strips` strips."""
         turns = {
             number: LayerWork(layer=layer, work=self._workloads(number))
             for number, layer in enumerate((*once, *layers))
@@ -268,5 +268,5 @@ class StageCost:
 
 
 def _pages(start: int, size: int) -> int:
-    """Of host memory that some bytes lie in: each is copied by itself."""
+    """Number of host memory pages that the bytes span: each page is copied by itself."""
     return (start + size - 1) // PAGE - start // PAGE + 1 if size else 0

@@ -1,4 +1,4 @@
-"""The rules: for each of torch's operators that autoencoders are made of, how it is done row by row."""
+"""Rules: how each of torch's operators that autoencoders use is computed by rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["rule_for"]
 
 
 def rule_for(program: Program, index: int) -> Rule | None:
-    """The rule of a node; None where it has to be done whole."""
+    """Return the rule of a node; None if it has to be computed whole."""
     node = program.nodes[index]
     sources = [program.nodes[source] for source in node.sources]
     if node.axis is None:
@@ -58,11 +58,11 @@ def _positive(dims: Any, ndim: int) -> set[int]:
     return {dim % ndim for dim in listed if dim is not None}
 
 
-# rows of the output are made of the same rows of the arguments
+# each row of the output depends on the same row of the arguments
 
 
 def _pointwise(node: Node, sources: Sources) -> Rule | None:
-    """Each element by itself; arguments without that dimension, or with one row for all, are taken as they are."""
+    """Each element by itself; arguments without the row dimension, or with one row for all, are passed whole."""
     assert node.axis is not None
     if node.varying:
         return None
@@ -79,7 +79,7 @@ def _pointwise(node: Node, sources: Sources) -> Rule | None:
 
 
 def _at(place: int, name: str, default: Any = None) -> Callable[[Node, Node], set[int]]:
-    """The dimensions that an argument names; all of them where it names none."""
+    """Return the dimensions that an argument names; all dimensions if it names none."""
 
     def dims(node: Node, source: Node) -> set[int]:
         named = argument(node, place, name, default)
@@ -113,14 +113,14 @@ def _slice(node: Node, sources: Sources) -> Rule | None:
 
 
 def _reshape(node: Node, sources: Sources) -> Rule | None:
-    """Rows stay rows where what lies before them stays; a factor that moves into or out of them scales them."""
+    """Rows stay rows if the dimensions before them keep their size; a factor moved into or out of rows scales them."""
     source, axis = sources[0], node.axis
     assert axis is not None
     if source.axis is None or math.prod(source.shape[: source.axis]) != math.prod(node.shape[:axis]):
         return None
     inner, outer = math.prod(source.shape[source.axis + 1 :]), math.prod(node.shape[axis + 1 :])
     before, after = node.shape[:axis], node.shape[axis + 1 :]
-    if outer % inner == 0:  # a row is made of several
+    if outer % inner == 0:  # an output row consists of several input rows
         several = outer // inner
         needs = lambda span: Span(span.lo * several, span.hi * several)  # noqa: E731
         return Rule((needs,), lambda p, span: p[0].tensor.reshape(*before, span.hi - span.lo, *after))
@@ -160,7 +160,7 @@ def _repeat(node: Node, sources: Sources) -> Rule | None:
 
 
 def _meshgrid(node: Node, sources: Sources) -> Rule | None:
-    """One argument, laid along its own dimension and repeated along the others."""
+    """One argument, laid out along its own dimension and expanded along the others."""
     given, axis, shape = node.output or 0, node.axis, node.shape
     if any(len(source.shape) != 1 for source in sources):
         return None
@@ -176,7 +176,7 @@ def _meshgrid(node: Node, sources: Sources) -> Rule | None:
 
 
 def _matmul(node: Node, sources: Sources) -> Rule | None:
-    """The rows of the output are rows of the left, columns of the right, or matrices of both."""
+    """Rows of the output are rows of the left matrix, columns of the right one, or batch entries of both."""
     left, right = sources[-2:]
     axis = node.axis
     assert axis is not None
@@ -198,7 +198,7 @@ def _matmul(node: Node, sources: Sources) -> Rule | None:
 
 
 def _attention(node: Node, sources: Sources) -> Rule | None:
-    """Some queries look at all keys."""
+    """Some queries attend to all keys."""
     query = sources[0]
     if query.axis != node.axis or query.axis != len(query.shape) - 2:
         return beside(lambda node, source: {len(source.shape) - 1, len(source.shape) - 2})(node, sources)
@@ -214,7 +214,7 @@ def _attention(node: Node, sources: Sources) -> Rule | None:
 
 
 def _group_norm(node: Node, sources: Sources) -> Rule | None:
-    """Row by row, once mean and deviation of all rows are known; they stand in `pieces` as the last argument."""
+    """By rows, once mean and variance of all rows are known; these are the last of `pieces`."""
     if sources[0].axis != node.axis or node.axis in (0, 1):
         return None
     groups, eps = node.args[1], argument(node, 4, "eps", 1e-5)
@@ -228,7 +228,7 @@ def _group_norm(node: Node, sources: Sources) -> Rule | None:
 
 
 def _filled(node: Node, value: Any) -> Rule:
-    """Rows with `value` everywhere, or with anything where that is None."""
+    """Rows filled with `value`, or uninitialized if it is None."""
     axis, nothing = node.axis or 0, lambda span: Span(0, 0)
 
     def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
@@ -248,7 +248,7 @@ _FILLED: dict[str, Callable[[Node], Any]] = {
 }
 _ALONG_DIM_1 = beside(_at(1, "dim", 0))
 _NORMALISED = beside(_last(lambda node: len(node.args[1])))
-_MOVED = beside(nowhere)  # dimensions are moved, added or taken away: where rows went, the shapes tell
+_MOVED = beside(nowhere)  # dimensions are moved, added or removed: the shapes show where the rows are
 
 _RULES: dict[str, Callable[[Node, Sources], Rule | None]] = {
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "cumsum", "select", "sum", "mean", "amax", "amin", "norm",

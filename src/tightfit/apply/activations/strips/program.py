@@ -1,6 +1,6 @@
-"""A network's method as a list of operations without side effects, each with the axis along which it has rows.
+"""A network's method as a list of operations without side effects, each with its row axis.
 
-It is a value: it holds no weights (only their names), goes to JSON and back, and can be kept in a file.
+It is a plain value: it holds no weights (only their names), converts to JSON and back, and can be stored in a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VIEWS = {
 
 
 class Ref(NamedTuple):
-    """Stands for the output of a node."""
+    """Reference to the output of a node, by index."""
 
     node: int
 
@@ -34,7 +34,7 @@ class Node:
     """One operation and what is known of its output.
 
     `op` is "input", "weight", "constant" or the name of one of torch's operators. `axis` is the first dimension whose
-    size follows the height of the input; None where there is none.
+    size depends on the height of the input; None if there is none.
     """
 
     op: str
@@ -43,9 +43,9 @@ class Node:
     shape: tuple[int, ...]
     dtype: torch.dtype
     axis: int | None = None
-    varying: bool = False  # whether a plain argument, beside shapes, follows the height
+    varying: bool = False  # whether a plain argument depends on the height, besides the output's shape
     name: str = ""  # of a weight or constant
-    output: int | None = None  # which of several outputs
+    output: int | None = None  # index among several outputs
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Node:
 
     @cached_property
     def rows(self) -> int:
-        """How many rows its output has; 0 without an axis."""
+        """Number of rows of its output; 0 without an axis."""
         return 0 if self.axis is None else self.shape[self.axis]
 
     @cached_property
@@ -70,16 +70,16 @@ class Node:
 
     @cached_property
     def word(self) -> str:
-        """Its operator without the library and the overload: "slice" of "aten.slice.Tensor"."""
+        """Name of its operator without namespace and overload: "slice" of "aten.slice.Tensor"."""
         return self.op.removeprefix("aten.").partition(".")[0]
 
     @property
     def is_view(self) -> bool:
-        """Whether its output lies in the memory of its first argument."""
+        """Whether its output shares the memory of its first argument."""
         return self.word in _VIEWS
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What it makes of `tensor`, its only source."""
+        """Run it on `tensor`, its only source."""
         args, kwargs = replace_refs((self.args, self.kwargs), lambda _: tensor)
         return self.function(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -92,19 +92,19 @@ class Node:
 
     @property
     def makes(self) -> bool:
-        """Whether it makes a tensor of none, and has to be told where."""
+        """Whether it creates a tensor without taking any, and needs a device for it."""
         return not self.sources and any(argument.name == "device" for argument in self.overload._schema.arguments)
 
     @property
     def overload(self) -> Any:
-        """Its operator, as torch knows it."""
+        """Its operator in torch.ops."""
         return operator.attrgetter(self.op)(torch.ops)
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        """What torch runs for it."""
-        if self.op == "aten.scaled_dot_product_attention.default":
-            return lambda *args, **kwargs: F.scaled_dot_product_attention(*args, **kwargs)  # noqa: PLW0108 - as it is at that moment
+        """The function that runs it."""
+        if self.op == "aten.scaled_dot_product_attention.default":  # looked up at each call: it may be patched
+            return lambda *args, **kwargs: F.scaled_dot_product_attention(*args, **kwargs)  # noqa: PLW0108
         if self.op == "aten.avg_pool3d.default":
             return avg_pool3d
         found = self.overload
@@ -115,7 +115,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Program:
-    """Nodes in the order in which they may run; `inputs` are the tensors it is given, `outputs` what it gives."""
+    """Nodes in an order in which they may run; `inputs` and `outputs` are indices of nodes."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[int, ...]
@@ -129,12 +129,12 @@ class Program:
 
     @cached_property
     def derived(self) -> dict[str, Any]:
-        """What others work out of it once, under a name of theirs: it never changes."""
+        """Cache of values derived from it, by name: it never changes."""
         return {}
 
     @cached_property
     def scattered(self) -> frozenset[int]:
-        """Views whose numbers do not lie side by side, such as some of a clip's frames."""
+        """Views that are not contiguous, such as some of a clip's frames."""
         views: dict[int, torch.Tensor] = {}
         for index, node in enumerate(self.nodes):
             if not node.is_view or len(node.sources) != 1:
@@ -147,14 +147,14 @@ class Program:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """For each node a number: those with the same one do the same to arguments that lie alike."""
+        """A number for each node: those with the same one do the same to arguments of the same layout."""
         numbers: dict[str, int] = {}
         said = (_described(node, [self.nodes[source] for source in node.sources]) for node in self.nodes)
         return [numbers.setdefault(words, len(numbers)) for words in said]
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """For each node, who takes its output."""
+        """For each node, the nodes that take its output."""
         found: list[list[int]] = [[] for _ in self.nodes]
         for index, node in enumerate(self.nodes):
             for source in dict.fromkeys(node.sources):
@@ -169,7 +169,7 @@ def _described(node: Node, sources: Sequence[Node]) -> str:
 
 
 def refs_in(value: Any) -> Iterator[int]:
-    """Indices in `value`, a nest of lists, tuples and dicts, in their order."""
+    """Yield the indices in `value`, nested lists, tuples and dicts, in their order."""
     if isinstance(value, Ref):
         yield value.node
     elif isinstance(value, list | tuple):
@@ -181,7 +181,7 @@ def refs_in(value: Any) -> Iterator[int]:
 
 
 def replace_refs(value: Any, by: Callable[[Ref], Any]) -> Any:
-    """`value` with what `by` makes of each Ref."""
+    """Return `value` with each Ref replaced by `by(ref)`."""
     if isinstance(value, Ref):
         return by(value)
     if isinstance(value, list | tuple):

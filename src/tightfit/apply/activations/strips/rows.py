@@ -1,6 +1,7 @@
-"""Which rows of its arguments an operation needs for some rows of its output, and how it makes them.
+"""Which rows of its arguments an operation needs for some rows of its output, and how it computes these.
 
-One rule for each kind of operation, found in `rules.py`; what no rule knows is done whole, which is always right.
+There is one rule for each kind of operation, in `op_rules.py`; without a rule, an operation is computed whole, which is
+always correct.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
 
 
 class Span(NamedTuple):
-    """Rows `lo` to `hi`, without `hi`."""
+    """Rows from `lo` to `hi`, without `hi`."""
 
     lo: int
     hi: int
@@ -47,7 +48,7 @@ Needs = Callable[[Span], Span]
 
 
 class RowSlice(NamedTuple):
-    """An argument as an operation gets it: these rows of it; all of it where it has no rows."""
+    """An argument as an operation gets it: the rows `span` of it, or all of it if it has no rows."""
 
     tensor: torch.Tensor
     span: Span
@@ -55,12 +56,12 @@ class RowSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """An operation row by row.
+    """An operation by rows.
 
-    `needs[i]` tells for rows of the output which rows of the i-th argument they are made of, in coordinates that may
-    reach beyond its borders; None: all of it, or it has no rows. With `statistics` the first argument is taken row by
-    row once the statistics of all its rows are known. `make` gets the arguments and the rows that are wanted; what
-    `makes` a tensor of none gets one on the right device as the last argument.
+    `needs[i]` maps rows of the output to the rows of the i-th argument that they depend on, in coordinates that may
+    exceed its borders; None: all of it, or it has no rows. With `statistics`, the first argument is taken by rows once
+    the statistics of all its rows are known. `make` takes the arguments and the wanted rows of the output; with `makes`
+    (it creates a tensor without taking any), the last argument is one on the right device.
     """
 
     needs: tuple[Needs | None, ...]
@@ -74,10 +75,13 @@ def same(span: Span) -> Span:
 
 
 def caller(node: Node, **changed: Any) -> Callable[[Sequence[RowSlice]], torch.Tensor]:
-    """Runs the operation of `node` on tensors in place of its references, its other arguments as they are."""
+    """Return a function that runs `node`'s operation on tensors in place of its references.
+
+    Its other arguments are unchanged, except for the keyword arguments `changed`.
+    """
     function, args, kwargs = node.function, node.args, node.kwargs | changed
     flat = [place for place, value in enumerate(args) if isinstance(value, Ref)]
-    if len(flat) == len(node.sources):  # as nearly always: no reference lies deeper
+    if len(flat) == len(node.sources):  # nearly always: no reference is nested
 
         def run(pieces: Sequence[RowSlice]) -> torch.Tensor:
             own = list(args)
@@ -96,14 +100,14 @@ def caller(node: Node, **changed: Any) -> Callable[[Sequence[RowSlice]], torch.T
 
 
 def crop(tensor: torch.Tensor, axis: int, has: Span, wanted: Span) -> torch.Tensor:
-    """Of a tensor with the rows `has` those that are `wanted`."""
+    """Return the rows `wanted` of a tensor that has the rows `has`."""
     if has == wanted:
         return tensor
     return tensor.narrow(axis, wanted.lo - has.lo, wanted.hi - wanted.lo)
 
 
 def padded(tensor: torch.Tensor, axis: int, before: int, after: int, value: float = 0.0) -> torch.Tensor:
-    """`tensor` with rows of `value` put before and after."""
+    """Return `tensor` with rows of `value` added before and after."""
     if not (before or after):
         return tensor
     return F.pad(tensor, [0, 0] * (tensor.ndim - 1 - axis) + [before, after], value=value)
@@ -114,17 +118,17 @@ def times(span: Span, factor: int) -> Span:
 
 
 def covering(span: Span, factor: int) -> Span:
-    """The rows of which `factor` times as many cover `span`."""
+    """Return the fewest rows that cover `span` when each becomes `factor` rows."""
     return Span(span.lo // factor, -(-span.hi // factor))
 
 
 def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
-    """What a node was given at a place of its operator's arguments, or by name."""
+    """Return a node's argument at a place of its operator's arguments, or by name."""
     return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
 
 
 def beside(dims: Callable[[Node, Node], set[int]]) -> Callable[[Node, Sources], Rule | None]:
-    """For operations that work along `dims` of each argument: row by row where that is another dimension."""
+    """Return rules for operations along `dims` of each argument: by rows if the rows are another dimension."""
 
     def find(node: Node, sources: Sources) -> Rule | None:
         if node.varying:
@@ -139,5 +143,5 @@ def beside(dims: Callable[[Node, Node], set[int]]) -> Callable[[Node, Sources], 
 
 
 def nowhere(node: Node, source: Node) -> set[int]:
-    """Along no dimension: they are moved, added or taken away, and where rows went the shapes tell."""
+    """Along no dimension: dimensions are moved, added or removed, and the shapes show where the rows are."""
     return set()

@@ -1,4 +1,4 @@
-"""Runs a program strip by strip, as its schedules say."""
+"""Execution of a program in strips, by its schedules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tightfit.apply.activations.strips.stages import Stage, StageArgument, Stage
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.strip_plan import PlannedStage
 from tightfit.apply.activations.strips.weights import LiveWeights
-from tightfit.apply.module_hooks import at_work, foretell
+from tightfit.apply.module_hooks import at_work, announce
 from tightfit.devices.activation_pool import ActivationHostPool
 from tightfit.measure.recorder import Recorder
 
@@ -34,7 +34,7 @@ NOTHING = Span(0, 0)
 
 
 class Runner:
-    """One run of a program; maps that are `in_host` wait in the `host_pool`."""
+    """One run of a program; feature maps of nodes `in_host` are kept in the `host_pool`."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Runner:
         self._in_host, self._host_pool = in_host, host_pool
         self._weights, self._recorder = weights, recorder
         self._maps: dict[int, FeatureMapBuffer] = {}
-        self._values: dict[int, torch.Tensor] = {}  # of what was done whole
-        self._known: dict[int, torch.Tensor] = {}  # statistics, of whose rows they are
+        self._values: dict[int, torch.Tensor] = {}  # inputs, and outputs of nodes computed whole
+        self._known: dict[int, torch.Tensor] = {}  # statistics, by the node they are of
         self._outputs: dict[int, torch.Tensor] = {}
         self._windows = Windows[torch.Tensor](self._nodes, torch.cat, _last)
         self._measuring: dict[int, Statistics] = {}
@@ -57,7 +57,7 @@ class Runner:
         self._watched = [weights.watched(nodes[source] for source in node.sources) for node in nodes]
 
     def run(self, inputs: Sequence[torch.Tensor], passes: Sequence[PlannedStage]) -> list[torch.Tensor]:
-        """What the program gives for `inputs`."""
+        """Return the program's outputs for `inputs`."""
         program = self._graph.program
         self._like = inputs[0]
         for index, tensor in zip(program.inputs, inputs, strict=True):
@@ -66,13 +66,13 @@ class Runner:
                 self._maps[index] = InputMapBuffer(tensor, self._nodes[index].axis or 0)
         upcoming = [taken(stage, strip) for stage, strips, _ in passes for strip in strips][1:]
         following = iter([*upcoming, {}])
-        foretell(self._layers(passes))
+        announce(self._layers(passes))
         try:
             for stage, strips, ahead in passes:
                 self._begin(stage)
                 for strip in strips:
                     self._work(stage, strip, next(following), ahead=ahead)
-                    for index in self._maps.keys() - set(stage.stores):  # the last rows that earlier stages put
+                    for index in self._maps.keys() - set(stage.stores):  # wait for the last rows of earlier stages
                         self._maps[index].sent()
                 self._end(stage)
         finally:
@@ -81,14 +81,14 @@ class Runner:
         return [self._outputs[index] if index in self._outputs else self._values[index] for index in program.outputs]
 
     def _layers(self, passes: Sequence[PlannedStage]) -> Iterator[nn.Module]:
-        """The layers that will be at work, and the modules around them, in this order."""
+        """Yield the layers that will run, and the modules around them, in order."""
         for stage, strips, _ in passes:
             made = (s.node for strip in strips for s in strip if s.span.hi > s.span.lo and s.node not in stage.reads)
             for index in (*stage.whole, *made):
                 yield from self._watched[index]
 
     def _work(self, stage: Stage, strip: Sequence[ScheduleStep], following: Mapping[int, Span], *, ahead: bool) -> None:
-        """One strip; from what is kept, the one after it takes the rows `following`."""
+        """Run one strip; the next one reads the rows `following` of kept maps."""
         if ahead:
             now = taken(stage, strip)
             for index, span in now.items():
@@ -118,7 +118,7 @@ class Runner:
             return caller(node, **changed)([RowSlice(self._all(source), NOTHING) for source in node.sources])
 
     def _at_work(self, index: int) -> ExitStack:
-        """Until it is left, the layers whose weights the node takes are at work."""
+        """Return a context in which the layers whose weights the node takes count as running."""
         stack = ExitStack()
         for layer in self._watched[index]:
             stack.enter_context(at_work(layer))
@@ -145,7 +145,7 @@ class Runner:
             self._values.pop(index, None)
 
     def _all(self, index: int) -> torch.Tensor:
-        """All of a node's output."""
+        """Return a node's whole output."""
         node = self._nodes[index]
         if node.op in ("weight", "constant"):
             return self._weights(node, self._like.device)
@@ -160,11 +160,11 @@ class Runner:
             rows = None
         for other, first in step.trims:
             self._windows.trim(other, first)
-        if rows is not None:  # last: what they were made of has gone
+        if rows is not None:  # last: their inputs have been freed
             self._maps[step.node].put(rows, step.span)
 
     def _rows(self, stage: Stage, step: ScheduleStep, following: Mapping[int, Span]) -> torch.Tensor:
-        """The rows of a step, made or taken, for whoever wants them in this stage."""
+        """Compute or read the rows of a step, and pass them to all that use them in this stage."""
         index, span = step.node, step.span
         if index not in stage.reads:
             rows = self._make(index, span)
@@ -199,7 +199,7 @@ class Runner:
         return rule.make(pieces, span)
 
     def _piece(self, argument: StageArgument, span: Span) -> RowSlice:
-        """What is taken of an argument to make the rows `span`."""
+        """Return what is needed of an argument to compute the rows `span`."""
         source, axis, rows, needs, by_rows = argument
         if needs is None:
             return RowSlice(self._all(source), NOTHING)
@@ -227,7 +227,7 @@ Rows = TypeVar("Rows", bound=_Shaped)
 
 
 class Windows(Generic[Rows]):
-    """Of each node the first row that is held, and the rows."""
+    """For each node, the first row that is held, and the held rows."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Windows(Generic[Rows]):
         join: Callable[[tuple[Rows, Rows], int], Rows],
         last: Callable[[Rows, int, int], Rows],
     ) -> None:
-        """`join` puts rows after others along an axis; `last` copies so many rows at the end of an axis."""
+        """`join` concatenates rows along an axis; `last` copies the last n rows of an axis."""
         self._nodes, self._join, self._last = nodes, join, last
         self._held: dict[int, tuple[int, Rows]] = {}
 
@@ -243,7 +243,7 @@ class Windows(Generic[Rows]):
         return self._held[index]
 
     def hold(self, step: ScheduleStep, rows: Rows) -> None:
-        """The `rows` that a step made are held, after those of earlier strips that it still wants."""
+        """Hold the `rows` that a step computed, after those of earlier strips that are still needed."""
         held = self._held.pop(step.node, None)
         if held is not None and step.held < step.span.lo:
             self._held[step.node] = held[0], self._join((held[1], rows), self._axis(step.node))
@@ -251,7 +251,7 @@ class Windows(Generic[Rows]):
             self._held[step.node] = step.span.lo, rows
 
     def trim(self, index: int, first: int) -> None:
-        """Rows before the `first` are not wanted any more."""
+        """Free the rows before the `first`."""
         if index not in self._held:
             return
         lo, window = self._held[index]

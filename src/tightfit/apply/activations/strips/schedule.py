@@ -1,6 +1,6 @@
-"""A stage and a number of strips → which rows each node makes in which strip, and what it holds.
+"""A stage and a number of strips → the rows that each node computes in each strip, and the rows that it holds.
 
-Integers only: no tensor is touched.
+Integer arithmetic only: no tensor is used.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tightfit.apply.activations.strips.stages import Stage, StageGraph
 
 __all__ = ["ScheduleStep", "make_schedule"]
 
-TRIAL = 3  # strips that tell what is held from one to the next
-SHARE = 0.5  # of a strip's rows that are made again rather than held
+TRIAL = 3  # strips that show what is held from one to the next
+SHARE = 0.5  # of a strip's rows; up to that many are recomputed rather than held
 
 
 class ScheduleStep(NamedTuple):
-    """Rows `span` of `node` are made (or fetched, where they were kept); what it held begins at `held`.
+    """Compute (or read, if kept) the rows `span` of `node`, and hold them after its earlier rows from `held` on.
 
-    Then each of `trims` lets go of all rows before the given one.
+    Then each node in `trims` frees its rows before the given one.
     """
 
     node: int
@@ -33,18 +33,18 @@ class ScheduleStep(NamedTuple):
 
 
 def make_schedule(graph: StageGraph, stage: Stage, count: int, first: int | None = None) -> list[list[ScheduleStep]]:
-    """`stage` in `count` strips; only the `first` of them, where that is given.
+    """Return the steps of `stage` in `count` strips; only of the `first` strips, if that is given.
 
-    The first rows of what is wanted need more rows of what it is made of than later ones: so there are fewer of them.
+    The first rows of an output need more rows of its inputs than later ones, so the first strip has fewer of them.
     """
     if count == 1:
-        return _Walk(graph, stage, count, count).strips()
-    trial = _Walk(graph, stage, count, min(count, TRIAL))
-    return _Walk(graph, stage, count, min(first or count, count), trial.lead(), trial.derived()).strips()
+        return _StripPlanner(graph, stage, count, count).strips()
+    trial = _StripPlanner(graph, stage, count, min(count, TRIAL))
+    return _StripPlanner(graph, stage, count, min(first or count, count), trial.lead(), trial.derived()).strips()
 
 
 class _StageNodes:
-    """The nodes of a stage in their order, and who takes what of whom: the same in any number of strips."""
+    """The nodes of a stage in order, and which takes what from which: the same for any number of strips."""
 
     def __init__(self, graph: StageGraph, stage: Stage) -> None:
         self._graph, self._stage, self._nodes = graph, stage, graph.program.nodes
@@ -55,13 +55,13 @@ class _StageNodes:
         self.after = self._find_after()
 
     def _find(self, index: int) -> Iterator[tuple[int, int]]:
-        """The places of a node's arguments by rows, and who makes them."""
+        """Yield the places of a node's arguments by rows, and their sources."""
         for place, source in enumerate(self._nodes[index].sources):
             if self._graph.taken_by_rows(index, place):
                 yield place, source
 
     def _ordered(self) -> list[int]:
-        """The nodes of a strip, what was kept just before it is taken."""
+        """Return the nodes of a strip in order; a kept map is read just before its first use."""
         order: list[int] = []
         fetched: set[int] = set()
         reads = set(self._stage.reads)
@@ -74,7 +74,7 @@ class _StageNodes:
         return order + [index for index in self._stage.reads if index not in fetched]
 
     def _find_takers(self) -> dict[int, list[tuple[int, tuple[int, int], Needs]]]:
-        """For each node, who takes which rows of it in this stage; the same rows where what is between is the same."""
+        """Return, for each node, its consumers in this stage and their needs; equal keys mean equal needs."""
         takers: dict[int, list[tuple[int, tuple[int, int], Needs]]] = {index: [] for index in self.order}
         kinds = self._graph.program.kinds
         for index in self._stage.strips:
@@ -87,7 +87,7 @@ class _StageNodes:
         return takers
 
     def _find_after(self) -> list[list[int]]:
-        """For each place of the order, who is no longer taken after it in a strip."""
+        """Return, for each place in the order, the nodes that nothing after it takes in a strip."""
         places = {index: place for place, index in enumerate(self.order)}
         after: list[list[int]] = [[] for _ in self.order]
         for index, place in places.items():
@@ -96,7 +96,7 @@ class _StageNodes:
         return after
 
 
-def _ways_of(graph: StageGraph, stage: Stage) -> _StageNodes:
+def _stage_nodes_of(graph: StageGraph, stage: Stage) -> _StageNodes:
     key = "ways", stage
     if key not in graph.found:
         graph.found[key] = _StageNodes(graph, stage)
@@ -104,8 +104,8 @@ def _ways_of(graph: StageGraph, stage: Stage) -> _StageNodes:
     return ways
 
 
-class _Walk:
-    """Which rows every node makes in each strip, from what is wanted back to what is there."""
+class _StripPlanner:
+    """The rows that each node computes in each strip, from the targets back to the inputs."""
 
     def __init__(
         self,
@@ -116,34 +116,34 @@ class _Walk:
         lead: float = 0.0,
         derived: AbstractSet[int] = frozenset(),
     ) -> None:
-        """The `first` of `count` strips; `derived` are not held, as what they are made of is."""
+        """Plan the `first` of `count` strips; nodes in `derived` are recomputed, because their arguments are held."""
         self._graph, self._count, self._first, self._lead = graph, count, first, lead
         self._derived = derived
         self._nodes = graph.program.nodes
-        self._ways = _ways_of(graph, stage)
-        self._kept = self._ways.targets.union(stage.reads)
-        self._spans: dict[int, list[Span]] = {}  # which rows there are made in each strip
-        self._needed: dict[int, list[int]] = {}  # after each strip, from which row something is still needed
-        self._alike: dict[Any, int] = {}  # a node for each question: a clip asks the same of each of its frames
+        self._stage_nodes = _stage_nodes_of(graph, stage)
+        self._kept = self._stage_nodes.targets.union(stage.reads)
+        self._spans: dict[int, list[Span]] = {}  # rows of each node that are computed in each strip
+        self._needed: dict[int, list[int]] = {}  # first row of each node that is still needed after each strip
+        self._alike: dict[Any, int] = {}  # one node for each requirement: those of a clip's frames are equal
         self._same: dict[tuple[Span, ...], list[Span]] = {}
-        for index in reversed(self._ways.order):
+        for index in reversed(self._stage_nodes.order):
             self._find_rows(index)
 
     def lead(self) -> float:
-        """By what share of all rows some nodes are ahead of what is wanted, after the first strip."""
+        """Return by what share of all rows the foremost node is ahead of the targets after the first strip."""
         ahead = (spans[0].hi / max(self._nodes[index].rows, 1) for index, spans in self._spans.items())
         return max(ahead, default=0.0) - 1 / self._count
 
     def derived(self) -> set[int]:
-        """What need not be held from strip to strip, because all that it takes is held and little work makes it again.
+        """Return nodes that need not be held between strips: their arguments are held, and recomputing takes little.
 
-        Where a norm's input waits for a shortcut's sum, the norm's output need not be held beside it, for instance.
+        If a norm's input is held for a shortcut's sum, for instance, the norm's output need not be held besides.
         """
         there: set[int] = set()
         found: set[int] = set()
-        for index in self._ways.order:
+        for index in self._stage_nodes.order:
             (lo, hi), needed = self._spans[index][-2], self._needed[index][-2]
-            held, sources = hi - needed, self._ways.sources.get(index, ())
+            held, sources = hi - needed, self._stage_nodes.sources.get(index, ())
             light = index not in self._kept and not self._graph.heavy(index) and held <= SHARE * (hi - lo)
             if light and sources and all(source in there for _, source in sources):
                 there.add(index)
@@ -153,16 +153,16 @@ class _Walk:
         return found
 
     def _wanted(self, rows: int, strip: int) -> int:
-        """How many rows of what is wanted there are after a strip."""
+        """Return how many rows of the targets must exist after a strip."""
         done = (strip + 1) / self._count
         behind = (1 - done) * (1 + self._lead * self._count / max(self._count - 1, 1))
         return min(rows, max(strip + 1, math.ceil(rows * (1 - behind) - 1e-9)))
 
     def _find_rows(self, index: int) -> None:
         again = index not in self._kept and (index in self._derived or self._graph.only_moves(index))
-        takers, rows = self._ways.takers[index], self._nodes[index].rows
+        takers, rows = self._stage_nodes.takers[index], self._nodes[index].rows
         asking = tuple((id(self._spans[taker]), kind) for taker, kind, _ in takers)
-        question = rows, again, index in self._ways.targets, asking
+        question = rows, again, index in self._stage_nodes.targets, asking
         like = self._alike.setdefault(question, index)
         if like != index:
             self._spans[index], self._needed[index] = self._spans[like], self._needed[like]
@@ -176,9 +176,9 @@ class _Walk:
         self._spans[index] = self._same.setdefault(tuple(spans), spans)
 
     def _asked(self, index: int, strip: int) -> Span | None:
-        """Which rows others take in a strip."""
+        """Return the rows that consumers take in a strip."""
         lo, hi, rows = sys.maxsize, -1, self._nodes[index].rows
-        for taker, _, needs in self._ways.takers[index]:
+        for taker, _, needs in self._stage_nodes.takers[index]:
             span = self._spans[taker][strip]
             if span.lo < span.hi:
                 own = needs(span).within(rows)
@@ -187,8 +187,8 @@ class _Walk:
         return Span(lo, hi) if hi >= 0 else None
 
     def _once(self, index: int, asked: list[Span | None]) -> tuple[list[Span], list[int]]:
-        """Every row is made once, and held until nobody takes it any more."""
-        rows, wanted = self._nodes[index].rows, index in self._ways.targets
+        """Compute each row once and hold it until its last use; return spans, and the first needed row, per strip."""
+        rows, wanted = self._nodes[index].rows, index in self._stage_nodes.targets
         first = 0 if wanted else min((span.lo for span in asked if span), default=0)
         spans, reach = [], first
         for strip, span in enumerate(asked):
@@ -207,7 +207,7 @@ class _Walk:
 
     def _strip(self, strip: int) -> list[ScheduleStep]:
         steps, needed = [], self._needed
-        for index, after in zip(self._ways.order, self._ways.after, strict=True):
+        for index, after in zip(self._stage_nodes.order, self._stage_nodes.after, strict=True):
             span = self._spans[index][strip]
             held = min(needed[index][strip - 1], span.lo) if strip else span.lo
             trims = tuple([(other, needed[other][strip]) for other in after]) if after else ()

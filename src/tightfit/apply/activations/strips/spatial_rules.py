@@ -1,4 +1,4 @@
-"""Rules of operations that look at neighbouring rows, or make rows of another resolution."""
+"""Rules of operations that read neighbouring rows or change the number of rows."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _window(span: Span, kernel: int, stride: int, dilation: int, padding: int) -
 
 
 def convolution(node: Node, sources: Sources) -> Rule | None:
-    """The rows that its kernel reaches; at the true borders, and nowhere else, they are padded."""
+    """The rows that its kernel reaches; they are padded at the true borders only."""
     data, weight = sources[0], sources[1]
     axis = node.axis
     spatial = len(weight.shape) - 2
     if data.axis != axis or axis is None:
         return None
-    if axis == 0 and not node.varying:  # rows became items of a batch
+    if axis == 0 and not node.varying:  # rows are items of a batch here
         return beside(nowhere)(node, sources)
     if axis < len(node.shape) - spatial:
         return None
@@ -62,7 +62,7 @@ def convolution(node: Node, sources: Sources) -> Rule | None:
         bias = pieces[2].tensor if biased else None
         reach, beyond = needs(span), padding[place]
         above, below = max(-reach.lo, 0), max(reach.hi - rows, 0)
-        before = beyond if above == 0 else 0  # rows of padding that would come before the first that is wanted
+        before = beyond if above == 0 else 0  # surplus rows of padding before the first wanted row
         if not (above or below):
             return function(tensor, weight, bias, stride, inner, dilation, groups)  # type: ignore[no-any-return]
         if above not in (0, beyond) or below > beyond or before % stride[place]:
@@ -75,7 +75,7 @@ def convolution(node: Node, sources: Sources) -> Rule | None:
 
 
 def transposed(node: Node, sources: Sources) -> Rule | None:
-    """Transposed convolution: a row of the argument reaches several rows of the output."""
+    """Transposed convolution: a row of the argument contributes to several rows of the output."""
     data, weight, axis = sources[0], sources[1], node.axis
     spatial = len(weight.shape) - 2
     if axis is None or data.axis != axis or axis < len(node.shape) - spatial:
@@ -139,7 +139,7 @@ def pad(node: Node, sources: Sources) -> Rule | None:
         return None
 
     def origin(row: int) -> int:
-        """The row of the argument that the output's `row` is; for constants it may lie outside."""
+        """Return the row of the argument that the output's `row` copies; for constants it may be outside."""
         row -= before
         if mode == "replicate":
             return min(max(row, 0), rows - 1)
@@ -156,7 +156,7 @@ def pad(node: Node, sources: Sources) -> Rule | None:
         height, inside = span.hi - span.lo, has.hi - has.lo
         above = min(max(before - span.lo, 0), height)
         below = min(max(span.hi - before - rows, 0), height)
-        if above + inside + below != height:  # the border is made of rows that are not all wanted themselves
+        if above + inside + below != height:  # border rows copy rows that are not all wanted themselves
             order = [origin(row) - has.lo for row in range(span.lo, span.hi)]
             tensor, above, below = tensor.index_select(axis, torch.tensor(order, device=tensor.device)), 0, 0
         own = [*pads[:at], above, below, *pads[at + 2 :]] if at < len(pads) else pads
@@ -166,7 +166,7 @@ def pad(node: Node, sources: Sources) -> Rule | None:
 
 
 def nearest(node: Node, sources: Sources) -> Rule | None:
-    """Each row several times over."""
+    """Nearest upsampling: each row is repeated."""
     source, axis = sources[0], node.axis
     if axis is None or source.axis != axis or node.rows % source.rows or axis < 2:
         return None
@@ -183,7 +183,7 @@ def nearest(node: Node, sources: Sources) -> Rule | None:
 
 
 def shuffle(node: Node, sources: Sources) -> Rule | None:
-    """Pixel shuffle, channels to pixels, and back."""
+    """Pixel shuffle, from channels to pixels, and unshuffle."""
     source, axis, factor = sources[0], node.axis, node.args[1]
     if source.axis != axis or axis != len(node.shape) - 2:
         return None
@@ -197,7 +197,7 @@ def shuffle(node: Node, sources: Sources) -> Rule | None:
 
 
 def interleaved(node: Node, sources: Sources) -> Rule | None:
-    """repeat_interleave: as nearest upsampling where it is along the rows."""
+    """repeat_interleave; along the rows it is like nearest upsampling."""
     source, factor, dim = sources[0], node.args[1], argument(node, 2, "dim")
     if source.axis is None or (dim is None and len(source.shape) > 1):
         return None

@@ -1,9 +1,9 @@
-"""A Program → the passes over its rows that it takes, and what is kept from one pass for the next.
+"""A Program → its stages over all rows, and what is kept from one stage for later ones.
 
-What needs all rows of something at once (the statistics of a group norm, the keys of an attention) ends a stage:
-all that it needs is computed strip by strip, then it is known, and the next stage begins. What a later stage needs
-of an earlier one is kept, or computed again from something else that is kept: the cheapest cut through the graph
-between the two, by bytes, with a price on arithmetic that would be done twice.
+An operation that needs all rows at once (the statistics of a group norm, the keys of an attention) ends a stage: all
+that it needs is computed strip by strip, and then the next stage begins. What a later stage needs of an earlier one is
+kept, or recomputed from something else that is kept: the minimum cut through the graph between the two, by bytes, with
+a price on arithmetic done twice.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tightfit.apply.activations.strips.rows import Needs, Rule
 
 __all__ = ["Stage", "StageArgument", "StageGraph", "find_stages"]
 
-# operations whose arithmetic is worth remembering; what others do is about as much work as to fetch it
+# operations whose results are worth keeping; recomputing those of others takes about as long as fetching them
 _HEAVY = ("conv", "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
-# operations that only move numbers: it costs less to do them again for rows that two strips share than to hold those
+# operations that only move data: recomputing rows that two strips share costs less than holding them
 _MOVING = {
     "slice", "select", "cat", "concat", "concatenate", "stack", "pad", "constant_pad_nd", "permute", "transpose", "t",
     "movedim", "unsqueeze", "squeeze", "view", "reshape", "flatten", "unflatten", "_unsafe_view", "expand", "repeat",
@@ -36,34 +36,34 @@ _MOVING = {
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass over the rows. All are indices of nodes."""
+    """One pass over all rows, strip by strip. All fields are indices of nodes."""
 
-    whole: tuple[int, ...]  # done at once before it, in this order
-    strips: tuple[int, ...]  # done strip by strip, in this order
-    reads: tuple[int, ...]  # kept by earlier stages and taken by this one's strips (inputs too)
-    stores: tuple[int, ...]  # kept from now on
-    measured: tuple[int, ...]  # of which the statistics are taken
-    outputs: tuple[int, ...]  # what the method gives back
-    drops: tuple[int, ...]  # kept until now, or done at once, and needed no longer
+    whole: tuple[int, ...]  # computed at once before the strips, in this order
+    strips: tuple[int, ...]  # computed strip by strip, in this order
+    reads: tuple[int, ...]  # kept by earlier stages and read by this one's strips (inputs too)
+    stores: tuple[int, ...]  # kept from this stage on
+    measured: tuple[int, ...]  # whose statistics are computed
+    outputs: tuple[int, ...]  # returned by the method
+    drops: tuple[int, ...]  # kept until now, or computed at once, and not needed after it
 
 
 class StageArgument(NamedTuple):
-    """What a node takes at one place of its arguments."""
+    """An argument of a node."""
 
     source: int
     axis: int
     rows: int
     needs: Needs | None  # None: all of it
-    by_rows: bool  # whether it is made by rows too
+    by_rows: bool  # whether it is computed by rows, too
 
 
 class StageGraph:
-    """A program with its rules, and the stage at which each node can be done first."""
+    """A program with its rules, and the first stage in which each node can be computed."""
 
     def __init__(self, program: Program, *, in_order: bool = False) -> None:
-        """With `in_order` nothing is done before what the program does before it."""
+        """With `in_order`, no node is in an earlier stage than a node before it in the program."""
         self.program, self.in_order = program, in_order
-        self.found: dict[Any, Any] = {}  # what others work out of it once: it never changes
+        self.found: dict[Any, Any] = {}  # cache of values derived from it: it never changes
         self.rules: list[Rule | None] = [rule_for(program, index) for index in range(len(program.nodes))]
         self.level = [0] * len(program.nodes)
         latest = 0
@@ -77,7 +77,7 @@ class StageGraph:
 
     @cached_property
     def arguments(self) -> list[list[StageArgument]]:
-        """For each node, what it takes."""
+        """Arguments of each node."""
         places = (range(len(node.sources)) for node in self.program.nodes)
         return [[self._argument(index, place) for place in some] for index, some in enumerate(places)]
 
@@ -88,11 +88,11 @@ class StageGraph:
         return StageArgument(number, source.axis or 0, source.rows, needs, self.taken_by_rows(index, place))
 
     def by_rows(self, index: int) -> bool:
-        """Whether the node is done row by row."""
+        """Whether the node is computed by rows."""
         return self.rules[index] is not None
 
     def taken_by_rows(self, index: int, place: int) -> bool:
-        """Whether the node takes its argument row by row, and that is made row by row or an input."""
+        """Whether the node takes its argument by rows, and that is computed by rows or an input."""
         rule, source = self.rules[index], self.program.nodes[index].sources[place]
         return rule is not None and rule.needs[place] is not None and self.has_strips(source)
 
@@ -105,14 +105,14 @@ class StageGraph:
         return rule is not None and rule.statistics and place == 0
 
     def groups(self, index: int) -> int:
-        """In how many groups the statistics of a node's output are taken."""
+        """Number of groups for the statistics of a node's output."""
         for taker in self.program.consumers[index]:
             if self.by_rows(taker) and self.measures(taker, 0):
                 return int(self.program.nodes[taker].args[1])
-        raise AssertionError(index)  # nobody would have asked for them
+        raise AssertionError(index)  # only called for nodes with such a consumer
 
     def needed_whole(self, index: int) -> bool:
-        """Whether anybody takes all of the node's output at once."""
+        """Whether any node takes all of the node's output at once."""
         return any(
             source == index and not self.taken_by_rows(taker, place)
             for taker in self.program.consumers[index]
@@ -123,11 +123,11 @@ class StageGraph:
         return self.program.nodes[index].word.startswith(_HEAVY)
 
     def only_moves(self, index: int) -> bool:
-        """Whether the node only moves numbers: the rows that two strips share are made for each of them."""
+        """Whether the node only moves data: rows that two strips share are computed for each of them."""
         return self.program.nodes[index].word in _MOVING
 
     def operations(self, index: int) -> int:
-        """About how many additions and multiplications a heavy node takes."""
+        """Approximate number of additions and multiplications of a heavy node."""
         node = self.program.nodes[index]
         shapes = [self.program.nodes[source].shape for source in node.sources]
         if "conv" in node.op:
@@ -139,7 +139,7 @@ class StageGraph:
         return 2 * math.prod(node.shape) * deep
 
     def _ready(self, index: int, place: int) -> int:
-        """From which stage on the node's argument is there as it needs it."""
+        """Return the first stage in which the node's argument is available as it needs it."""
         source = self.program.nodes[index].sources[place]
         if self.program.nodes[source].op == "input":
             return int(self.measures(index, place))
@@ -148,7 +148,7 @@ class StageGraph:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """Those in which no arithmetic is done twice."""
+        """Stages in which no arithmetic is done twice."""
         return find_stages(self)
 
     @property
@@ -156,7 +156,7 @@ class StageGraph:
         return max(self.level)
 
     def used_up(self, stage: Stage) -> list[list[int]]:
-        """For each node that `stage` does whole, what nobody needs once that is done."""
+        """For each node in `stage.whole`, the nodes that can be freed once it is computed."""
         if not stage.whole:
             return []
         nodes = self.program.nodes
@@ -168,7 +168,7 @@ class StageGraph:
 
 
 def find_stages(graph: StageGraph, price: float = math.inf) -> list[Stage]:
-    """The stages of a program. `price` is what one operation that is done again costs, in bytes kept instead."""
+    """Return the stages of a program. `price` is the cost of one recomputed operation, in bytes kept instead."""
     return _Planner(graph, price).stages()
 
 
@@ -177,7 +177,7 @@ class _Planner:
         self._graph, self._price = graph, price
         self._program = graph.program
         self._nodes = graph.program.nodes
-        self._there = set(self._program.inputs)  # kept, or given
+        self._there = set(self._program.inputs)  # kept, or an input
         self._done: set[int] = set()  # computed before, kept or not
 
     def stages(self) -> list[Stage]:
@@ -210,7 +210,7 @@ class _Planner:
         return Stage(whole, *(tuple(sorted(some)) for some in (strips, reads, stores, measured, outputs, gone)))
 
     def _measured(self, level: int) -> set[int]:
-        """Of what the statistics are taken in this stage."""
+        """Return the nodes whose statistics are computed in this stage."""
         graph = self._graph
         return {
             node.sources[0]
@@ -219,7 +219,7 @@ class _Planner:
         }
 
     def _wanted_whole(self, level: int) -> set[int]:
-        """What the next stage needs all at once."""
+        """Return the nodes that the next stage needs whole."""
         graph = self._graph
         return {
             source
@@ -230,7 +230,7 @@ class _Planner:
         }
 
     def _made_for(self, targets: Iterable[int]) -> set[int]:
-        """What has to be computed by rows for `targets`, from what is there."""
+        """Return the nodes to compute by rows for `targets`, from what is available."""
         found: set[int] = set()
         left = [target for target in targets if target not in self._there]
         while left:
@@ -244,10 +244,11 @@ class _Planner:
         return found
 
     def _kept(self, level: int) -> set[int]:
-        """What is kept after this stage for later ones: the cheapest cut between what is there and what is to come.
+        """Return the nodes to keep after this stage: the minimum cut between what is available and what is needed
+        later.
 
-        Each node is an edge, as dear as its bytes. An edge leads to whatever takes its output, and from "there" to
-        what could be computed again, as dear as that is.
+        Each node is an edge whose capacity is its bytes. Edges lead from a node to its consumers, and from the source
+        to nodes that could be recomputed, with the cost of that as capacity.
         """
         graph, nodes = self._graph, self._nodes
         network = Network()
@@ -266,7 +267,7 @@ class _Planner:
             if index in self._done:
                 again = self._again(index)
                 network.give(index, again)
-                if again == NEVER:  # so it is as if it were there: no cut lies between what it is made of and it
+                if again == NEVER:  # as if it were available: no cut between its arguments and it
                     continue
             for place, source in enumerate(nodes[index].sources):
                 if nodes[source].op not in ("weight", "constant"):
@@ -279,19 +280,19 @@ class _Planner:
         return {index for index in network.cheapest_cut() if nodes[index].op != "input"}
 
     def _asked_for(self, level: int) -> Iterator[int]:
-        """What there is after this stage and later ones take, or the method gives back."""
+        """Yield the nodes available after this stage that later stages take, or the method returns."""
         graph, nodes = self._graph, self._nodes
         for index, node in enumerate(nodes):
             if graph.level[index] > level:
                 for source in node.sources:
                     if graph.level[source] <= level and nodes[source].op not in ("weight", "constant"):
                         yield source
-        for index in self._program.outputs:  # what is done at once is kept to the end
+        for index in self._program.outputs:  # outputs computed whole are kept to the end
             if not graph.by_rows(index) and graph.level[index] <= level and nodes[index].op != "input":
                 yield index
 
     def _again(self, index: int) -> int:
-        """The price of computing a node again, in bytes."""
+        """Return the cost of recomputing a node, in bytes."""
         node = self._nodes[index]
         if not self._graph.heavy(index):
             return node.bytes // 1000

@@ -1,7 +1,7 @@
-"""Group normalisation of a map of which only some rows are there at a time.
+"""Group normalization of a map of which only some rows are available at a time.
 
-Mean and deviation of each strip, merged by the formula of Chan, Golub and LeVeque (1979) in float64: sums of squares
-would lose all digits where the mean is large beside the deviation.
+Mean and variance of each strip are merged by the formula of Chan, Golub and LeVeque (1979) in float64: sums of squares
+would lose all digits if the mean is large compared with the standard deviation.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ __all__ = ["Statistics", "normalise"]
 
 
 class Statistics:
-    """Count, mean and summed squared deviation of each group of channels, of the rows seen so far."""
+    """Count, mean and sum of squared deviations of each group of channels, over the rows seen so far."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
         self._count = 0
         self._mean: torch.Tensor | None = None  # (batch · groups), float64
         self._deviation: torch.Tensor | None = None
-        self._dtype = torch.float32  # of what is known
+        self._dtype = torch.float32  # of the result
 
     def take(self, strip: torch.Tensor) -> None:
-        """Rows that were not seen before, (batch, channels, …)."""
+        """Add rows that were not seen before, (batch, channels, …)."""
         grouped = _wide(strip.reshape(strip.shape[0] * self._groups, -1))
         self._dtype = grouped.dtype
         mean, variance = _moments(grouped)
@@ -38,19 +38,22 @@ class Statistics:
         self._count = total
 
     def known(self) -> torch.Tensor:
-        """Mean and variance of all rows, (2, batch · groups), float32; of rows in float64 float64."""
+        """Return mean and variance of all rows, (2, batch · groups), in float32; for float64 rows in float64."""
         assert self._mean is not None
         assert self._deviation is not None
         return torch.stack((self._mean, self._deviation / self._count)).to(self._dtype)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32, or in float64 what is in it."""
+    """Convert to float32; float64 stays float64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _moments(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance of each row. On the CPU torch.var_mean takes six times as long as a layer norm, thrown away."""
+    """Return mean and variance of each row.
+
+    On the CPU by a layer norm whose output is discarded: torch.var_mean takes six times as long.
+    """
     if rows.device.type != "cpu":
         variance, mean = torch.var_mean(rows, dim=1, correction=0)
         return mean, variance
@@ -66,10 +69,10 @@ def normalise(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Some rows of a map, (batch, channels, …), normalised by what is `known` of all its rows.
+    """Normalize some rows of a map, (batch, channels, …), with the mean and variance `known` of all its rows.
 
-    In half precision by the kernel for batch normalisation, which takes a mean and a variance for each channel and
-    works in float32; otherwise in the rows' own precision.
+    In half precision by the batch norm kernel, which takes a mean and a variance for each channel and computes in
+    float32; otherwise in the rows' own precision.
     """
     batch, channels = rows.shape[:2]
     mean, variance = known.repeat_interleave(channels // groups, dim=1)

@@ -1,4 +1,4 @@
-"""Ways to run one program, each with less on the device than the one before it: for when memory runs out."""
+"""Configurations of one program, each with less device memory than the one before: for retries when memory runs out."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from tightfit.units import format_bytes
 
 __all__ = ["StripConfig"]
 
-LESS = 0.98  # of the bytes on the device: another try has to take less than that
+LESS = 0.98  # of the bytes on the device; a retry has to take less than that
 
 
 @dataclass(frozen=True)
 class StripConfig:
-    """Strips within `working` bytes, and where maps wait between them; files know the program by its `mark`, if any."""
+    """A limit of `working` bytes for strips, and where feature maps are kept; `mark` is the program's cache key."""
 
     program: Program
     working: int
     maps: FeatureMaps
     mark: str = ""
-    moves: bool = False  # whether its course keeps what is taken and given back
+    moves: bool = False  # whether its strip plan records allocations and frees
 
     @cached_property
     def strip_plan(self) -> StripPlan:
         return kept_strip_plan(self.mark, self.program, self.working, self.maps, moves=self.moves)
 
     def described(self, planned: StripConfig) -> str:
-        """How it differs from what was `planned`."""
+        """How it differs from `planned`, as text."""
         said = [] if self.maps == planned.maps else ["maps in host memory"]
         if self.working != planned.working:
             said.append(f"strips within {format_bytes(self.working)} instead of {format_bytes(planned.working)}")
         return ", ".join(said)
 
     def narrower(self, planned: StripConfig, *, separate: bool) -> StripConfig | None:
-        """The next way that takes less of the device; None where there is none.
+        """Return the next configuration that takes less device memory; None if there is none.
 
-        Strips are halved as long as that helps. Then maps go to host memory, where that is `separate`, and strips have
-        as many of the bytes that were `planned` as still take less.
+        The byte limit is halved as long as that helps. Then feature maps go to host memory, if that is `separate`, with
+        the limit that was `planned`, halved until the configuration takes less.
         """
         half = max(min(self.working, self.strip_plan.peak.device) // 2, 1)
         found = self._below(half, self.maps)
@@ -50,7 +50,7 @@ class StripConfig:
         return found
 
     def _below(self, working: int, maps: FeatureMaps) -> StripConfig | None:
-        """The way with `working` bytes for strips, halved until it takes less than this one; None if it never does."""
+        """Return one with `working` bytes, halved until it takes less than this one; None if it never does."""
         way, smallest = replace(self, working=working, maps=maps), replace(self, working=1, maps=maps)
         while not self._takes_more_than(way):
             if not self._takes_more_than(smallest):

@@ -1,4 +1,4 @@
-"""A call of an autoencoder's method → how else it could be done, in strips: what each way takes, and what it does."""
+"""A call of an autoencoder's method → its strip options: the memory that each takes, and its work."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from tightfit.schema.footprint import FeatureMaps, StripProfile
 
 __all__ = ["StripOptionProfiler"]
 
-PAGES = 20 * 2**20  # bytes that an allocator may hold beside what else is there
+PAGES = 20 * 2**20  # bytes that an allocator may hold on top
 
 
 class StripOptionProfiler:
-    """How else a call of an autoencoder's method could be done: one item of a batch at a time, in strips."""
+    """Profiles of a call of an autoencoder's method in strips, one item of the batch at a time."""
 
     def __init__(self, module: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Of `module.method(*args, **kwargs)`. Raises NotTakenApart."""
+        """Prepare `module.method(*args, **kwargs)`. Raises UnsupportedGraph."""
         first, *others = args
         count = len(first)
         alone = lambda x: x[:1] if isinstance(x, torch.Tensor) and x.ndim and len(x) == count else x  # noqa: E731
-        layers, form = tree_flatten(tree_map(alone, (tuple(others), kwargs)))  # as a call has them: its program is kept
+        layers, form = tree_flatten(tree_map(alone, (tuple(others), kwargs)))  # as in a call: its cache key
         self._program, self.mark, _ = program_of(module, type(module), method, first[:1], layers, form)
         self._items, self._trials, self._stores = count, OpCostCache(), _stores_of(module)
 
     @property
     def operations(self) -> int:
-        """How many there are to be done in strips."""
+        """Number of operations to run in strips."""
         return len(self._program.nodes)
 
     def way(
         self, strips: int, maps: FeatureMaps, beside: int, outside: int, *, expandable: bool = True
     ) -> StripProfile | None:
-        """It with `strips` bytes for strips and maps waiting where they are said to; None where none would wait there.
+        """Return the profile with `strips` bytes for strips and kept `maps`; None if "host" would keep no map there.
 
-        `beside` bytes more are there all along, and `outside` bytes before or after. Segments of the allocator grow if
-        it is `expandable`.
+        `beside` more bytes are allocated all along, and `outside` bytes before or after. With `expandable`, the
+        allocator's segments are expandable.
         """
         strip_plan = Strips(self._program, strips, maps, self.mark, moves=True).strip_plan
         if maps == "host" and not strip_plan.in_host:
@@ -63,6 +63,6 @@ class StripOptionProfiler:
 
 
 def _stores_of(module: nn.Module) -> dict[str, str]:
-    """The leaf that each module is of, by paths."""
+    """Map the path of each module to the path of the layer that it belongs to."""
     layers = {id(part): layer for layer, parts in find_layers(module).items() for part in parts}
     return {path: layers[id(part)] for path, part in module.named_modules() if id(part) in layers}

@@ -1,4 +1,4 @@
-"""A graph and the bytes that strips may take → the course of a run: its stages, each in as few strips as fit."""
+"""A graph and a byte limit for strips → the strip plan of a run: its stages, each in as few strips as fit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tightfit.simulator.allocator_replay import allocator_events_of, least_capac
 
 __all__ = ["PlannedStage", "StripPlan", "find_strip_plan", "peak_of_stages", "planned_stages_of"]
 
-FIRST = 5  # strips that tell what the others will take
-PRICES = (math.inf, *(10 ** (-step / 4) for step in range(4, 25)), 0.0)  # bytes kept, for an operation not done again
-FEWEST = 4  # strips in which a stage's copies and its arithmetic overlap
-ROUGH = 0.01  # by how much more an allocator may be said to need than it does
-WORTH = 0.98  # of the peak: more strips have to come below it, or they are not worth their overhead
+FIRST = 5  # strips whose peak stands for that of the others
+PRICES = (math.inf, *(10 ** (-step / 4) for step in range(4, 25)), 0.0)  # bytes kept per operation not recomputed
+FEWEST = 4  # fewest strips with which a stage's copies and its arithmetic overlap
+ROUGH = 0.01  # relative error allowed in an allocator's need, upwards
+WORTH = 0.98  # of the peak; more strips have to get below it to be worth their overhead
 
 
 class PlannedStage(NamedTuple):
-    """A stage in strips; `ahead`, what it stores is sent and what comes next is fetched while others are computed."""
+    """A stage in strips. With `ahead`, maps are sent to the host and fetched from it while strips are computed."""
 
     stage: Stage
     strips: Sequence[Sequence[ScheduleStep]]
@@ -38,16 +38,16 @@ class StripPlan:
     """Everything that is decided about a run of a program."""
 
     graph: StageGraph
-    in_host: frozenset[int]  # what is kept in host memory
+    in_host: frozenset[int]  # nodes kept in host memory
     passes: tuple[PlannedStage, ...]
-    peak: StripPeak  # bytes beside weights and inputs, and what kernels hold for themselves
-    moves: Sequence[int] | None = field(default=None, compare=False, repr=False)  # of `peak_of_stages`, if kept
+    peak: StripPeak  # bytes, without weights, inputs and workspaces of kernels
+    moves: Sequence[int] | None = field(default=None, compare=False, repr=False)  # of `peak_of_stages`, if recorded
 
     def room(self, *, expandable: bool = True) -> int:
-        """Bytes that an allocator needs on the device, with what kernels hold; `expandable`: its segments grow.
+        """Return the bytes that an allocator needs on the device, with workspaces of kernels.
 
-        For plans: it takes as long to find as half of the course, and who only runs it need not know. Of a course that
-        was found with its `moves`, half of that is done.
+        With `expandable`, its segments are expandable. For planning only: it takes half as long as finding the strip
+        plan, and running that does not need it. If the plan was found with `moves`, half of this work is done already.
         """
         moves = self.moves
         if moves is None:
@@ -61,19 +61,18 @@ class StripPlan:
 
 
 def find_strip_plan(program: Program, working: int, maps: FeatureMaps, *, moves: bool = False) -> StripPlan:
-    """How to run `program` with at most `working` bytes for strips, beside what is kept between stages.
+    """Return how to run `program` with at most `working` bytes for strips, besides what is kept between stages.
 
-    Where even the smallest strips take more, they are as small as helps. What is kept waits on the device, or in host
-    memory; "recompute" keeps at most `working` bytes, where that is possible, and computes the rest again. Stages are
-    formed as early as possible, or in the program's order, whichever costs less. With `moves`, allocations and frees
-    are recorded.
+    If even the smallest strips take more, they are as small as helps. Feature maps are kept on the device, or in host
+    memory; "recompute" keeps at most `working` bytes, if possible, and recomputes the rest. Stages are formed as early
+    as possible, or in the program's order, whichever costs less. With `moves`, allocations and frees are recorded.
     """
     drafts = [_draft(graph, working, maps) for graph in _graphs_of(program)]
     return min(drafts, key=lambda draft: draft.cost(working)).strip_plan(moves=moves)
 
 
 def _graphs_of(program: Program) -> list[StageGraph]:
-    """One for each order in which stages can be formed, where these are not the same."""
+    """Return a graph for each order in which stages can be formed; only one if both give the same stages."""
     if "graphs" not in program.derived:
         early, in_order = StageGraph(program), StageGraph(program, in_order=True)
         program.derived["graphs"] = [early] if early.level == in_order.level else [early, in_order]
@@ -82,13 +81,13 @@ def _graphs_of(program: Program) -> list[StageGraph]:
 
 
 def planned_stages_of(graph: StageGraph, planned: Iterable[tuple[Stage, int, bool]]) -> tuple[PlannedStage, ...]:
-    """Stages, each in so many strips."""
+    """Return stages with their strips; `planned` contains each stage, its number of strips and `ahead`."""
     return tuple(PlannedStage(stage, make_schedule(graph, stage, count), ahead) for stage, count, ahead in planned)
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """Stages, in how many strips and whether ahead each is done, with the likely peak."""
+    """Stages, each with its number of strips and `ahead`, and the estimated peak."""
 
     graph: StageGraph
     in_host: frozenset[int]
@@ -96,10 +95,10 @@ class _Draft:
     peak: StripPeak
 
     def cost(self, working: int) -> tuple[int, int, int, StripPeak]:
-        """The less the better, the first of these first.
+        """Return a sort key, the most important part first; lower is better.
 
-        How many operations of arithmetic it takes, about; by how many tenths its peak is above `working` bytes; the
-        bytes that it waits for; and the peak.
+        The approximate number of operations; by how many factors of 1.1 the peak exceeds `working` bytes; the bytes
+        whose transfer is waited for; and the peak.
         """
         done = (index for stage, *_ in self.stages for index in stage.strips)
         operations = sum(self.graph.operations(index) for index in done if self.graph.heavy(index))
@@ -107,7 +106,7 @@ class _Draft:
         return operations, beyond, sum(self._waited_for(stage, ahead) for stage, _, ahead in self.stages), self.peak
 
     def _waited_for(self, stage: Stage, ahead: bool) -> int:
-        """Bytes to host memory and from there while `stage` is done: both at once where they go `ahead`."""
+        """Bytes copied to and from host memory in `stage`; with `ahead`, only the larger of the two."""
         nodes = self.graph.program.nodes
         ways = [sum(nodes[i].bytes for i in self.in_host.intersection(way)) for way in (stage.reads, stage.stores)]
         return max(ways) if ahead else sum(ways)
@@ -123,7 +122,7 @@ def peak_of_stages(
     passes: Sequence[PlannedStage],
     moves: MutableSequence[int] | None = None,
 ) -> StripPeak:
-    """The peak of a whole run; what is taken and given back on the device goes to `moves`."""
+    """Return the peak of a whole run; allocations and frees on the device are appended to `moves`."""
     kept, most = BoundaryState(StripPeak(0, 0), {}), StripPeak(0, 0)
     following = [taken(stage, strips[0]) for stage, strips, _ in passes[1:]]
     for (stage, strips, ahead), first in zip(passes, [*following, {}], strict=True):
@@ -148,7 +147,7 @@ def _draft(graph: StageGraph, working: int, maps: FeatureMaps) -> _Draft:
 
 
 def _stages_within(graph: StageGraph, most: int) -> list[Stage]:
-    """Stages that keep at most `most` bytes between them, and do as little as can be again for it."""
+    """Return stages that keep at most `most` bytes between them, with as little recomputation as possible."""
     for price in PRICES:
         stages = find_stages(graph, price)
         if _most_kept(graph, stages) <= most:
@@ -168,7 +167,7 @@ def _most_kept(graph: StageGraph, stages: Sequence[Stage]) -> int:
 def _count(
     graph: StageGraph, stage: Stage, in_host: frozenset[int], kept: BoundaryState, working: int, *, ahead: bool
 ) -> tuple[int, StripPeak, BoundaryState]:
-    """In how few strips `stage` keeps within `working`; the likely peak, and what is kept after it."""
+    """Return the fewest strips with which `stage` keeps within `working`, the estimated peak, and the final state."""
     rows = max((graph.program.nodes[index].rows for index in (*stage.strips, *stage.reads)), default=1)
     found, after = peak_of(graph, stage, make_schedule(graph, stage, 1), in_host, kept, ahead=ahead)
     most, count = max(kept.bytes.device, after.bytes.device) + working, 1
@@ -176,7 +175,7 @@ def _count(
         count = min(rows, FEWEST)
         found = _likely_peak(graph, stage, count, in_host, kept, after, ahead=ahead)
     while found.device > most and count < rows:
-        # as if all above what is kept shrank with the strips; what does not shrink asks for another round
+        # assumes that all bytes above the kept ones shrink with the strips; otherwise the loop continues
         more = max(count + 1, math.ceil(count * (found.device - most + working) / working))
         more = min(rows, more, 4 * count)
         likely = _likely_peak(graph, stage, more, in_host, kept, after, ahead=ahead)
@@ -197,10 +196,10 @@ def _likely_peak(
     *,
     ahead: bool,
 ) -> StripPeak:
-    """The peak of `count` strips, by the first of them: from then on, what is made stands for what is given up."""
+    """Estimate the peak of `count` strips by the first ones: later, stored rows replace rows that are freed."""
     strips = make_schedule(graph, stage, count, FIRST + 1)[:FIRST]
     peak, _ = peak_of(graph, stage, strips, in_host, kept, ahead=ahead)
-    outputs = sum(graph.program.nodes[index].bytes for index in stage.outputs)  # there from the start
+    outputs = sum(graph.program.nodes[index].bytes for index in stage.outputs)  # allocated from the start
     (device, host), (least, least_host) = after.bytes, kept.bytes
     grown = max(0, device - least - outputs), max(0, host - least_host)
     return StripPeak(peak.device + grown[0], peak.host + grown[1])

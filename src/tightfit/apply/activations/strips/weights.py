@@ -1,4 +1,4 @@
-"""The weights that a program names, looked up in the live module whenever they are used."""
+"""Weights of a program, looked up in the live module at each use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LiveWeights"]
 
 
 class LiveWeights:
-    """Weights of `module`: where they are and in what form is others' affair, who are told when a layer works."""
+    """Weights of `module`, wherever and in whatever form they are; hooks on its layers are called when they run."""
 
     def __init__(self, module: nn.Module, program: Program) -> None:
         self._owners = {node.name: _owner(module, node.name) for node in program.nodes if node.op == "weight"}
@@ -23,7 +23,7 @@ class LiveWeights:
         self._moved: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def __call__(self, node: Node, device: torch.device) -> torch.Tensor:
-        """The tensor that `node` stands for, on `device`."""
+        """Return the tensor of `node`; constants are copied to `device`."""
         if node.op == "constant":
             key = node.name, device
             if key not in self._moved:
@@ -34,7 +34,7 @@ class LiveWeights:
         return owner._buffers[name] if found is None else found  # type: ignore[return-value]
 
     def watched(self, nodes: Iterable[Node]) -> tuple[nn.Module, ...]:
-        """The layers that own these weights, and the modules around them, where somebody watches those by now."""
+        """Return the layers that own these weights, and the modules around them, that hooks watch by now."""
         around = dict.fromkeys(layer for node in nodes for layer in self._paths.get(node.name, ()))
         return tuple(filter(is_watched, around))
 
@@ -45,6 +45,6 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _path(module: nn.Module, name: str) -> tuple[nn.Module, ...]:
-    """The modules around the weight `name`, from the outside inwards; not `module` itself."""
+    """Return the modules around the weight `name`, outermost first, without `module` itself."""
     parts = name.split(".")[:-1]
     return tuple(module.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts)))

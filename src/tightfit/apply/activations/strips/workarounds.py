@@ -1,4 +1,4 @@
-"""What other people's code does in a way that cannot be exported well, or not run as it was exported."""
+"""Workarounds for third-party code that cannot be exported well, or cannot run as it was exported."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["avg_pool3d", "work_around"]
 
 
 def work_around(double: nn.Module) -> None:
-    """Changes `double`, a copy that nobody else sees; its numbers stay.
+    """Patch `double`, a private copy of a network; its results stay the same.
 
-    diffusers 0.42 fills the causal mask of one video autoencoder's attention row by row, in a loop over all tokens:
-    an operation or more for each of thousands of tokens. Here it is one comparison.
+    diffusers 0.42 fills the causal mask of one video autoencoder's attention row by row, in a loop over all tokens: an
+    operation or more for each of thousands of tokens. Here it is one comparison.
     """
     for part in double.modules():
         if hasattr(part, "prepare_causal_attention_mask"):
@@ -24,17 +24,17 @@ def work_around(double: nn.Module) -> None:
 def _causal_mask(
     n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
 ) -> torch.Tensor:
-    """The mask by which `n_hw` tokens of each frame see those of their own frame and of those before."""
+    """Return the mask by which `n_hw` tokens of each frame attend to their own frame and those before."""
     frame = torch.arange(n_frame, device=device).repeat_interleave(n_hw)
     hidden = torch.where(frame[None, :] <= frame[:, None], 0.0, float("-inf")).to(dtype)
     return hidden if batch_size is None else hidden[None].expand(batch_size, -1, -1)
 
 
 def avg_pool3d(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """aten.avg_pool3d, also for halves on a CPU, for which torch 2.13 has no kernel.
+    """aten.avg_pool3d, also for 16-bit floats on a CPU, for which torch 2.13 has no kernel.
 
-    diffusers 0.42 knows that in one video autoencoder and averages in float32 there; what is exported, of no device in
-    particular, does not.
+    In one video autoencoder, diffusers 0.42 averages in float32 on the CPU; an exported program, which is for any
+    device, does not.
     """
     pool = torch.ops.aten.avg_pool3d.default
     if x.device.type == "cpu" and x.dtype.itemsize == 2:

@@ -1,1 +1,1 @@
-"""Exported networks: as a value, in a file, at work, compiled. What a file says is never run as code."""
+"""Exported networks: takes a network or a file, returns a graph, a file or a forward; never runs code from the file."""

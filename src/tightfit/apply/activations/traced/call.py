@@ -1,4 +1,4 @@
-"""A call's arguments by name: tensors, and the settings beside them."""
+"""A call's arguments by name: tensors and settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["by_name", "check_call", "split"]
 
 
 def by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by their names, those left out with their defaults. TypeError as the call would."""
+    """Return all arguments of a call by name, with defaults for omitted ones. TypeError as the call would raise."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     named: dict[str, Any] = {}
@@ -26,39 +26,39 @@ def by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping
 
 
 def split(arguments: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors among `arguments`, and all else: what is inside of containers by dotted names, in torch's order.
+    """Return the tensors among `arguments`, and all other values; items of containers by dotted name, in torch's order.
 
-    RequestError for what is neither a tensor nor a plain value.
+    RequestError for values that are neither tensors nor plain.
     """
     tensors: dict[str, torch.Tensor] = {}
     settings: dict[str, Any] = {}
     for name, value in arguments.items():
-        for path, item in _layers(name, value):
+        for path, item in _flatten(name, value):
             if isinstance(item, torch.Tensor):
                 tensors[path] = item
             elif item is None or isinstance(item, bool | int | float | str | list | tuple | dict):
-                settings[path] = list(item) if isinstance(item, tuple) else item  # of containers only empty ones
+                settings[path] = list(item) if isinstance(item, tuple) else item  # containers here are empty
             else:
                 kind = type(item).__name__
                 raise RequestError(f"{path} is of type {kind}, which an exported denoiser cannot be given", input=path)
     return tensors, settings
 
 
-def _layers(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from _layers(f"{name}.{key}", item)
+            yield from _flatten(f"{name}.{key}", item)
     elif isinstance(value, list | tuple) and value:
         for place, item in enumerate(value):
-            yield from _layers(f"{name}.{place}", item)
+            yield from _flatten(f"{name}.{place}", item)
     else:
         yield name, value
 
 
 def check_call(manifest: Manifest, arguments: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.device]:
-    """The tensors of a call and their device. RequestError, naming the input, for another call than was exported.
+    """Return a call's tensors and their device. RequestError, naming the input, if it differs from the exported call.
 
-    Single numbers may be on another device, as operations let them.
+    Zero-dimensional tensors may be on another device, as in torch's operations.
     """
     tensors, settings = split(arguments)
     given, taken = {**tensors, **settings}, {**manifest.inputs, **manifest.settings}

@@ -1,7 +1,7 @@
-"""An exported network as machine code, made on this computer by torch's AOTInductor and kept in a folder.
+"""An exported network as machine code, compiled on this computer by torch's AOTInductor and cached in a folder.
 
-Weights are not part of it: they are given to it at each call, as they are found in the live network. Machine code is
-run as it stands, so none is taken from anywhere but a folder that the user alone may write to.
+Weights are not part of it: each call passes those of the live network. Machine code runs unchecked, so it is loaded
+only from a folder that no other user may write to.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Package = Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]]
 
 
 class CompiledProgram:
-    """What `traced` says, compiled for each device where it is first run. For inference only: no gradients.
+    """The network `traced`, compiled for each device when it first runs there. For inference only: no gradients.
 
-    Sums are rounded in another order than by the network's own code. `folder` keeps what was compiled; `seconds` says
-    how long that took in this process.
+    Sums are rounded in another order than by the network's own code. `folder` caches the compiled packages; `seconds`
+    is the time spent compiling in this process.
     """
 
     def __init__(self, traced: ExportedFile, folder: Path) -> None:
@@ -53,7 +53,10 @@ class CompiledProgram:
         device: torch.device,
         at: Callable[[int], None] = lambda place: None,
     ) -> list[Any]:
-        """The outputs on `device`. PlanError where a weight is not there as it is; RunError where nothing compiles."""
+        """Return the outputs on `device`.
+
+        PlanError if a weight is no plain tensor on `device`; RunError if the network cannot be compiled or loaded.
+        """
         names = self._traced.graph.weights
         weights = [_plain(name, weight(place), device) for place, name in enumerate(names)]
         given = [tensor.detach().to(device) for tensor in inputs]
@@ -62,7 +65,7 @@ class CompiledProgram:
         return list(self._packages[device](given, weights))
 
     def _package(self, device: torch.device, inputs: list[torch.Tensor], weights: list[torch.Tensor]) -> Package:
-        """From the folder; else compiled, and kept there."""
+        """Load the package from the folder; if missing, compile it and store it there."""
         if device.type not in ("cpu", "cuda"):
             raise PlanError(
                 f"an exported denoiser cannot be compiled for {device}: leave compiled out", device=str(device)
@@ -83,13 +86,13 @@ class CompiledProgram:
     ) -> None:
         began, program = time.perf_counter(), _Lifted(self._program, device)
         with tempfile.TemporaryDirectory(dir=self._folder) as beside, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch has to say to itself
+            warnings.simplefilter("ignore")  # torch's internal warnings
             partial = Path(beside) / file.name
             try:
                 with torch.inference_mode(False), torch.no_grad():
                     exported = torch.export.export(program, (inputs, weights), strict=False)
                     torch._inductor.aoti_compile_and_package(exported, package_path=str(partial))
-            except Exception as error:  # a missing compiler, one that gives up, an operation that it does not know
+            except Exception as error:  # a missing or failing compiler, an unsupported operation
                 cause = str(error).strip().splitlines() or [type(error).__name__]
                 kind = self._traced.manifest.class_name
                 raise RunError(
@@ -99,7 +102,7 @@ class CompiledProgram:
         self.seconds += time.perf_counter() - began
 
     def _key(self, device: torch.device) -> str:
-        """A digest of what was exported, and of all that machine code depends on."""
+        """Digest of the exported network and of everything that its machine code depends on."""
         traced, card = self._traced, choose_device(device)
         digest = hashlib.sha256(traced.manifest.to_json().encode())
         digest.update(traced.graph.to_json().encode())
@@ -110,7 +113,7 @@ class CompiledProgram:
 
 
 class _Lifted(nn.Module):
-    """A program as a module that is given its weights."""
+    """A program as a module that takes its weights as an argument."""
 
     def __init__(self, program: ExportedNetwork, device: torch.device) -> None:
         super().__init__()
@@ -134,7 +137,7 @@ def _plain(name: str, weight: torch.Tensor, device: torch.device) -> torch.Tenso
 
 
 def _check_own(folder: Path) -> None:
-    """Makes `folder`, for this user alone. RunError where others may put something there."""
+    """Create `folder` for this user only. RunError if others may write to it."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(parents=True, mode=0o700)
     found = folder.stat()
@@ -143,7 +146,7 @@ def _check_own(folder: Path) -> None:
 
 
 def _instructions() -> str:
-    """What this processor can do: code is made for all of it."""
+    """This processor's instruction sets: compiled code may use all of them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     features = (line for line in lines if line.startswith(("flags", "Features")))

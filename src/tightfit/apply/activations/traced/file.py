@@ -1,4 +1,4 @@
-"""What an exported network was made of and for, and the file that holds it: no weights, and nothing that is run.
+"""An exported network: the conditions it runs under, and its file. It holds no weights and no code.
 
 The file is a zip archive of `manifest.json`, `graph.json` and `constants.safetensors`.
 """
@@ -27,7 +27,7 @@ _MANIFEST, _GRAPH, _CONSTANTS = "manifest.json", "graph.json", "constants.safete
 
 
 class TensorForm(Record):
-    """A tensor without its values."""
+    """Dtype and shape of a tensor."""
 
     error: ClassVar[type[InputError]] = ModelError
 
@@ -43,41 +43,41 @@ class TensorForm(Record):
 
 
 class Manifest(Record):
-    """What must be the same where an exported network runs as where it was made."""
+    """What must be the same where an exported network runs as where it was exported."""
 
     error: ClassVar[type[InputError]] = ModelError
 
     format: int = FORMAT
-    versions: dict[str, str]  # of libraries
+    versions: dict[str, str]  # library → version
     class_name: str
     config: dict[str, Any]
-    weights: dict[str, TensorForm]  # all parameters and buffers
+    weights: dict[str, TensorForm]  # all parameters and buffers, by name
     parts: dict[str, str]  # module path → class, and a digest of its settings
-    inputs: dict[str, TensorForm]  # tensors that a call gives, by dotted names
-    settings: dict[str, Any]  # all else that a call gives: None, numbers, words
+    inputs: dict[str, TensorForm]  # tensor arguments of a call, by dotted name
+    settings: dict[str, Any]  # all other arguments of a call: None, numbers, strings
     returns: Literal["tensor", "tuple"]
 
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """An exported network: what it takes, what it does, and the tensors that its code had in it."""
+    """An exported network: conditions and inputs, operations, and the constant tensors of its code."""
 
     manifest: Manifest
     graph: ExportedGraph
     constants: dict[str, torch.Tensor]
 
     def save(self, path: str | Path) -> None:
-        """Writes it to the file `path`, whole or not at all. InputError where that cannot be done."""
+        """Write it to the file `path`, completely or not at all. InputError on failure."""
         write_traced(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> ExportedFile:
-        """What the file at `path` holds; ModelError where that is no exported network of this format."""
+        """Read the file at `path`; ModelError if it is no exported network of this format."""
         return read_traced(Path(path))
 
 
 def write_traced(traced: ExportedFile, path: Path) -> None:
-    """Writes `traced` to `path`, whole or not at all. InputError where that cannot be done."""
+    """Write `traced` to `path`, completely or not at all. InputError on failure."""
     parts: dict[str, str | bytes] = {
         _MANIFEST: traced.manifest.to_json(indent=1),
         _GRAPH: traced.graph.to_json(),
@@ -90,7 +90,7 @@ def write_traced(traced: ExportedFile, path: Path) -> None:
 
 
 def read_traced(path: Path) -> ExportedFile:
-    """What the file at `path` holds; ModelError where that is no exported network of this format."""
+    """Read the file at `path`; ModelError if it is no exported network of this format."""
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = json.loads(part_of(archive, _MANIFEST))

@@ -1,7 +1,7 @@
-"""A network as a value: operations of ATen in their order, without weights and without Python code.
+"""A network as a value: ATen operations in order, without weights and without Python code.
 
-Values are numbered: first the tensors that are given, then weights, then constants, then what each operation makes.
-Operations and their arguments are in the words of `operations.py`.
+Values are numbered: first the input tensors, then weights, then constants, then the result of each operation.
+Operations and their arguments are encoded as in `operations.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tightfit.schema.base import Record
 
 __all__ = ["ExportedGraph", "GraphStep", "Operation", "filled", "graph_of", "ready", "steps_of"]
 
-_DROPPED = torch.ops.aten._assert_tensor_metadata.default  # what it asks is known of inputs and weights beforehand
+_DROPPED = torch.ops.aten._assert_tensor_metadata.default  # it checks what is known of inputs and weights beforehand
 
 
 class Operation(Record):
@@ -32,26 +32,26 @@ class Operation(Record):
     op: str
     args: list[Any]
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    inside: str = ""  # the module at work, by its path
+    inside: str = ""  # path of the module that the operation belongs to
 
 
 class ExportedGraph(Record):
-    """What a network does with its inputs."""
+    """The operations of a network, from its inputs to its outputs."""
 
     error: ClassVar[type[InputError]] = ModelError
 
-    inputs: tuple[str, ...]  # names of tensors
+    inputs: tuple[str, ...]  # names of input tensors
     weights: tuple[str, ...]  # names of parameters and buffers
     constants: tuple[str, ...]
     operations: tuple[Operation, ...]
     outputs: list[Any]
 
 
-# exported program → Graph
+# ExportedProgram → ExportedGraph
 
 
 def graph_of(program: ExportedProgram, inputs: list[str]) -> ExportedGraph:
-    """What `program`, exported on HERE, does with its tensor `inputs`. ModelError for what is not ATen's."""
+    """Return the graph of `program`, exported on HERE with tensor `inputs`. ModelError for operations outside ATen."""
     numbers, names = _numbered(program, inputs)
     operations = []
     for node in program.graph.nodes:
@@ -76,7 +76,7 @@ _KINDS = {
 
 
 def _numbered(program: ExportedProgram, inputs: list[str]) -> tuple[dict[torch.fx.Node, int], dict[str, Any]]:
-    """The numbers of what is there from the beginning, and its names."""
+    """Number the inputs, weights and constants; return the numbers and their names."""
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     found: dict[str, list[tuple[torch.fx.Node, str]]] = {kind: [] for kind in ("inputs", "weights", "constants")}
     given = iter(inputs)
@@ -102,17 +102,17 @@ def _name_of(node: torch.fx.Node) -> str:
 
 
 def _inside(node: torch.fx.Node) -> str:
-    """The path of the module at work."""
+    """Path of the module that the operation belongs to."""
     stack = [*node.meta.get("nn_module_stack", {}).values()]
     return stack[-1][0] if stack else ""
 
 
 def _written(value: Any, numbers: dict[torch.fx.Node, int]) -> Any:
-    """`value`, an argument of an operation, as JSON."""
+    """Return `value`, an argument of an operation, as JSON."""
     return written_argument(value, lambda item: numbers[item] if isinstance(item, torch.fx.Node) else None)
 
 
-# Graph → what can be called
+# ExportedGraph → callable steps
 
 
 class _Value(NamedTuple):
@@ -120,11 +120,11 @@ class _Value(NamedTuple):
 
 
 class _Here:
-    """Stands for the device on which the network works."""
+    """Placeholder for the device on which the network runs."""
 
 
 class GraphStep(NamedTuple):
-    """An operation, ready to be called; afterwards the values numbered `over` are not needed any more."""
+    """An operation ready to be called; afterwards the values numbered `over` are freed."""
 
     call: Callable[..., Any]
     args: list[Any]
@@ -133,17 +133,17 @@ class GraphStep(NamedTuple):
     over: tuple[int, ...]
 
     def work(self, value: Callable[[int], Any], device: torch.device) -> Any:
-        """The result, with `value` giving what has a number."""
+        """Return the result, with `value(number)` for each numbered value."""
         return self.call(*filled(self.args, value, device), **filled(self.kwargs, value, device))
 
 
 def ready(argument: Any) -> Any:
-    """The `argument` of an operation that can be `filled`, read from JSON."""
+    """Decode the JSON `argument` of an operation, so that it can be `filled`."""
     return read_argument(argument, _Value, _Here())
 
 
 def filled(argument: Any, value: Callable[[int], Any], device: torch.device) -> Any:
-    """`argument` with values for numbers, and the device on which the network works."""
+    """Return `argument` with values in place of numbers, and `device` in place of its placeholder."""
     kind = type(argument)
     if kind is _Value:
         return value(argument.number)
@@ -155,7 +155,7 @@ def filled(argument: Any, value: Callable[[int], Any], device: torch.device) -> 
 
 
 def steps_of(graph: ExportedGraph) -> list[GraphStep]:
-    """The operations of `graph` in their order. ModelError for what this torch does not know or a graph cannot say."""
+    """Return the operations of `graph` in order. ModelError if one is unknown to torch or uses a value too early."""
     first = len(graph.inputs) + len(graph.weights) + len(graph.constants)
     used = [sorted(set(_numbers([op.args, [*op.kwargs.values()]]))) for op in graph.operations]
     kept = set(_numbers(graph.outputs))

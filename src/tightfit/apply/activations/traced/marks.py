@@ -1,4 +1,4 @@
-"""By what a network is known again: its class, its settings, the shapes of its weights, the libraries it came from."""
+"""Identity of a network: its class, its settings, the shapes of its weights, the versions of its libraries."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LIBRARIES = ("torch", "diffusers", "tightfit")
 
 
 def marks_of(module: nn.Module) -> dict[str, Any]:
-    """The fields of a Manifest that say what `module` is."""
-    parameters = module.named_parameters(remove_duplicate=False)  # what has two names goes by both
+    """Return the fields of a Manifest that identify `module`."""
+    parameters = module.named_parameters(remove_duplicate=False)  # a shared weight has all of its names
     weights = (*parameters, *module.named_buffers(remove_duplicate=False))
     return {
         "versions": _versions(),
@@ -35,7 +35,7 @@ def marks_of(module: nn.Module) -> dict[str, Any]:
 
 
 def check_marks(module: nn.Module, manifest: Manifest) -> None:
-    """ModelError, saying what differs, where `module` or a library is not what `manifest` was made with."""
+    """Raise ModelError, saying what differs, if `module` or a library is not what `manifest` was made with."""
     kind, now = type(module).__name__, marks_of(module)
     _compare("{}", manifest.versions, now["versions"])
     _compare("{}", {"the class": manifest.class_name}, {"the class": kind})
@@ -56,7 +56,7 @@ def _compare(what: str, then: Mapping[str, object], now: Mapping[str, object]) -
 
 
 def check_plain(module: nn.Module) -> None:
-    """ModelError or AlreadyFitted where `module` does more, or otherwise, than its class says."""
+    """Raise ModelError or AlreadyFitted if `module` follows a plan, trains, is hooked or is compiled."""
     kind = type(module).__name__
     if hasattr(module, HANDLE):
         raise AlreadyFitted(f"{kind} follows a plan: undo() that one first", name=kind)
@@ -72,12 +72,12 @@ def check_plain(module: nn.Module) -> None:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    """Without what says for which device torch was built: operations are the same for all."""
+    """Library versions without the suffix for the device that torch was built for: operations are the same for all."""
     return {library: version(library).partition("+")[0] for library in _LIBRARIES}
 
 
 def _config(module: nn.Module) -> dict[str, Any]:
-    """Without notes about where it comes from."""
+    """The configuration without private entries, which record where it comes from."""
     config = getattr(module, "config", None)
     items = config.items() if isinstance(config, Mapping) else ()
     settings = {key: value for key, value in items if not key.startswith("_")}
@@ -85,7 +85,7 @@ def _config(module: nn.Module) -> dict[str, Any]:
 
 
 def _digest(part: nn.Module) -> str:
-    """Of its plain attributes, and of the classes of what else it holds (an attention processor, say)."""
+    """Digest of its plain attributes, and of the classes of its other ones (an attention processor, say)."""
     facts = [f"{key}={_plain(value)}" for key, value in sorted(vars(part).items()) if not key.startswith("_")]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 

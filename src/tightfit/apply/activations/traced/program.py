@@ -1,4 +1,4 @@
-"""An exported network at work: its operations one by one, on the weights of the live network."""
+"""Execution of an exported network, operation by operation, on the weights of the live network."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from tightfit.errors import ModelError, RunError
 __all__ = ["ExportedCallable", "ExportedNetwork", "traced_forward"]
 
 Weight = Callable[[int], torch.Tensor]
-Chain = tuple[nn.Module, ...]  # a module and those around it, the outermost first, without the network itself
+Chain = tuple[nn.Module, ...]  # a module and its ancestors, outermost first, without the network itself
 
 
 class ExportedCallable(Protocol):
-    """Whatever does what an exported network says."""
+    """Runs an exported network."""
 
     def run(
         self, inputs: Sequence[torch.Tensor], weight: Weight, device: torch.device, at: Callable[[int], None]
     ) -> list[Any]:
-        """The outputs on `device`. `weight` gives one by its place in the graph, `at` is told of each operation."""
+        """Return the outputs on `device`. `weight` maps an index to a weight; `at` gets each operation's index."""
 
 
 class ExportedNetwork:
-    """The operations, ready to be done one by one. ModelError for a graph that does not hold together."""
+    """The operations of `traced`, run one by one. ModelError for an inconsistent graph."""
 
     def __init__(self, traced: ExportedFile) -> None:
         graph, manifest = traced.graph, traced.manifest
@@ -59,7 +59,7 @@ class ExportedNetwork:
         device: torch.device,
         at: Callable[[int], None] = lambda place: None,
     ) -> list[Any]:
-        """The outputs on `device`. `weight` gives one by its place in the graph, `at` is told of each operation."""
+        """Return the outputs on `device`. `weight` maps an index to a weight; `at` gets each operation's index."""
         weights = self._weights
         values: dict[int, Any] = {**dict(enumerate(inputs)), **dict(enumerate(self._constants, weights.stop))}
 
@@ -75,14 +75,14 @@ class ExportedNetwork:
 
 
 def traced_forward(module: nn.Module, traced: ExportedFile, runs: ExportedCallable | None = None) -> Callable[..., Any]:
-    """A `forward(self, …)` for `module`'s class that does what `traced` says, with `module`'s own weights.
+    """Return a `forward(self, …)` for `module`'s class that runs `traced` with `module`'s own weights.
 
-    ModelError where the two do not belong together. When it is called: RequestError, naming the input, for shapes,
-    dtypes, devices and settings other than those exported; RunError for hooks that were set on modules inside since,
-    because those modules are not called. Those who only watch a module (`gates.watch`) are told when it would begin and
-    when it would have ended.
+    ModelError if the two do not belong together. When it is called: RequestError, naming the input, for shapes, dtypes,
+    devices and settings other than those exported; RunError for hooks that were set on modules inside since, because
+    those modules are not called. Hooks that only watch a module (`module_hooks.watch`) are called when it would begin
+    and when it would have ended.
 
-    `runs` does the work (default: the operations one by one).
+    `runs` executes the graph (default: operation by operation).
     """
     check_plain(module)
     check_marks(module, traced.manifest)
@@ -96,7 +96,7 @@ def traced_forward(module: nn.Module, traced: ExportedFile, runs: ExportedCallab
         found: torch.Tensor = table[name]
         return found
 
-    @functools.wraps(type(module).forward)  # pipelines ask for its signature
+    @functools.wraps(type(module).forward)  # pipelines inspect its signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tensors, device = check_call(traced.manifest, by_name(signature, args, kwargs))
         turns = _Turns(chains)
@@ -110,14 +110,14 @@ def traced_forward(module: nn.Module, traced: ExportedFile, runs: ExportedCallab
 
 
 def _table(module: nn.Module, path: str) -> tuple[Any, str]:
-    """Where the parameter or buffer at `path` is looked up, and its name there."""
+    """The dict that holds the parameter or buffer at `path`, and its key there."""
     owner, _, name = path.rpartition(".")
     part = module.get_submodule(owner)
     return (part._parameters if name in part._parameters else part._buffers), name
 
 
 def _chains(module: nn.Module, paths: Sequence[str]) -> list[Chain]:
-    """For each operation, the modules that it is part of."""
+    """Return, for each operation, the modules that contain it."""
     known: dict[str, Chain] = {}
     for path in dict.fromkeys(paths):
         ends = [end for end, sign in enumerate(path) if sign == "."] + ([len(path)] if path else [])
@@ -129,12 +129,12 @@ def _chains(module: nn.Module, paths: Sequence[str]) -> list[Chain]:
 
 
 class _Turns:
-    """Which modules would be at work; those who watch them are told."""
+    """Tracks which modules would be running, and calls the hooks that watch them."""
 
     def __init__(self, chains: Sequence[Chain]) -> None:
         self._chains = chains
         self._now: Chain = ()
-        self._ends: list[ExitStack] = []  # of the modules that are at work
+        self._ends: list[ExitStack] = []  # of the modules that would be running
 
     def at(self, place: int) -> None:
         self._turn_to(self._chains[place])
@@ -158,8 +158,8 @@ class _Turns:
 
 
 def _check_hooks(part: nn.Module) -> None:
-    """RunError where a hook wants more than to be told."""
+    """Raise RunError for a hook that does more than watch."""
     for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
-        if not gates.only_tells(hook):
+        if not gates.is_watch_hook(hook):
             kind = type(part).__name__
             raise RunError(f"a hook was set on a {kind} of an exported denoiser, which is never called", name=kind)
