@@ -20,7 +20,7 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
 from measuring import fill_at_random
 from tightfit import Request, fit
-from tightfit.apply.activations.tracing import trace_denoiser
+from tightfit.apply.activations.export_denoiser import export_denoiser
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.loading import quietly
 from tightfit.devices.device import Device
@@ -119,7 +119,7 @@ def export(pipe: Any, ladder: list[Rung], request: Request, folder: Path) -> dic
         if rung.traced:
             attend(pipe, rung)
             with torch.no_grad(), quietly():
-                trace_denoiser(pipe, arguments(pipe, request)).save(files[rung.name])
+                export_denoiser(pipe, arguments(pipe, request)).save(files[rung.name])
     return files
 
 

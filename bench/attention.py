@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from measuring import counting, side_by_side, write
 from tightfit.apply.activations.chunked_attention import chunked_attention
-from tightfit.plan.kernel_choice import block_bytes
+from tightfit.plan.kernel_choice import score_chunk_bytes
 
 HEADS, WIDTH = 2, 64
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -43,7 +43,7 @@ def rivals(parts: list[torch.Tensor], mask: torch.Tensor | None) -> dict[str, At
     return {
         "math": lambda: math(parts, mask),
         "torch's choice": lambda: F.scaled_dot_product_attention(*parts, attn_mask=mask),
-        "chunked": lambda: chunked_attention(*parts, mask, block=block_bytes("cpu")),
+        "chunked": lambda: chunked_attention(*parts, mask, block=score_chunk_bytes("cpu")),
     }
 
 
@@ -81,7 +81,12 @@ def blocks(tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    facts: dict[str, Any] = {"heads": HEADS, "width": WIDTH, "rounds": ROUNDS, "block_bytes": block_bytes("cpu")}
+    facts: dict[str, Any] = {
+        "heads": HEADS,
+        "width": WIDTH,
+        "rounds": ROUNDS,
+        "score_chunk_bytes": score_chunk_bytes("cpu"),
+    }
     for threads in (1, 2):
         torch.set_num_threads(threads)
         facts[f"threads {threads}"] = {

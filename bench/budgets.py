@@ -60,7 +60,7 @@ def row_of(model: str, asked: Request, footprint: Footprint, card: Accelerator, 
     }
     try:
         stage = SimulationRun(model, limited, plan.model_dump(mode="json", exclude={"device"}), asked)
-        stage.play()
+        stage.run()
     except torch.OutOfMemoryError as error:
         return row | {"failed": str(error).splitlines()[0]}
     finally:

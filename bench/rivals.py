@@ -72,7 +72,7 @@ def ours(model: str, asked: Request, footprint: Footprint, like: Accelerator, si
         try:
             for _ in range(2):
                 clock.start()
-                stage.play({"callback_on_step_end": clock.mark})
+                stage.run({"callback_on_step_end": clock.mark})
                 clock.stop()
         except torch.OutOfMemoryError as error:
             return {"failed": str(error).splitlines()[0]}

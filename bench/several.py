@@ -62,7 +62,7 @@ def row_of(model: str, asked: Request, plan: Plan | BudgetTooSmall, names: list[
         stage = SimulationRun(
             model, next(card for card in cards if f"simulated:{card.index}" == plan.device), plan, asked
         )
-        stage.play()
+        stage.run()
     except torch.OutOfMemoryError as error:
         return row | {"failed": str(error).splitlines()[0]}
     finally:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tightfit import chart
 from tightfit.errors import PlanError
+from tightfit.schema import chart
 from tightfit.schema.base import Record
 from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, Largest, LevelRow, LevelTable, Preset
 from tightfit.schema.footprint import Request
@@ -15,12 +15,12 @@ REQUEST = Request(height=480, width=720, frames=49, steps=50, guidance=6.0)
 PRESET = Preset(level=3, needed_bytes=5 * GIB, host_bytes=3 * GIB, seconds=2.5)
 LARGEST = Largest(request=REQUEST, limit="model", refusal="no more than 49")
 CELL = Cell(
-    model="cogvideox-2b", card="rtx4060", level=3, words="streams denoiser 12 %", peak_bytes=7 * GIB, seconds=61.5,
+    model="cogvideox-2b", card="rtx4060", level=3, summary="streams denoiser 12 %", peak_bytes=7 * GIB, seconds=61.5,
     slowdown=1.02, largest=LARGEST,
 )  # fmt: skip
-REFUSED = Cell(model="cogvideox-2b", card="gtx1650", words="needs 3.2 GiB")
+REFUSED = Cell(model="cogvideox-2b", card="gtx1650", summary="needs 3.2 GiB")
 MODEL = ChartedModel(name="cogvideox-2b", request=REQUEST, presets=(PRESET,))
-CARD = ChartedCard(name="rtx4060", title="GeForce RTX 4060", bytes=8 * GIB, room=7 * GIB)
+CARD = ChartedCard(name="rtx4060", title="GeForce RTX 4060", bytes=8 * GIB, usable_bytes=7 * GIB)
 CHART = Chart(cards=(CARD,), models=(MODEL,), cells=(CELL, REFUSED), ram=16 * GIB)
 ROW = LevelRow(
     level=2, needed_bytes=9 * GIB, seconds=70.0, speed=0.9, denoiser="3 GiB, all along",

@@ -72,11 +72,11 @@ def test_a_budget_is_kept_to(tiny_model: Path) -> None:
     within = run(
         tiny_model, "a fox", *words, "--budget", "150MB", "--device", "loopback", "--out", "within.png", "--json"
     )
-    told = last_line(within)
-    assert told["lossless"] is True
-    assert told["plan"]["budget"] == {"device": 150_000_000, "devices": {}, "ram": None}
-    assert 0 < told["measured"]["peak_bytes"] <= told["predicted"]["peak_bytes"] <= 150_000_000
-    assert all(phase["predicted_peak_bytes"] for phase in told["phases"] if phase["name"] != "load")
+    printed = last_line(within)
+    assert printed["lossless"] is True
+    assert printed["plan"]["budget"] == {"device": 150_000_000, "devices": {}, "ram": None}
+    assert 0 < printed["measured"]["peak_bytes"] <= printed["predicted"]["peak_bytes"] <= 150_000_000
+    assert all(phase["predicted_peak_bytes"] for phase in printed["phases"] if phase["name"] != "load")
     assert Image.open("plain.png").tobytes() == Image.open("within.png").tobytes()
     assert plain.exit_code == 0
 
@@ -94,18 +94,18 @@ def test_a_run_writes_a_picture_that_says_how_it_was_made(tiny_model: Path) -> N
 
 
 def test_the_last_line_of_json_has_all_that_was_measured(tiny_model: Path) -> None:
-    told = last_line(run(tiny_model, "a red fox", *SMALL, *PICTURE, "--json"))
-    assert set(told) >= {"plan", "lossless", "predicted", "measured", "phases", "outputs", "seed"}
-    assert told["outputs"] == ["fox.png"]
-    assert told["seed"] == 1
-    assert told["lossless"] is True
-    assert told["predicted"] == {"peak_bytes": None, "seconds": None}
-    assert set(told["measured"]) == {"peak_bytes", "seconds", "rss_peak_bytes"}
-    assert all(value > 0 for value in told["measured"].values())
-    assert [phase["name"] for phase in told["phases"]] == ["load", "encode", "denoise", "decode"]
-    for phase in told["phases"]:
+    printed = last_line(run(tiny_model, "a red fox", *SMALL, *PICTURE, "--json"))
+    assert set(printed) >= {"plan", "lossless", "predicted", "measured", "phases", "outputs", "seed"}
+    assert printed["outputs"] == ["fox.png"]
+    assert printed["seed"] == 1
+    assert printed["lossless"] is True
+    assert printed["predicted"] == {"peak_bytes": None, "seconds": None}
+    assert set(printed["measured"]) == {"peak_bytes", "seconds", "rss_peak_bytes"}
+    assert all(value > 0 for value in printed["measured"].values())
+    assert [phase["name"] for phase in printed["phases"]] == ["load", "encode", "denoise", "decode"]
+    for phase in printed["phases"]:
         assert set(phase) >= {"name", "predicted_peak_bytes", "measured_peak_bytes", "seconds"}
-    assert told["plan"]["request"] == {
+    assert printed["plan"]["request"] == {
         "height": 64, "width": 64, "frames": None, "batch": 1, "steps": 2, "guidance": None,
         "arguments": {},
     }  # fmt: skip
@@ -126,14 +126,14 @@ def test_the_same_seed_gives_the_same_pictures_at_every_level(tiny_model: Path) 
 
 
 def test_without_a_seed_each_run_has_its_own_and_says_which(tiny_model: Path) -> None:
-    told = [last_line(run(tiny_model, "a fox", *SMALL[:6], "--device", "cpu", "--json")) for _ in range(2)]
-    assert told[0]["seed"] != told[1]["seed"]
+    printed = [last_line(run(tiny_model, "a fox", *SMALL[:6], "--device", "cpu", "--json")) for _ in range(2)]
+    assert printed[0]["seed"] != printed[1]["seed"]
     assert files() == ["a-fox-2.png", "a-fox.png"]
 
 
 def test_a_batch_writes_one_file_each(tiny_model: Path) -> None:
-    told = last_line(run(tiny_model, "a red fox", *SMALL, *PICTURE, "--batch", 2, "--json"))
-    assert told["outputs"] == files() == ["fox-0.png", "fox-1.png"]
+    printed = last_line(run(tiny_model, "a red fox", *SMALL, *PICTURE, "--batch", 2, "--json"))
+    assert printed["outputs"] == files() == ["fox-0.png", "fox-1.png"]
     assert pixels("fox-0.png") != pixels("fox-1.png")
 
 
@@ -152,8 +152,8 @@ def test_set_goes_over_level_goes_over_the_plan_file(tiny_model: Path) -> None:
 
 def test_the_device_of_the_command_line_goes_over_the_plan_file(tiny_model: Path) -> None:
     Path("plan.json").write_text('{"level": 2, "device": "loopback"}')
-    told = last_line(run(tiny_model, "a fox", *SMALL, "--plan", "plan.json", "--json"))
-    assert told["plan"]["device"] == "cpu"
+    printed = last_line(run(tiny_model, "a fox", *SMALL, "--plan", "plan.json", "--json"))
+    assert printed["plan"]["device"] == "cpu"
 
 
 def test_the_plan_in_a_picture_makes_the_same_picture_again(tiny_model: Path) -> None:
@@ -263,10 +263,10 @@ def refused(result: Result, kind: str, message: str) -> None:
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
     (line,) = result.stderr.splitlines()
-    told = last_line(result)
-    assert set(told) == {"error"}
-    assert told["error"]["type"] == kind
-    assert line == f"tightfit: {told['error']['message']}"
+    printed = last_line(result)
+    assert set(printed) == {"error"}
+    assert printed["error"]["type"] == kind
+    assert line == f"tightfit: {printed['error']['message']}"
     assert re.search(message, line), line
     assert len(result.stdout.splitlines()) == 1
 

@@ -4,7 +4,7 @@ import diffusers.models
 import pytest
 import torch
 
-from tiny_autoencoders import CASES, LEFT_OUT, TinyAutoencoder, decode, encode
+from tiny_autoencoders import CASES, OPTIONAL_PARTS, TinyAutoencoder, decode, encode
 
 # one of them looks at neighbourhoods by flex attention, which has no compiled kernel here
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -18,8 +18,8 @@ def test_every_class_that_decodes_has_a_case_or_a_reason() -> None:
     decoders = {name for name, kind in exported.items() if isinstance(kind, type) and hasattr(kind, "decode")}
     cases = {case.name.partition(" ")[0] for case in CASES}
     assert len(decoders) > 30
-    assert cases | set(LEFT_OUT) == decoders
-    assert not cases & set(LEFT_OUT)
+    assert cases | set(OPTIONAL_PARTS) == decoders
+    assert not cases & set(OPTIONAL_PARTS)
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)

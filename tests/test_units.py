@@ -92,10 +92,10 @@ def test_less_than_one_byte_is_refused(size: str | int) -> None:
     st.sampled_from(["", " "]),
     st.sampled_from([str.lower, str.upper]),
 )
-def test_case_and_space_do_not_matter(count: int, block: str, space: str, spelled: object) -> None:
+def test_case_and_space_do_not_matter(count: int, unit: str, space: str, spelled: object) -> None:
     assert callable(spelled)
-    base = 1024 if "i" in block else 1000
-    assert parse_bytes(spelled(f"{count}{space}{block}")) == count * base ** ("KMGT".index(block[0]) + 1)
+    base = 1024 if "i" in unit else 1000
+    assert parse_bytes(spelled(f"{count}{space}{unit}")) == count * base ** ("KMGT".index(unit[0]) + 1)
 
 
 @pytest.mark.parametrize(

@@ -519,7 +519,7 @@ CASES: tuple[TinyAutoencoder, ...] = (
 )
 
 AUDIO = "makes sound, not pictures"
-LEFT_OUT: dict[str, str] = {
+OPTIONAL_PARTS: dict[str, str] = {
     "AutoencoderKLKVAEAudio": AUDIO,
     "AutoencoderKLLTX2Audio": AUDIO,
     "AutoencoderKLMiniMaxH3Audio": AUDIO,

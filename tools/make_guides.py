@@ -50,7 +50,7 @@ def chart() -> str:
 
 
 def cards() -> str:
-    rows = [(card_words(card), format_bytes(card.room)) for card in the_chart().cards]
+    rows = [(card_words(card), format_bytes(card.usable_bytes)) for card in the_chart().cards]
     return table(("card", "for a plan"), rows)
 
 
@@ -66,7 +66,7 @@ def within_ram() -> str:
 
 def _cells(made: Chart, name: str) -> str:
     cells = [(model, made.cell(model.name, name)) for model in made.models]
-    rows = [(model.name, model.request.size, *numbers(cell), cell.words) for model, cell in cells if cell]
+    rows = [(model.name, model.request.size, *numbers(cell), cell.summary) for model, cell in cells if cell]
     return table(("", "usual request", "level", "peak", "time", "slower", "largest", "plan"), rows)
 
 

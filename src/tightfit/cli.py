@@ -191,8 +191,8 @@ def machine(
         with say("starting"):
             from tightfit.report.machine import describe_machine
             from tightfit.run.planning_context import measured_machine
-        with showing_steps() as told:
-            found = measured_machine(again=again, told=told)
+        with showing_steps() as on_progress:
+            found = measured_machine(again=again, on_progress=on_progress)
         typer.echo(describe_machine(found))
         if as_json:
             typer.echo(found.to_json())
@@ -217,13 +217,13 @@ def trace(
     with errors_as_lines(as_json):
         asked = call_request({}, height=height, width=width, frames=frames, guidance=guidance, batch=batch, steps=None)
         with say("exporting"), quiet_transformers():
-            from tightfit.run.export_job import trace_model
+            from tightfit.run.export_job import export_model
 
             inputs = {} if negative is None else {"negative_prompt": negative}
-            traced = trace_model(model, out, asked, name=component, device=device, dtype=dtype, inputs=inputs)
-        typer.echo(f"wrote {out}: {len(traced.graph.operations)} operations, no weights")
+            exported_file = export_model(model, out, asked, name=component, device=device, dtype=dtype, inputs=inputs)
+        typer.echo(f"wrote {out}: {len(exported_file.graph.operations)} operations, no weights")
         if as_json:
-            typer.echo(json.dumps({"outputs": [str(out)], "operations": len(traced.graph.operations)}))
+            typer.echo(json.dumps({"outputs": [str(out)], "operations": len(exported_file.graph.operations)}))
 
 
 @app.command(help=CHART_EXAMPLES)
@@ -244,8 +244,8 @@ def chart(
 
         if out is not None:
             check_out(out, levels=level_table is not None)
-        with showing_steps() as told:
-            made = asked_chart(models, cards, ram, level_table, told, usual_only=usual_only)
+        with showing_steps() as on_progress:
+            made = asked_chart(models, cards, ram, level_table, on_progress, usual_only=usual_only)
         typer.echo(chart_text(made))
         if out is not None:
             write_chart(made, out)
@@ -262,10 +262,10 @@ def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:
         typer.secho(warning, err=True, fg="yellow")
     with say("planning and loading" if job.limits else "loading"):
         job.load()
-    with heeding_interrupts() as check, showing_progress(job.fitted, watch=watch) as told:
+    with heeding_interrupts() as check, showing_progress(job.fitted, watch=watch) as on_progress:
 
         def progress(done: int, total: int) -> None:
-            told(done, total)
+            on_progress(done, total)
             check()
 
         table = job.run(progress, profile=profile)

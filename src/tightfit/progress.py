@@ -10,18 +10,18 @@ from typing import Any
 
 from tightfit.units import format_seconds
 
-__all__ = ["ProgressTracker", "Told", "listening", "showing"]
+__all__ = ["ProgressCallback", "ProgressTracker", "listening", "showing"]
 
-Told = Callable[[float, float], object]  # called with the fraction done and the seconds left
+ProgressCallback = Callable[[float, float], object]  # called with the fraction done and the seconds left
 DELAY = 2.0  # seconds before a bar is shown
 
-_listener: ContextVar[Told | None] = ContextVar("listener", default=None)
+_listener: ContextVar[ProgressCallback | None] = ContextVar("listener", default=None)
 
 
 @contextlib.contextmanager
-def listening(told: Told) -> Iterator[None]:
+def listening(on_progress: ProgressCallback) -> Iterator[None]:
     """Report progress inside the block to `told`."""
-    token = _listener.set(told)
+    token = _listener.set(on_progress)
     try:
         yield
     finally:
@@ -42,11 +42,11 @@ def showing(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
     usual = {"total": 100, "desc": what, "delay": DELAY, "leave": False, "mininterval": 0, "miniters": 1}
     with tqdm(**usual | {"bar_format": "{desc}: {percentage:3.0f}%|{bar}| {postfix}"} | dict(settings)) as bar:
 
-        def told(share: float, left: float) -> None:
+        def on_progress(share: float, left: float) -> None:
             bar.set_postfix_str(f"about {format_seconds(left)} left", refresh=False)
             bar.update(int(100 * share) - bar.n)
 
-        with listening(told):
+        with listening(on_progress):
             yield
 
 
@@ -63,7 +63,7 @@ class ProgressTracker:
     def did(self, size: float) -> None:
         """Add `size` to the work done, and report the progress to the listener."""
         self._done = min(self._done + size, self._size)
-        told = _listener.get()
-        if told is not None and self._done:
+        on_progress = _listener.get()
+        if on_progress is not None and self._done:
             share = self._done / self._size
-            told(share, (time.monotonic() - self._begun) * (1 - share) / share)
+            on_progress(share, (time.monotonic() - self._begun) * (1 - share) / share)

@@ -23,10 +23,10 @@ def say(what: str) -> Iterator[None]:
 
     with Console(stderr=True).status(f"{what} …") as status:
 
-        def told(_: float, left: float) -> None:
+        def on_progress(_: float, left: float) -> None:
             status.update(f"{what} … about {format_seconds(left)} left")
 
-        with listening(told):
+        with listening(on_progress):
             yield
 
 
@@ -92,6 +92,6 @@ def _ended(
     message = " ".join(message.split())
     typer.secho(f"tightfit: {message}", err=True, fg="red")
     if as_json:
-        told = {"type": type(error).__name__, "message": message, **(facts or {})}
-        typer.echo(json.dumps({"error": told}, default=str))
+        on_progress = {"type": type(error).__name__, "message": message, **(facts or {})}
+        typer.echo(json.dumps({"error": on_progress}, default=str))
     return typer.Exit(code)

@@ -47,9 +47,9 @@ def format_bytes(count: float) -> str:
     """
     if count < 0:
         return "-" + format_bytes(-count)
-    for block in ("B", "KiB", "MiB", "GiB", "TiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 999.5:
-            return f"{count:.0f} {block}" if block == "B" or count >= 99.95 else f"{count:.3g} {block}"
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} PiB"
 
@@ -65,9 +65,9 @@ def format_enough(count: int) -> str:
     said = format_bytes(count)
     if parse_bytes(said) >= count:
         return said
-    number, block = said.split()
+    number, unit = said.split()
     digits = 3 - len(number.partition(".")[0])
-    return format_bytes(int((Fraction(number) + Fraction(1, 10**digits)) * _FACTORS[block.lower()]))
+    return format_bytes(int((Fraction(number) + Fraction(1, 10**digits)) * _FACTORS[unit.lower()]))
 
 
 def format_seconds(seconds: float) -> str:

@@ -19,7 +19,7 @@ ROUNDING = 2e-6  # of the norm, float32; the worst pixel of a tiny CogVideoX mov
 NAMES = [case.name for case in CASES]
 DENOISER: dict[str, dict[str, Any]] = {
     "chunked attention": {"attention": "chunked"},
-    "one item at a time": {"batch": 1},
+    "one item at a time": {"max_batch": 1},
     "guidance apart": {"cfg": "sequential"},
     "guidance together": {"cfg": "batched"},
     "feed-forward in chunks": {"ffn_chunk": 4096},
@@ -27,7 +27,7 @@ DENOISER: dict[str, dict[str, Any]] = {
 AUTOENCODER: dict[str, dict[str, Any]] = {
     "strips, maps on the device": {"strips": 250_000},
     "strips, maps in host memory": {"strips": 250_000, "feature_maps": "host"},
-    "strips, maps again": {"strips": 250_000, "feature_maps": "again"},
+    "strips, maps again": {"strips": 250_000, "feature_maps": "recompute"},
 }
 # the level of each, and the pipelines, that are not left to the slow tests
 LEVEL = {

@@ -112,7 +112,7 @@ def test_where_no_file_can_be_written_it_is_done_again(error: Exception, monkeyp
     def full() -> None:
         raise error
 
-    monkeypatch.setattr(again, "Spill", full)
+    monkeypatch.setattr(again, "SpillFile", full)
     finished, work = OutputReplayCache(CpuDevice()), Work(torch.zeros(5))
     finished.active = True
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_the_last_pass_of_the_plan_is_not_kept(finished: OutputReplayCache) -> N
 def test_small_results_share_host_memory_which_the_next_call_uses_again(monkeypatch: pytest.MonkeyPatch) -> None:
     device, taken = LoopbackDevice(), list[int]()
     room = device.allocate_host
-    monkeypatch.setattr(device, "host_room", lambda size: taken.append(size) or room(size))
+    monkeypatch.setattr(device, "allocate_host", lambda size: taken.append(size) or room(size))
     finished = OutputReplayCache(device)
     finished.active = True
     values = [torch.full((200,), float(number)) for number in range(4)] + [torch.zeros(0), torch.ones(PAGE // 4 + 1)]

@@ -270,7 +270,7 @@ def assert_all_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> N
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("grain", ["layer", "block"])
+@pytest.mark.parametrize("granularity", ["layer", "block"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_network_may_do_anything(kind: type[Network], granularity: str, mode: Callable[[], Any], place: str) -> None:
     network, other = make(kind), make(kind)

@@ -36,7 +36,7 @@ class Casts(TorchDispatchMode):
 
 
 @torch.no_grad()  # a graph for gradients would hold them too
-@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("store", ["cpu", "disk"])
 @pytest.mark.parametrize("placement", ["stream", "offload"])
 def test_cast_copies_of_weights_that_come_and_go_do_not_pile_up(placement: str, store: str) -> None:
     torch.manual_seed(0)

@@ -35,7 +35,7 @@ def compiled(how: str) -> tuple[Any, torch.Tensor]:
     return pipe, wanted
 
 
-@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("store", ["cpu", "disk"])
 def test_compiled_blocks_stay_as_they_are(store: str) -> None:
     pipe, wanted = compiled("blocks")
     blocks = [module._compiled_call_impl for module in pipe.transformer.modules()]

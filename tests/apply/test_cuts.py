@@ -22,14 +22,14 @@ def drawn(seed: int, count: int) -> tuple[Network, Any]:
         flow.add_edge((number, 0), (number, 1), capacity=price)
         sources = draw.sample(range(number), min(number, draw.choice((0, 1, 1, 1, 2, 3))))
         for source in sources:
-            network.take(number, source)
+            network.add_edge(number, source)
             flow.add_edge((source, 1), (number, 0), capacity=NEVER)
         given = draw.choice((0, 0, 1, 5)) if sources else NEVER
         if given:
-            network.give(number, given)
+            network.connect_source(number, given)
             flow.add_edge("there", (number, 0), capacity=given)
         if draw.random() < 0.1 or number == count - 1:
-            network.ask(number)
+            network.connect_sink(number)
             flow.add_edge((number, 1), "later", capacity=NEVER)
     return network, flow
 
@@ -48,7 +48,7 @@ def test_a_chain_is_cut_where_it_is_cheapest_and_of_equals_at_the_last() -> None
     for number, price in enumerate((9, 3, 8, 3, 5)):
         network.add(number, price)
         if number:
-            network.take(number, number - 1)
-    network.give(0, NEVER)
-    network.ask(4)
+            network.add_edge(number, number - 1)
+    network.connect_source(0, NEVER)
+    network.connect_sink(4)
     assert network.cheapest_cut() == {3}

@@ -8,7 +8,7 @@ import pytest
 
 import tightfit.apply.activations
 from strip_proof import FARTHER, PAGE, ROUNDING, TINY, prove, rows_of
-from tiny_autoencoders import LEFT_OUT, TinyAutoencoder
+from tiny_autoencoders import OPTIONAL_PARTS, TinyAutoencoder
 
 # one of them looks at neighbourhoods by flex attention, which has no compiled kernel here
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -28,11 +28,11 @@ def test_the_page_has_a_line_for_every_method_of_every_class() -> None:
     page = PAGE.read_text()
     lines = [tuple(row.strip("| ").split(" | ")[:2]) for row in rows_of(page)]
     assert lines == [(case.name, method) for case in TINY for method in ("decode", "encode")[: 1 + case.encodes]]
-    assert all(f"`{name}`" in page for name in LEFT_OUT)
+    assert all(f"`{name}`" in page for name in OPTIONAL_PARTS)
 
 
 def test_no_class_is_named_where_activations_are_worked_on() -> None:
-    names = {case.name.partition(" ")[0] for case in TINY} | set(LEFT_OUT)
+    names = {case.name.partition(" ")[0] for case in TINY} | set(OPTIONAL_PARTS)
     folder = Path(tightfit.apply.activations.__file__).parent
     sources = {file: file.read_text() for file in folder.rglob("*.py")}
     assert len(sources) > 30

@@ -203,7 +203,7 @@ def test_large_tensors_are_not_kept_alive() -> None:
 
 @pytest.mark.parametrize(
     ("name", "guidance", "sizes"),
-    [("StableDiffusion", "apart", [4] * STEPS), ("Wan", "together", [1] * 2 * STEPS)],
+    [("StableDiffusion", "sequential", [4] * STEPS), ("Wan", "batched", [1] * 2 * STEPS)],
 )
 def test_hooks_of_the_owner_see_each_call_as_the_pipeline_makes_it(name: str, guidance: str, sizes: list[int]) -> None:
     case, seen = named(name), list[int]()
@@ -213,7 +213,7 @@ def test_hooks_of_the_owner_see_each_call_as_the_pipeline_makes_it(name: str, gu
     def watch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append(len(args[0] if args else kwargs["hidden_states"]))
 
-    fitted = fit(pipe, plan={"level": 0, "components": {part: {"guidance": guidance}}}, device="loopback")
+    fitted = fit(pipe, plan={"level": 0, "components": {part: {"cfg": guidance}}}, device="loopback")
     getattr(pipe, part).register_forward_pre_hook(watch, with_kwargs=True)
     latents(pipe, case)
     fitted.undo()

@@ -18,7 +18,7 @@ LAYERS, PASSES = 9, 12
 X = torch.randn(2, 512, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("stays", [0, 4, LAYERS])
+@pytest.mark.parametrize("resident", [0, 4, LAYERS])
 def test_weights_are_made_of_their_bytes_once_for_each_place(resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[str]()
     views = WeightGroup.views

@@ -71,7 +71,7 @@ def test_everywhere_torchaos_bits(dtype: torch.dtype, placement: str, store: str
     assert torch.equal(model(x), untouched)
 
 
-@pytest.mark.parametrize(("home", "device"), [("host", "loopback"), ("disk", "cpu"), ("disk", "loopback")])
+@pytest.mark.parametrize(("store", "device"), [("host", "loopback"), ("disk", "cpu"), ("disk", "loopback")])
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])
 def test_pipelines_draw_what_torchao_draws(name: str, store: str, device: str) -> None:
     case = next(case for case in CASES if case.name == name)
@@ -256,7 +256,7 @@ def test_what_was_written_meanwhile_stays(placement: str, store: str, device: st
 
 
 @pytest.mark.parametrize("placement", ["resident", "stream"])
-@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("store", ["cpu", "disk"])
 def test_a_lora_loaded_and_fused(placement: str, store: str) -> None:
     case = next(case for case in CASES if case.name == "StableDiffusion")
     plain, pipe = case.make(), case.make()

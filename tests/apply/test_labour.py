@@ -49,7 +49,7 @@ def ways_of(name: str) -> tuple[TinyAutoencoder, Any, torch.Tensor, list[StripPr
     rows = case.only_rows or max(ROWS // case.granule * case.granule, case.least_rows)
     latents = case.latents(rows, 1)
     survey = StripOptionProfiler(model, "decode", (latents,), case.decode_kwargs(1))
-    ways = [survey.way(WHOLE // share, maps, 0, 0) for share, maps in STRIPS.values()]
+    ways = [survey.profile(WHOLE // share, maps, 0, 0) for share, maps in STRIPS.values()]
     return case, model, latents, [way for way in ways if way is not None]
 
 
@@ -160,7 +160,7 @@ def assert_streamed(name: str, ring: int, count: int) -> None:
         use = BlockUse(block="", live_bytes_at_start=0, peak=0, layer_work=turns)
         done = ComponentCall(component="model", method="decode", peak=0, block_uses=(use,))
         streaming = ComponentCost(part, plan, card.accelerator, CostModel(part, card.accelerator))
-        said = streaming.work(done, 1, streaming.come(0.0), way)
+        said = streaming.work(done, 1, streaming.begin_load(0.0), way)
         took = played(case, model, latents, way, card, plan).seconds
         assert said == pytest.approx(took, rel=0.03)
 

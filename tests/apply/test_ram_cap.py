@@ -45,7 +45,7 @@ def test_what_stays_goes_where_the_process_holds_more(beyond: int, monkeypatch: 
         asked.append(held)
         return beyond if len(asked) == 5 else 0  # the first is at the beginning, this at the second step
 
-    monkeypatch.setattr(CpuDevice, "over", over)
+    monkeypatch.setattr(CpuDevice, "excess_bytes", over)
     assert torch.equal(run(pipe, case), untouched)
     after = fitted.report().trace
     told = [note for note in after.notes if "more RAM than it may" in note]
@@ -57,7 +57,7 @@ def test_what_stays_goes_where_the_process_holds_more(beyond: int, monkeypatch: 
 
 def test_a_budget_is_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     caps: list[int] = []
-    monkeypatch.setattr(CpuDevice, "cap", lambda self, size: caps.append(size) or (lambda: None))
+    monkeypatch.setattr(CpuDevice, "limit_memory", lambda self, size: caps.append(size) or (lambda: None))
     pipe = next(case for case in CASES if case.name == "StableDiffusion").make()
     request = {"height": 16, "width": 16, "steps": 1}
     fit(pipe, budget="30GB", ram="20GB", device="cpu", request=request).undo()

@@ -17,7 +17,7 @@ from tightfit.apply.activations.strips.program import Program
 from tightfit.catalog.known import model_names
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.run.first_calls import FirstCalls
-from tightfit.run.simulate import SimulationRun, roomy_card
+from tightfit.run.simulate import SimulationRun, unlimited_card
 from tightfit.schema.footprint import Request
 
 FOLDER = Path(str(files("tightfit"))) / SHIPPED
@@ -48,9 +48,9 @@ def test_nothing_is_exported_for_a_usual_call(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(new_cache() / "none"))
     monkeypatch.setattr(method, "capture", refuse)
-    with roomy_card(ANY_CARD) as card, ExitStack() as undo:
+    with unlimited_card(ANY_CARD) as card, ExitStack() as undo:
         stage = SimulationRun(model, card, {"level": 0}, Request())
         calls = FirstCalls(stage.components, undo, expandable=True)
-        stage.play(None)
+        stage.run(None)
         marks = {".".join(kind): survey and survey.mark for kind, survey in calls.take_apart().items()}
         assert marks == MADE["programs"][model]

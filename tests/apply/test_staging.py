@@ -66,7 +66,7 @@ def test_a_part_is_not_filled_again_before_its_copy_is_complete(stager: Stager) 
         def __init__(self, number: int) -> None:
             self.number = number
 
-        def land(self) -> None:
+        def synchronize(self) -> None:
             complete.append(self.number)
 
     class SlowLane(HostCopyStream):

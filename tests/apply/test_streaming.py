@@ -99,7 +99,7 @@ def widened_once(network: nn.Module, form: torch.dtype) -> None:
         owner._parameters[name] = nn.Parameter(Float8Weight.store(weight, form).widen(), weight.requires_grad)
 
 
-@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("store", ["cpu", "disk"])
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])
 def test_stored_in_eight_bits_is_as_casting_each_weight(name: str, store: str) -> None:
     case = next(case for case in CASES if case.name == name)

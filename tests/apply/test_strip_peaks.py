@@ -79,4 +79,4 @@ def test_what_a_course_keeps_of_its_bytes_is_what_a_walk_finds() -> None:
     walked: list[int] = []
     assert peak_of_stages(plain.graph, plain.in_host, plain.passes, walked) == telling.peak
     assert list(telling.moves) == walked
-    assert telling.room() == plain.room()
+    assert telling.allocator_bytes() == plain.allocator_bytes()

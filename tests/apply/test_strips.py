@@ -105,7 +105,7 @@ def test_strips_work_wherever_weights_are(changes: dict[str, Any], device: str) 
     fitted.undo()
 
 
-@pytest.mark.parametrize("grain", ["layer", "block"])
+@pytest.mark.parametrize("granularity", ["layer", "block"])
 def test_the_first_call_knows_the_order_of_layers_in_strips(granularity: str) -> None:
     case, model = prepared("AutoencoderKL without attention")
     plan = {"placement": "stream", "granularity": granularity}

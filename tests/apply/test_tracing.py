@@ -21,11 +21,11 @@ from inspection import assert_same, imprint, relative_error
 from more_pipelines import MORE_CASES
 from simulator.conftest import ACCELERATOR
 from tightfit import fit
-from tightfit.apply.activations.traced.compiled import CompiledProgram
-from tightfit.apply.activations.traced.file import ExportedFile
-from tightfit.apply.activations.traced.graph import Operation
-from tightfit.apply.activations.traced.program import traced_forward
-from tightfit.apply.activations.tracing import find_denoiser, trace_denoiser, trace_module
+from tightfit.apply.activations.export_denoiser import export_denoiser, export_module, find_denoiser
+from tightfit.apply.activations.exported.compiled import CompiledProgram
+from tightfit.apply.activations.exported.file import ExportedFile
+from tightfit.apply.activations.exported.graph import Operation
+from tightfit.apply.activations.exported.program import exported_forward
 from tightfit.apply.method_overrides import override_class_members
 from tightfit.apply.module_hooks import watch
 from tightfit.checkpoint.loading import load_pipeline
@@ -72,19 +72,19 @@ def inputs(side: int = 4, **others: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def traced() -> ExportedFile:
+def exported_file() -> ExportedFile:
     """Of Net, for `inputs()`."""
-    return trace_module(net(), **inputs())
+    return export_module(net(), **inputs())
 
 
 @pytest.fixture
-def file(traced: ExportedFile, tmp_path: Path) -> Path:
-    traced.save(tmp_path / "net.traced")
+def file(exported_file: ExportedFile, tmp_path: Path) -> Path:
+    exported_file.save(tmp_path / "net.traced")
     return tmp_path / "net.traced"
 
 
-def forward_of(module: nn.Module, traced: ExportedFile) -> Callable[..., Any]:
-    forward = traced_forward(module, traced)
+def forward_of(module: nn.Module, exported_file: ExportedFile) -> Callable[..., Any]:
+    forward = exported_forward(module, exported_file)
     return lambda *args, **kwargs: forward(module, *args, **kwargs)
 
 
@@ -92,8 +92,8 @@ def forward_of(module: nn.Module, traced: ExportedFile) -> Callable[..., Any]:
 
 DRAW = """
 import sys, torch
-from tightfit.apply.activations.traced.file import Traced
-from tightfit.apply.activations.traced.program import traced_forward
+from tightfit.apply.activations.exported.file import Traced
+from tightfit.apply.activations.exported.program import traced_forward
 from tightfit.apply.method_overrides import disguise
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.run.models import find_model
@@ -112,17 +112,17 @@ def test_exported_here_and_loaded_elsewhere_it_draws_the_demo_picture(tmp_path: 
     pipe.set_progress_bar_config(disable=True)
     call = {"prompt": "a large red circle", "num_inference_steps": 3, "output_type": "pt"}
     before, state = imprint(pipe.unet), torch.get_rng_state()
-    traced = trace_denoiser(pipe, call)
+    exported_file = export_denoiser(pipe, call)
     assert_same(before, imprint(pipe.unet))
     assert torch.equal(torch.get_rng_state(), state)
-    traced.save(tmp_path / "demo.traced")
+    exported_file.save(tmp_path / "demo.traced")
     assert (tmp_path / "demo.traced").stat().st_size < 50_000  # the weights are 13.8 MB
     command = [sys.executable, "-c", DRAW, str(tmp_path / "demo.traced")]
     drawn = subprocess.run(command, check=False, capture_output=True)
     assert drawn.returncode == 0, drawn.stderr.decode()
     assert drawn.stdout == pipe(**call, generator=torch.Generator().manual_seed(5)).images.numpy().tobytes()
 
-    override_class_members(pipe.unet, forward=traced_forward(pipe.unet, traced))
+    override_class_members(pipe.unet, forward=exported_forward(pipe.unet, exported_file))
     taken = r"sample is float32 \(2, 4, 8, 8\), the exported denoiser takes float32 \(2, 4, 16, 16\): export it again"
     with pytest.raises(RequestError, match=taken):
         pipe(**call, height=64, width=64)
@@ -139,9 +139,9 @@ def test_exported_here_and_loaded_elsewhere_it_draws_the_demo_picture(tmp_path: 
 def test_pictures_are_those_of_the_code(case: TinyCase, tmp_path: Path) -> None:
     pipe: Any = case.make()
     file = tmp_path / "case.traced"
-    trace_denoiser(pipe, case.call()).save(file)
+    export_denoiser(pipe, case.call()).save(file)
     module, wanted = find_denoiser(pipe), run(pipe, case)
-    override_class_members(module, forward=traced_forward(module, ExportedFile.load(file)))
+    override_class_members(module, forward=exported_forward(module, ExportedFile.load(file)))
     assert torch.equal(run(pipe, case), wanted)
 
 
@@ -159,7 +159,7 @@ def test_what_falls_short_is_refused(name: str, error: type[Exception], message:
 
     def draw() -> None:
         module = find_denoiser(pipe)
-        override_class_members(module, forward=traced_forward(module, trace_denoiser(pipe, case.call())))
+        override_class_members(module, forward=exported_forward(module, export_denoiser(pipe, case.call())))
         run(pipe, case)
 
     with pytest.raises(error, match=message):
@@ -171,7 +171,7 @@ def test_inputs_may_be_given_by_position_or_by_name(dtype: torch.dtype) -> None:
     module = net().to(dtype)
     given = inputs()
     given["sample"] = given["sample"].to(dtype)
-    run_it = forward_of(module, trace_module(module, **given))
+    run_it = forward_of(module, export_module(module, **given))
     with torch.no_grad():
         wanted = module(**given)[0]
         assert torch.equal(run_it(*given.values())[0], wanted)
@@ -179,16 +179,16 @@ def test_inputs_may_be_given_by_position_or_by_name(dtype: torch.dtype) -> None:
         assert torch.equal(run_it(**given | {"timestep": torch.tensor(9)})[0], module(**given | {"timestep": 9})[0])
 
 
-def test_whoever_asks_for_the_signature_gets_that_of_the_code(traced: ExportedFile) -> None:
+def test_whoever_asks_for_the_signature_gets_that_of_the_code(exported_file: ExportedFile) -> None:
     module = net()
     wanted = inspect.signature(module.forward)
-    override_class_members(module, forward=traced_forward(module, traced))
+    override_class_members(module, forward=exported_forward(module, exported_file))
     assert inspect.signature(module.forward) == wanted
 
 
-def test_the_live_weights_are_used(traced: ExportedFile) -> None:
+def test_the_live_weights_are_used(exported_file: ExportedFile) -> None:
     module = net()
-    run_it = forward_of(module, traced)
+    run_it = forward_of(module, exported_file)
     with torch.no_grad():
         module.blocks[1].weight.mul_(3)
         module.blocks[2].weight = nn.Parameter(torch.eye(8))
@@ -199,20 +199,20 @@ def test_the_live_weights_are_used(traced: ExportedFile) -> None:
 def test_a_weight_with_two_names_is_one() -> None:
     module = net()
     module.blocks[2].weight = module.blocks[0].weight
-    run_it = forward_of(module, trace_module(module, **inputs()))
+    run_it = forward_of(module, export_module(module, **inputs()))
     with torch.no_grad():
         module.blocks[0].weight.mul_(2)
         assert torch.equal(run_it(**inputs())[0], module(**inputs())[0])
 
 
-def test_gradients_are_those_of_the_code(traced: ExportedFile) -> None:
+def test_gradients_are_those_of_the_code(exported_file: ExportedFile) -> None:
     ours, theirs = net(), net()
-    forward_of(ours, traced)(**inputs())[0].square().sum().backward()
+    forward_of(ours, exported_file)(**inputs())[0].square().sum().backward()
     theirs(**inputs())[0].square().sum().backward()
     assert torch.equal(ours.into.weight.grad, theirs.into.weight.grad)
 
 
-def test_exported_without_a_card_it_runs_on_one(traced: ExportedFile) -> None:
+def test_exported_without_a_card_it_runs_on_one(exported_file: ExportedFile) -> None:
     module, given = net(), inputs()
     wanted = module(**given)[0]
     use_cards([SimulatedCard(0, ACCELERATOR, Host(), "real")])
@@ -220,7 +220,7 @@ def test_exported_without_a_card_it_runs_on_one(traced: ExportedFile) -> None:
         there = tree_map_only(
             torch.Tensor, lambda tensor: tensor.to("privateuseone:0") if tensor.ndim else tensor, given
         )
-        drawn = forward_of(module.to("privateuseone:0"), traced)(**there)[0]
+        drawn = forward_of(module.to("privateuseone:0"), exported_file)(**there)[0]
         assert drawn.device.type == "privateuseone"
         assert torch.equal(drawn.cpu(), wanted)
     finally:
@@ -231,7 +231,7 @@ def test_exported_without_a_card_it_runs_on_one(traced: ExportedFile) -> None:
 def pixart() -> tuple[Any, ExportedFile]:
     """A tiny pipeline and its exported denoiser."""
     pipe = PIXART.make()
-    return pipe, trace_denoiser(pipe, PIXART.call())
+    return pipe, export_denoiser(pipe, PIXART.call())
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def pixart() -> tuple[Any, ExportedFile]:
 def test_weights_that_stream_come_as_they_do_for_the_code(
     pixart: tuple[Any, ExportedFile], chosen: dict[str, str]
 ) -> None:
-    pipe, traced = pixart
-    forward = traced_forward(pipe.transformer, traced)
+    pipe, exported_file = pixart
+    forward = exported_forward(pipe.transformer, exported_file)
     plan = {"components": {"transformer": {"placement": "stream", **chosen}}}
     seen = []
     for ours in (False, True):
@@ -259,13 +259,13 @@ def test_weights_that_stream_come_as_they_do_for_the_code(
     assert moved[1] > 0
 
 
-def test_those_who_wait_for_a_module_are_told_once_for_each_time(traced: ExportedFile) -> None:
+def test_those_who_wait_for_a_module_are_told_once_for_each_time(exported_file: ExportedFile) -> None:
     module, told, undo = net(), [], ExitStack()
 
     def tell(said: str) -> Callable[[], None]:
         return lambda: told.append(said)
 
-    run_it = forward_of(module, traced)
+    run_it = forward_of(module, exported_file)
     for place, block in enumerate(module.blocks):
         watch(block, tell(f"before {place}"), tell(f"after {place}"), undo.callback)
     run_it(**inputs())
@@ -293,9 +293,9 @@ def test_those_who_wait_for_a_module_are_told_once_for_each_time(traced: Exporte
         ({"sample": torch.zeros(1, 3, 4, 4, device="meta")}, "added.mask is on cpu, .* first is on meta"),
     ],
 )
-def test_another_call_is_refused_by_name(traced: ExportedFile, change: dict[str, Any], message: str) -> None:
+def test_another_call_is_refused_by_name(exported_file: ExportedFile, change: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        forward_of(net(), traced)(**inputs() | change)
+        forward_of(net(), exported_file)(**inputs() | change)
 
 
 def _with(attribute: str, value: object) -> Callable[[Net], None]:
@@ -314,26 +314,26 @@ def _with(attribute: str, value: object) -> Callable[[Net], None]:
     ],
 )
 def test_another_network_is_refused_by_what_differs(
-    traced: ExportedFile, change: Callable[[Net], None], message: str
+    exported_file: ExportedFile, change: Callable[[Net], None], message: str
 ) -> None:
     module = net()
     change(module)
     with pytest.raises(ModelError, match=message):
-        traced_forward(module, traced)
+        exported_forward(module, exported_file)
 
 
-def test_where_it_comes_from_makes_no_difference(traced: ExportedFile) -> None:
+def test_where_it_comes_from_makes_no_difference(exported_file: ExportedFile) -> None:
     module = net()
     module.config["_name_or_path"] = "elsewhere"
-    traced_forward(module, traced)
+    exported_forward(module, exported_file)
 
 
 @pytest.mark.parametrize("library", ["torch", "diffusers", "tightfit"])
-def test_another_version_is_refused(traced: ExportedFile, library: str) -> None:
-    older = traced.manifest.model_copy(update={"versions": traced.manifest.versions | {library: "0.0.1"}})
+def test_another_version_is_refused(exported_file: ExportedFile, library: str) -> None:
+    older = exported_file.manifest.model_copy(update={"versions": exported_file.manifest.versions | {library: "0.0.1"}})
     with pytest.raises(ModelError, match=rf"exported with {library} = 0\.0\.1, and here it is \d.*: export it again"):
-        traced_forward(net(), ExportedFile(older, traced.graph, {}))
-    assert "+" not in traced.manifest.versions["torch"]
+        exported_forward(net(), ExportedFile(older, exported_file.graph, {}))
+    assert "+" not in exported_file.manifest.versions["torch"]
 
 
 @pytest.mark.parametrize(
@@ -346,17 +346,19 @@ def test_another_version_is_refused(traced: ExportedFile, library: str) -> None:
         (lambda module: fit(module, level=0, device="cpu"), AlreadyFitted, "Net follows a plan"),
     ],
 )
-def test_what_is_in_the_way_is_said(traced: ExportedFile, change: Any, error: type[Exception], message: str) -> None:
+def test_what_is_in_the_way_is_said(
+    exported_file: ExportedFile, change: Any, error: type[Exception], message: str
+) -> None:
     module = net()
     change(module)
-    for work in (lambda: trace_module(module, **inputs()), lambda: traced_forward(module, traced)):
+    for work in (lambda: export_module(module, **inputs()), lambda: exported_forward(module, exported_file)):
         with pytest.raises(error, match=message):
             work()
 
 
-def test_a_hook_that_came_later_is_not_passed_over(traced: ExportedFile) -> None:
+def test_a_hook_that_came_later_is_not_passed_over(exported_file: ExportedFile) -> None:
     module = net()
-    run_it = forward_of(module, traced)
+    run_it = forward_of(module, exported_file)
     module.blocks[0].register_forward_hook(print)
     with pytest.raises(RunError, match="a hook was set on a Linear"):
         run_it(**inputs())
@@ -390,24 +392,24 @@ def test_what_cannot_be_exported_is_said(how: str, message: str) -> None:
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
         with pytest.raises(ModelError, match=message):
-            trace_module(Odd().eval(), torch.ones(2), how)
+            export_module(Odd().eval(), torch.ones(2), how)
 
 
 def test_a_denoiser_that_is_not_there_or_not_called_is_said(pixart: tuple[Any, ExportedFile]) -> None:
     pipe, _ = pixart
     with pytest.raises(PlanError, match="unknown component 'transfomer': did you mean 'transformer'"):
-        trace_denoiser(pipe, {}, "transfomer")
+        export_denoiser(pipe, {}, "transfomer")
     with pytest.raises(ModelError, match="without its AutoencoderKL"):
-        trace_denoiser(pipe, PIXART.call() | {"output_type": "latent"}, "vae")
+        export_denoiser(pipe, PIXART.call() | {"output_type": "latent"}, "vae")
 
 
 # the file
 
 
-def test_what_is_read_is_what_was_written(traced: ExportedFile, file: Path) -> None:
+def test_what_is_read_is_what_was_written(exported_file: ExportedFile, file: Path) -> None:
     again = ExportedFile.load(file)
-    assert again.manifest == traced.manifest
-    assert again.graph == traced.graph
+    assert again.manifest == exported_file.manifest
+    assert again.graph == exported_file.graph
     assert zipfile.ZipFile(file).namelist() == ["manifest.json", "graph.json", "constants.safetensors"]
     first = file.read_bytes()
     again.save(file)
@@ -421,7 +423,7 @@ class Tabled(nn.Module):
 
 def test_numbers_in_the_code_go_with_it(tmp_path: Path) -> None:
     module = Tabled().eval()
-    trace_module(module, torch.ones(3)).save(tmp_path / "tabled.traced")
+    export_module(module, torch.ones(3)).save(tmp_path / "tabled.traced")
     assert forward_of(module, ExportedFile.load(tmp_path / "tabled.traced"))(torch.ones(3)).tolist() == [1, 2, 3]
 
 
@@ -467,24 +469,24 @@ def test_a_file_that_cannot_be_used_is_refused(file: Path, spoil: Callable[[Path
         (Operation(op="aten.neg.default", args=[{"value": 0}], inside="into.x"), "an unknown module, into.x"),
     ],
 )
-def test_a_graph_says_nothing_but_operations(traced: ExportedFile, operation: Operation, message: str) -> None:
-    graph = traced.graph.model_copy(update={"operations": (*traced.graph.operations, operation)})
+def test_a_graph_says_nothing_but_operations(exported_file: ExportedFile, operation: Operation, message: str) -> None:
+    graph = exported_file.graph.model_copy(update={"operations": (*exported_file.graph.operations, operation)})
     with pytest.raises(ModelError, match=message):
-        traced_forward(net(), ExportedFile(traced.manifest, graph, {}))
+        exported_forward(net(), ExportedFile(exported_file.manifest, graph, {}))
 
 
 @pytest.mark.parametrize("what", ["inputs", "weights", "constants"])
-def test_a_graph_uses_nothing_that_is_not_there(traced: ExportedFile, what: str) -> None:
-    graph = traced.graph.model_copy(update={what: (*getattr(traced.graph, what), "another")})
+def test_a_graph_uses_nothing_that_is_not_there(exported_file: ExportedFile, what: str) -> None:
+    graph = exported_file.graph.model_copy(update={what: (*getattr(exported_file.graph, what), "another")})
     with pytest.raises(ModelError, match=f"uses an unknown {what[:-1]}, another"):
-        traced_forward(net(), ExportedFile(traced.manifest, graph, {}))
+        exported_forward(net(), ExportedFile(exported_file.manifest, graph, {}))
 
 
 def test_a_file_is_written_whole_or_not_at_all(
-    traced: ExportedFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported_file: ExportedFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputError, match=r"cannot write .*nowhere/net\.traced: No such file"):
-        traced.save(tmp_path / "nowhere" / "net.traced")
+        exported_file.save(tmp_path / "nowhere" / "net.traced")
     kept = tmp_path / "net.traced"
     kept.write_text("what was there")
 
@@ -493,7 +495,7 @@ def test_a_file_is_written_whole_or_not_at_all(
 
     monkeypatch.setattr(zipfile.ZipFile, "writestr", full)
     with pytest.raises(InputError, match="No space left"):
-        traced.save(kept)
+        exported_file.save(kept)
     assert [*tmp_path.iterdir()] == [kept]
     assert kept.read_text() == "what was there"
 
@@ -540,10 +542,10 @@ def simulated_to_compile(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def check_compiled(folder: Path) -> None:
     """Compiled once, it is loaded from then on, and works on the live weights."""
     module, x = Line().eval(), torch.tensor([[0.1, 0.2]])
-    traced = trace_module(module, x)
+    exported_file = export_module(module, x)
     for weights in ([2.0, 3.0], [-1.0, 0.5]):
-        compiled = CompiledProgram(traced, folder)
-        forward = traced_forward(module, traced, compiled)
+        compiled = CompiledProgram(exported_file, folder)
+        forward = exported_forward(module, exported_file, compiled)
         with torch.no_grad():
             module.weight = nn.Parameter(torch.tensor(weights))
             torch.testing.assert_close(forward(module, x), module(x))
@@ -558,10 +560,10 @@ def test_compiled_once_it_is_kept_where_nobody_else_may_write(tmp_path: Path, mo
     assert len(made) == 1
 
     module, x = Line().eval(), torch.tensor([[0.1, 0.2]])
-    traced = trace_module(module, x)
+    exported_file = export_module(module, x)
     [file] = folder.iterdir()
     file.write_text("half")
-    forward = traced_forward(module, traced, CompiledProgram(traced, folder))
+    forward = exported_forward(module, exported_file, CompiledProgram(exported_file, folder))
     with pytest.raises(RunError, match="could not be loaded and was removed, try again: not a package"):
         forward(module, x)
     torch.testing.assert_close(forward(module, x), module(x))
@@ -569,7 +571,7 @@ def test_compiled_once_it_is_kept_where_nobody_else_may_write(tmp_path: Path, mo
 
     folder.chmod(0o770)
     with pytest.raises(RunError, match="may be written to by others"):
-        traced_forward(module, traced, CompiledProgram(traced, folder))(module, x)
+        exported_forward(module, exported_file, CompiledProgram(exported_file, folder))(module, x)
 
 
 @pytest.mark.slow
@@ -580,8 +582,8 @@ def test_compiled_by_a_compiler(tmp_path: Path) -> None:
 def test_compiled_code_takes_plain_weights_only(tmp_path: Path) -> None:
     module = net()
     plan = {"components": {"model": {"storage": "float8_e4m3fn", "skip_patterns": []}}}
-    traced = trace_module(module, **inputs())
-    forward = traced_forward(module, traced, CompiledProgram(traced, tmp_path))
+    exported_file = export_module(module, **inputs())
+    forward = exported_forward(module, exported_file, CompiledProgram(exported_file, tmp_path))
     fitted = fit(module, plan=plan, device="cpu", count_activations=False)
     with pytest.raises(PlanError, match=r"into\.weight is a Float8Weight, and compiled code takes weights as loaded"):
         forward(module, **inputs())
@@ -595,9 +597,9 @@ def test_where_nothing_compiles_that_is_said(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", none)
     module = Line().eval()
-    traced = trace_module(module, torch.ones(2))
+    exported_file = export_module(module, torch.ones(2))
     with pytest.raises(RunError, match=r"Line cannot be compiled here: no C\+\+ compiler: leave compiled out"):
-        traced_forward(module, traced, CompiledProgram(traced, tmp_path))(module, torch.ones(2))
+        exported_forward(module, exported_file, CompiledProgram(exported_file, tmp_path))(module, torch.ones(2))
     assert [*tmp_path.iterdir()] == []
 
 
@@ -613,6 +615,8 @@ def test_compiled_it_draws_nearly_the_demo_picture(tmp_path: Path) -> None:
         return pipe("a large red circle", **call).images
 
     wanted = draw()
-    traced = trace_denoiser(pipe, {"prompt": "a large red circle"})
-    override_class_members(pipe.unet, forward=traced_forward(pipe.unet, traced, CompiledProgram(traced, tmp_path)))
+    exported_file = export_denoiser(pipe, {"prompt": "a large red circle"})
+    override_class_members(
+        pipe.unet, forward=exported_forward(pipe.unet, exported_file, CompiledProgram(exported_file, tmp_path))
+    )
     assert relative_error(draw(), wanted) < 1e-4

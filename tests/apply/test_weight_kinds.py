@@ -25,7 +25,7 @@ def network() -> nn.Module:
 
 
 @pytest.mark.parametrize("placement", ["offload", "stream"])
-@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("store", ["cpu", "disk"])
 def test_what_cannot_be_moved_is_refused_by_name(placement: str, store: str) -> None:
     model = network()
     before = imprint(model)

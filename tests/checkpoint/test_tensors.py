@@ -20,7 +20,7 @@ from torch import nn
 from tightfit.checkpoint.folder import ModelFolder, check_folder
 from tightfit.checkpoint.lazy_loading import build_folder
 from tightfit.checkpoint.loading import load_pipeline
-from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, place_weights, read_places
+from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, locate_weights, read_locations
 from tightfit.errors import ModelError
 from tightfit.measure.build_models import build_network
 from tiny_pipelines import CASES, TinyCase
@@ -90,8 +90,8 @@ def with_header(content: object, tensors: bytes) -> bytes:
 def find(folder: Path, network: nn.Module | None = None) -> dict[str, TensorLocation]:
     """The places of all weights of `network`, by the shards in `folder` and their index."""
     index = folder / INDEX
-    places = read_places(sorted(folder.glob("*.safetensors")), index if index.exists() else None)
-    return place_weights(network or Network(), places, "unet")
+    places = read_locations(sorted(folder.glob("*.safetensors")), index if index.exists() else None)
+    return locate_weights(network or Network(), places, "unet")
 
 
 def complaint(folder: Path, network: nn.Module | None = None) -> str:
@@ -132,7 +132,9 @@ def check_against_loading(folder: ModelFolder, dtype: torch.dtype) -> None:
     parts = [part for part in folder.components if part.weight_files]
     assert any(part.weight_index for part in parts)
     for part in parts:
-        places = place_weights(getattr(built, part.name), read_places(part.weight_files, part.weight_index), part.name)
+        places = locate_weights(
+            getattr(built, part.name), read_locations(part.weight_files, part.weight_index), part.name
+        )
         expected = getattr(loaded, part.name).state_dict()
         wanted = getattr(built, part.name).state_dict()
         assert list(places) == list(expected)
@@ -331,7 +333,7 @@ def test_missing_tensors(unet: Path) -> None:
     files = f"unet/{SHARDS[0]}, unet/{SHARDS[1]}"
     assert complaint(unet) == f"unet lacks 2 of 5 weights: conv.bias, scale; its files are {files}"
     with pytest.raises(ModelError, match=r"unet lacks 5 of 5 weights: conv.bias, conv.weight, mask and 2 more; its"):
-        place_weights(Network(), {}, "unet")
+        locate_weights(Network(), {}, "unet")
 
 
 def test_superfluous_tensors(unet: Path) -> None:

@@ -20,18 +20,21 @@ ELSEWHERE = {
     "simulated.py",  # simulated cards have waits of their own
     "host_overheads.py",  # its waits are for the sake of times alone
 }
-TIMING = {"seconds", "synchronize"}  # methods that are asked for the sake of times alone
+TIMING = re.compile(r"(.+\.)?seconds|\w*Device\.synchronize")  # methods that are called for the sake of times alone
 NOT_ON_CARDS = {  # what other devices do instead, and how often in the function
     ("devices/copy_stream.py", "CopyStream.follow", 1),  # CudaCopyStream has its own
     ("devices/copy_stream.py", "_LateCopy.wait_on_device", 1),  # a stream of the tests
     ("apply/weights/disk_store.py", "DiskStore.send", 2),  # without a stager, which devices have that take threads
 }
 WAITS = {
-    "abandon", "follow", "land", "mark", "precede", "record_event", "sent", "settle", "synchronize", "wait_event",
+    "cancel", "follow", "mark", "precede", "record_event", "sent", "settle", "synchronize", "wait_event", "wait_on_device",
     "wait_stream",
 }  # fmt: skip
-OTHERS = {"self._housing.settle", "_replacement.settle", "self.follow", "follower.follow", "count.sent"}
-COPYING = re.compile(r"devices/|apply/weights/|apply/again")  # where `after` is a mark
+OTHERS = {  # of the same names, but no orderings of a card
+    "self._store_factory.settle", "_replacement.settle", "self.follow", "handle.follow", "count.sent",
+    "self._reading.cancel", "self._given.cancel",
+}  # fmt: skip
+COPYING = re.compile(r"devices/|apply/weights/|apply/output_replay")  # where `after` is a mark
 MARKER = "_ordering_was_left_out"
 
 
@@ -58,7 +61,7 @@ def all_orderings() -> list[Ordering]:
                 found += [
                     Ordering(name, function, node.lineno, node.col_offset, ast.unparse(node))
                     for function, top in _functions(ast.parse(file.read_text()))
-                    if function.rpartition(".")[2] not in TIMING
+                    if TIMING.fullmatch(function) is None
                     for number, node in enumerate(_in_order(top, marks=COPYING.match(name) is not None), 1)
                     if (name, function, number) not in NOT_ON_CARDS
                 ]
@@ -104,7 +107,7 @@ class _Marked(ast.NodeTransformer):
             return self.generic_visit(node)
         text = ast.unparse(node)
         if self.without:
-            what: ast.expr = ast.Constant(0.0 if text.endswith("settle()") else None)  # seconds
+            what: ast.expr = ast.Constant(0.0 if text.endswith(("settle()", "wait_on_device()")) else None)  # seconds
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # what it is asked of is there
                 what = ast.Subscript(ast.Tuple([node.func.value, what], ast.Load()), ast.Constant(1), ast.Load())
         else:

@@ -91,9 +91,9 @@ def test_forgotten_pages_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None
     made: list[int] = []
 
     class Counting(LateCard):
-        def host_room(self, size: int) -> torch.Tensor:
+        def allocate_host(self, size: int) -> torch.Tensor:
             made.append(size)
-            return super().host_room(size)
+            return super().allocate_host(size)
 
     host_pool = ActivationHostPool(Counting())
     for _ in range(3):
@@ -111,11 +111,11 @@ class Locking(LoopbackDevice):
     """Page-locks at most `most` pieces, and notes what happens to them."""
 
     def __init__(self, most: int, room: int = 2**40) -> None:
-        self.most, self.allocate = most, room
+        self.most, self.pinned = most, room
         self.locked, self.asked = 0, 0
 
     def pinnable(self) -> int:
-        return self.allocate
+        return self.pinned
 
     def lock_pages(self, buffer: torch.Tensor) -> Callable[[], None] | None:
         self.asked += 1
@@ -145,7 +145,7 @@ def test_pages_are_locked_once_until_that_is_refused_and_unlocked_at_the_end() -
 
 
 def test_no_more_is_locked_than_can_be() -> None:
-    device = Locking(most=9, allocate=5000)
+    device = Locking(most=9, room=5000)
     pages = PinnedPool(device)
     both = [pages.take(4096), pages.take(8192)]
     assert (device.locked, device.asked, len(both)) == (1, 1, 2)

@@ -67,8 +67,8 @@ def test_guidance_together_waits_for_the_timestep_alone(name: str, more: int) ->
     """Flux makes it anew for a step's second call; QwenImage's two prompts cannot be joined, so nothing is compared."""
     case: TinyCase = next(case for case in (*CASES, *MORE_CASES) if case.name == name)
     pipe, found = case.make(), []
-    for guidance in (None, "together"):
-        part = {"components": {"transformer": {"guidance": guidance}}}
+    for guidance in (None, "batched"):
+        part = {"components": {"transformer": {"cfg": guidance}}}
         fitted = tightfit.fit(pipe, plan={"level": 0, **part}, device="cuda")
         found.append(waits_of_a_step(pipe, case))
         fitted.undo()

@@ -29,7 +29,7 @@ HOMES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("placement", ["offload", "stream"])
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("store", HOMES)
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux", "Wan"])
 def test_every_home_gives_the_bits_of_a_resident_model(
     name: str, store: str, placement: str, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import torch
 
 from tightfit import PlanError
 from tightfit.catalog.attention import AttentionCall, torch_kernel
-from tightfit.plan.kernel_choice import block_bytes, check_wanted, choose
+from tightfit.plan.kernel_choice import check_wanted, choose, score_chunk_bytes
 from tightfit.schema.plan import Attention
 from tightfit.simulator import attention as simulated
 
@@ -90,7 +90,7 @@ def test_a_plan_says_of_a_card_what_a_simulated_card_does(monkeypatch: pytest.Mo
         seen.add(kernel)
         assert kernel == torch_kernel(call).kernel
         if kernel == "math":
-            assert name == "chunked" or call.score_bytes <= block_bytes("cuda"), (call, because)
+            assert name == "chunked" or call.score_bytes <= score_chunk_bytes("cuda"), (call, because)
         else:
             assert (name, because.partition(" takes ")[0]) == ("torch", titles[kernel]), (call, because)
     assert seen == {*titles, "math"}
@@ -154,7 +154,7 @@ def test_the_choice_for_a_card_and_why(change: dict[str, Any], name: str, becaus
         ({"dimensions": 5}, "5 dimensions"),
         ({"value_width": 32}, "heads of 64 with values of 32"),
         ({"mask": "additive", "mask_dimensions": 3}, "a mask of 3 dimensions"),
-        ({"mask": "additive", "mask_dimensions": 4, "mask_learns": True}, "a mask that wants gradients"),
+        ({"mask": "additive", "mask_dimensions": 4, "mask_requires_grad": True}, "a mask that wants gradients"),
         ({"in_rows": False}, "rows that are spread out in memory"),
         ({"items_match": False}, "batches of different sizes"),
     ],

@@ -62,8 +62,8 @@ def cell(size: int, ram: int | None = None, largest: Largest | None = None) -> C
 
 
 def test_a_plan_may_use_95_percent_of_what_cuda_leaves() -> None:
-    assert charted_card("c", CARD).room == int(0.95 * (80 * GIB - CONTEXT))
-    assert charted_card("c", card_with(3 * GIB)).room == pytest.approx(3 * GIB, abs=2)
+    assert charted_card("c", CARD).usable_bytes == int(0.95 * (80 * GIB - CONTEXT))
+    assert charted_card("c", card_with(3 * GIB)).usable_bytes == pytest.approx(3 * GIB, abs=2)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_a_cell_tells_of_the_plan_that_is_made_for_the_card() -> None:
         assert told.seconds == sum(part.seconds for part in plan.forecast)
         assert told.peak_bytes == max(part.peak_bytes for part in plan.forecast)
         assert told.peak_bytes <= size
-        assert told.words == summarize(plan, FOOTPRINT)
+        assert told.summary == summarize(plan, FOOTPRINT)
         assert told.slowdown is not None
         assert told.slowdown >= 1
     assert cell(5 * GIB).slowdown == 1
-    assert cell(5 * GIB).words == "all on the card"
+    assert cell(5 * GIB).summary == "all on the card"
 
 
 def test_a_limit_of_ram_is_kept_to() -> None:
@@ -110,7 +110,7 @@ def test_what_is_refused_says_what_would_do() -> None:
         plan_on(FOOTPRINT, card_with(150 * MIB))
     needed = error.value.facts["needed_bytes"]
     assert isinstance(needed, int)
-    assert told.words == f"needs {needed // MIB} MiB"
+    assert told.summary == f"needs {needed // MIB} MiB"
     assert fits_card(FOOTPRINT, card_with(needed))
     assert not fits_card(FOOTPRINT, card_with(needed - 4 * MIB))
 

@@ -96,8 +96,8 @@ def test_the_host_is_busy_with_each_use_of_a_layer() -> None:
 
 
 def test_layers_that_move_together_come_once_and_are_used_one_by_one() -> None:
-    work = [ComputeSegment("a", 0.0, 0.0, gate=gate) for gate in ("a", "b", "c")]
-    work = [work[0], ComputeSegment("", 0.0, 0.0), *work[1:], ComputeSegment("d", 0.0, 0.0, gate="d")]
+    work = [ComputeSegment("a", 0.0, 0.0, layer=layer) for layer in ("a", "b", "c")]
+    work = [work[0], ComputeSegment("", 0.0, 0.0), *work[1:], ComputeSegment("d", 0.0, 0.0, layer="d")]
     sizes, overheads = {"a": 3 * 4096, "d": 4096}, HostOverheads(streamed=0.01, resident=0.001)
     run = TransferSimulator(["a", "a", "a", "d"], sizes, set(), 3 * 4096, RATE, overheads=overheads)
     assert [run.work(work) for _ in range(3)][-1] == pytest.approx(2 * 0.009 + 4 * 0.001, abs=1e-4)

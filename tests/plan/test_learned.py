@@ -41,7 +41,7 @@ def call_of(footprint: Footprint, plan: Plan, device: Accelerator, call: int = 2
     told = simulate(footprint, plan, device, HERE.disk_rate)
     phases = tuple(
         PhaseTrace(
-            name=one.name, start=0.0, seconds=one.seconds, peak_bytes=one.weights + one.room + more,
+            name=one.name, start=0.0, seconds=one.seconds, peak_bytes=one.weights + one.allocator_bytes + more,
             peak_weights=one.weights, runs=sum(done.runs for done in phase.calls),
         )
         for one, phase in zip(told, footprint.phases, strict=True)
@@ -66,7 +66,7 @@ def again(
     footprint: Footprint, size: int, experiences: Sequence[CallMeasurement], machine: Machine = HERE
 ) -> Plan | None:
     try:
-        return make_plan(footprint, machine, Budget(device=size), experiences=experiences)
+        return make_plan(footprint, machine, Budget(device=size), measurements=experiences)
     except BudgetTooSmall:
         return None
 
@@ -259,7 +259,7 @@ def test_of_several_calls_the_median_tells_times_and_the_highest_peak_bytes() ->
 
 def test_what_others_have_on_the_device_is_not_taken_for_activations() -> None:
     beside = most_beside(CARD) + 1
-    trace = call_of(SMALL, WHOLE, CARD, more=GIB, beside=beside)
+    trace = call_of(SMALL, WHOLE, CARD, more=GIB, other_bytes=beside)
     assert [one.extra_bytes for one in measurement_of(SMALL, WHOLE, CARD, trace).phases] == [0, 0]
     less = trace.model_copy(update={"other_bytes": beside - 1})
     assert all(one.extra_bytes for one in measurement_of(SMALL, WHOLE, CARD, less).phases)
@@ -300,5 +300,5 @@ def test_what_a_variant_took_is_learned_of_all_ways_of_working() -> None:
     assert {done.time_scale for done in (*corrected.phases[0].calls, *corrected.variants[0].phases[0].calls)} == {
         lesson.phases[0].time_scale
     }
-    second = make_plan(footprint, HERE, Budget(device=GIB // 2), experiences=[lesson])
+    second = make_plan(footprint, HERE, Budget(device=GIB // 2), measurements=[lesson])
     assert second.forecast[0].seconds == pytest.approx(2 * plan.forecast[0].seconds, rel=0.02)

@@ -402,7 +402,9 @@ def test_whatever_moves_has_its_reason(choices: dict[str, Any], separate: bool) 
     decided = plan(choices, SD, separate=separate)
     moved = {f"{name} {place}" for name, place in placements(decided).items() if place != "resident"}
     placed = [text.rpartition(" ") for text in decisions(decided)]
-    told = {f"{name} {place}" for names, _, place in placed if place.startswith("per-") for name in names.split(", ")}
+    told = {
+        f"{name} {place}" for names, _, place in placed if place in ("offload", "stream") for name in names.split(", ")
+    }
     assert moved == told
 
 
@@ -435,7 +437,7 @@ def test_what_cannot_be_is_refused(choices: dict[str, Any], message: str, separa
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("store", ["cpu", "disk"])
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

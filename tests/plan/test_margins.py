@@ -26,5 +26,5 @@ def test_most_weights_are_just_within(size: int, device: Accelerator) -> None:
 def test_a_page_of_the_allocator_is_kept_or_a_percent_if_that_is_more(
     peak: int, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tightfit.plan.forecast.WORKSPACE_STAYS", False)  # else it is part of what a plan needs
+    monkeypatch.setattr("tightfit.plan.forecast.KEEPS_WORKSPACE", False)  # else it is part of what a plan needs
     assert peak - most_weights(peak, 0, CARD) == pytest.approx(beside, abs=MIB)

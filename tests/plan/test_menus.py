@@ -18,8 +18,8 @@ from tightfit.schema.machine import Accelerator
 
 
 def fastest(menu: OptionSet, size: int) -> Option | None:
-    fitting = [option for option in menu if option.comes <= size]
-    return min(fitting, key=lambda option: (option.seconds, option.comes), default=None)
+    fitting = [option for option in menu if option.streamed_bytes <= size]
+    return min(fitting, key=lambda option: (option.seconds, option.streamed_bytes), default=None)
 
 
 def tasks(footprint: Footprint, device: Accelerator, where: Where) -> Iterator[tuple[OptionSet, OptionSet]]:
@@ -37,7 +37,7 @@ def tasks(footprint: Footprint, device: Accelerator, where: Where) -> Iterator[t
 def check(footprint: Footprint, device: Accelerator, where: Where, sizes: list[int]) -> None:
     for menu, all_of_it in tasks(footprint, device, where):
         for size in sizes:
-            race = menu.race(size)
+            race = menu.search(size)
             soonest, found, best = race.seconds, menu.within(size), fastest(all_of_it, size)
             assert (found and found.seconds) == (best and pytest.approx(best.seconds, rel=1e-10))
             assert race.over
@@ -47,7 +47,7 @@ def check(footprint: Footprint, device: Accelerator, where: Where, sizes: list[i
                 assert max(soonest, race.seconds) <= found.seconds
         for offer in all_of_it.offers:
             assert offer.seconds <= offer.settled <= offer.option.seconds
-            assert offer.comes <= offer.option.comes
+            assert offer.streamed_bytes <= offer.option.streamed_bytes
 
 
 about = (
@@ -75,7 +75,7 @@ def test_few_are_worked_out_often(footprint: Footprint, device: Accelerator, whe
 def test_what_no_chance_beats_is_found(footprint: Footprint, size: int, ram: int | None) -> None:
     """Looking at the most promising ones, offer by offer, ends with the best of all that can be done."""
     search, other = (DeviceSearch(footprint, CARD, 2e9, {}) for _ in range(2))
-    every = [branch.find(chance, size) for branch in other.branches for chance in branch.chances(size, ram)]
+    every = [branch.find(chance, size) for branch in other.branches for chance in branch.nodes(size, ram)]
     found = search.best(size, ram)
     best = min((each[:3] for each in every if each is not None), default=None)
     assert (found and found[:3]) == (best and (pytest.approx(best[0], rel=1e-10), *best[1:]))

@@ -68,7 +68,7 @@ def test_what_a_plan_takes_is_known_before_it_is_settled(
         settled = ComponentCost(
             part, sketch.plan(seconds), CPU, CostModel(part, CPU), seconds=seconds
         )  # what is small is always there
-        assert sketch.comes == settled.comes if sketch.exact else sketch.comes <= settled.comes
+        assert sketch.comes == settled.streamed_bytes if sketch.exact else sketch.comes <= settled.streamed_bytes
 
 
 @settings(deadline=None, max_examples=50)
@@ -82,7 +82,7 @@ def test_no_plan_takes_less_than_the_fewest(
     work = [10**9 * (1 + 5 * index % 7) for index in range(len(part.layers))]
     footprint = called(part, passes_of(part, work, 4, MIB))
     menu = ComponentWorkload(part, footprint, device).menu(where, 2e9, storage, variant)
-    comes = [offer.part.comes for offer in menu.offers]
+    comes = [offer.part.streamed_bytes for offer in menu.offers]
     assert ComponentWorkload(part, footprint, device).least(where, storage, variant) == min(comes, default=None)
 
 

@@ -240,7 +240,7 @@ def test_with_more_weights_no_less_stays_but_for_one_parcel(
 @given(
     pages=st.integers(1, 20),
     count=st.integers(1, 40),
-    weight_memory=st.tuples(st.integers(1, 800), st.integers(1, 800)),
+    weights=st.tuples(st.integers(1, 800), st.integers(1, 800)),
 )
 def test_of_equal_layers_with_more_weights_no_less_stays(pages: int, count: int, weights: tuple[int, int]) -> None:
     what = layers(*[pages] * count)
@@ -486,9 +486,9 @@ def seconds_per_step(
                 link = max(link, found[1].after or 0.0) + sizes[found[0]] / rate
                 here[found[0]] = found[1], link
                 sent += 1
-            lease, come = here.pop(name, (None, 0.0))
+            lease, begin_load = here.pop(name, (None, 0.0))
             assert lease or name in resident, f"{name} is needed, and there was no place for it"
-            device = max(device, come) + seconds[name]
+            device = max(device, begin_load) + seconds[name]
             if lease:
                 room.give_back(lease, device)
         ends.append(device)

@@ -83,7 +83,7 @@ def check_that_nothing_is_better(footprint: Footprint, sizes: tuple[int, int], r
     """Of all arrangements, with all that each device could do."""
     team = MultiDeviceSearch(footprint, list(map(DeviceBudget, BOTH.accelerators, sizes)), HERE.disk_rate, {})
     every = []
-    for posts in team.postings():
+    for posts in team.assignments():
         fronts = [team.search(post).front(sizes[post.member], ram, sparing=ram is not None) for post in posts]
         for chosen in itertools.product(*(front.within(math.inf) for front in fronts)):
             waiting = sum(found.branch.ram_of(found) for found in chosen)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from plan.test_planner import CARD, GIB, HERE, MIB, component, passes_of, phase, planned, seconds
-from tightfit.plan.component_order import CoResidencyTracker, coming_early, schedule_of
+from tightfit.plan.component_order import CoResidencyTracker, prefetch_reasons, schedule_of
 from tightfit.plan.device_search import DeviceSearch
 from tightfit.plan.forecast import add_forecast
 from tightfit.plan.planner import make_plan
@@ -60,18 +60,18 @@ def test_parts_that_no_pass_uses_have_no_work() -> None:
 
 def test_who_does_not_stay_comes_early_after_who_does_not_stay_either() -> None:
     parts = {name: ComponentPlan(placement="offload") for name in ("text_encoder", "text_encoder_2", "unet", "vae")}
-    (said,) = coming_early(ORDER, parts)
+    (said,) = prefetch_reasons(ORDER, parts)
     assert said.decision.endswith("text_encoder_2 after text_encoder, text_encoder after text_encoder_2, "
                                   "unet after text_encoder_2, vae after unet")  # fmt: skip
-    (said,) = coming_early(ORDER, parts | {"text_encoder_2": ComponentPlan()})
+    (said,) = prefetch_reasons(ORDER, parts | {"text_encoder_2": ComponentPlan()})
     assert said.decision.endswith(": vae after unet")
-    assert not list(coming_early(ORDER, parts | {"unet": ComponentPlan(), "text_encoder": ComponentPlan()}))
+    assert not list(prefetch_reasons(ORDER, parts | {"unet": ComponentPlan(), "text_encoder": ComponentPlan()}))
 
 
 def test_nobody_comes_early_on_another_device() -> None:
     parts = {name: ComponentPlan(placement="offload", device="cuda:1") for name in ("text_encoder", "text_encoder_2")}
     parts |= {name: ComponentPlan(placement="offload") for name in ("unet", "vae")}
-    (said,) = coming_early(ORDER, parts)
+    (said,) = prefetch_reasons(ORDER, parts)
     assert "unet after" not in said.decision
     assert "vae after unet" in said.decision
 
@@ -117,6 +117,6 @@ def test_who_takes_turns_comes_each_time_and_more_memory_is_never_slower() -> No
 
 def test_guests_come_each_time_that_another_worked_until_they_stay_together() -> None:
     guests = CoResidencyTracker()
-    came = [guests.works(name) for name in "aabababbabaac"]
+    came = [guests.record_run(name) for name in "aabababbabaac"]
     assert came == [True, False, True, True, True, True, True, False, False, False, False, False, True]
-    assert guests.device_bytes == {"c"}
+    assert guests.on_device == {"c"}

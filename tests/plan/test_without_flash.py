@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tightfit.catalog.attention import AttentionCall, torch_kernel
-from tightfit.plan.kernel_choice import choose, foresee
+from tightfit.plan.kernel_choice import attention_reasons, choose
 from tightfit.schema.footprint import Component
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan
@@ -32,8 +32,8 @@ def test_a_plan_says_so() -> None:
         name="transformer", class_name="Network", role="denoiser", bytes=8, dtypes={"bfloat16": 8}, head_widths=(128,)
     )
     card = Accelerator(name="cuda:0", kind="cuda", bytes=8, compute_capability="8.9")
-    ((said, _),) = foresee(network, ComponentPlan(), card)
+    ((said, _),) = attention_reasons(network, ComponentPlan(), card)
     assert "flash" in said
-    ((said, because),) = foresee(network, ComponentPlan(), card.model_copy(update={"flash": False}))
+    ((said, because),) = attention_reasons(network, ComponentPlan(), card.model_copy(update={"flash": False}))
     assert "memory-efficient" in said
     assert "torch was compiled without it" in because

@@ -25,7 +25,7 @@ def cases() -> dict[str, TinyCase]:
 def left_out() -> dict[str, str]:
     """Why classes have none, by their whole name."""
     bases = dict.fromkeys(("DiffusionPipeline", "ModularPipeline"), "what others are derived from")
-    return bases | {name: why for module in _modules() for name, why in getattr(module, "LEFT_OUT", {}).items()}
+    return bases | {name: why for module in _modules() for name, why in getattr(module, "OPTIONAL_PARTS", {}).items()}
 
 
 def _modules() -> list[ModuleType]:

@@ -87,4 +87,4 @@ def _remembered(height: int) -> Parts:
 CASES: tuple[TinyCase, ...] = (
     _modular("EchoModular", _echo, _remembered, **SQUARE, num_frames=FRAMES, max_sequence_length=16, output="videos"),
 )
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

@@ -145,6 +145,6 @@ RECIPES = (
 )
 CASES: tuple[TinyCase, ...] = tuple(map(_exact, RECIPES))
 
-LEFT_OUT: dict[str, str] = {
+OPTIONAL_PARTS: dict[str, str] = {
     "Cosmos2_5_TransferPipeline": "its control net always resizes a mask with torchvision, which is not installed",
 }

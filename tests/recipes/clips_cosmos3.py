@@ -62,4 +62,4 @@ CASES: tuple[TinyCase, ...] = (
     modular("Cosmos3DistilledModular", _distilled, _picture, **WORLD),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

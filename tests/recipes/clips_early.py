@@ -202,6 +202,6 @@ CASES: tuple[TinyCase, ...] = (
     recipe("EasyAnimateInpaint", _easyanimate_inpaint, _repainted, **CLIP_SIZE),
 )
 
-LEFT_OUT: dict[str, str] = {
+OPTIONAL_PARTS: dict[str, str] = {
     "EasyAnimateControlPipeline": "its call gives its own encode_prompt an argument that it does not take",
 }

@@ -67,4 +67,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("Kandinsky5I2V", partial(_kandinsky_5, visual_cond=True), _picture, attributes=LENGTHS, **LONG),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

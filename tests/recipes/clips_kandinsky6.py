@@ -97,4 +97,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("Kandinsky6SR", _larger, frames("video", 5), resolution_scale=2),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

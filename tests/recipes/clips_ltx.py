@@ -51,4 +51,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("LTXI2VLongMultiPrompt", _long, _first_picture, **LONG, prompt="a red fox | a blue fox"),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

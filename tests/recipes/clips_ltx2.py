@@ -185,4 +185,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("LTX2VideoDiffusionDecode", _decode, lambda height: {"latents": _latents(2, 2 + height // 32, 4)}),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

@@ -40,4 +40,4 @@ CASES: tuple[TinyCase, ...] = (
     modular("LTX25Modular", _denoised, output=BOTH, **{**TEXT, "num_frames": 5}),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

@@ -96,4 +96,4 @@ SIZE: dict[str, Any] = {"height": PIXELS, "width": PIXELS, "num_frames": SHORTES
 
 CASES: tuple[TinyCase, ...] = (_plain(modular("MiniMaxH3Modular", _h3, output=["videos", "audio"], **SIZE)),)
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

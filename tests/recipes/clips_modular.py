@@ -93,4 +93,4 @@ CASES: tuple[TinyCase, ...] = (
     modular("HeliosPyramidDistilledModular", _distilled, **PYRAMID),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

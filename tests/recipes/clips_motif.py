@@ -51,4 +51,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("MotifVideoImage2Video", _motif, _picture, **MOTIF),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

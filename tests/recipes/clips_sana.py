@@ -72,4 +72,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("SanaWM", _sana_world, _walk, **SANA, num_frames=FRAMES, chi_prompt=["say: "]),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

@@ -150,4 +150,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("HeliosPyramid", partial(_helios, stages=3), **HELIOS, pyramid_num_inference_steps_list=[1, 1, 1]),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

@@ -221,4 +221,4 @@ CASES: tuple[TinyCase, ...] = (
     _case("CogView4", _cogview_4, **T5_SQUARE),
     _case("CogView4Control", partial(_cogview_4, in_channels=8), _control_picture, draws=True, **T5_SQUARE),
 )
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

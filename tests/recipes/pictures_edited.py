@@ -80,6 +80,6 @@ CASES: tuple[TinyCase, ...] = (
     _case("JoyImageEdit", _joy, _picture, draws=True, **SQUARE),
     _case("JoyImageEditPlus", partial(_joy, transformer="JoyImageEditPlusTransformer3DModel"), _references, **SQUARE),
 )
-LEFT_OUT: dict[str, str] = {
+OPTIONAL_PARTS: dict[str, str] = {
     "OmniGenPipeline": "Its processor of pictures needs torchvision, which is not installed.",
 }

@@ -253,4 +253,4 @@ CASES: tuple[TinyCase, ...] = (
     _case("DreamLite", _dreamlite, _picture, **SQUARE),
     _case("DreamLiteMobile", _dreamlite, _picture, **SQUARE),
 )
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

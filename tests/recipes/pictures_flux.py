@@ -159,4 +159,4 @@ CASES: tuple[TinyCase, ...] = (
     _case("ChromaImg2Img", _chroma, _picture, **T5_SQUARE, **HALFWAY),
     _case("ChromaInpaint", _chroma, _masked_picture, **T5_SQUARE, **HALFWAY),
 )
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

@@ -146,4 +146,4 @@ CASES: tuple[TinyCase, ...] = (
     _case("ZImageImg2Img", _z_image, _picture, **Z_IMAGE, **HALFWAY),
     _case("ZImageInpaint", _z_image, _masked_picture, **Z_IMAGE, **HALFWAY),
 )
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

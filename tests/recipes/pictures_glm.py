@@ -75,4 +75,4 @@ def _glm_image(scale: int = 1) -> Parts:
 QUOTING: Parts = {**SQUARE, "prompt": 'a red fox says "hi"', "max_sequence_length": 32}
 
 CASES: tuple[TinyCase, ...] = (_case("GlmImage", _glm_image, **QUOTING),)
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

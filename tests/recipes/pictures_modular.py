@@ -168,4 +168,4 @@ CASES: tuple[TinyCase, ...] = (
     _modular("Flux3Modular", _flux_3, _reference, **FLUX_3),
     _modular("Flux3DistilledModular", partial(_flux_3, flow_map=True), _reference, **FLUX_3),
 )
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

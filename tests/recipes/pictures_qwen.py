@@ -116,4 +116,4 @@ CASES: tuple[TinyCase, ...] = (
     _case("QwenImageLayered", _qwen_layered, _to_layers, true_cfg_scale=2.0),
     _case("QwenImage21", _qwen_21, _picture, **QWEN, output_resolution=PIXELS),
 )
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

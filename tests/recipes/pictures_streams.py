@@ -210,4 +210,4 @@ CASES: tuple[TinyCase, ...] = (
     _case("Kandinsky5T2I", _kandinsky_5, **SQUARE, max_sequence_length=32, attributes=SIZES),
     _case("Kandinsky5I2I", _kandinsky_5_edit, _picture, **SQUARE, attributes=SIZES),
 )
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

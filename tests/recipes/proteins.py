@@ -69,4 +69,4 @@ def _chain(height: int) -> Parts:
 
 
 CASES: tuple[TinyCase, ...] = (_case("RFD4Proteina", _proteina, _chain),)
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

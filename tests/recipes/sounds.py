@@ -157,4 +157,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("LongCatAudioDiT", _longcat, _seconds("audio_duration_s")),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

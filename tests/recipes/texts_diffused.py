@@ -54,4 +54,4 @@ CASES: tuple[TinyCase, ...] = (
     _case("LLaDA2", _llada, _length, output_type="seq", num_inference_steps=4, temperature=1.0, eos_early_stop=False),
     _case("DiffusionGemma", _gemma, _length, output_type="seq", num_inference_steps=4, eos_early_stop=False),
 )
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

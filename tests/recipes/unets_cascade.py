@@ -124,4 +124,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("WuerstchenCombined", _wuerstchen_both, _even, **BOTH),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

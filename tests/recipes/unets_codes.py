@@ -171,4 +171,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("VQDiffusion", _vq_diffusion, _more, common=_text(num_inference_steps=2, truncation_rate=0.9)),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

@@ -65,4 +65,4 @@ CASES: tuple[TinyCase, ...] = (
     ),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

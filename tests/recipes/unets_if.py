@@ -71,4 +71,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("IFInpaintingSuperResolution", _larger, ORIGINAL_MASK, **HALFWAY, **LARGER),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

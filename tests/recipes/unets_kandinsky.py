@@ -230,4 +230,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("Kandinsky3Img2Img", _third, _picture, **HALFWAY),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

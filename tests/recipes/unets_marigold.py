@@ -69,4 +69,4 @@ CASES: tuple[TinyCase, ...] = (
     ),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

@@ -180,4 +180,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("TextToVideoZero", _zero, common={**PROMPTS, **WARPED, "output_type": "np"}, **SQUARE, video_length=3),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

@@ -116,7 +116,7 @@ CASES: tuple[TinyCase, ...] = (
     recipe("AltDiffusionImg2Img", _alt, _picture, **HALFWAY),
 )
 
-LEFT_OUT: dict[str, str] = dict.fromkeys(
+OPTIONAL_PARTS: dict[str, str] = dict.fromkeys(
     (
         "OnnxStableDiffusionImg2ImgPipeline",
         "OnnxStableDiffusionInpaintPipeline",

@@ -169,4 +169,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("DanceDiffusion", _sound, _longer, common={"num_inference_steps": 2}),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

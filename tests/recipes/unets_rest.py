@@ -167,7 +167,7 @@ CASES: tuple[TinyCase, ...] = (
 )
 
 BLIP = "its query transformer asks for invert_attention_mask, which transformers 5 has no longer"
-LEFT_OUT: dict[str, str] = {
+OPTIONAL_PARTS: dict[str, str] = {
     "BlipDiffusionControlNetPipeline": BLIP,
     "BlipDiffusionPipeline": BLIP,
     "VersatileDiffusionDualGuidedPipeline": "its double attention refuses an argument that this U-Net gives to all",

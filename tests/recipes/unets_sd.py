@@ -276,4 +276,4 @@ CASES: tuple[TinyCase, ...] = (
     recipe("StableDiffusionLDM3D", _colours_and_depth, **SQUARE, output_type="np"),
 )
 
-LEFT_OUT: dict[str, str] = {}
+OPTIONAL_PARTS: dict[str, str] = {}

@@ -139,7 +139,7 @@ CASES: tuple[TinyCase, ...] = (
     recipe("MusicLDM", _musicldm, _embedded_length, common=without(SUNG, "prompt", "negative_prompt")),
 )
 
-LEFT_OUT: dict[str, str] = {
+OPTIONAL_PARTS: dict[str, str] = {
     "AudioDiffusionPipeline": "needs librosa, which is not installed",
     "SpectrogramDiffusionPipeline": "needs note_seq, which is not installed",
 }

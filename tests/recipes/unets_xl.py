@@ -169,7 +169,7 @@ CASES: tuple[TinyCase, ...] = (
     recipe("StableDiffusionXLModular", _components, pipeline=_modular, **SQUARE, output="images"),
 )
 
-LEFT_OUT: dict[str, str] = {
+OPTIONAL_PARTS: dict[str, str] = {
     "KolorsPipeline": "needs sentencepiece, which is not installed",
     "KolorsImg2ImgPipeline": "needs sentencepiece, which is not installed",
     "KolorsPAGPipeline": "needs sentencepiece, which is not installed",

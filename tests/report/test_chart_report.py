@@ -21,26 +21,26 @@ GIB = 2**30
 PICTURE = Request(height=1024, width=1024, steps=28)
 CLIP = Request(height=480, width=720, frames=49, steps=50)
 SMALL, MIDDLE, BIG = (
-    ChartedCard(name=name, title=name, bytes=size * GIB, room=size * GIB * 9 // 10)
+    ChartedCard(name=name, title=name, bytes=size * GIB, usable_bytes=size * GIB * 9 // 10)
     for name, size in (("gtx1650", 4), ("rtx4060", 8), ("rtx6000-ada", 48))
 )
 WORDS = "streams encoders 98 %, denoiser 6 %, VAE 5 %; strips, maps in RAM"
 CELLS = (
     Cell(
-        model="flux.1-dev", card="gtx1650", words=WORDS, peak_bytes=3 * GIB, seconds=1200.0, slowdown=2.5,
+        model="flux.1-dev", card="gtx1650", summary=WORDS, peak_bytes=3 * GIB, seconds=1200.0, slowdown=2.5,
         largest=Largest(request=PICTURE, limit="card"),
     ),
     Cell(
-        model="flux.1-dev", card="rtx4060", level=3, words=WORDS, peak_bytes=7 * GIB, seconds=126.0, slowdown=1.004,
+        model="flux.1-dev", card="rtx4060", level=3, summary=WORDS, peak_bytes=7 * GIB, seconds=126.0, slowdown=1.004,
         largest=Largest(request=PICTURE.model_copy(update={"height": 4096, "width": 4096}), limit="ladder"),
     ),
     Cell(
-        model="flux.1-dev", card="rtx6000-ada", level=0, words="all on the card", peak_bytes=34 * GIB, seconds=14.1,
+        model="flux.1-dev", card="rtx6000-ada", level=0, summary="all on the card", peak_bytes=34 * GIB, seconds=14.1,
         slowdown=1.0, largest=Largest(request=PICTURE, limit="model", refusal="at most 1024"),
     ),
-    Cell(model="cogvideox-2b", card="gtx1650", words="needs 5.1 GiB"),
+    Cell(model="cogvideox-2b", card="gtx1650", summary="needs 5.1 GiB"),
     Cell(
-        model="cogvideox-2b", card="rtx4060", level=3, words="needs 8.2 GiB",
+        model="cogvideox-2b", card="rtx4060", level=3, summary="needs 8.2 GiB",
         largest=Largest(request=CLIP.model_copy(update={"frames": 25}), limit="card"),
     ),
 )  # fmt: skip

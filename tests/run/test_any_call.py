@@ -242,7 +242,7 @@ def test_arguments_that_a_rehearsal_changes_stay_as_they_are() -> None:
     tensor, array, picture = torch.zeros(2), np.zeros(2), Image.new("L", (2, 2))
     generator = torch.Generator().manual_seed(1)
     given: dict[str, Any] = {"a": [tensor], "b": {"c": array}, "d": picture, "generator": generator, "callback": print}
-    copies = Given(given, torch.device("cuda")).rehearsed(torch.device("cpu"))
+    copies = Given(given, torch.device("cuda")).simulation_copy(torch.device("cpu"))
     assert list(copies) == ["a", "b", "d", "generator"]
     copies["a"][0].add_(1), copies["b"]["c"].fill(1), copies["d"].putpixel((0, 0), 255)
     torch.rand(1, generator=copies["generator"])

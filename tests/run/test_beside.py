@@ -32,7 +32,7 @@ def tensor_of(size: int, index: int = 0) -> torch.Tensor:
 
 
 def peak_of(fitted: Any, device: str = "simulated:0") -> int:
-    return fitted.plan.told_peak(device)  # type: ignore[no-any-return]
+    return fitted.plan.predicted_peak(device)  # type: ignore[no-any-return]
 
 
 def test_a_plan_keeps_within_what_others_leave_of_a_budget() -> None:

@@ -154,7 +154,7 @@ def test_footprints_are_what_they_are_without(name: str, monkeypatch: pytest.Mon
     case = {case.name: case for case in (*CASES, *MORE_CASES)}.get(name) or cases()[name]
     repeated = []
     once = BlockReplay._repeat
-    monkeypatch.setattr("tightfit.run.footprints.recalled", lambda *_: None)
+    monkeypatch.setattr("tightfit.run.footprints.lookup", lambda *_: None)
     monkeypatch.setattr(BlockReplay, "_repeat", lambda self, *given: repeated.append(1) or once(self, *given))
 
     def footprint() -> Footprint:

@@ -116,7 +116,7 @@ def test_four_gigabytes_of_weights_in_one_and_a_half(large_model: Path, cage: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("home", ["disk", "cpu"])
+@pytest.mark.parametrize("store", ["disk", "cpu"])
 def test_what_is_larger_than_memory_is_loaded_into_eight_bits(
     store: str, large_model: Path, cage: Path, tmp_path: Path
 ) -> None:

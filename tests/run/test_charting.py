@@ -159,7 +159,7 @@ def test_plan_takes_names_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -
         asked.append(question)
         raise InputError("not now, question 1")
 
-    monkeypatch.setattr(forecasts, "remembered", remembered)
+    monkeypatch.setattr(forecasts, "cached", remembered)
     CliRunner().invoke(app, ["plan", "Wan2.1 14B", "--card", "RTX 4090", "--level", "3"])
     assert [(question["model"], question["title"], question["card"]) for question in asked] == [
         ("wan-2.1-14b", "wan-2.1-14b", "rtx4090")

@@ -25,8 +25,8 @@ CASE = next(case for case in CASES if case.name == "StableDiffusionXL")
 
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> SimulatedCard:
-    monkeypatch.setattr(SimulatedDevice, "grow_segments", Device.use_expandable_segments)
-    monkeypatch.setattr(SimulatedDevice, "fixed_segments", lambda self: "a test says so")
+    monkeypatch.setattr(SimulatedDevice, "use_expandable_segments", Device.use_expandable_segments)
+    monkeypatch.setattr(SimulatedDevice, "expandable_refused", lambda self: "a test says so")
     card = SimulatedCard(0, ACCELERATOR.model_copy(update={"bytes": 2000 * MIB}), Host(), values="real")
     use_cards([card])
     return card
@@ -55,7 +55,7 @@ def test_the_least_that_is_said_is_enough(fixed: SimulatedCard) -> None:
     with pytest.raises(BudgetTooSmall) as refused:
         fitted_within(pipe, MIB, asked)
     fitted = fitted_within(pipe, refused.value.facts["needed_bytes"], asked)
-    assert not fitted.plan.growing_segments
+    assert not fitted.plan.expandable_segments
     assert "a test says so" in [reason.because for reason in fitted.plan.reasons]
     found = run(pipe, CASE).cpu()
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()

@@ -25,7 +25,8 @@ from tightfit.measure.recorder import Recorder
 from tightfit.run import calibration as experiences
 from tightfit.run import footprints, replanning
 from tightfit.run import predict as forecasts
-from tightfit.run.calibration import MOST, CalibrationRecorder, CalibrationStore, forget
+from tightfit.run.calibration import MOST, CalibrationStore, forget
+from tightfit.run.calibration_recorder import CalibrationRecorder
 from tightfit.run.call_arguments import Prompt
 from tightfit.run.generate import profiled
 from tightfit.run.job import Job
@@ -159,7 +160,7 @@ def test_a_network_that_comes_and_computes_long(monkeypatch: pytest.MonkeyPatch)
         [SimulatedCard(0, known_card("rtx3060").model_copy(update={"bytes": 1000 * MIB}), Host(), values="shapes")]
     )
     monkeypatch.setattr(replanning, "machine_now", believed_faster(2.0))
-    monkeypatch.setattr(footprints, "mark_of", lambda pipe: "a stand-in for a tokenizer has none")
+    monkeypatch.setattr(footprints, "fingerprint", lambda pipe: "a stand-in for a tokenizer has none")
     pipe = build_known(known_model("sd-1.5"))
     pipe.set_progress_bar_config(disable=True)
     ratios = []
@@ -365,7 +366,7 @@ def from_disk(*wanted: Any) -> PlannedFolder:
     return made._replace(plan=made.plan.model_copy(update={"components": parts}))
 
 
-@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("store", ["cpu", "disk"])
 def test_plan_knows_what_run_has_seen(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
 ) -> None:

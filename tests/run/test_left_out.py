@@ -21,14 +21,14 @@ from tightfit.run.calibration import CalibrationStore, PlanningInputs
 from tightfit.run.first_calls import FirstCalls
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_options import Limits
-from tightfit.schema.footprint import LEFT_OUT, STRIPS, Phase, Variant
+from tightfit.schema.footprint import OPTIONAL_PARTS, STRIPS, Phase, Variant
 from tiny_pipelines import CASES, run
 
 MIB = 2**20
 (SDXL,) = (case for case in CASES if case.name == "StableDiffusionXL")
 REQUEST = tightfit.Request(height=256, width=256, steps=4)
 SIZES = [int(MIB * 2.1**power) for power in range(1, 12)]
-SMALLEST = LEFT_OUT[-1]  # strips, with maps in host memory
+SMALLEST = OPTIONAL_PARTS[-1]  # strips, with maps in host memory
 CARD = ACCELERATOR.model_copy(update={"bytes": 2**40, "fixed_bytes": 0})
 
 
@@ -107,7 +107,7 @@ def with_parts(whole: Footprint, parts: Sequence[str]) -> Footprint:
         update={
             "phases": tuple(map(kept, whole.phases)),
             "variants": whole.variants if "variants" in parts else (),
-            "not_measured": tuple(part for part in LEFT_OUT if part not in parts),
+            "not_measured": tuple(part for part in OPTIONAL_PARTS if part not in parts),
         }
     )
 
@@ -126,24 +126,24 @@ def test_no_plan_is_slower_and_none_is_refused_for_it(name: str) -> None:
         assert (plan is None) == (best is None), size
         if plan is not None:
             assert seconds_of(plan) <= (1 + 2 * GAIN) * seconds_of(best), size
-    assert LEFT_OUT in left
+    assert OPTIONAL_PARTS in left
     assert () not in left
-    assert any(0 < len(parts) < len(LEFT_OUT) for parts in left)
+    assert any(0 < len(parts) < len(OPTIONAL_PARTS) for parts in left)
 
 
 def test_what_is_measured_is_what_could_gain(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all is there, nothing; where nothing fits, what needs least; what is asked for, that alone."""
     measurer = Measurer(SDXL.make(4))
     monkeypatch.setattr(measurer, "_mark", "")  # nothing is kept
-    assert measurer.measure(REQUEST, None, missing_within(2**34)).not_measured == LEFT_OUT
+    assert measurer.measure(REQUEST, None, missing_within(2**34)).not_measured == OPTIONAL_PARTS
     assert done == []
     known = measurer.measure(REQUEST, None, missing_within(1))
     assert done
     assert set(done) <= {"variants", SMALLEST}
-    assert set(known.not_measured) == set(LEFT_OUT).difference(done)
+    assert set(known.not_measured) == set(OPTIONAL_PARTS).difference(done)
     done.clear()
     known = measurer.measure(REQUEST, None, lambda known: [part for part in known.not_measured if part == SMALLEST])
-    assert set(known.not_measured) == set(LEFT_OUT) - {SMALLEST}
+    assert set(known.not_measured) == set(OPTIONAL_PARTS) - {SMALLEST}
     assert done == [SMALLEST]
 
 
@@ -163,12 +163,12 @@ def test_what_would_do_where_nothing_fits_is_known(name: str) -> None:
 def test_a_footprint_of_everything_misses_nothing() -> None:
     whole = Measurer(SDXL.make()).measure(REQUEST)
     assert find_missing(whole, computer_with(CARD), Budget(device=1)) == ()
-    assert find_missing(bare(whole), computer_with(CARD), Budget(devices={"a": 1, "b": 1})) == LEFT_OUT
+    assert find_missing(bare(whole), computer_with(CARD), Budget(devices={"a": 1, "b": 1})) == OPTIONAL_PARTS
 
 
 def test_parts_that_are_known_of_one_call_go_together() -> None:
     whole = Measurer(SDXL.make(4)).measure(REQUEST)
-    first, second = with_parts(whole, LEFT_OUT[1:4]), with_parts(whole, (LEFT_OUT[0], *LEFT_OUT[4:]))
+    first, second = with_parts(whole, OPTIONAL_PARTS[1:4]), with_parts(whole, (OPTIONAL_PARTS[0], *OPTIONAL_PARTS[4:]))
     assert first.merged_with(second) == second.merged_with(first) == whole
     other = Measurer(SDXL.make(4)).measure(REQUEST.model_copy(update={"steps": 5}), None, lambda _: ())
     assert first.merged_with(other) == first
@@ -176,17 +176,17 @@ def test_parts_that_are_known_of_one_call_go_together() -> None:
 
 def test_one_that_was_kept_is_found_again_where_it_is_enough(tiny_model: Path, done: list[str]) -> None:
     kept = measured(tiny_model, 2**34)
-    assert (kept.not_measured, done) == (LEFT_OUT, [])
+    assert (kept.not_measured, done) == (OPTIONAL_PARTS, [])
     assert measured(tiny_model, 2**35) == kept
     more = measured(tiny_model, 1)
-    assert set(more.not_measured) == set(LEFT_OUT).difference(done)
+    assert set(more.not_measured) == set(OPTIONAL_PARTS).difference(done)
     before = list(done)
     assert before
     assert measured(tiny_model, 2**35) == more  # more is known by now
     assert done == before
     whole = Measurer(tiny_model).measure(REQUEST)  # what is known already is not measured again
     assert whole.not_measured == ()
-    assert sorted(done) == sorted(LEFT_OUT)
+    assert sorted(done) == sorted(OPTIONAL_PARTS)
 
 
 def test_what_was_left_out_is_measured_of_the_same_call_once_memory_is_short(
@@ -210,7 +210,7 @@ def test_what_was_left_out_is_measured_of_the_same_call_once_memory_is_short(
 def test_a_denoiser_with_a_forward_of_its_own_works_in_parts_too() -> None:
     pipe = SDXL.make(4)
     usual = [variant.cfg for variant in Measurer(pipe).measure(REQUEST).variants]
-    assert "apart" in usual
+    assert "sequential" in usual
     pipe.unet.forward = functools.partial(type(pipe.unet).forward, pipe.unet)  # as hooks of others leave it
     assert [variant.cfg for variant in Measurer(pipe).measure(REQUEST).variants] == usual
 

@@ -160,7 +160,7 @@ def test_what_stays_in_files_is_planned_for_too(folders: dict[str, Path]) -> Non
 
 
 def test_what_does_not_fit_is_not_loaded(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "build_straight", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(loading, "build_lazily", lambda *_: pytest.fail("loaded"))
     with pytest.raises(BudgetTooSmall, match="would do"):
         load(folders["StableDiffusion"], budget="1MB", device="loopback")
     with pytest.raises(PlanError, match="whole pipeline"):

@@ -18,29 +18,29 @@ MIB = 2**20
 
 
 def test_the_time_left_is_what_the_rest_takes_at_the_same_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, told = [100.0], []
+    now, on_progress = [100.0], []
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     work = ProgressTracker(2.0)
-    with listening(lambda share, left: told.append((share, left))):
+    with listening(lambda share, left: on_progress.append((share, left))):
         now[0] += 3
         work.did(0.5)
         work.expect(2.0)
         now[0] += 3
         work.did(1.5)
         work.did(2.0)
-    assert told == [(0.25, 9.0), (0.5, 6.0), (1.0, 0.0)]
+    assert on_progress == [(0.25, 9.0), (0.5, 6.0), (1.0, 0.0)]
     work.did(1.0)  # nobody listens
 
 
 def test_measuring_tells_how_far_it_is() -> None:
-    told: list[tuple[float, float]] = []
-    with listening(lambda share, left: told.append((share, left))):
+    on_progress: list[tuple[float, float]] = []
+    with listening(lambda share, left: on_progress.append((share, left))):
         measure_footprint(CASES[0].make(), {"height": 64, "width": 64, "steps": 2})
-    shares = [share for share, _ in told]
+    shares = [share for share, _ in on_progress]
     assert len(shares) >= 4
     assert shares[-1] == 1
-    assert all(0 < share <= 1 and left >= 0 for share, left in told)
-    assert told[-1][1] == 0
+    assert all(0 < share <= 1 and left >= 0 for share, left in on_progress)
+    assert on_progress[-1][1] == 0
 
 
 @pytest.fixture
@@ -90,10 +90,10 @@ def test_whoever_wants_no_bars_sees_none(disable: bool, bars: list[Any], capsys:
 
 
 def test_where_a_command_listens_there_is_no_bar(bars: list[Any]) -> None:
-    told: list[float] = []
-    with listening(lambda share, left: told.append(share)), showing("planning", {}):
+    on_progress: list[float] = []
+    with listening(lambda share, left: on_progress.append(share)), showing("planning", {}):
         ProgressTracker(1.0).did(0.5)
-    assert (told, bars) == ([0.5], [])
+    assert (on_progress, bars) == ([0.5], [])
 
 
 def test_what_is_over_at_once_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

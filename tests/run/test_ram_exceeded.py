@@ -67,7 +67,7 @@ def exceeding(monkeypatch: pytest.MonkeyPatch, when: Callable[[int], bool], held
         asked.append(now())
         return 10**12 if when(len(asked)) else 0
 
-    monkeypatch.setattr(CpuDevice, "over", over)
+    monkeypatch.setattr(CpuDevice, "excess_bytes", over)
     if held is not None:
         monkeypatch.setattr(Recorder, "highest_rss", lambda self: held)
     return asked
@@ -123,7 +123,7 @@ def test_after_the_last_pass_the_next_call_is_planned_anew(monkeypatch: pytest.M
     fitted.undo()
 
 
-@pytest.mark.parametrize("home", a_few(["cpu", "disk"], "disk"))
+@pytest.mark.parametrize("store", a_few(["cpu", "disk"], "disk"))
 def test_a_run_of_the_command_line_is_planned_anew_too(
     store: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

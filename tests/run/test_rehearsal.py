@@ -58,11 +58,11 @@ def test_steps_that_are_not_worked_through_are_like_those_that_are(level: int, m
 def test_what_is_remembered_of_one_call_is_no_part_of_the_next() -> None:
     """The denoiser's weights come again: a text encoder was there in between."""
     plan = {"components": {"text_encoder": {"placement": "offload"}, "unet": {"placement": "offload"}}}
-    with stage.roomy_card(known_card("rtx3060")) as card:
+    with stage.unlimited_card(known_card("rtx3060")) as card:
         tried = stage.SimulationRun("sd-1.5", card, plan, Request(steps=4, height=256, width=256))
         moved = []
         for _ in range(3):
-            tried.play()
+            tried.run()
             moved.append(sum(phase.bytes_in for phase in tried.fitted.report().trace.phases))
     assert moved[1] == moved[2]
     assert moved[0] == pytest.approx(moved[1], rel=0.01)
@@ -183,11 +183,11 @@ def test_a_broken_answer_is_asked_for_again() -> None:
         asked.append(1)
         return simulate_call("sd-1.5", known_card("rtx3060"), {"level": 0}, Request(steps=1, height=64, width=64))
 
-    first = predictions.remembered(Prediction, question, answer)
-    assert predictions.remembered(Prediction, question, answer) == first
+    first = predictions.cached(Prediction, question, answer)
+    assert predictions.cached(Prediction, question, answer) == first
     (file,) = (cache_folder() / "predictions").iterdir()
     file.write_text(file.read_text()[:100])
-    assert predictions.remembered(Prediction, question, answer) == first
+    assert predictions.cached(Prediction, question, answer) == first
     assert len(asked) == 2
 
 

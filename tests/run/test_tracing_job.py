@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tightfit import InputError, PlanError, Request, RequestError
-from tightfit.apply.activations.traced.file import ExportedFile
-from tightfit.apply.activations.traced.program import traced_forward
+from tightfit.apply.activations.exported.file import ExportedFile
+from tightfit.apply.activations.exported.program import exported_forward
 from tightfit.apply.method_overrides import override_class_members
 from tightfit.checkpoint.loading import load_pipeline
-from tightfit.run.export_job import trace_model
+from tightfit.run.export_job import export_model
 from tightfit.run.models import find_model
 
 SIZE = {"height": 64, "width": 64}
@@ -21,7 +21,7 @@ SIZE = {"height": 64, "width": 64}
 
 def test_the_demo_model_draws_the_same_with_it(tmp_path: Path) -> None:
     out = tmp_path / "out.traced"
-    trace_model(None, out, Request(**SIZE, batch=2), device="cpu")
+    export_model(None, out, Request(**SIZE, batch=2), device="cpu")
     assert [*tmp_path.iterdir()] == [out]
     pipe: Any = load_pipeline(find_model(None), torch.float32)
     pipe.set_progress_bar_config(disable=True)
@@ -32,7 +32,7 @@ def test_the_demo_model_draws_the_same_with_it(tmp_path: Path) -> None:
         return pictures
 
     wanted = draw()
-    override_class_members(pipe.unet, forward=traced_forward(pipe.unet, ExportedFile.load(out)))
+    override_class_members(pipe.unet, forward=exported_forward(pipe.unet, ExportedFile.load(out)))
     assert torch.equal(draw(), wanted)
 
 
@@ -41,7 +41,7 @@ def test_beside_a_card_it_is_exported_in_a_process_of_its_own(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    traced = trace_model(str(tiny_model), tmp_path / "out.traced", Request(**SIZE), dtype="bfloat16")
+    traced = export_model(str(tiny_model), tmp_path / "out.traced", Request(**SIZE), dtype="bfloat16")
     assert {form.dtype for form in traced.manifest.weights.values()} == {"bfloat16"}
     assert str(traced.manifest.inputs["sample"]) == "bfloat16 (2, 4, 16, 16)"
 
@@ -62,5 +62,5 @@ def test_what_is_wrong_is_said_and_nothing_written(
 ) -> None:
     right = {"model": str(tiny_model), "out": tmp_path / "out.traced", "asked": Request(**SIZE)}
     with pytest.raises(error, match=message):
-        trace_model(**right | wrong)
+        export_model(**right | wrong)
     assert [*tmp_path.iterdir()] == []

@@ -48,10 +48,10 @@ def test_the_finer_is_tried_as_long_as_it_saves() -> None:
 
     assert asked(measure_variants(footprint_of(1), played(room))) == [
         (None, None, 125, False),
-        ("apart", None, None, False),
-        ("apart", None, 125, False),
-        ("apart", None, None, True),
-        ("apart", None, 125, True),
+        ("sequential", None, None, False),
+        ("sequential", None, 125, False),
+        ("sequential", None, None, True),
+        ("sequential", None, 125, True),
     ]
 
 
@@ -99,7 +99,7 @@ def test_where_little_fits_the_two_predictions_go_apart_and_take_what_was_said()
     use_cards([limited])
     try:
         stage = SimulationRun("sd-1.5", limited, plan.model_dump(mode="json", exclude={"device"}), request)
-        stage.play()
+        stage.run()
     finally:
         use_cards([])
     told = {phase.name: phase.seconds for phase in plan.forecast}

@@ -223,8 +223,8 @@ def test_what_shapes_gave_is_not_worked_out_again(make_cards: MakeCards, monkeyp
     """The second time, a card is told the same work, and only that; memory is taken and given back as ever."""
     (card,) = make_cards(values="shapes")
     asked: list[object] = []
-    usual = operations.work_of
-    monkeypatch.setattr(operations, "work_of", lambda op, *rest: asked.append(op) or usual(op, *rest))
+    usual = operations.kernel_cost_of
+    monkeypatch.setattr(operations, "kernel_cost_of", lambda op, *rest: asked.append(op) or usual(op, *rest))
     works: list[object] = []
     card.kernel_callbacks.append(works.append)
     one, other = (torch.empty(613, 1021, device="privateuseone:0") for _ in range(2))

@@ -18,8 +18,8 @@ SIZE = workspace_bytes("8.9")
 
 def as_in_torch(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cuda, cards, forecast):
-        monkeypatch.setattr(module, "WORKSPACE_STAYS", version != "2.15")
-    monkeypatch.setattr(cuda, "LT_SHARES_IT", version == "2.12")
+        monkeypatch.setattr(module, "KEEPS_WORKSPACE", version != "2.15")
+    monkeypatch.setattr(cuda, "LT_SHARES_WORKSPACE", version == "2.12")
 
 
 def asked_by_products(card: SimulatedCard) -> list[int]:
@@ -32,7 +32,7 @@ def asked_by_products(card: SimulatedCard) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("version", "asked", "stays"),
+    ("version", "asked", "resident"),
     [
         ("2.11", [256, SIZE, 256, LT_WORKSPACE, 256, 256], SIZE + LT_WORKSPACE),
         ("2.12", [256, SIZE, 256, 256, 256], SIZE),

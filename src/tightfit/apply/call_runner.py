@@ -220,7 +220,9 @@ class CallRunner:
             asked = f"planned anew for {after.request.described} (before: {before.request.described})"
             self._follow(handle, pipe, after, asked)
 
-    def _replan_after_oom(self, handle: PlanHandle, replans: ReplannerProtocol, pipe: Any, failure: BaseException) -> None:
+    def _replan_after_oom(
+        self, handle: PlanHandle, replans: ReplannerProtocol, pipe: Any, failure: BaseException
+    ) -> None:
         """Follow another plan, for the memory that is free, after memory ran out. Raises BudgetTooSmall."""
         for device in handle.devices:
             device.release_cache()

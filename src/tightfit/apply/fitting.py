@@ -34,7 +34,7 @@ from tightfit.apply.method_overrides import (
 from tightfit.apply.module_hooks import watch
 from tightfit.apply.other_offloading import refuse_offloaded
 from tightfit.apply.session import Session
-from tightfit.apply.weights.device_managers import DeviceOffloadManagers
+from tightfit.apply.weights.device_offloaders import DeviceOffloaders
 from tightfit.apply.weights.file_weights import FileBackedWeights
 from tightfit.apply.weights.oom_retry import retry_on_oom
 from tightfit.apply.weights.quantize import check_kinds, check_storage, left_in_files
@@ -131,7 +131,7 @@ class Fitted:
             self._file_weights.begin()
             devices = self._devices_of(plan)
             self.plan, self.devices = plan, tuple(devices.values())
-            self._places = DeviceOffloadManagers(plan, devices, self._recorder, self._file_weights)
+            self._places = DeviceOffloaders(plan, devices, self._recorder, self._file_weights)
             alone = isinstance(pipe, nn.Module)  # no other component needs the device
             self._session = Session(self._places, self._recorder, self._finished, self._calls.exceeded, keeps=alone)
             limit_allocators(plan, devices, undo, self._calls.remark)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from tightfit.apply.activations.traced.compiled import CompiledProgram
-from tightfit.apply.activations.traced.file import ExportedFile
-from tightfit.apply.activations.traced.program import traced_forward
+from tightfit.apply.activations.exported.compiled import CompiledProgram
+from tightfit.apply.activations.exported.file import ExportedFile
+from tightfit.apply.activations.exported.program import exported_forward
 from tightfit.errors import RunError
 from tightfit.files import cache_folder
 from tightfit.schema.plan import ComponentPlan
@@ -27,9 +27,9 @@ def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
     """Return the `forward` that runs the plan's exported file in place of `module`'s own, by name; else nothing."""
     if plan.exported is None:
         return {}
-    traced = ExportedFile.load(Path(plan.exported))
-    compiled = CompiledProgram(traced, cache_folder() / "compiled") if plan.compiled else None
-    return {"forward": traced_forward(module, traced, compiled)}
+    exported_file = ExportedFile.load(Path(plan.exported))
+    compiled = CompiledProgram(exported_file, cache_folder() / "compiled") if plan.compiled else None
+    return {"forward": exported_forward(module, exported_file, compiled)}
 
 
 def refused(name: str) -> Callable[..., None]:

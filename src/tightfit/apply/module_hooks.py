@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["at_work", "announce", "is_watched", "is_watch_hook", "watch", "wrap"]
+__all__ = ["announce", "at_work", "is_watch_hook", "is_watched", "watch", "wrap"]
 
 Foretold = Callable[[Sequence[nn.Module]], None]
 # returns the compiler of new frames, if one is active; torch has no public name for it

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from tightfit.apply.activations.sdpa_patch import AttentionHandler, current_handlers, set_handlers
-from tightfit.apply.weights.device_managers import DeviceOffloadManagers
+from tightfit.apply.weights.device_offloaders import DeviceOffloaders
 from tightfit.measure.modules import find_phase
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.footprint import Role
@@ -24,7 +24,7 @@ class Session:
 
     def __init__(
         self,
-        places: DeviceOffloadManagers,
+        places: DeviceOffloaders,
         recorder: Recorder,
         done: Callable[[Trace], None],
         exceeded: Callable[[int, bool], None],

@@ -25,8 +25,8 @@ __all__ = [
     "TITLES",
     "TORCH_ORDER",
     "AttentionCall",
+    "ChosenKernel",
     "Kernel",
-    "Taken",
     "kernel_order",
     "refusal",
     "torch_kernel",
@@ -68,7 +68,7 @@ class AttentionCall(NamedTuple):
     dimensions: int = 4
     mask: Mask = "none"
     mask_dimensions: int = 0
-    mask_learns: bool = False  # whether the mask requires gradients
+    mask_requires_grad: bool = False  # whether the mask requires gradients
     mask_in_rows: bool = True  # whether the mask's last stride is 1
     in_rows: bool = True  # whether the last strides of queries, keys and values are 1
     items_match: bool = True  # whether queries, keys and values have the same batch dimensions
@@ -114,7 +114,7 @@ class AttentionCall(NamedTuple):
             dimensions=query.ndim,
             mask="none" if mask is None else "bool" if str(mask.dtype) == "torch.bool" else "additive",
             mask_dimensions=0 if mask is None else mask.ndim,
-            mask_learns=mask is not None and mask.requires_grad,
+            mask_requires_grad=mask is not None and mask.requires_grad,
             mask_in_rows=mask is None or mask.stride(-1) == 1,
             in_rows=all(part.stride(-1) == 1 for part in parts),
             items_match=all(part.ndim == query.ndim and part.shape[:-3] == query.shape[:-3] for part in parts),
@@ -131,18 +131,18 @@ class AttentionCall(NamedTuple):
         return self.items * self.heads * self.queries * self.keys * (8 if self.dtype == "float64" else 4)
 
 
-class Taken(NamedTuple):
+class ChosenKernel(NamedTuple):
     """The kernel that torch chooses for a call."""
 
     kernel: Kernel
     refused: str | None  # what the kernel tried just before it does not support; None: it was the first
 
 
-def torch_kernel(call: AttentionCall) -> Taken:
+def torch_kernel(call: AttentionCall) -> ChosenKernel:
     """Return the kernel that torch chooses for `call`: the first that supports it, "math" if no fused one does."""
     order = kernel_order(call)
     place = next(place for place, kernel in enumerate(order) if refusal(kernel, call) is None)  # "math" always does
-    return Taken(order[place], refusal(order[place - 1], call) if place else None)
+    return ChosenKernel(order[place], refusal(order[place - 1], call) if place else None)
 
 
 def kernel_order(call: AttentionCall, asked: tuple[Kernel, ...] = TORCH_ORDER) -> tuple[Kernel, ...]:
@@ -163,7 +163,7 @@ def _refuse_flash(call: AttentionCall) -> str | None:
         return (
             _dropout(call)
             or _mask_dimensions(call)
-            or ("a mask that wants gradients" if call.mask_learns else None)
+            or ("a mask that wants gradients" if call.mask_requires_grad else None)
             or _unequal_widths(call)
             or _shape(call, grouped=call.grouped)
         )

@@ -6,11 +6,11 @@ from importlib.metadata import version
 
 __all__ = [
     "CONTEXT",
-    "LT_SHARES_IT",
+    "KEEPS_WORKSPACE",
+    "LT_SHARES_WORKSPACE",
     "LT_WORKSPACE",
     "PAGEABLE",
     "PAGE_TAIL",
-    "WORKSPACE_STAYS",
     "product_workspaces",
     "workspace_bytes",
 ]
@@ -22,9 +22,9 @@ PAGE_TAIL = 18 * 2**20
 PAGEABLE = 0.5  # of the link's rate: the driver copies through a pinned buffer of its own (an assumption)
 # whether cuBLAS keeps its workspace; torch 2.15 allocates one for each matmul (pytorch/pytorch pull request 194311;
 # TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps it there too, which plans do not consider)
-WORKSPACE_STAYS = version("torch") < "2.15"
+KEEPS_WORKSPACE = version("torch") < "2.15"
 LT_WORKSPACE = 2**20  # bytes of cuBLASLt's workspace, where it has its own
-LT_SHARES_IT = "2.12" <= version("torch") < "2.15"  # whether cuBLASLt uses the workspace of cuBLAS
+LT_SHARES_WORKSPACE = "2.12" <= version("torch") < "2.15"  # whether cuBLASLt uses the workspace of cuBLAS
 
 
 def workspace_bytes(compute_capability: str | None) -> int:
@@ -39,6 +39,6 @@ def workspace_bytes(compute_capability: str | None) -> int:
 def product_workspaces(compute_capability: str | None, *, through_lt: bool) -> tuple[int, ...]:
     """Return the bytes of each workspace that a matmul by cuBLAS (or cuBLASLt) allocates if it does not exist yet."""
     whole = workspace_bytes(compute_capability)
-    if not through_lt or LT_SHARES_IT:
+    if not through_lt or LT_SHARES_WORKSPACE:
         return (whole,)
-    return (whole, LT_WORKSPACE) if WORKSPACE_STAYS else (LT_WORKSPACE,)
+    return (whole, LT_WORKSPACE) if KEEPS_WORKSPACE else (LT_WORKSPACE,)

@@ -14,7 +14,7 @@ from tightfit.apply.weights.disk_store import FileTensor, read_stored
 from tightfit.apply.weights.file_weights import FileBackedWeights
 from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, network_folder
 from tightfit.checkpoint.loading import load_pipeline, quietly
-from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, place_weights, read_places
+from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, locate_weights, read_locations
 from tightfit.devices.disk import DiskReader
 from tightfit.measure.build_models import build_network
 
@@ -62,7 +62,7 @@ def build_lazily(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -> 
         with quietly():
             network = _build(here, part, dtype)
         try:
-            places[part.name] = place_weights(network, read_places(part.weight_files, part.weight_index), part.name)
+            places[part.name] = locate_weights(network, read_locations(part.weight_files, part.weight_index), part.name)
         except NotLazyLoadable:  # only the library's own loader can load it
             with quietly():
                 network = _kind(part).from_pretrained(str(here), torch_dtype=dtype, local_files_only=True)

@@ -26,7 +26,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from tightfit.checkpoint.headers import file_error, listed, read_header, read_index
 from tightfit.errors import ModelError
 
-__all__ = ["NotLazyLoadable", "TensorLocation", "place_weights", "read_places"]
+__all__ = ["NotLazyLoadable", "TensorLocation", "locate_weights", "read_locations"]
 
 _DTYPES = {
     "F64": torch.float64,
@@ -66,7 +66,7 @@ class _HeaderEntry(NamedTuple):
     place: TensorLocation
 
 
-def read_places(files: Sequence[Path], index: Path | None = None) -> dict[str, TensorLocation]:
+def read_locations(files: Sequence[Path], index: Path | None = None) -> dict[str, TensorLocation]:
     """Return name → location of every tensor in the safetensors `files`: all the shards of `index`, if there is one.
 
     Raises ModelError, naming file and tensor, if a file does not match its header, a header is inconsistent, two files
@@ -135,7 +135,7 @@ def _check_index(index: Path, places: Mapping[str, TensorLocation]) -> None:
         raise file_error(index, f"{what} ({len(lost)} of {len(shards)} tensors are lost)", tensors=lost)
 
 
-def place_weights(network: nn.Module, places: Mapping[str, TensorLocation], what: str) -> dict[str, TensorLocation]:
+def locate_weights(network: nn.Module, places: Mapping[str, TensorLocation], what: str) -> dict[str, TensorLocation]:
     """Return name in the state dict of `network` → location of that parameter or persistent buffer.
 
     `network` may be built without weights; `what` names it in errors. All names of a shared tensor have one location.

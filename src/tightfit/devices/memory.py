@@ -24,10 +24,10 @@ __all__ = [
     "RamExceeded",
     "arena",
     "copy_with_alignment",
-    "is_shared",
-    "move_into",
-    "map_large_tensors",
     "empty_in_arena",
+    "is_shared",
+    "map_large_tensors",
+    "move_into",
     "resident_bytes",
     "trim_heap",
 ]

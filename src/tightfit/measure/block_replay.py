@@ -2,8 +2,7 @@
 
 On shapes alone, a block's allocator calls and kernels depend only on its layers and on the layouts of its inputs. So
 the first of its kind is recorded in each call of a network, and replayed for all equivalent ones: for the allocator,
-the clock and the kernel watchers. Blocks that wait for values, copy over the link, keep memory other than their outputs
-or free memory of others run each time.
+the clock and the kernel watchers. Blocks that wait for values, copy over the link, or hold or free other memory run.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ class _Place(NamedTuple):
     layers: tuple[str, ...]  # as `told` returns them
 
     def told(self, layer: str) -> str | None:
-        """Return ":" and the path of `layer` relative to the block.
-
-        "" for no layer, None for a layer outside the block.
-        """
+        """Return ":" and the path of `layer` relative to the block; "" for no layer, None for one outside."""
         if layer and not _is_within(layer, self.path):
             return None
         return layer and f":{layer[len(self.path) :]}"

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from tightfit.measure.build_models import LARGE
 from tightfit.measure.module_equivalence import call_signature
 
-__all__ = ["LoggedCall", "CallLog"]
+__all__ = ["CallLog", "LoggedCall"]
 
 FOLLOWED = 2  # calls of one kind whose submodule calls are logged: the first may fill caches that the others use
 

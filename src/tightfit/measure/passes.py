@@ -9,7 +9,7 @@ from tightfit.measure.kernel_counter import KernelCounter
 from tightfit.schema.footprint import BlockUse, ComponentCall, LayerWork, Phase
 from tightfit.simulator.kernel_costs import KernelCost
 
-__all__ = ["OpenCall", "OpenPhase", "OpenBlockUse"]
+__all__ = ["OpenBlockUse", "OpenCall", "OpenPhase"]
 
 
 @dataclass

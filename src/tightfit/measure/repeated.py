@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tightfit.measure.call_log import LoggedCall, CallLog
+from tightfit.measure.call_log import CallLog, LoggedCall
 
 __all__ = ["Repeater"]
 

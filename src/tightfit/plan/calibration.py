@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from tightfit.plan.component_cost import up
+from tightfit.plan.component_cost import round_up
 from tightfit.plan.forecast import PhaseEstimate, most_weights, needed_bytes, simulate
 from tightfit.plan.options import variant_of
 from tightfit.schema.footprint import Footprint, Phase
@@ -76,7 +76,7 @@ def measurement_of(
         several = len(phase.call_order) >= SEVERAL
         time_scale = None
         if seen.runs == len(phase.call_order) and (several or not (first or spread)):
-            time_scale = _cost_model(_player(footprint, number, plan, device, disk_rate), seen.seconds)
+            time_scale = _cost_model(_seconds_at(footprint, number, plan, device, disk_rate), seen.seconds)
             if (
                 time_scale is not None
                 and time_scale < 1
@@ -140,17 +140,17 @@ def _more(told: PhaseEstimate, peak: int, device: Accelerator, ahead: Sequence[P
     peak -= max([0, *(one.peak(device) - own for one in ahead)])
     if peak <= own:
         return 0
-    return max(most_weights(up(peak), told.room, device) - told.weights, 0)
+    return max(most_weights(round_up(peak), told.allocator_bytes, device) - told.weights, 0)
 
 
-def _player(
+def _seconds_at(
     footprint: Footprint, number: int, plan: Plan, device: Accelerator, disk_rate: float | None
 ) -> Callable[[float], float]:
     """Return a function from a time scale to the predicted seconds of a phase."""
     before, phase = footprint.phases[:number], footprint.phases[number]
 
     def seconds(time_scale: float) -> float:
-        tried = footprint.model_copy(update={"phases": (*before, _paced(phase, time_scale))})
+        tried = footprint.model_copy(update={"phases": (*before, _with_time_scale(phase, time_scale))})
         return simulate(tried, plan, device, disk_rate)[number].seconds
 
     return seconds
@@ -187,7 +187,7 @@ def _cost_model(played: Callable[[float], float], seconds: float) -> float | Non
 
 
 def calibrate(
-    footprint: Footprint, experiences: Sequence[CallMeasurement], stored: Mapping[str, Storage]
+    footprint: Footprint, measurements: Sequence[CallMeasurement], stored: Mapping[str, Storage]
 ) -> CalibratedFootprint:
     """Return `footprint` corrected by the measured calls whose components were `stored` in the same way.
 
@@ -196,7 +196,7 @@ def calibrate(
     """
     working = {done.component for phase in footprint.phases for done in phase.calls}
     storages = {name: storage for name, storage in stored.items() if name in working}
-    alike = [each for each in experiences if each.stored == storages]
+    alike = [each for each in measurements if each.stored == storages]
     changes, reasons, told = dict[int, tuple[float, int]](), list[Reason](), True
     for number, phase in enumerate(footprint.phases):
         measured_phase = [
@@ -230,7 +230,7 @@ def _changed(footprint: Footprint, changes: Mapping[int, tuple[float, int]]) -> 
     def change(number: int, phase: Phase) -> Phase:
         time_scale, more = changes[number]
         return (
-            _roomier(_paced(phase, time_scale) if time_scale != 1.0 else phase, more)
+            _with_extra_bytes(_with_time_scale(phase, time_scale) if time_scale != 1.0 else phase, more)
             if (time_scale, more) != (1.0, 0)
             else phase
         )
@@ -248,13 +248,13 @@ def _in(runs: Sequence[object]) -> str:
     return f"measured in {len(runs)} run{'s' * (len(runs) > 1)} on this machine"
 
 
-def _paced(phase: Phase, time_scale: float) -> Phase:
+def _with_time_scale(phase: Phase, time_scale: float) -> Phase:
     """Return `phase` with arithmetic and launches taking `time_scale` times as long."""
     passes = tuple(done.model_copy(update={"time_scale": time_scale}) for done in phase.calls)
     return phase.model_copy(update={"calls": passes})
 
 
-def _roomier(phase: Phase, more: int) -> Phase:
+def _with_extra_bytes(phase: Phase, more: int) -> Phase:
     """Return `phase` with `more` bytes for activations, in each of its strip options too."""
     ways = tuple(way.model_copy(update={"allocator_bytes": way.allocator_bytes + more}) for way in phase.strip_options)
     return phase.model_copy(update={"allocator_bytes": phase.allocator_bytes + more, "strip_options": ways})

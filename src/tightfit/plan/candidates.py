@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import NamedTuple
 
-from tightfit.plan.component_cost import taken, up
+from tightfit.plan.component_cost import device_bytes_of, round_up
 from tightfit.plan.layer_selection import WeightGroupSizes, choose_resident_layers, small_tensor_bytes
 from tightfit.schema.footprint import Component
 from tightfit.schema.plan import ComponentPlan, Granularity
@@ -53,7 +53,7 @@ def candidates(
     With `by_blocks`, which needs placement "stream", they include one with all layers resident.
     """
     layers = groups["layer"]
-    yield Candidate(whole, taken(layers.sizes.values(), 0))
+    yield Candidate(whole, device_bytes_of(layers.sizes.values(), 0))
     if component.layers:
         granularities: list[Granularity] = [
             granularity for granularity in groups if _may_move(component, granularity, groups)
@@ -88,7 +88,7 @@ def _sized(component: Component, streams: ComponentPlan, groups: WeightGroupSize
         divided = groups.divide(size - small_bytes)
         draft = streams.model_copy(update={"weight_memory": size})
         if divided.spare:
-            yield Candidate(draft, up(divided.least), exact=False)
+            yield Candidate(draft, round_up(divided.least), exact=False)
         else:
             yield Candidate(draft, _taken(groups, divided.kept, divided.ring))
 
@@ -102,7 +102,7 @@ def _any_staying(streams: ComponentPlan, groups: WeightGroupSizes) -> Iterator[C
 
 def _all_staying(streams: ComponentPlan, groups: WeightGroupSizes) -> Candidate:
     plan = streams.model_copy(update={"resident_layers": tuple(groups.sizes), "ring_buffer": 0})
-    return Candidate(plan, taken(groups.sizes.values(), 0))
+    return Candidate(plan, device_bytes_of(groups.sizes.values(), 0))
 
 
 def _giants_staying(streams: ComponentPlan, layers: WeightGroupSizes) -> Iterator[Candidate]:
@@ -137,7 +137,7 @@ def _with_more(
     if capacity < min(rest.values()):
         return chosen(None)
     least = layers.whole - sum(rest.values()) + capacity - largest  # less than `largest` is left over
-    return Candidate(streams, up(max(least, 0)), exact=False, chosen=chosen)
+    return Candidate(streams, round_up(max(least, 0)), exact=False, chosen=chosen)
 
 
 def _staying(streams: ComponentPlan, groups: WeightGroupSizes, resident: Set[str], ahead: int) -> Candidate:
@@ -150,4 +150,4 @@ def _staying(streams: ComponentPlan, groups: WeightGroupSizes, resident: Set[str
 
 
 def _taken(groups: WeightGroupSizes, resident: Set[str], ring: int) -> int:
-    return taken((size for name, size in groups.sizes.items() if name in resident), ring)
+    return device_bytes_of((size for name, size in groups.sizes.items() if name in resident), ring)

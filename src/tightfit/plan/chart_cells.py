@@ -24,12 +24,12 @@ _ENDLESS = 2**60  # bytes of a card with unlimited memory
 def charted_card(name: str, card: Accelerator) -> ChartedCard:
     """Return `card` as a column of the chart; a plan may use 95 % of the bytes that CUDA leaves."""
     (left,) = computer_with(card).accelerators
-    return ChartedCard(name=name, title=card.name, bytes=card.bytes, room=int(left.bytes * (1 - SPARE)))
+    return ChartedCard(name=name, title=card.name, bytes=card.bytes, usable_bytes=int(left.bytes * (1 - SPARE)))
 
 
 def plan_on(footprint: Footprint, card: Accelerator, ram: int | None = None) -> Plan:
     """Return the plan for `card` and `ram` bytes of host memory (None: unlimited). Raises as `make_plan` does."""
-    room = charted_card(card.name, card).room
+    room = charted_card(card.name, card).usable_bytes
     return make_plan(footprint, computer_with(card), None if ram is None else Budget(device=room, ram=ram))
 
 
@@ -55,12 +55,12 @@ def cell_of(
     try:
         plan = plan_on(footprint, accelerator, ram)
     except BudgetTooSmall as error:
-        return Cell(**where, words=_would_do(error), largest=largest)
+        return Cell(**where, summary=_would_do(error), largest=largest)
     endless = make_plan(footprint, computer_with(accelerator.model_copy(update={"bytes": _ENDLESS})))
     seconds = _seconds(plan)
     return Cell(
         **where,
-        words=summarize(plan, footprint),
+        summary=summarize(plan, footprint),
         peak_bytes=_peak(plan),
         seconds=seconds,
         slowdown=seconds / _seconds(endless) if _seconds(endless) else 1.0,
@@ -121,7 +121,7 @@ def _lowest(presets: Sequence[Preset], card: ChartedCard, accelerator: Accelerat
 
 
 def _preset_fits(preset: Preset, needed: int, card: ChartedCard, ram: int | None) -> bool:
-    return needed <= card.room and (ram is None or preset.host_bytes <= ram)
+    return needed <= card.usable_bytes and (ram is None or preset.host_bytes <= ram)
 
 
 def _would_do(error: BudgetTooSmall) -> str:

@@ -15,7 +15,7 @@ from tightfit.schema.footprint import Component, ComponentCall, StripProfile
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, Granularity
 
-__all__ = ["SEGMENT", "ComponentCost", "always", "chunks", "taken", "up"]
+__all__ = ["SEGMENT", "ComponentCost", "always", "chunks", "device_bytes_of", "round_up"]
 
 Parcel = TypeVar("Parcel")
 
@@ -42,10 +42,10 @@ class ComponentCost:
         seconds: Mapping[str, float] | None = None,
     ) -> None:
         """`seconds` is the compute time of each of its layers, if known."""
-        self.component, self.remains = component, plan.placement == "resident"
+        self.component, self.is_resident = component, plan.placement == "resident"
         self.plan = resolve_streaming(component, plan, seconds) if plan.placement == "stream" else plan
         self._device, self._cost_model = device, time_scale
-        self._sizes = {} if self.remains else weight_group_sizes(component, self._granularity, self.plan)
+        self._sizes = {} if self.is_resident else weight_group_sizes(component, self._granularity, self.plan)
         self._resident = set(self._sizes if plan.placement == "offload" else self.plan.resident_layers or ())
         self._small_bytes = small_tensor_bytes(component)
         link = device.link_rate or float("inf")
@@ -62,7 +62,7 @@ class ComponentCost:
     @property
     def always(self) -> int:
         """Bytes on the device during the whole pipeline call."""
-        return always(self.component, self._device, remains=self.remains)
+        return always(self.component, self._device, remains=self.is_resident)
 
     @cached_property
     def widened(self) -> int:
@@ -80,24 +80,26 @@ class ComponentCost:
         return {name: size for name, size in self._sizes.items() if name not in self._resident}
 
     @property
-    def room(self) -> int:
+    def weight_memory(self) -> int:
         """Bytes of its resident weight groups and ring buffer together."""
         return sum(self._sizes.values()) - sum(self.passing.values()) + (self.plan.ring_buffer or 0)
 
     @cached_property
-    def comes(self) -> int:
+    def streamed_bytes(self) -> int:
         """Bytes loaded onto the device while it runs, in addition to `always`."""
-        if self.remains:
+        if self.is_resident:
             return 0
         resident = (size for name, size in self._sizes.items() if name in self._resident)
-        return taken(resident, self.plan.ring_buffer or 0) + (0 if self._device.is_cpu else up(self._small_bytes))
+        return device_bytes_of(resident, self.plan.ring_buffer or 0) + (
+            0 if self._device.is_cpu else round_up(self._small_bytes)
+        )
 
-    def early(self, seconds: float) -> int:
+    def prefetchable_bytes(self, seconds: float) -> int:
         """Return how many of its bytes can be loaded in `seconds`; 0 if no more than its largest weight group."""
         size = int(seconds * self.rate)
         return size if size > max(self._sizes.values(), default=0) else 0
 
-    def come(self, now: float) -> float:
+    def begin_load(self, now: float) -> float:
         """Begin to load it at time `now`; return when its small tensors are loaded."""
         self._flow = None
         if self._device.is_cpu:
@@ -107,8 +109,10 @@ class ComponentCost:
 
     def work(self, done: ComponentCall, runs: int, now: float, way: StripProfile | None = None) -> float:
         """Return when `runs` consecutive calls end that begin at time `now`, each with the strip option `way`."""
-        if self.remains or (self._flow is not None and self._flow.complete):
-            self.idle = self._cost_model.seconds_without_weights(done, way, None if self.remains else self._granularity)
+        if self.is_resident or (self._flow is not None and self._flow.complete):
+            self.idle = self._cost_model.seconds_without_weights(
+                done, way, None if self.is_resident else self._granularity
+            )
             return now + runs * self.idle
         segments = self._cost_model.segments(done, self._granularity)
         if self._flow is None:
@@ -161,14 +165,14 @@ def always(component: Component, device: Accelerator, *, remains: bool) -> int:
     """Return the bytes on `device` during the whole call: all weights if it `remains`, else on a CPU the small ones."""
     if remains:
         return component.allocator_bytes or component.bytes
-    return up(small_tensor_bytes(component)) if device.is_cpu else 0
+    return round_up(small_tensor_bytes(component)) if device.is_cpu else 0
 
 
-def taken(resident: Iterable[int], ring: int) -> int:
+def device_bytes_of(resident: Iterable[int], ring: int) -> int:
     """Return the device bytes of resident weight groups and of the ring buffer, rounded up to segments."""
-    return sum(up(sum(chunk)) for chunk in chunks(resident, int)) + up(ring)
+    return sum(round_up(sum(chunk)) for chunk in chunks(resident, int)) + round_up(ring)
 
 
-def up(size: int, multiple: int = SEGMENT) -> int:
+def round_up(size: int, multiple: int = SEGMENT) -> int:
     """Round `size` up to a multiple of `multiple` bytes."""
     return -(-size // multiple) * multiple

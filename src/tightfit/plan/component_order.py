@@ -10,7 +10,7 @@ from tightfit.plan.layer_selection import paths_to
 from tightfit.schema.footprint import ComponentCall, Footprint
 from tightfit.schema.plan import ComponentPlan, ComponentRun, Reason
 
-__all__ = ["ALTERNATIONS", "CoResidencyTracker", "coming_early", "schedule_of", "visits", "worker_of"]
+__all__ = ["ALTERNATIONS", "CoResidencyTracker", "method_of", "prefetch_reasons", "schedule_of", "visits"]
 
 
 ALTERNATIONS = 4  # switches between two components in one pipeline call, after which both remain on the device
@@ -20,11 +20,11 @@ class CoResidencyTracker:
     """Names of the components that are on one device at a time, if none of them is always resident."""
 
     def __init__(self) -> None:
-        self.device_bytes: set[str] = set()
+        self.on_device: set[str] = set()
         self._turns: Counter[frozenset[str]] = Counter()
         self._last: str | None = None
 
-    def works(self, name: str) -> bool:
+    def record_run(self, name: str) -> bool:
         """Record that `name` runs; components that do not share the device with it are evicted.
 
         Return whether `name` had to be loaded.
@@ -32,9 +32,9 @@ class CoResidencyTracker:
         if self._last not in (None, name):
             self._turns[frozenset((name, self._last or ""))] += 1
         self._last = name
-        self.device_bytes = {other for other in self.device_bytes if other == name or self._share(name, other)}
-        came = name not in self.device_bytes
-        self.device_bytes.add(name)
+        self.on_device = {other for other in self.on_device if other == name or self._share(name, other)}
+        came = name not in self.on_device
+        self.on_device.add(name)
         return came
 
     def _share(self, one: str, other: str) -> bool:
@@ -46,7 +46,7 @@ def visits(footprint: Footprint) -> dict[str, tuple[int, ...]]:
     guests, passes = CoResidencyTracker(), dict[str, list[int]]()
     for done in (phase.calls[index] for phase in footprint.phases for index in phase.call_order):
         own = passes.setdefault(done.component, [])
-        own += [0] if guests.works(done.component) else []
+        own += [0] if guests.record_run(done.component) else []
         own[-1] += 1
     return {name: tuple(counts) for name, counts in passes.items()}
 
@@ -57,21 +57,21 @@ _METHODS = ("forward", "encode", "decode")  # of whole components; a submodule c
 def schedule_of(footprint: Footprint) -> tuple[ComponentRun, ...]:
     """Return the order in which components run, as groups of consecutive calls."""
     passes = [phase.calls[index] for phase in footprint.phases for index in phase.call_order]
-    unused = {key: _unused(footprint, key) for key in dict.fromkeys(map(worker_of, passes))}
+    unused = {key: _unused(footprint, key) for key in dict.fromkeys(map(method_of, passes))}
     return tuple(
         ComponentRun(component=key[0], method=key[1], runs=len(list(group)), unused_blocks=unused[key])
-        for key, group in itertools.groupby(passes, key=worker_of)
+        for key, group in itertools.groupby(passes, key=method_of)
     )
 
 
-def worker_of(done: ComponentCall) -> tuple[str, str]:
+def method_of(done: ComponentCall) -> tuple[str, str]:
     """Return the component and the method of a call."""
     return done.component, done.method if done.method in _METHODS else "forward"
 
 
 def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
     """Return the paths of the largest submodules of a component that one of its methods does not use."""
-    passes = (done for phase in footprint.phases for done in phase.calls if worker_of(done) == key)
+    passes = (done for phase in footprint.phases for done in phase.calls if method_of(done) == key)
     used = {
         path for done in passes for use in done.block_uses for turn in use.layer_work for path in paths_to(turn.layer)
     }
@@ -80,7 +80,7 @@ def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
     return tuple(root for root in dict.fromkeys(roots) if root is not None)
 
 
-def coming_early(order: Sequence[ComponentRun], components: Mapping[str, ComponentPlan]) -> Iterator[Reason]:
+def prefetch_reasons(order: Sequence[ComponentRun], components: Mapping[str, ComponentPlan]) -> Iterator[Reason]:
     """Yield which components are prefetched while the one before on their device finishes, and why that is possible."""
     last: dict[str | None, str] = {}
     pairs: dict[str, str] = {}

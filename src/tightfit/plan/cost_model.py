@@ -112,7 +112,7 @@ class CostModel:
 
     def _segment(self, turn: LayerWork, group: str, granularity: Granularity | None) -> ComputeSegment:
         gate = turn.layer if group and granularity == "layer" else ""
-        return segment_of(turn.work, self._device, group)._replace(gate=gate)
+        return segment_of(turn.work, self._device, group)._replace(layer=gate)
 
     def expected(self, granularity: Granularity) -> list[str]:
         """Return the weight groups in the order of the model: for "layer" once per layer of a group, else once."""
@@ -184,7 +184,7 @@ class _FeatureMapTraffic:
 
     def work(self, timing: StripStageTiming, then: StripStageTiming | None) -> None:
         """Simulate all strips of a stage. If it prefetches, the last one requests the next stage's first inputs."""
-        for segment in timing.once:
+        for segment in timing.before_strips:
             self._flow.do(segment)
         even, number, clocks = timing.even, 0, [self._clocks]
         strip = timing.strip(0)
@@ -208,18 +208,18 @@ class _FeatureMapTraffic:
         """Simulate one strip. If its stage prefetches, it requests the inputs of the strip after it."""
         self._flow.launch(timing.launching)
         self._flow.wait(self._bring(timing) if self._there is None else self._there)
-        self._there = self._bring(following) if timing.ahead and following else None
+        self._there = self._bring(following) if timing.prefetches and following else None
         for segment in strip:
             self._flow.do(segment)
         self._flow.wait(self._outward)  # at most one strip is being offloaded
-        if timing.going:
-            self._outward = self._flow.now + timing.going
-        if not timing.ahead:
+        if timing.offload_seconds:
+            self._outward = self._flow.now + timing.offload_seconds
+        if not timing.prefetches:
             self.settle()
 
     def _bring(self, timing: StripStageTiming) -> float:
         """Request the inputs of a strip; return when they are loaded."""
-        return self._flow.bring(timing.coming) if timing.coming else self._flow.now
+        return self._flow.bring(timing.load_seconds) if timing.load_seconds else self._flow.now
 
     def settle(self) -> None:
         """Wait until all feature maps are offloaded."""

@@ -25,12 +25,12 @@ Stored = Mapping[str, Storage]
 class ParetoFront:
     """Fastest solutions for every amount of host memory up to a limit, searched most promising first."""
 
-    def __init__(self, chances: Iterable[SearchNode], size: int, *, sparing: bool) -> None:
+    def __init__(self, nodes: Iterable[SearchNode], size: int, *, sparing: bool) -> None:
         """Solutions fit `size` bytes of the device; if not `sparing`, only the fastest is kept, whatever its RAM."""
         self._chances: list[tuple[float, int, SearchNode]] = []
         self._size, self._sparing = size, sparing
         self._best: list[Solution] = []
-        for number, chance in enumerate(chances):
+        for number, chance in enumerate(nodes):
             self._push(number, chance)
 
     @property
@@ -60,8 +60,8 @@ class ParetoFront:
 
     def _push(self, number: int, chance: SearchNode) -> None:
         """Add a node if anything fits; of equally promising ones, that of the lowest number is searched first."""
-        if chance.soonest < math.inf:
-            heapq.heappush(self._chances, (chance.soonest, number, chance))
+        if chance.lower_bound < math.inf:
+            heapq.heappush(self._chances, (chance.lower_bound, number, chance))
 
     def _leaner(self, every: Iterable[Solution]) -> list[Solution]:
         """Return the solutions that no other one matches in both time and RAM; if not sparing, the fastest."""
@@ -73,8 +73,8 @@ class ParetoFront:
 
     def _beats(self, found: Solution, chance: SearchNode) -> bool:
         if self._sparing:
-            return found.seconds <= chance.soonest and found.branch.ram_of(found) <= chance.ram
-        return found.seconds < chance.soonest
+            return found.seconds <= chance.lower_bound and found.branch.ram_of(found) <= chance.ram
+        return found.seconds < chance.lower_bound
 
 
 class DeviceSearch:
@@ -113,8 +113,8 @@ class DeviceSearch:
 
     def front(self, size: int, ram: int | None, *, sparing: bool) -> ParetoFront:
         """Return the Pareto front within `size` device and `ram` host bytes (None: unlimited); by RAM if `sparing`."""
-        chances = (chance for branch in self.branches for chance in branch.chances(size, ram))
-        return ParetoFront(chances, size, sparing=sparing)
+        nodes = (chance for branch in self.branches for chance in branch.nodes(size, ram))
+        return ParetoFront(nodes, size, sparing=sparing)
 
     def least(self, ram: int | None) -> int:
         """Return the fewest bytes of the device with which anything fits: something always does, from the disk."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from tightfit.schema.footprint import Component, Footprint, WeightBlock
 from tightfit.schema.plan import ComponentPlan, Storage, VaePlan
 
-__all__ = ["DEFAULT_SKIP", "rooms_of", "stored_bytes", "widened_bytes"]
+__all__ = ["DEFAULT_SKIP", "allocator_bytes_by_phase", "stored_bytes", "widened_bytes"]
 
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes per element as loaded; stored in one
 ROW = 64  # float8: bytes as loaded for each byte of scales, at least
@@ -26,7 +26,7 @@ DEFAULT_SKIP = (
 )
 
 
-def rooms_of(footprint: Footprint, vae: VaePlan, storages: Mapping[str, Storage]) -> list[int]:
+def allocator_bytes_by_phase(footprint: Footprint, vae: VaePlan, storages: Mapping[str, Storage]) -> list[int]:
     """Return the bytes that each phase needs of an allocator for activations and widened weights."""
     widened = {
         component.name: widened_bytes(component, ComponentPlan(storage=storages[component.name]))

@@ -7,9 +7,9 @@ import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from tightfit.catalog.cuda import PAGE_TAIL, WORKSPACE_STAYS, product_workspaces, workspace_bytes
-from tightfit.plan.component_cost import SEGMENT, ComponentCost, up
-from tightfit.plan.component_order import CoResidencyTracker, coming_early, worker_of
+from tightfit.catalog.cuda import KEEPS_WORKSPACE, PAGE_TAIL, product_workspaces, workspace_bytes
+from tightfit.plan.component_cost import SEGMENT, ComponentCost, round_up
+from tightfit.plan.component_order import CoResidencyTracker, method_of, prefetch_reasons
 from tightfit.plan.cost_model import CostModel
 from tightfit.plan.options import variant_of
 from tightfit.plan.timeline import seconds_without_weights, segment_of
@@ -42,11 +42,11 @@ class PhaseEstimate(NamedTuple):
     name: str
     seconds: float
     weights: int  # peak bytes of weights on the device
-    room: int  # bytes that an allocator needs for activations and widened weights
+    allocator_bytes: int  # bytes that an allocator needs for activations and widened weights
 
     def peak(self, device: Accelerator) -> int:
         """Return the bytes reserved on `device` for both, margin included."""
-        return needed_bytes(self.weights, self.room, device)
+        return needed_bytes(self.weights, self.allocator_bytes, device)
 
 
 def add_forecast(footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None) -> Plan:
@@ -99,12 +99,16 @@ def _foreseen(plan: Plan, told: tuple[PhaseForecast, ...], early: Mapping[tuple[
         stint.model_copy(update={"prefetch": early.get((stint.component, stint.method))}) for stint in plan.schedule
     )
     order = tuple(limited)
-    reasons = (*plan.reasons, *coming_early(order, plan.components))
+    reasons = (*plan.reasons, *prefetch_reasons(order, plan.components))
     return plan.model_copy(update={"forecast": told, "schedule": order, "reasons": reasons})
 
 
 def _joined(host: str, told: Mapping[str, PhaseEstimate], devices: Mapping[str, Accelerator]) -> PhaseForecast:
-    peaks = {name: each.peak(devices[name]) for name, each in told.items() if name == host or each.weights or each.room}
+    peaks = {
+        name: each.peak(devices[name])
+        for name, each in told.items()
+        if name == host or each.weights or each.allocator_bytes
+    }
     seconds = sum(each.seconds for each in told.values())
     return PhaseForecast(name=told[host].name, seconds=seconds, peak_bytes=peaks.pop(host), other_devices=peaks)
 
@@ -112,7 +116,7 @@ def _joined(host: str, told: Mapping[str, PhaseEstimate], devices: Mapping[str, 
 def needed_bytes(weights: int, room: int, device: Accelerator) -> int:
     """Return the bytes reserved on `device` for `weights` and activations (`room`), with workspace and margin."""
     whole = weights + room + _workspace(device)
-    return up(whole + max(whole * PERCENT // 100, _page_tail(device)) + _margin(device))
+    return round_up(whole + max(whole * PERCENT // 100, _page_tail(device)) + _margin(device))
 
 
 def most_weights(size: int, room: int, device: Accelerator) -> int:
@@ -153,7 +157,7 @@ def _workspace(device: Accelerator) -> int:
     """
     if device.is_cpu:
         return 0
-    if WORKSPACE_STAYS:
+    if KEEPS_WORKSPACE:
         return sum(product_workspaces(device.compute_capability, through_lt=True))
     return workspace_bytes(device.compute_capability) - workspace_bytes(None)
 
@@ -183,9 +187,9 @@ class _CallSimulation:
         for index, group in itertools.groupby(phase.call_order):
             done = phase.calls[index]
             part = self._parts[done.component]
-            if self._activations.works(done.component) and not part.remains:
+            if self._activations.record_run(done.component) and not part.is_resident:
                 self._foresee_early(done, part)
-                self._now = part.come(self._now)
+                self._now = part.begin_load(self._now)
             weights, widened = max(weights, self._there), max(widened, part.widened)
             self._now = part.work(done, len(list(group)), self._now, way)
             self._last = part
@@ -194,15 +198,15 @@ class _CallSimulation:
         return PhaseEstimate(phase.name, self._now - began, weights, (way or phase).allocator_bytes + widened)
 
     def _foresee_early(self, done: ComponentCall, part: ComponentCost) -> None:
-        if self._last is None or self._last.remains or math.isinf(part.rate):
+        if self._last is None or self._last.is_resident or math.isinf(part.rate):
             return
-        size, worker = part.early(self._last.idle), worker_of(done)
+        size, worker = part.prefetchable_bytes(self._last.idle), method_of(done)
         self.early[worker] = min(size, self.early.get(worker, size))
 
     @property
     def _there(self) -> int:
         """Bytes of weights on the device that are not always resident."""
-        return sum(self._parts[name].comes for name in self._activations.device_bytes)
+        return sum(self._parts[name].streamed_bytes for name in self._activations.on_device)
 
 
 def share_of(footprint: Footprint, names: Collection[str], *, hosts: bool) -> Footprint:

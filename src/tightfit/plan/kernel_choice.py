@@ -12,7 +12,15 @@ from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Attention, ComponentPlan
 from tightfit.units import format_bytes
 
-__all__ = ["AttentionChoice", "LayoutChoice", "block_bytes", "check_wanted", "choose", "choose_layout", "foresee"]
+__all__ = [
+    "AttentionChoice",
+    "LayoutChoice",
+    "attention_reasons",
+    "check_wanted",
+    "choose",
+    "choose_layout",
+    "score_chunk_bytes",
+]
 
 
 class AttentionChoice(NamedTuple):
@@ -30,7 +38,7 @@ def check_wanted(name: str) -> Attention:
     raise PlanError(unknown_name("attention", name, get_args(Attention)), name=name)
 
 
-def block_bytes(device: str) -> int:
+def score_chunk_bytes(device: str) -> int:
     """Return the bytes of attention scores that chunked attention computes at a time.
 
     On a CPU, smaller chunks stay in the cache: one thread alone is fastest with 2 to 8 MiB. But threads wait for each
@@ -52,11 +60,11 @@ def choose(
     if wanted == "torch":
         return AttentionChoice("torch", "torch chooses for itself, as was asked for")
     if wanted == "auto":
-        return _choose_freely(call, installed, block or block_bytes(call.device))
+        return _choose_freely(call, installed, block or score_chunk_bytes(call.device))
     refused = _refusal(wanted, call, installed)
     if refused is None:
         return AttentionChoice(wanted, f"{TITLES[wanted]} was asked for")
-    name, because = _choose_freely(call, installed, block or block_bytes(call.device))
+    name, because = _choose_freely(call, installed, block or score_chunk_bytes(call.device))
     return AttentionChoice(name, f"{TITLES[wanted]} does not take {refused}; {because}")
 
 
@@ -86,7 +94,9 @@ _KINDS = {"cuda": "cuda", "simulated": "cuda", "cpu": "cpu", "loopback": "cpu"} 
 _MANY = 2**15  # queries and keys, as many as a large image has
 
 
-def attention_reasons(component: Component, chosen: ComponentPlan, accelerator: Accelerator | None) -> Iterator[tuple[str, str]]:
+def attention_reasons(
+    component: Component, chosen: ComponentPlan, accelerator: Accelerator | None
+) -> Iterator[tuple[str, str]]:
     """Yield which backend computes the attention of `component`, and why, with {} for its name, as known before a run.
 
     This covers networks with known head dimensions, and calls without a mask. With "auto", encoders are left out,
@@ -133,7 +143,7 @@ def _by_itself(kernel: Kernel, calls: list[AttentionCall], accelerator: Accelera
     """Return what "auto" chooses for `calls` that differ in head dimension only, and why."""
     call, refused = calls[0], torch_kernel(calls[0]).refused
     if kernel == "math":
-        scores = format_bytes(block_bytes(call.device))
+        scores = format_bytes(score_chunk_bytes(call.device))
         why = f"no fused kernel of torch's takes {refused} on {accelerator.display_name}; {scores} of scores at a time"
         return "attention of {} in chunks", why
     takes = f"it takes heads of {', '.join(str(each.width) for each in calls)} in {call.dtype}"

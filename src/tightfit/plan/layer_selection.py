@@ -246,17 +246,17 @@ def choose_resident_layers(
 
 def _late(groups: Sequence[tuple[str, int, float]], ring: int, rate: float) -> set[str]:
     """Return what would not be loaded in time at `rate` bytes per second, in the second of two calls."""
-    come = float(ring)
+    begin_load = float(ring)
     late: set[str] = set()
     for _ in range(2):
         late = set()
         for name, size, seconds in groups:
-            if size <= come:
-                come -= size
+            if size <= begin_load:
+                begin_load -= size
             else:
                 late.add(name)
-            come += rate * seconds
-            come = min(come, ring)
+            begin_load += rate * seconds
+            begin_load = min(begin_load, ring)
     return late
 
 

@@ -14,7 +14,7 @@ from tightfit.plan.timeline import ComputeSegment, StripStageTiming, in_order
 from tightfit.schema.footprint import ComponentCall, StripProfile
 from tightfit.schema.plan import ComponentPlan, Granularity
 
-__all__ = ["LowerBounds", "Runs", "two_in_a_row"]
+__all__ = ["LowerBounds", "Runs", "two_call_bound"]
 
 
 # calls each time that a component is loaded: kind of call, number of consecutive ones, and their strip option
@@ -80,26 +80,30 @@ class _StoreBounds:
 
         self._rate = part.rate
         self._first = 0.0  # seconds of the first call each time that it is loaded, in which all weights are loaded
-        self._again: list[tuple[_CallSegments | _StripBounds, int]] = []  # later calls, all in strips, and their number
+        self._later_calls: list[
+            tuple[_CallSegments | _StripBounds, int]
+        ] = []  # later calls, all in strips, and their number
         for (first, count, way), *later in work:
-            self._first += part.come(0.0)
+            self._first += part.begin_load(0.0)
             if way is None:
                 self._first += _coming(time_scale.segments(first, granularity), sizes, part)
             else:
                 coming = _coming(
                     _one_after_another(time_scale.timings(way, first.time_scale, granularity)), sizes, part
                 )
-                self._again.append((pieces(first, way, max(coming, time_scale.seconds_without_weights(first, way))), 1))
+                self._later_calls.append(
+                    (pieces(first, way, max(coming, time_scale.seconds_without_weights(first, way))), 1)
+                )
             others = [(first, count - 1, way), *later]
-            self._again += [(pieces(done, how), runs) for done, runs, how in others if runs]
+            self._later_calls += [(pieces(done, how), runs) for done, runs, how in others if runs]
 
     def seconds(self, room: int) -> float:
         """Return the lower bound if `room` bytes of weights can be on the device at a time."""
-        return self._first + sum(runs * pieces.seconds(room, self._rate) for pieces, runs in self._again)
+        return self._first + sum(runs * pieces.seconds(room, self._rate) for pieces, runs in self._later_calls)
 
     def settled(self, part: ComponentCost) -> float:
         """Return the lower bound for `part`, in which resident weights are resolved."""
-        return self._first + sum(pieces.settled(part, runs) for pieces, runs in self._again)
+        return self._first + sum(pieces.settled(part, runs) for pieces, runs in self._later_calls)
 
 
 def _coming(segments: Sequence[ComputeSegment], sizes: Mapping[str, int], part: ComponentCost) -> float:
@@ -139,7 +143,7 @@ class _CallSegments:
 
         After the first, each counts as half of two consecutive calls.
         """
-        one, two = two_in_a_row(self._segments, part.passing, part.plan.ring_buffer or 0, part.rate)
+        one, two = two_call_bound(self._segments, part.passing, part.plan.ring_buffer or 0, part.rate)
         return one + (runs - 1) * two / 2
 
 
@@ -147,8 +151,8 @@ def _one_after_another(timings: Sequence[StripStageTiming]) -> list[ComputeSegme
     """Return the segments of a call in strips: of each stage the first strip in full, the others as one segment."""
     segments: list[ComputeSegment] = []
     for timing in timings:
-        others = sum((runs - 1) * segment.seconds for runs, segment in timing.turns)
-        segments += [*timing.once, *timing.strip(0), ComputeSegment("", others, 0.0)]
+        others = sum((runs - 1) * segment.seconds for runs, segment in timing.layer_work)
+        segments += [*timing.before_strips, *timing.strip(0), ComputeSegment("", others, 0.0)]
     return segments
 
 
@@ -183,7 +187,7 @@ class _StripBounds:
 
     def settled(self, part: ComponentCost, runs: int) -> float:
         """Return the least seconds of `runs` calls for `part`, in which resident weights are resolved."""
-        return runs * self.seconds(part.room, part.rate)
+        return runs * self.seconds(part.weight_memory, part.rate)
 
 
 def _pieces(segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> list[list[ComputeSegment]]:
@@ -221,7 +225,7 @@ class _Use(NamedTuple):
     later: float  # seconds of work from then until the next use
 
 
-def two_in_a_row(
+def two_call_bound(
     segments: Sequence[ComputeSegment], passing: Mapping[str, int], ring: int, rate: float
 ) -> tuple[float, float]:
     """Return the least seconds until one call, and until two consecutive calls, have ended.

@@ -88,8 +88,10 @@ class MultiDeviceSearch:
 
         With `alone`, all components compute on the member of this index.
         """
-        postings = self.postings() if alone is None else [(Assignment(alone, frozenset().union(*self._groups), True),)]
-        fronts = [(posts, [self._front(post, ram) for post in posts]) for posts in postings]
+        assignments = (
+            self.assignments() if alone is None else [(Assignment(alone, frozenset().union(*self._groups), True),)]
+        )
+        fronts = [(posts, [self._front(post, ram) for post in posts]) for posts in assignments]
         best: JointSolution | None = None
         for posts, each in sorted(fronts, key=lambda chosen: _soonest(chosen[1])):
             if _soonest(each) < math.inf and (best is None or _soonest(each) <= best.seconds):
@@ -98,12 +100,12 @@ class MultiDeviceSearch:
 
     def fits(self, ram: int | None) -> bool:
         """Whether anything fits within the members' bytes and `ram` bytes of host memory (None: unlimited)."""
-        return any(self._fit(posts, ram) for posts in self.postings())
+        return any(self._fit(posts, ram) for posts in self.assignments())
 
     def least(self, member: int, ram: int | None) -> int | None:
         """Return the fewest bytes of `member` with which anything fits, the others unchanged; None if nothing does."""
         leasts = []
-        for posts in self.postings():
+        for posts in self.assignments():
             own = [post for post in posts if post.member == member]
             if own and self._fit([post for post in posts if post.member != member], ram):
                 leasts.append(self._least(own[0], ram))
@@ -112,7 +114,7 @@ class MultiDeviceSearch:
     def least_ram(self) -> int | None:
         """Return the fewest bytes of host memory with which anything fits the members' bytes; None if nothing does."""
         leasts = []
-        for posts in self.postings():
+        for posts in self.assignments():
             each = [self.search(post).least_ram(self.members[post.member].size) for post in posts]
             known = [least for least in each if least is not None]
             leasts += [sum(known)] if len(known) == len(each) else []
@@ -141,7 +143,7 @@ class MultiDeviceSearch:
             by_role.setdefault(place if component.name in used else "denoiser", set()).add(component.name)
         return [frozenset(names) for names in by_role.values() if names]
 
-    def postings(self) -> Iterator[tuple[Assignment, ...]]:
+    def assignments(self) -> Iterator[tuple[Assignment, ...]]:
         """Yield all ways to assign components, the host's first in each; of equal members only one is tried."""
         for places in self._places(()):
             members = dict.fromkeys(places)

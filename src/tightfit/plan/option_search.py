@@ -24,7 +24,7 @@ ROUNDING = 1e-11  # relative rounding error of sums of the same seconds
 class Option(NamedTuple):
     """A plan for one component, with its exact cost."""
 
-    comes: int  # bytes loaded onto the device while it runs, in addition to `always`
+    streamed_bytes: int  # bytes loaded onto the device while it runs, in addition to `always`
     seconds: float  # of its work in one pipeline call
     ram: int  # bytes of host memory for offloaded weights
     always: int  # bytes on the device during the whole pipeline call
@@ -33,7 +33,7 @@ class Option(NamedTuple):
     @property
     def device_bytes(self) -> int:
         """Bytes on the device while it runs."""
-        return self.always + self.comes
+        return self.always + self.streamed_bytes
 
 
 class LazyOption:
@@ -49,7 +49,7 @@ class LazyOption:
     ) -> None:
         """`settle` resolves the plan; `least` then gives a better lower bound; `time`, which is slow, simulates it."""
         self.seconds = seconds * (1 - ROUNDING)
-        self.comes = comes
+        self.streamed_bytes = comes
         self._settle, self._least, self._time = settle, least, time
 
     @cached_property
@@ -64,8 +64,8 @@ class LazyOption:
     @cached_property
     def option(self) -> Option:
         part = self.part
-        ram = part.component.bytes if part.plan.offload_to == "cpu" and not part.remains else 0
-        return Option(part.comes, self._time(part), ram, part.always, part.plan)
+        ram = part.component.bytes if part.plan.offload_to == "cpu" and not part.is_resident else 0
+        return Option(part.streamed_bytes, self._time(part), ram, part.always, part.plan)
 
 
 class BestOptionSearch:
@@ -73,7 +73,7 @@ class BestOptionSearch:
 
     def __init__(self, offers: Sequence[LazyOption], size: int) -> None:
         """`offers` are sorted by their lower bounds in seconds."""
-        self._open = (offer for offer in offers if offer.comes <= size)
+        self._open = (offer for offer in offers if offer.streamed_bytes <= size)
         self._next = next(self._open, None)
         self._settled: list[tuple[float, int, LazyOption]] = []  # heap by lower bound, then by order of arrival
         self._numbers = itertools.count()
@@ -103,18 +103,18 @@ class BestOptionSearch:
         """Resolve the plan of one more option, or compute the exact cost of one that is resolved."""
         if self._next is not None and self._next.seconds <= self._least_settled:
             offer, self._next = self._next, next(self._open, None)
-            if self._hopeful(offer.seconds, offer.comes) and offer.part.comes <= self._size:
+            if self._hopeful(offer.seconds, offer.streamed_bytes) and offer.part.streamed_bytes <= self._size:
                 heapq.heappush(self._settled, (offer.settled, next(self._numbers), offer))
         elif self._settled:
             seconds, _, offer = heapq.heappop(self._settled)
-            hopeful = self._hopeful(seconds, offer.part.comes)
+            hopeful = self._hopeful(seconds, offer.part.streamed_bytes)
             if hopeful and (self._best is None or _rank(offer.option) < _rank(self._best)):
                 self._best = offer.option
 
     def _hopeful(self, seconds: float, comes: int) -> bool:
         """Whether an option with these lower bounds may be the best."""
         best = self._best
-        return best is None or seconds < best.seconds * (1 - 2 * ROUNDING) or comes < best.comes
+        return best is None or seconds < best.seconds * (1 - 2 * ROUNDING) or comes < best.streamed_bytes
 
     def winner(self) -> Option | None:
         """Run the search to its end and return the best option; None if nothing fits."""
@@ -127,10 +127,10 @@ class OptionSet:
     """All options of one component, searchable by size."""
 
     def __init__(self, offers: Iterable[LazyOption]) -> None:
-        self.offers = sorted(offers, key=lambda offer: (offer.seconds, offer.comes))
+        self.offers = sorted(offers, key=lambda offer: (offer.seconds, offer.streamed_bytes))
         self._races: dict[int, BestOptionSearch] = {}
 
-    def race(self, size: int) -> BestOptionSearch:
+    def search(self, size: int) -> BestOptionSearch:
         """Return the search among options that load at most `size` bytes; the same object for the same size."""
         if size not in self._races:
             self._races[size] = BestOptionSearch(self.offers, size)
@@ -138,7 +138,7 @@ class OptionSet:
 
     def within(self, size: int) -> Option | None:
         """Return the fastest option, the smallest of equals, that loads at most `size` bytes; None if there is none."""
-        return self.race(size).winner()
+        return self.search(size).winner()
 
     def __iter__(self) -> Iterator[Option]:
         """Yield the Pareto-optimal options: each loads more bytes than the one before, and is faster."""
@@ -150,4 +150,4 @@ class OptionSet:
 
 
 def _rank(option: Option) -> tuple[float, int, int]:
-    return option.seconds, option.comes, option.ram
+    return option.seconds, option.streamed_bytes, option.ram

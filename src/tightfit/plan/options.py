@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from tightfit.plan.candidates import Candidate, candidates
-from tightfit.plan.component_cost import ComponentCost, always, up
+from tightfit.plan.component_cost import ComponentCost, always, round_up
 from tightfit.plan.component_order import visits
 from tightfit.plan.cost_model import CostModel
 from tightfit.plan.layer_selection import WeightGroupSizes, small_tensor_bytes, weight_group_sizes
@@ -65,7 +65,7 @@ class ComponentWorkload:
             if least is not None and sketch.comes >= least:
                 break
             if _goes_with(variant, sketch.draft):
-                comes = sketch.comes if sketch.exact else self._part(sketch.plan(self._by_leaf)).comes
+                comes = sketch.comes if sketch.exact else self._part(sketch.plan(self._by_leaf)).streamed_bytes
                 least = comes if least is None else min(least, comes)
         return least
 
@@ -85,7 +85,7 @@ class ComponentWorkload:
         every, changes = self._sketches(where, storage, variant), variant.fields if variant else {}
         asked = [sketch.plan(self._by_leaf) for sketch in every if _goes_with(variant, sketch.draft)]
         part = self._part(every[0].draft, disk_rate)
-        least = None if part.remains else LowerBounds(part, self._groups(part.plan), work, self._cost_model)
+        least = None if part.is_resident else LowerBounds(part, self._groups(part.plan), work, self._cost_model)
 
         def offer(plan: ComponentPlan) -> LazyOption:
             seconds, comes = least.of(plan) if least else (self.seconds(vae), 0)
@@ -101,7 +101,7 @@ class ComponentWorkload:
         if where == "resident":
             return [Candidate(ComponentPlan(placement="resident", storage=storage), 0)]
         whole = ComponentPlan(placement="offload", offload_to=where, storage=storage)
-        small = 0 if self.device.is_cpu else up(small_tensor_bytes(self.component))
+        small = 0 if self.device.is_cpu else round_up(small_tensor_bytes(self.component))
         count = SIZES if variant is None else FEWER
         by_blocks = variant is not None and variant.splits_batch and variant.by_blocks
         found = candidates(self.component, whole, self._groups(whole), count, by_blocks=by_blocks)
@@ -168,7 +168,7 @@ def why_there(task: ComponentWorkload, option: Option, left: int, phase: str, va
     stay, moving = len(plan.resident_layers or ()), "blocks" if plan.granularity == "block" else "layers"
     kept = f"{stay} of its {moving} stay{'s' * (stay == 1)} meanwhile, the others" if stay else f"its {moving}"
     kept += f" come one after another while those before them compute, {format_bytes(plan.ring_buffer or 0)} ahead"
-    enough = "; more memory would not be faster" if option.comes < ENOUGH * left else ""
+    enough = "; more memory would not be faster" if option.streamed_bytes < ENOUGH * left else ""
     return Reason(
         decision=f"{name} streams{whence}, {format_bytes(option.device_bytes)} of its {whole} there at a time",
         because=f"{there}: {kept}; {cost}{enough}",
@@ -179,7 +179,7 @@ def _time(part: ComponentCost, work: Sequence[Runs]) -> float:
     """Return the simulated seconds of `work` under the plan of `part`."""
     spent = 0.0
     for runs in work:
-        spent = spent if part.remains else part.come(spent)
+        spent = spent if part.is_resident else part.begin_load(spent)
         for done, count, way in runs:
             spent = part.work(done, count, spent, way)
     return spent

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from tightfit.plan.component_order import ALTERNATIONS, visits
-from tightfit.plan.eight_bits import rooms_of
+from tightfit.plan.eight_bits import allocator_bytes_by_phase
 from tightfit.plan.forecast import most_weights, needed_bytes
 from tightfit.plan.option_search import BestOptionSearch, Option, OptionSet
 from tightfit.plan.options import WHOLE, ComponentWorkload, Where, why_there
@@ -56,21 +56,21 @@ class Solution(NamedTuple):
 class SearchNode(NamedTuple):
     """Given weight locations and a way to run the autoencoder, with what the search has found of them so far."""
 
-    races: tuple[BestOptionSearch, ...]  # one for each component
+    searches: tuple[BestOptionSearch, ...]  # one for each component
     vae: VaePlan
     wheres: Mapping[str, Where]
     ram: int  # bytes of host memory for offloaded weights and feature maps
     branch: VariantSearch
 
     @property
-    def soonest(self) -> float:
+    def lower_bound(self) -> float:
         """Lower bound in seconds; infinite if nothing fits."""
-        return sum(race.seconds for race in self.races)
+        return sum(race.seconds for race in self.searches)
 
     @property
     def undecided(self) -> BestOptionSearch | None:
         """The component search to continue next; None if the best option of each component alone is known."""
-        return next((race for race in self.races if not race.over), None)
+        return next((race for race in self.searches if not race.over), None)
 
 
 @dataclass
@@ -94,7 +94,7 @@ class VariantSearch:
         rooms = self._rooms[found.vae]
         options = dict(found.options)
         always = self._idle + sum(option.always for option in options.values())
-        for crew in self._crews:
+        for crew in self._groups:
             number = max(crew.phases, key=lambda number: rooms[number])
             phase, left = self.footprint.phases[number].name, most_weights(size, rooms[number], self.device) - always
             for name in crew.names:
@@ -107,7 +107,7 @@ class VariantSearch:
     @cached_property
     def _rooms(self) -> dict[VaePlan, list[int]]:
         """Bytes that each phase needs of an allocator, for each way to run autoencoders."""
-        return {vae: rooms_of(self.footprint, vae, self.storages) for vae in self._vaes}
+        return {vae: allocator_bytes_by_phase(self.footprint, vae, self.storages) for vae in self._vaes}
 
     def _ways(self, vae: VaePlan) -> list[StripProfile | None]:
         return [vae.strip_profile(phase) for phase in self.footprint.phases]
@@ -131,14 +131,14 @@ class VariantSearch:
             component.name: (component.name, known.get(component.name, ())) for component in self.footprint.components
         }
 
-    def chances(self, size: int, ram: int | None) -> Iterator[SearchNode]:
+    def nodes(self, size: int, ram: int | None) -> Iterator[SearchNode]:
         """Yield a node for all that fits `size` bytes of the device and `ram` of host memory (None: unlimited)."""
         for vae in self._vaes:
             waiting = self._waiting(vae)
             for placed, needed in self._needed(vae, ram):
                 if needed <= size:
-                    races = tuple(self._races(placed.wheres, vae, size))
-                    yield SearchNode(races, vae, placed.wheres, placed.ram + waiting, self)
+                    searches = tuple(self._races(placed.wheres, vae, size))
+                    yield SearchNode(searches, vae, placed.wheres, placed.ram + waiting, self)
 
     def ram_of(self, found: Solution) -> int:
         """Return the bytes of host memory for offloaded weights and feature maps."""
@@ -159,7 +159,7 @@ class VariantSearch:
             yield from (
                 self.footprint.phases[number].name
                 for placed in just
-                for crew, weights in zip(self._crews, placed.weights, strict=True)
+                for crew, weights in zip(self._groups, placed.weights, strict=True)
                 for number in crew.phases
                 if needed_bytes(weights, rooms[number], self.device) == size
             )
@@ -177,7 +177,7 @@ class VariantSearch:
     def _needed(self, vae: VaePlan, ram: int | None) -> Iterator[tuple[_WeightLocations, int]]:
         """Yield the weight locations possible within `ram`, each with the fewest bytes of the device that it needs."""
         rooms, waiting = self._rooms[vae], self._waiting(vae)
-        wanted = [max(rooms[number] for number in crew.phases) for crew in self._crews]
+        wanted = [max(rooms[number] for number in crew.phases) for crew in self._groups]
         for placed in self._placements(limited=ram is not None):
             if ram is None or placed.ram + waiting <= ram:
                 whole = max(map(sum, zip(placed.weights, wanted, strict=True)), default=0)
@@ -189,7 +189,7 @@ class VariantSearch:
             wheres: tuple[Where, ...] = ("resident", "cpu", "disk") if limited else ("resident", "cpu")
             if self.device.is_cpu:  # host memory is device memory
                 wheres = ("resident", "disk")
-            names = [name for crew in self._crews for name in crew.names]
+            names = [name for crew in self._groups for name in crew.names]
             chosen = itertools.product(wheres, repeat=len(names))
             found = (self._placement(dict(zip(names, each, strict=True))) for each in chosen)
             self._placed[limited] = [placement for placement in found if placement is not None]
@@ -198,7 +198,7 @@ class VariantSearch:
     def _placement(self, wheres: Mapping[str, Where]) -> _WeightLocations | None:
         """Return the least bytes of these locations; None if some component has no option for its own."""
         always, weights = self._always(wheres), []
-        for crew in self._crews:
+        for crew in self._groups:
             leasts = [self._least(name, wheres[name]) for name in crew.names]
             if None in leasts:
                 return None
@@ -229,7 +229,7 @@ class VariantSearch:
     ) -> Iterator[tuple[_CoResidentGroup, int, int]]:
         """Yield for each co-resident group its activation bytes, and the bytes of `size` left for weights it loads."""
         always, rooms = self._always(wheres), self._rooms[vae]
-        for crew in self._crews:
+        for crew in self._groups:
             room = max(rooms[number] for number in crew.phases)
             yield crew, room, most_weights(size, room, self.device) - always
 
@@ -237,18 +237,18 @@ class VariantSearch:
         """Yield the search for the best option of each component alone."""
         for crew, _, left in self._left(wheres, vae, size):
             for name in crew.names:
-                yield self._menu(name, wheres[name], vae).race(left)
+                yield self._options(name, wheres[name], vae).search(left)
 
     def _combined(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Solution | None:
         """Return the best solution within `size` bytes for given weight locations and autoencoders run as in `vae`."""
         always, peak = self._always(wheres), 0
         options: dict[str, Option] = {}
         for crew, room, left in self._left(wheres, vae, size):
-            chosen = _fastest([self._menu(name, wheres[name], vae) for name in crew.names], left)
+            chosen = _fastest([self._options(name, wheres[name], vae) for name in crew.names], left)
             if chosen is None:
                 return None
             options |= zip(crew.names, chosen, strict=True)
-            peak = max(peak, needed_bytes(always + sum(option.comes for option in chosen), room, self.device))
+            peak = max(peak, needed_bytes(always + sum(option.streamed_bytes for option in chosen), room, self.device))
         ram = sum(option.ram for option in options.values())
         seconds = sum(option.seconds for option in options.values())
         return Solution(seconds, peak, ram, tuple(options.items()), vae, self)
@@ -264,12 +264,12 @@ class VariantSearch:
     @cached_property
     def _idle(self) -> int:
         """Bytes on the device of components that never run."""
-        used = {name for crew in self._crews for name in crew.names}
+        used = {name for crew in self._groups for name in crew.names}
         idle = [component for component in self.footprint.components if component.name not in used]
         return sum(self.task(each.name).always("disk" if each.has_forward else "resident") for each in idle)
 
     @cached_property
-    def _crews(self) -> list[_CoResidentGroup]:
+    def _groups(self) -> list[_CoResidentGroup]:
         """Groups of components; those that alternate more than ALTERNATIONS times are on the device together."""
         order = [phase.calls[index].component for phase in self.footprint.phases for index in phase.call_order]
         turns = Counter(frozenset(pair) for pair in itertools.pairwise(order) if pair[0] != pair[1])
@@ -286,10 +286,10 @@ class VariantSearch:
         workers = [{done.component for done in phase.calls} for phase in self.footprint.phases]
         return tuple(number for number, there in enumerate(workers) if there.intersection(names) or not there)
 
-    def _menu(self, name: str, where: Where, vae: VaePlan) -> OptionSet:
+    def _options(self, name: str, where: Where, vae: VaePlan) -> OptionSet:
         """Return a component's options, computed on demand: what never reads from the disk needs no disk rate."""
         if self.usual is not None and name not in self.footprint.denoisers:
-            return self.usual._menu(name, where, vae)
+            return self.usual._options(name, where, vae)
         how = vae if self.task(name).component.role == "autoencoder" else WHOLE
         key = self._visitors[name], where, how
         if key not in self.known.menus:
@@ -305,6 +305,6 @@ def _fastest(menus: Sequence[OptionSet], most: int) -> tuple[Option, ...] | None
     if len(menus) == 1:
         option = menus[0].within(most)
         return None if option is None else (option,)
-    together = ((first, _fastest(menus[1:], most - first.comes)) for first in menus[0])
+    together = ((first, _fastest(menus[1:], most - first.streamed_bytes)) for first in menus[0])
     fitting = [(first, *others) for first, others in together if others is not None]
     return min(fitting, key=lambda options: sum(option.seconds for option in options), default=None)

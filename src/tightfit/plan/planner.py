@@ -55,8 +55,8 @@ def make_plan(
     allow: Sequence[str] = (),
     *,
     device: str | None = None,
-    experiences: Sequence[CallMeasurement] = (),
-    workings: SearchCaches | None = None,
+    measurements: Sequence[CallMeasurement] = (),
+    cache: SearchCaches | None = None,
 ) -> Plan:
     """Return the best plan for `footprint`'s call, within `budget` on `device` of `machine` (None: its first).
 
@@ -81,8 +81,8 @@ def make_plan(
     room = _room(accelerator, machine, budget)
 
     def searched(storages: Stored) -> DeviceSearch:
-        told = calibrate(footprint, experiences, storages).footprint
-        worked_out = workings.known(told) if workings is not None and not storages else None
+        told = calibrate(footprint, measurements, storages).footprint
+        worked_out = cache.known(told) if cache is not None and not storages else None
         return DeviceSearch(told, accelerator, disk_rate, storages, worked_out)
 
     for storages in storages_of(footprint, allowed):
@@ -90,7 +90,7 @@ def make_plan(
         found = search.best(room.size, room.ram)
         if found is not None:
             placed = [*found.branch.reasons(found, room.size), *_remarks(known, accelerator, room, budget)]
-            placed += calibrate(footprint, experiences, storages).reasons
+            placed += calibrate(footprint, measurements, storages).reasons
             return _plan(search, machine, budget, room.size, found, placed)
     others = [name for name in ("fp8", "int8") if name not in allowed]
     lossy = {name: [searched(stored) for stored in storages_of(footprint, [name]) if stored] for name in others}
@@ -103,8 +103,8 @@ def find_missing(
     budget: Budget | None = None,
     *,
     device: str | None = None,
-    experiences: Sequence[CallMeasurement] = (),
-    workings: SearchCaches | None = None,
+    measurements: Sequence[CallMeasurement] = (),
+    cache: SearchCaches | None = None,
 ) -> tuple[str, ...]:
     """Return the unmeasured parts of `footprint` that could improve a plan, in the order in which to measure them.
 
@@ -114,12 +114,12 @@ def find_missing(
         return footprint.not_measured
     known = _accelerator(machine, device)
     accelerator, disk_rate = with_default_rates(known), default_disk_rate(machine, known)
-    room, workings = _room(accelerator, machine, budget), workings or SearchCaches()
+    room, cache = _room(accelerator, machine, budget), cache or SearchCaches()
 
     def search(told: Footprint) -> DeviceSearch:
-        return DeviceSearch(told, accelerator, disk_rate, {}, workings.known(told))
+        return DeviceSearch(told, accelerator, disk_rate, {}, cache.known(told))
 
-    return missing_parts(calibrate(footprint, experiences, {}).footprint, search, room.size, room.ram)
+    return missing_parts(calibrate(footprint, measurements, {}).footprint, search, room.size, room.ram)
 
 
 def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _MemoryLimits:

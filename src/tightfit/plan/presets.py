@@ -54,8 +54,8 @@ def plan_for(
     layouts = {c.name: choose_layout(c, plan.components[c.name], accelerator) for c in footprint.components}
     own = explain(plan, footprint, layouts, separate=separate, moves=not placed, accelerator=accelerator)
     reasons = plan.reasons if made else (*placed, *own)
-    plan = _laid_out(plan, layouts)
-    plan = plan if separate else _settled(plan)
+    plan = _with_layouts(plan, layouts)
+    plan = plan if separate else _without_offload(plan)
     plan = _pinning(_streaming(plan, footprint), footprint, pinnable)
     return plan.model_copy(update={"reasons": reasons})
 
@@ -97,7 +97,7 @@ def _check(plan: Plan, footprint: Footprint) -> None:
             raise PlanError(f"{name} has no layers to stream: offload would work", name=name)
 
 
-def _laid_out(plan: Plan, layouts: Mapping[str, LayoutChoice]) -> Plan:
+def _with_layouts(plan: Plan, layouts: Mapping[str, LayoutChoice]) -> Plan:
     """Return `plan` with the chosen memory formats."""
     settled = {
         name: chosen.model_copy(update={"channels_last": layouts[name].channels_last})
@@ -131,7 +131,7 @@ def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
     return plan.model_copy(update={"components": components})
 
 
-def _settled(plan: Plan) -> Plan:
+def _without_offload(plan: Plan) -> Plan:
     """Return `plan` for a device whose memory is host memory: nothing is offloaded, except to the disk."""
     left = dict.fromkeys(("weight_memory", "granularity", "ring_buffer", "resident_layers", "pinned")) | {
         "placement": "resident"

@@ -30,7 +30,7 @@ class ComputeSegment(NamedTuple):
     seconds: float  # of the device
     launching: float  # seconds of the host, before that
     waits: bool = False  # whether the host waits for its end
-    gate: str = ""  # the layer that runs, of several in the group
+    layer: str = ""  # the layer that runs, of several in the group
 
 
 def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = "") -> ComputeSegment:
@@ -59,23 +59,23 @@ class StripStageTiming(NamedTuple):
     """Work and copies of one strip stage."""
 
     strips: int  # number of strips
-    ahead: bool  # whether feature maps are copied while another strip computes
-    once: list[ComputeSegment]  # before the first strip
-    turns: list[tuple[int, ComputeSegment]]  # in how many strips a segment runs, and its work in each of these
+    prefetches: bool  # whether feature maps are copied while another strip computes
+    before_strips: list[ComputeSegment]  # before the first strip
+    layer_work: list[tuple[int, ComputeSegment]]  # in how many strips a segment runs, and its work in each of these
     launching: float  # seconds of the host for copies, for each strip
-    coming: float  # seconds of the link to load feature maps, for each strip
-    going: float  # seconds of the link to offload feature maps, for each strip
+    load_seconds: float  # seconds of the link to load feature maps, for each strip
+    offload_seconds: float  # seconds of the link to offload feature maps, for each strip
 
     @property
     def even(self) -> bool:
         """Whether every segment runs in every strip."""
-        return all(runs == self.strips for runs, _ in self.turns)
+        return all(runs == self.strips for runs, _ in self.layer_work)
 
     def strip(self, number: int) -> list[ComputeSegment]:
         """Return the segments of strip `number`; the first strip (0) has all of them."""
         return [
             segment
-            for runs, segment in self.turns
+            for runs, segment in self.layer_work
             if not number or number * runs // self.strips > (number - 1) * runs // self.strips
         ]
 
@@ -83,7 +83,7 @@ class StripStageTiming(NamedTuple):
 def in_order(timings: Iterable[StripStageTiming]) -> Iterator[ComputeSegment]:
     """Yield all segments of the stages in execution order."""
     for timing in timings:
-        yield from timing.once
+        yield from timing.before_strips
         for number in range(timing.strips):
             yield from timing.strip(number)
 
@@ -91,12 +91,12 @@ def in_order(timings: Iterable[StripStageTiming]) -> Iterator[ComputeSegment]:
 def merge_segments(segments: Iterable[ComputeSegment], time_scale: float) -> list[ComputeSegment]:
     """Merge adjacent segments of the same group and layer; arithmetic and launches take `time_scale` times as long."""
     found = list[ComputeSegment]()
-    for group, seconds, launching, waits, gate in segments:
-        paced = ComputeSegment(group, seconds * time_scale, launching * time_scale, waits, gate)
-        if found and (found[-1].group, found[-1].gate) == (group, gate) and not found[-1].waits:
+    for group, seconds, launching, waits, layer in segments:
+        paced = ComputeSegment(group, seconds * time_scale, launching * time_scale, waits, layer)
+        if found and (found[-1].group, found[-1].layer) == (group, layer) and not found[-1].waits:
             before = found.pop()
             paced = ComputeSegment(
-                group, before.seconds + paced.seconds, before.launching + paced.launching, waits, gate
+                group, before.seconds + paced.seconds, before.launching + paced.launching, waits, layer
             )
         found.append(paced)
     return found

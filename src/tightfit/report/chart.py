@@ -60,7 +60,7 @@ def _block(chart: Chart, model: ChartedModel) -> Iterator[str]:
 def _rows(chart: Chart, model: ChartedModel) -> Iterator[tuple[str, ...]]:
     for card in chart.cards:
         if (cell := chart.cell(model.name, card.name)) is not None:
-            yield (card_words(card), *numbers(cell), cell.words)
+            yield (card_words(card), *numbers(cell), cell.summary)
 
 
 def numbers(cell: Cell) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def levels_as_markdown(table: LevelTable) -> str:
 
 
 def _title(table: LevelTable) -> str:
-    room = f"{format_bytes(table.card.room)} of {format_bytes(table.card.bytes)}"
+    room = f"{format_bytes(table.card.usable_bytes)} of {format_bytes(table.card.bytes)}"
     return f"{table.model}: {_asked(table.request)}; on {table.card.name}, of which {room} may be used"
 
 

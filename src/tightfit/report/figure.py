@@ -110,7 +110,7 @@ def seconds_scale(end: float) -> Scale:
 
 
 def _largest(top: float, blocks: list[tuple[float, str]]) -> Scale:
-    return Scale(*next((block for block in blocks if top >= block[0]), blocks[-1]))
+    return Scale(*next((unit for unit in blocks if top >= unit[0]), blocks[-1]))
 
 
 GAP = 0.018  # between two names, as a fraction of the axes' width

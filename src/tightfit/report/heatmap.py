@@ -111,7 +111,7 @@ def _cell(axes: Axes, column: int, row: int, cell: Cell) -> None:
     if refused:
         axes.add_patch(Rectangle(**box, **REFUSED))
         _write(axes, column, row + 0.25, "does not fit", size=9, weight="bold", around=True)
-        _write(axes, column, row + 0.5, cell.words, around=True)
+        _write(axes, column, row + 0.5, cell.summary, around=True)
     else:
         axes.add_patch(Rectangle(**box, facecolor=_colour(cell.slowdown or 1), edgecolor="none"))
         ink = PAPER if (cell.slowdown or 1) > DARK else INK

@@ -95,8 +95,8 @@ def _operations(rate: float | None) -> str:
     """Format operations per second with three digits and a decimal unit: 1.16e11 is '116 G'."""
     if rate is None:
         return "not measured"
-    for block in ("", "k", "M", "G"):
+    for unit in ("", "k", "M", "G"):
         if rate < 999.5:
-            return f"{rate:.3g} {block}".rstrip()
+            return f"{rate:.3g} {unit}".rstrip()
         rate /= 1000
     return f"{rate:.3g} T"

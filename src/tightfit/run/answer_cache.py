@@ -23,13 +23,13 @@ from tightfit.schema.footprint import Footprint, Request
 
 __all__ = [
     "Missing",
+    "cached",
     "find_subject",
     "footprint_question",
     "keep_footprint",
     "key_of",
-    "recalled",
+    "lookup",
     "recalled_footprint",
-    "remembered",
 ]
 
 Missing = Callable[[Footprint], Sequence[str]]  # names of parts that a footprint lacks and its user needs
@@ -47,9 +47,9 @@ def find_subject(name: str | None) -> tuple[str | ModelFolder, str]:
     return folder, _fingerprint(folder)
 
 
-def remembered(kind: type[Answer], question: dict[str, Any], answer: Callable[[], Answer]) -> Answer:
+def cached(kind: type[Answer], question: dict[str, Any], answer: Callable[[], Answer]) -> Answer:
     """Return the cached answer to `question` (plain values); if there is none, cache and return `answer()`."""
-    known = recalled(kind, question)
+    known = lookup(kind, question)
     if known is not None:
         return known
     found = answer()
@@ -66,7 +66,7 @@ def keep(answer: Record, question: dict[str, Any]) -> None:
             partial.write_text(answer.to_json())
 
 
-def recalled(kind: type[Answer], question: dict[str, Any]) -> Answer | None:
+def lookup(kind: type[Answer], question: dict[str, Any]) -> Answer | None:
     """Return the cached answer to `question`; None if there is none."""
     with contextlib.suppress(OSError, UnicodeDecodeError, TightfitError):
         return kind.from_text(_file(kind, question).read_text())
@@ -84,7 +84,7 @@ def footprint_question(mark: str, asked: Request, dtype: str | None, *, expandab
 
 def recalled_footprint(question: dict[str, Any], missing: Missing | None = None) -> Footprint | None:
     """Return the cached answer to a `footprint_question`; None if parts are `missing` in it (argument None: any)."""
-    known = recalled(Footprint, question)
+    known = lookup(Footprint, question)
     if known is None or (known.not_measured if missing is None else missing(known)):
         return None
     return known
@@ -92,7 +92,7 @@ def recalled_footprint(question: dict[str, Any], missing: Missing | None = None)
 
 def keep_footprint(footprint: Footprint, question: dict[str, Any]) -> Footprint:
     """Merge `footprint` with the cached one, which may lack other parts; write and return the result."""
-    known = recalled(Footprint, question)
+    known = lookup(Footprint, question)
     footprint = footprint if known is None else footprint.merged_with(known)
     keep(footprint, question)
     return footprint

@@ -83,7 +83,7 @@ class Given(NamedTuple):
     arguments: Mapping[str, Any]  # by the pipeline's parameter names
     device: torch.device
 
-    def rehearsed(self, there: torch.device) -> dict[str, Any]:
+    def simulation_copy(self, there: torch.device) -> dict[str, Any]:
         """Copy the arguments for a simulation: tensors on the call's device move to `there`; callbacks are left out.
 
         Long texts are padded to the longest of the same description; large tensors keep only shape and strides.

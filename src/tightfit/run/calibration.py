@@ -1,26 +1,20 @@
-"""Measurements of calls under a budget's plan: recorded, stored on disk, and used to calibrate the next plan."""
+"""Measurements of calls under a budget's plan: stored on disk, and used to calibrate the next plan. No torch here."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from tightfit.devices.device import Device
 from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, replacing
-from tightfit.measure.recorder import UNCOUNTED
 from tightfit.plan.calibration import calibrate, measurement_of, stored_in
 from tightfit.plan.default_rates import default_disk_rate, with_default_rates
 from tightfit.plan.planner import find_missing, make_plan
 from tightfit.plan.search_cache import SearchCaches
 from tightfit.run.answer_cache import key_of
-from tightfit.run.call_arguments import request_of, shape_of
 from tightfit.run.plan_options import Limits
 from tightfit.schema.footprint import Footprint, Request
 from tightfit.schema.machine import Accelerator, Machine
@@ -30,7 +24,7 @@ from tightfit.schema.results import CallMeasurement, Trace
 if TYPE_CHECKING:
     from tightfit.run.footprints import Measurer
 
-__all__ = ["MOST", "CalibrationRecorder", "CalibrationStore", "PlanningInputs", "forget", "measured"]
+__all__ = ["MOST", "CalibrationStore", "PlanningInputs", "forget", "measured"]
 
 
 MOST = 8  # measured calls that are stored for a question, and recorded by one process for a request
@@ -87,21 +81,19 @@ class PlanningInputs(NamedTuple):
     machine: Machine  # with one accelerator, or with all that the budget names
     past: CalibrationStore
     call: Any = None  # arguments or log of the measured call; None: dummy arguments
-    workings: SearchCaches | None = None  # intermediate results that successive plans share
+    cache: SearchCaches | None = None  # intermediate results that successive plans share
 
     def missing(self, limits: Limits) -> tuple[str, ...]:
         """Return the parts that the footprint lacks and a plan within `limits` could benefit from."""
         budget, _, host = limits
         past = self.past.read()
-        return find_missing(self.footprint, self.machine, budget, device=host, experiences=past, workings=self.workings)
+        return find_missing(self.footprint, self.machine, budget, device=host, measurements=past, cache=self.cache)
 
     def plan(self, limits: Limits) -> Plan:
         """Make the plan within `limits`, calibrated by the stored measurements. Raises BudgetTooSmall."""
         budget, allow, host = limits
         past = self.past.read()
-        return make_plan(
-            self.footprint, self.machine, budget, allow, device=host, experiences=past, workings=self.workings
-        )
+        return make_plan(self.footprint, self.machine, budget, allow, device=host, measurements=past, cache=self.cache)
 
     def time_scales(self, plan: Plan) -> dict[str, float]:
         """Return measured over predicted time of phases under `plan`, by name; factors of 1 are left out."""
@@ -123,12 +115,12 @@ def measured(
     `machine` is called after the measurement, because free memory may change meanwhile.
     """
 
-    workings = SearchCaches()
+    cache = SearchCaches()
 
     def planning_inputs(footprint: Footprint) -> PlanningInputs:
         there = machine()
         return PlanningInputs(
-            footprint, there, CalibrationStore(measurer.question(asked), there.accelerators[0]), call, workings
+            footprint, there, CalibrationStore(measurer.question(asked), there.accelerators[0]), call, cache
         )
 
     return planning_inputs(measurer.measure(asked, call, lambda bare: planning_inputs(bare).missing(limits)))
@@ -136,37 +128,3 @@ def measured(
 
 def _folder() -> Path:
     return cache_folder() / "experiences"
-
-
-class CalibrationRecorder:
-    """Records measurements of calls on `device` whose requests were planned for.
-
-    A call is recorded if it finished under one plan, had the request of that plan, and if its report has no notes
-    (except that activations were not counted, which makes peaks too low to calibrate them). Not recorded are calls
-    under torch's profiler, calls with a budget for several devices, and those after the first MOST of a request in one
-    process, to save a service the time.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._bases: dict[Request, PlanningInputs] = {}
-        self._learned: Counter[Request] = Counter()
-
-    def studies(self, plan: Plan, planning_inputs: PlanningInputs) -> None:
-        """Set the inputs of `plan`, and of every other plan for the same request."""
-        if plan.request is not None:
-            self._bases[plan.request] = planning_inputs
-
-    def ended(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan, trace: Trace) -> None:
-        """Record a finished call of `pipe` with these arguments, which ran under `plan` throughout."""
-        planning_inputs = self._bases.get(plan.request) if plan.request else None
-        if planning_inputs is None or plan.request is None or self._learned[plan.request] == MOST:
-            return
-        if plan.budget is not None and plan.budget.devices:
-            return  # a measurement describes a single device
-        asked = request_of(pipe, args, kwargs)
-        disturbed = set(trace.notes) - {UNCOUNTED} or torch._C._autograd._profiler_enabled()
-        if asked is None or disturbed or shape_of(pipe, asked) != shape_of(pipe, plan.request):
-            return
-        self._learned[plan.request] += 1
-        planning_inputs.learn(plan, trace, spread=self._device.runs_ahead)

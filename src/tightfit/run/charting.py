@@ -13,7 +13,7 @@ from tightfit.files import replacing
 from tightfit.plan.chart_cells import cell_of, charted_card, fits_card, host_bytes, level_rows
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.report.chart import as_markdown, describe_chart, describe_levels, levels_as_markdown
-from tightfit.run.answer_cache import remembered
+from tightfit.run.answer_cache import cached
 from tightfit.run.max_request import find_max_request, rungs_above
 from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, LevelTable, Preset
 from tightfit.schema.footprint import Footprint, Request
@@ -55,7 +55,7 @@ def chart_of(
     ram: int | None = None,
     *,
     usual_only: bool = False,
-    told: Told = lambda what, done, total: None,
+    on_progress: Told = lambda what, done, total: None,
     sources: Sources | None = None,
 ) -> Chart:
     """Chart `models` of the catalog (none: all) on `cards` (none: CARDS) with `ram` bytes of RAM (None: unlimited).
@@ -70,14 +70,14 @@ def chart_of(
     steps = {name: len(LEVELS) + 1 + more for name, more in larger.items()}
     rows, cells, before = [], [], 0
     for name in names:
-        progress = _Progress(told, before, sum(steps.values()))
+        progress = _Progress(on_progress, before, sum(steps.values()))
         work = _ModelRow(
             name, asked[name], columns, known, ram, sources or Sources(_measured, simulated_preset), progress
         )
         rows.append(work.model)
         cells += work.cells(larger=not usual_only)
         before += steps[name]
-    told("", before, before)
+    on_progress("", before, before)
     return Chart(cards=tuple(columns), models=tuple(rows), cells=tuple(cells), ram=ram)
 
 
@@ -86,7 +86,7 @@ def level_table(
     cards: Sequence[str] = (),
     ram: int | None = None,
     *,
-    told: Told = lambda what, done, total: None,
+    on_progress: Told = lambda what, done, total: None,
     sources: Sources | None = None,
 ) -> LevelTable:
     """Return levels 0–3 of `model`, simulated on the card in `cards` (none: an RTX 4090), and the plan made for it.
@@ -98,7 +98,7 @@ def level_table(
         raise InputError(f"a level table is of one card, not of {len(cards)}: {', '.join(cards)}", cards=list(cards))
     card = card_called(cards[0] if cards else TABLE_CARD)
     accelerator, asked = known_card(card), known_model(name).request
-    ask, progress = sources or Sources(_measured, simulated_preset), _Progress(told, 0, len(LEVELS) + 1)
+    ask, progress = sources or Sources(_measured, simulated_preset), _Progress(on_progress, 0, len(LEVELS) + 1)
     progress.next(f"{name}, {asked.described}")
     footprint = ask.footprint(name, asked)
     presets = []
@@ -115,17 +115,17 @@ def asked_chart(
     cards: str | None,
     ram: str | None,
     level_table_of: str | None,
-    told: Told,
+    on_progress: Told,
     *,
     usual_only: bool = False,
 ) -> Chart | LevelTable:
     """Make the chart for the command's options: comma-separated names, and a size. InputError for invalid ones."""
     names, size = _names(cards), None if ram is None else parse_bytes(ram)
     if level_table_of is None:
-        return chart_of(_names(models), names, size, told=told, usual_only=usual_only)
+        return chart_of(_names(models), names, size, on_progress=on_progress, usual_only=usual_only)
     if models is not None:
         raise InputError(f"--level-table {level_table_of} is of one model: leave out --models {models}", models=models)
-    return level_table(level_table_of, names, size, told=told)
+    return level_table(level_table_of, names, size, on_progress=on_progress)
 
 
 def _names(words: str | None) -> list[str]:
@@ -134,12 +134,12 @@ def _names(words: str | None) -> list[str]:
 
 @dataclass
 class _Progress:
-    told: Told
+    on_progress: Told
     done: int
     total: int
 
     def next(self, what: str) -> None:
-        self.told(what, min(self.done, self.total), self.total)
+        self.on_progress(what, min(self.done, self.total), self.total)
         self.done += 1
 
 
@@ -196,16 +196,16 @@ def simulated_preset(model: str, level: int, footprint: Footprint, accelerator: 
     endless = accelerator.model_copy(update={"bytes": 2**60})
     question = {"model": model, "level": level, "card": endless.to_mapping()}
     usual = known_model(model).request
-    return remembered(Preset, question, lambda: _rehearsed(model, level, footprint, endless, usual))
+    return cached(Preset, question, lambda: _rehearsed(model, level, footprint, endless, usual))
 
 
 def _rehearsed(model: str, level: int, footprint: Footprint, accelerator: Accelerator, asked: Request) -> Preset:
-    from tightfit.run.simulate import SimulationRun, roomy_card
+    from tightfit.run.simulate import SimulationRun, unlimited_card
     from tightfit.simulator.allocator_replay import least_capacity
 
-    with roomy_card(accelerator) as card:
+    with unlimited_card(accelerator) as card:
         stage = SimulationRun(model, card, {"level": level}, asked)
-        stage.play()
+        stage.run()
         plan, trace = stage.fitted.plan, stage.fitted.report().trace
         return Preset(
             level=level,

@@ -61,7 +61,7 @@ def counted(
     phases, now = list[PhaseTrace](), 0.0
     played = simulate_jointly(footprint, plan, devices, default_disk_rate(host, accelerator))
     for phase, told in zip(footprint.with_variant(variant_of(footprint, plan)).phases, played, strict=True):
-        own, there = told[plan.device], {name: each.weights + each.room for name, each in told.items()}
+        own, there = told[plan.device], {name: each.weights + each.allocator_bytes for name, each in told.items()}
         seconds = said.get(phase.name, sum(each.seconds for each in told.values()))
         phases.append(
             PhaseTrace(

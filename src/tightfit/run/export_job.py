@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tightfit.apply.activations.traced.file import ExportedFile
-from tightfit.apply.activations.tracing import find_denoiser, first_call, trace_module
+from tightfit.apply.activations.export_denoiser import export_module, find_denoiser, first_call
+from tightfit.apply.activations.exported.file import ExportedFile
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.lazy_loading import build_folder
 from tightfit.devices.choose import choose_device
@@ -18,16 +18,16 @@ from tightfit.errors import InputError, unknown_name
 from tightfit.run.files import check_writable
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.plan_options import demo_request
-from tightfit.run.simulate import SimulationRun, roomy_card
+from tightfit.run.simulate import SimulationRun, unlimited_card
 from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Accelerator
 
-__all__ = ["trace_model"]
+__all__ = ["export_model"]
 
 _CARD = Accelerator(name="any card", kind="simulated", bytes=1)  # shapes do not depend on the card's bytes and rates
 
 
-def trace_model(
+def export_model(
     model: str | None,
     out: Path,
     asked: Request | None = None,
@@ -56,22 +56,22 @@ def trace_model(
     if model is None:
         request = demo_request(request)
     usual = "float32" if on_cpu else stored_dtype(folder.components)
-    traced = _trace(folder, getattr(torch, dtype or usual), request, name, inputs)
-    traced.save(out)
-    return traced
+    exported_file = _export(folder, getattr(torch, dtype or usual), request, name, inputs)
+    exported_file.save(out)
+    return exported_file
 
 
-def _trace(
+def _export(
     folder: ModelFolder, dtype: torch.dtype, request: Request, name: str | None, inputs: Mapping[str, Any] | None
 ) -> ExportedFile:
     """Simulate a call to get the denoiser's inputs, then export it with these."""
     pipe = build_folder(folder, dtype)
     module = find_denoiser(pipe, name)
-    with roomy_card(_CARD) as card:
+    with unlimited_card(_CARD) as card:
         stage = SimulationRun(pipe, card, {"level": 0}, request)
-        given = first_call(module, lambda: stage.play(inputs))
+        given = first_call(module, lambda: stage.run(inputs))
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), given)
         del given
         stage.fitted.undo()
         del module.forward  # set by the simulation
-    return trace_module(module, *args, **kwargs)
+    return export_module(module, *args, **kwargs)

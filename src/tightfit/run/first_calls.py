@@ -30,7 +30,7 @@ class FirstCalls:
     def __init__(self, components: Mapping[str, nn.Module], undo: ExitStack, *, expandable: bool) -> None:
         self._expandable = expandable
         self._seen: dict[tuple[str, str], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
-        self._surveys: dict[tuple[str, str], StripOptionProfiler | None] = {}
+        self._profilers: dict[tuple[str, str], StripOptionProfiler | None] = {}
         for name, module in components.items():
             if find_role(name, module) == "autoencoder":
                 for method in ("encode", "decode"):
@@ -61,7 +61,7 @@ class FirstCalls:
 
         Exported programs are cached.
         """
-        return {kind: self._survey(kind) for kind in self._seen}
+        return {kind: self._profiler(kind) for kind in self._seen}
 
     def with_strips(self, footprint: Footprint, part: str) -> Footprint:
         """Return `footprint` with the strip options of `part` for autoencoders whose graphs are supported.
@@ -82,16 +82,16 @@ class FirstCalls:
         kinds = {(done.component, done.method) for done in phase.calls}
         if len(kinds) != 1 or not kinds <= self._seen.keys():
             return None
-        return self._survey(*kinds)
+        return self._profiler(*kinds)
 
-    def _survey(self, kind: tuple[str, str]) -> StripOptionProfiler | None:
-        if kind not in self._surveys:
+    def _profiler(self, kind: tuple[str, str]) -> StripOptionProfiler | None:
+        if kind not in self._profilers:
             module, args, kwargs = self._seen[kind]
             try:
-                self._surveys[kind] = StripOptionProfiler(module, kind[1], args, kwargs)
+                self._profilers[kind] = StripOptionProfiler(module, kind[1], args, kwargs)
             except UnsupportedGraph:
-                self._surveys[kind] = None
-        return self._surveys[kind]
+                self._profilers[kind] = None
+        return self._profilers[kind]
 
     def _in_strips(self, phase: Phase, survey: StripOptionProfiler | None, parts: Iterable[str]) -> Phase:
         if survey is None:
@@ -100,7 +100,7 @@ class FirstCalls:
         for share, maps in map(STRIPS.__getitem__, parts):
             strips = phase.strip_bytes(share)
             found.append(
-                survey.way(
+                survey.profile(
                     strips, maps, phase.live_bytes_at_start, phase.peak_between_calls, expandable=self._expandable
                 )
             )

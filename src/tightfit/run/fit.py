@@ -16,7 +16,7 @@ from tightfit.devices.device import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE
 from tightfit.run.call_arguments import asked_by
-from tightfit.run.plan_options import Wish, asked_for, limits_for
+from tightfit.run.plan_options import BudgetLike, asked_for, limits_for
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.replanning import Replanner
 from tightfit.run.unmeasured import plan_until_called
@@ -29,7 +29,7 @@ __all__ = ["fit"]
 def fit(
     pipe: Any,
     *,
-    budget: Wish = None,
+    budget: BudgetLike = None,
     level: int | None = None,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     request: Request | Mapping[str, Any] | None = None,

@@ -23,14 +23,14 @@ from tightfit.measure.meta_copy import fingerprint, meta_copy, without_hooks
 from tightfit.measure.modules import find_components, inspect_pipeline
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.progress import ProgressTracker
-from tightfit.run.answer_cache import Missing, find_subject, footprint_question, keep_footprint, recalled
+from tightfit.run.answer_cache import Missing, find_subject, footprint_question, keep_footprint, lookup
 from tightfit.run.argument_values import Given
 from tightfit.run.first_calls import FirstCalls
 from tightfit.run.models import DTYPES
 from tightfit.run.simulate import Inputs as CallInputs
-from tightfit.run.simulate import SimulationRun, roomy_card
-from tightfit.run.variants import VariantPlayer, measure_variants
-from tightfit.schema.footprint import LEFT_OUT, STRIPS, Footprint, Request
+from tightfit.run.simulate import SimulationRun, unlimited_card
+from tightfit.run.variants import VariantSimulator, measure_variants
+from tightfit.schema.footprint import OPTIONAL_PARTS, STRIPS, Footprint, Request
 from tightfit.simulator.operations import NAME
 
 __all__ = ["Measurer", "measure_footprint"]
@@ -152,7 +152,7 @@ def _kept(
     if (inputs and not whole) or not mark:
         return measured(wanted)
     question = footprint_question(mark, asked, dtype, expandable=expandable)
-    known = recalled(Footprint, question)
+    known = lookup(Footprint, question)
     if known is None:
         return keep_footprint(measured(wanted), question)
     if wanted(known):
@@ -189,20 +189,20 @@ def _measure_call(
     unable: Collection[tuple[str, str]] = (),
 ) -> Footprint:
     precision, work = getattr(torch, dtype) if dtype else None, ProgressTracker(PLAYING)
-    with roomy_card(ANY_CARD) as card:
+    with unlimited_card(ANY_CARD) as card:
         stage = SimulationRun(_untouched(model), card, {"level": 0}, asked, precision, unable)
-        ledger, player = CallProfiler(card, expandable=expandable), VariantPlayer(stage, unable)
+        ledger, player = CallProfiler(card, expandable=expandable), VariantSimulator(stage, unable)
         with ExitStack() as undo:
             calls = FirstCalls(stage.components, undo, expandable=expandable)
             ledger.follow(stage.components, undo)
             player.replay.listen(ledger)
             work.did(BUILDING)
-            stage.play(inputs)
+            stage.run(inputs)
             made = inspect_pipeline(stage.pipe)
             phases = ledger.phases()
         work.did(PLAYING - BUILDING)
         expected: set[str] = set()
-        footprint = made.model_copy(update={"request": stage.request, "phases": phases, "not_measured": LEFT_OUT})
+        footprint = made.model_copy(update={"request": stage.request, "phases": phases, "not_measured": OPTIONAL_PARTS})
         while wanted := missing(footprint):
             work.expect(sum(SIZES[part] for part in wanted if part not in expected))
             expected.update(wanted)
@@ -219,7 +219,7 @@ def _measure_call(
 
 def _find_unable(model: Any, asked: Request, log: CallLog, dtype: str | None) -> set[tuple[str, str]]:
     """Return the components and methods of a logged call that cannot run on shapes alone."""
-    with roomy_card(ANY_CARD) as card:
+    with unlimited_card(ANY_CARD) as card:
         stage = SimulationRun(_untouched(model), card, {"level": 0}, asked, getattr(torch, dtype) if dtype else None)
         return stage.find_unable(log)
 
@@ -232,7 +232,7 @@ def _untouched(model: Any) -> Any:
 def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint:
     dtype = next((p.dtype for p in double.parameters() if p.is_floating_point()), torch.float32)
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    with roomy_card(ANY_CARD) as card, ExitStack() as undo, torch.no_grad(), quietly():
+    with unlimited_card(ANY_CARD) as card, ExitStack() as undo, torch.no_grad(), quietly():
         fit(double, level=0, device="simulated:0")
         given = [_placed(value, dtype) for value in args]
         named = {name: _placed(value, dtype) for name, value in kwargs.items()}

@@ -60,10 +60,10 @@ class Job:
         if self.timeline is not None:
             check_timeline(self.timeline)
         self._outputs = output_paths(self.out, self.prompt.text, self.request.batch)
-        self._check_places([path for path in (*self._outputs, self.timeline, self.snapshot) if path is not None])
+        self._check_paths([path for path in (*self._outputs, self.timeline, self.snapshot) if path is not None])
         self._folder: ModelFolder = find_model(self.model)
 
-    def _check_places(self, paths: list[Path]) -> None:
+    def _check_paths(self, paths: list[Path]) -> None:
         """InputError if one of `paths` cannot be written, or two are the same."""
         for path in paths:
             check_writable(path)

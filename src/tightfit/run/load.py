@@ -18,7 +18,7 @@ from tightfit.checkpoint.lazy_loading import LazyCheckpoint, build_lazily
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.run.models import DTYPES, find_model, stored_dtype
-from tightfit.run.plan_options import Wish, asked_for, limits_for
+from tightfit.run.plan_options import BudgetLike, asked_for, limits_for
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import PlannedFolder, plan_within
 from tightfit.run.replanning import Replanner
@@ -38,7 +38,7 @@ class Loaded(NamedTuple):
 def load(
     model: str | Path,
     *,
-    budget: Wish = None,
+    budget: BudgetLike = None,
     level: int | None = None,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     request: Request | Mapping[str, Any] | None = None,
@@ -76,12 +76,12 @@ def load(
             raise PlanError(f"a budget is for a whole pipeline: give the network in {path} a level or a plan")
         made = plan_within(path, asked_for(request, example), plan_target, dtype, example)
         return load_made(folder, dtype, plan_target, made, count_activations=count_activations)
-    straight = build_lazily(path, folder, getattr(torch, dtype))
-    decided = decide(straight.pipe, choices, request, target)
-    file_weights = _fill(straight, decided, target)
+    checkpoint = build_lazily(path, folder, getattr(torch, dtype))
+    decided = decide(checkpoint.pipe, choices, request, target)
+    file_weights = _fill(checkpoint, decided, target)
     return Loaded(
-        straight.pipe,
-        Fitted(straight.pipe, decided, target, count_activations=count_activations, file_weights=file_weights),
+        checkpoint.pipe,
+        Fitted(checkpoint.pipe, decided, target, count_activations=count_activations, file_weights=file_weights),
     )
 
 
@@ -93,11 +93,11 @@ def load_made(
     Raises as `load`.
     """
     target = plan_target.host_of(made.plan)
-    straight = build_lazily(folder.path, folder, getattr(torch, dtype))
-    file_weights = _fill(straight, made.plan, target)
-    replans = Replanner(straight.pipe, plan_target, made)
+    checkpoint = build_lazily(folder.path, folder, getattr(torch, dtype))
+    file_weights = _fill(checkpoint, made.plan, target)
+    replans = Replanner(checkpoint.pipe, plan_target, made)
     fitted = Fitted(
-        straight.pipe,
+        checkpoint.pipe,
         made.plan,
         target,
         count_activations=count_activations,
@@ -105,12 +105,14 @@ def load_made(
         replans=replans,
     )
     fitted.tell(replans.calibration_recorder)
-    return Loaded(straight.pipe, fitted)
+    return Loaded(checkpoint.pipe, fitted)
 
 
-def _fill(straight: LazyCheckpoint, plan: Plan, target: Device) -> FileBackedWeights:
+def _fill(checkpoint: LazyCheckpoint, plan: Plan, target: Device) -> FileBackedWeights:
     """Load the weights that `plan` does not leave in their files."""
-    return straight.fill(lambda name, network: left_in_files(network, plan.components[name], separate=target.separate))
+    return checkpoint.fill(
+        lambda name, network: left_in_files(network, plan.components[name], separate=target.separate)
+    )
 
 
 def _find(model: str | Path) -> tuple[Path, ModelFolder | None]:

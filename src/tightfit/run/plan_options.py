@@ -13,9 +13,18 @@ from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import Plan, check_techniques
 
-__all__ = ["Limits", "Wish", "asked_for", "call_request", "demo_request", "limits_for", "limits_of", "plan_fields"]
+__all__ = [
+    "BudgetLike",
+    "Limits",
+    "asked_for",
+    "call_request",
+    "demo_request",
+    "limits_for",
+    "limits_of",
+    "plan_fields",
+]
 
-Wish = Budget | Mapping[str, str | int] | str | int | None  # a budget: bytes, or a mapping for several devices
+BudgetLike = Budget | Mapping[str, str | int] | str | int | None  # a budget: bytes, or a mapping for several devices
 DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
 
 
@@ -31,7 +40,7 @@ def plan_fields(plan: Path | None, level: int | None, changes: list[str]) -> dic
         choices["level"] = level
     if changes:  # the forecast is not valid for the changed plan
         choices.pop("forecast", None)
-    _unsettle(choices, [change.partition("=")[0].split(".") for change in changes])
+    _drop_derived(choices, [change.partition("=")[0].split(".") for change in changes])
     for change in changes:
         field, equals, text = change.partition("=")
         if not equals or not all(field.split(".")):
@@ -49,7 +58,7 @@ class Limits(NamedTuple):
 
 
 def limits_for(
-    budget: Wish, ram: str | int | None, allow: Sequence[str], level: int | None, plan: object
+    budget: BudgetLike, ram: str | int | None, allow: Sequence[str], level: int | None, plan: object
 ) -> Limits | None:
     """Return the limits of `fit` and `load`; None if a `level` or a `plan` is given. PlanError for both."""
     if level is None and plan is None:
@@ -68,7 +77,7 @@ def asked_for(request: Request | Mapping[str, Any] | None, example: Mapping[str,
     return request if isinstance(request, Request | None) else Request.from_mapping(request)
 
 
-def _budget(size: Wish, ram: str | int | None) -> Budget | None:
+def _budget(size: BudgetLike, ram: str | int | None) -> Budget | None:
     if isinstance(size, Mapping):
         return Budget(devices=dict(size), ram=ram)
     if not isinstance(size, Budget):
@@ -119,7 +128,7 @@ def demo_request(request: Request) -> Request:
 
 
 # field of a component → fields that a complete plan derives from it
-_SETTLED = {
+_DERIVED_FIELDS = {
     "placement": ("weight_memory", "granularity", "ring_buffer", "resident_layers", "pinned"),
     "offload_to": ("granularity", "ring_buffer", "resident_layers", "pinned"),
     "storage": ("granularity", "ring_buffer", "resident_layers", "pinned"),
@@ -129,13 +138,13 @@ _SETTLED = {
 }
 
 
-def _unsettle(choices: dict[str, Any], paths: list[list[str]]) -> None:
+def _drop_derived(choices: dict[str, Any], paths: list[list[str]]) -> None:
     """Remove from `choices` the fields that derive from fields in `paths`, so that they are resolved anew."""
     components = choices.get("components")
     for path in paths:
         chosen = components.get(path[1]) if isinstance(components, dict) and len(path) == 3 else None
         if path[0] == "components" and isinstance(chosen, dict):
-            for settled in _SETTLED.get(path[2], ()):
+            for settled in _DERIVED_FIELDS.get(path[2], ()):
                 if [*path[:2], settled] not in paths:
                     chosen.pop(settled, None)
 

@@ -50,7 +50,7 @@ _RATES = (
 )  # fmt: skip
 
 
-def measured_machine(*, again: bool = False, told: Progress = lambda name, done, total: None) -> Machine:
+def measured_machine(*, again: bool = False, on_progress: Progress = lambda name, done, total: None) -> Machine:
     """Return this computer: its devices, its memory that is free now, and its rates.
 
     Rates are measured if none are cached, or if `again`: this takes up to 20 s, and `told` is called at each step.
@@ -65,7 +65,7 @@ def measured_machine(*, again: bool = False, told: Progress = lambda name, done,
         return rated
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-    rated = _with_overheads(measure_rates(machine, file.parent, told))
+    rated = _with_overheads(measure_rates(machine, file.parent, on_progress))
     with contextlib.suppress(OSError), replacing(file) as partial:
         partial.write_text(json.dumps(kept | {key: rated.to_mapping()}))
     return rated

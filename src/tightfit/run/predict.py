@@ -11,7 +11,7 @@ from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
 from tightfit.plan.default_rates import computer_with
 from tightfit.plan.search_cache import SearchCaches
-from tightfit.run.answer_cache import find_subject, footprint_question, recalled, recalled_footprint, remembered
+from tightfit.run.answer_cache import cached, find_subject, footprint_question, lookup, recalled_footprint
 from tightfit.run.count import KNOWN_NOTE, counted, reads_disk
 from tightfit.run.models import stored_dtype
 from tightfit.run.plan_options import Limits, demo_request
@@ -87,11 +87,11 @@ def forecast(
     question = {"model": mark, "title": title, "card": on, "choices": fields, "request": asked.to_mapping()}
     question["paces"] = time_scales
     if known and footprint is not None and not rehearsed:
-        found = recalled(Prediction, question) or counted(
+        found = lookup(Prediction, question) or counted(
             footprint, accelerator, fields, others=others, title=name, card=card, note=KNOWN_NOTE
         )
     else:
-        found = remembered(Prediction, question, rehearsal)
+        found = cached(Prediction, question, rehearsal)
     instead = None
     if chosen and not found.fits and not others:
         with say("looking for what would fit"):

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from tightfit.apply.fitting import Fitted
-from tightfit.run.generate import Progress as Told
+from tightfit.run.generate import Progress as ProgressCallback
 from tightfit.units import format_bytes
 
 __all__ = ["heeding_interrupts", "showing_progress"]
@@ -47,7 +47,7 @@ def heeding_interrupts() -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def showing_progress(fitted: Fitted, *, watch: bool) -> Iterator[Told]:
+def showing_progress(fitted: Fitted, *, watch: bool) -> Iterator[ProgressCallback]:
     """Yield a callback (steps done, total steps) that shows a bar on stderr if that is a terminal.
 
     Otherwise nothing is shown, or with `watch` plain lines: one for each step and one at the end.
@@ -59,11 +59,11 @@ def showing_progress(fitted: Fitted, *, watch: bool) -> Iterator[Told]:
             yield lambda done, total: bar.update(task, completed=done, total=total)
         return
 
-    def told(done: int, total: int) -> None:
+    def on_progress(done: int, total: int) -> None:
         if watch:
             print(f"step {done} of {total}, {_numbers(fitted)}", file=sys.stderr)
 
-    yield told
+    yield on_progress
     if watch:
         print(_numbers(fitted), file=sys.stderr)
 

@@ -14,11 +14,12 @@ from tightfit.devices.memory import resident_bytes
 from tightfit.errors import BudgetTooSmall, RequestError
 from tightfit.measure.call_log import CallLog
 from tightfit.measure.modules import find_components, weight_tensors
-from tightfit.plan.component_cost import up
+from tightfit.plan.component_cost import round_up
 from tightfit.plan.forecast import taken_by_others
 from tightfit.progress import showing
 from tightfit.run.argument_values import Given
-from tightfit.run.calibration import CalibrationRecorder, PlanningInputs, measured
+from tightfit.run.calibration import PlanningInputs, measured
+from tightfit.run.calibration_recorder import CalibrationRecorder
 from tightfit.run.call_arguments import CallShape, given_to, request_of, shape_of
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_target import PlanTarget
@@ -95,7 +96,7 @@ class Replanner:
                 raise
             return self._level_3(request, error)
         self._bases[shape] = planning_inputs = planning_inputs._replace(
-            workings=None
+            cache=None
         )  # intermediate results of one plan take memory
         self._resident_on(plan)
         self.calibration_recorder.studies(plan, planning_inputs)
@@ -236,7 +237,7 @@ def _bytes_of(pipe: Any, target: Device) -> int:
     """Bytes of the memory of `target` that the pipeline's weights take now."""
     tensors = [tensor for module in find_components(pipe).values() for tensor in weight_tensors(module)]
     there = [tensor for tensor in tensors if tensor.device == target.torch_device]
-    return sum(up(tensor.nbytes, QUANTUM) for tensor in there) if target.separate else resident_bytes(there)
+    return sum(round_up(tensor.nbytes, QUANTUM) for tensor in there) if target.separate else resident_bytes(there)
 
 
 def _is_whole(plan: Plan) -> bool:

@@ -37,7 +37,7 @@ from tightfit.simulator.backend import cards_in_use, use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.operations import NAME
 
-__all__ = ["Inputs", "SimulationRun", "roomy_card", "roomy_cards", "simulate_call"]
+__all__ = ["Inputs", "SimulationRun", "simulate_call", "unlimited_card", "unlimited_cards"]
 
 
 Inputs = Mapping[str, Any] | Given | CallLog | None  # of a call: extra arguments, all arguments, or its log
@@ -48,14 +48,14 @@ ROOM = 2**60  # bytes of a simulated card, which never runs out of memory
 
 
 @contextlib.contextmanager
-def roomy_card(like: Accelerator) -> Iterator[SimulatedCard]:
+def unlimited_card(like: Accelerator) -> Iterator[SimulatedCard]:
     """Yield a simulated card like `like` with unlimited memory, in use as "simulated:0" inside the block."""
-    with roomy_cards([like]) as (card,):
+    with unlimited_cards([like]) as (card,):
         yield card
 
 
 @contextlib.contextmanager
-def roomy_cards(likes: Sequence[Accelerator]) -> Iterator[list[SimulatedCard]]:
+def unlimited_cards(likes: Sequence[Accelerator]) -> Iterator[list[SimulatedCard]]:
     """The same for several cards of one computer, numbered from "simulated:0" on."""
     before, host = cards_in_use(), Host()
     cards = [SimulatedCard(index, like.model_copy(update={"bytes": ROOM}), host) for index, like in enumerate(likes)]
@@ -98,7 +98,7 @@ class SimulationRun:
                 streams = self.fitted.plan.components[name].placement == "stream"
                 part.forward = self.denoisers[name] = PassReplayer(part, self.fitted.recorder, card, streams=streams)
 
-    def play(self, inputs: Inputs = None) -> tuple[str, ...]:
+    def run(self, inputs: Inputs = None) -> tuple[str, ...]:
         """Simulate one call and return diffusers' messages (e.g. on a number that it rounds).
 
         `inputs`: extra arguments by name beside the request's, all arguments of a call, or a log of component calls.
@@ -107,7 +107,7 @@ class SimulationRun:
             memory.forget()
         with torch.no_grad(), quietly() as said, _draws_kept():
             if isinstance(inputs, Given):
-                self.pipe(**_as_tensors(self.pipe, inputs.rehearsed(self._device)))
+                self.pipe(**_as_tensors(self.pipe, inputs.simulation_copy(self._device)))
             elif isinstance(inputs, CallLog):
                 for done in inputs.passes:
                     self._repeater.repeat(done)
@@ -195,14 +195,16 @@ def simulate_call(
     chosen = Plan.from_mapping({"device": ours[0]} | choices)
     if chosen.device not in ours:
         raise PlanError(unknown_name("device", chosen.device, ours), device=chosen.device)
-    with roomy_cards(all_of_them) as cards:
+    with unlimited_cards(all_of_them) as cards:
         simulated = cards[ours.index(chosen.device)]
         stage = SimulationRun(model, simulated, _renamed(chosen, dict(zip(ours, theirs, strict=True))), asked)
         recorder = stage.fitted.recorder
         simulated.kernel_callbacks.append(lambda _: recorder.sample())
         if time_scales:
-            simulated.kernel_callbacks.append(lambda _: simulated.set_time_scale(time_scales.get(recorder.live().phase, 1.0)))
-        said = stage.play()
+            simulated.kernel_callbacks.append(
+                lambda _: simulated.set_time_scale(time_scales.get(recorder.live().phase, 1.0))
+            )
+        said = stage.run()
     called = dict(zip(theirs, ours, strict=True))
     plan, trace = _renamed(stage.fitted.plan, called), stage.fitted.report().trace
     capacities = {name: capacity_of(plan, each) for name, each in zip(ours, all_of_them, strict=True)}

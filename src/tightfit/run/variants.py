@@ -21,7 +21,7 @@ from tightfit.run.pass_replay import CallReplayer
 from tightfit.run.simulate import Inputs, SimulationRun
 from tightfit.schema.footprint import Footprint, Phase, Variant
 
-__all__ = ["VariantPlayer", "measure_variants"]
+__all__ = ["VariantSimulator", "measure_variants"]
 
 Play = Callable[[Variant], tuple[Phase, ...]]  # returns the denoisers' phases under a variant
 GAIN = 0.05  # of the allocator bytes of activations: the least that a variant must save
@@ -77,7 +77,7 @@ def _room(phases: tuple[Phase, ...]) -> int:
     return max((phase.allocator_bytes for phase in phases), default=0)
 
 
-class VariantPlayer:
+class VariantSimulator:
     """Repeats the next simulated call of `stage` under variants of its denoisers.
 
     Encoders replay their outputs of the first call, and a repeated call ends after the denoisers.
@@ -110,7 +110,7 @@ class VariantPlayer:
             ledger.follow(self._stage.components, undo)
             self.replay.listen(ledger)
             with contextlib.suppress(_Denoised):
-                self._stage.play(inputs)
+                self._stage.run(inputs)
             denoisers = self._stage.denoisers.keys()
             return tuple(phase for phase in ledger.phases() if denoisers & {done.component for done in phase.calls})
 

@@ -38,7 +38,7 @@ class Cell(Record):
     model: str
     card: str
     level: Level | None = None  # the lowest preset that fits; None: none does
-    words: str  # summary of the plan; if no plan fits, what would be enough
+    summary: str  # summary of the plan; if no plan fits, what would be enough
     peak_bytes: Count | None = None  # None: no lossless plan fits
     seconds: Real | None = None
     slowdown: Real | None = None  # time relative to a card of the same speed with unlimited memory
@@ -59,7 +59,7 @@ class ChartedCard(Record):
     name: str
     title: str
     bytes: Positive
-    room: Positive  # bytes of these that a plan may use
+    usable_bytes: Positive  # bytes of these that a plan may use
 
 
 class Chart(Record):

@@ -15,7 +15,7 @@ from tightfit.errors import InputError, RequestError
 from tightfit.schema.base import Count, Positive, Rate, Real, Record
 
 __all__ = [
-    "LEFT_OUT",
+    "OPTIONAL_PARTS",
     "STRIPS",
     "BlockUse",
     "Component",
@@ -44,7 +44,7 @@ STRIPS: Mapping[str, tuple[int, FeatureMaps]] = {
     "strips of 1/64, maps on the device": (64, "device"),
     "strips of 1/64, maps in host memory": (64, "host"),
 }
-LEFT_OUT = ("variants", *STRIPS)  # parts of a footprint that may be left unmeasured
+OPTIONAL_PARTS = ("variants", *STRIPS)  # parts of a footprint that may be left unmeasured
 
 
 # a call argument: its value, or its kind and size as text
@@ -271,13 +271,13 @@ class Footprint(Record):
     request: Request | None = None
     phases: tuple[Phase, ...] = ()
     variants: tuple[Variant, ...] = ()  # other ways to run denoisers than in `phases`
-    not_measured: tuple[str, ...] = ()  # members of LEFT_OUT that were not measured, because no plan needed them
+    not_measured: tuple[str, ...] = ()  # members of OPTIONAL_PARTS that were not measured, because no plan needed them
     from_call_log: bool = False  # made from the log of a finished call, so that its least budget is uncertain
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if unknown := set(self.not_measured).difference(LEFT_OUT):
-            raise ValueError(f"left_out names {sorted(unknown)}, which is none of {list(LEFT_OUT)}")
+        if unknown := set(self.not_measured).difference(OPTIONAL_PARTS):
+            raise ValueError(f"left_out names {sorted(unknown)}, which is none of {list(OPTIONAL_PARTS)}")
         return self
 
     @property

@@ -33,13 +33,13 @@ from tightfit.simulator.blocks import (
     Entry,
     Pool,
     chain,
+    growable_size,
     idle_run,
     join,
     range_size,
-    growable_size,
+    round_up,
     rounded,
     segment_size,
-    round_up,
 )
 
 __all__ = ["AllocatorEvent", "CachingAllocator", "CardFull", "StreamEvent"]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from tightfit.simulator.allocator import AllocatorEvent, CachingAllocator, CardFull
-from tightfit.simulator.blocks import LARGE_ROUNDING, Block, Counter, range_size, growable_size, rounded, segment_size
+from tightfit.simulator.blocks import LARGE_ROUNDING, Block, Counter, growable_size, range_size, rounded, segment_size
 
 __all__ = ["allocator_events_of", "least_capacity", "replay", "rounded_peak"]
 

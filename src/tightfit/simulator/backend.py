@@ -27,7 +27,7 @@ from tightfit.simulator.attention import attend
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.host_memory import cloning, copy, to_copy
 from tightfit.simulator.native_functions import cuda_kernels
-from tightfit.simulator.operations import NAME, compute, inner, raise_unless_zeros_accepted, new_like
+from tightfit.simulator.operations import NAME, compute, inner, new_like, raise_unless_zeros_accepted
 from tightfit.simulator.storage import CPU_KEYS, free_dead_tensors, store_of, view
 from tightfit.simulator.torch_api import group_norm, offer_generators
 

@@ -15,13 +15,13 @@ __all__ = [
     "Counter",
     "Pool",
     "chain",
+    "growable_size",
     "idle_run",
     "join",
     "range_size",
-    "growable_size",
+    "round_up",
     "rounded",
     "segment_size",
-    "round_up",
 ]
 
 MIB = 2**20

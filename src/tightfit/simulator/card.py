@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from tightfit.catalog.cuda import PAGEABLE, WORKSPACE_STAYS
+from tightfit.catalog.cuda import KEEPS_WORKSPACE, PAGEABLE
 from tightfit.errors import RunError
 from tightfit.schema.machine import Accelerator
 from tightfit.simulator.allocator import CachingAllocator, CardFull
@@ -46,7 +46,9 @@ class SimulatedCard:
     bytes_out: int = 0
     kernel_callbacks: list[Callable[[KernelCost], None]] = field(default_factory=list)  # called during each kernel
     sync_callbacks: list[Callable[[], None]] = field(default_factory=list)  # called after `let_host_wait`
-    on_unknown_values: Callable[[RunError], None] | None = None  # called where values are unknown: raises, or returns to use zeros
+    on_unknown_values: Callable[[RunError], None] | None = (
+        None  # called where values are unknown: raises, or returns to use zeros
+    )
     _streams: int = 0  # number of streams beside stream 0
     _workspaces: dict[tuple[int, int], Block] = field(default_factory=dict)  # cuBLAS workspaces by (stream, bytes)
 
@@ -93,7 +95,7 @@ class SimulatedCard:
     def run_kernel(self, work: KernelCost) -> None:
         """Run a kernel: allocate and free its buffers, and add its duration to the current stream."""
         held = work.held
-        if WORKSPACE_STAYS:
+        if KEEPS_WORKSPACE:
             self._keep(work.workspaces)
         else:
             held += work.workspaces

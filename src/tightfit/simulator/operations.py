@@ -17,7 +17,7 @@ from tightfit.simulator.known_fills import FOLLOWED, fill_of
 from tightfit.simulator.output_layouts import laid_out
 from tightfit.simulator.storage import CPU_KEYS, extent, free_dead_tensors, new_at, new_tensor, store_of, view
 
-__all__ = ["NAME", "compute", "inner", "raise_unless_zeros_accepted", "new_like", "valueless"]
+__all__ = ["NAME", "compute", "inner", "new_like", "raise_unless_zeros_accepted", "valueless"]
 
 NAME = "privateuseone"  # torch's name of the device type; see backend.py for why it is kept
 SMALL = 64 * 2**10  # bytes up to which tensors keep their values with values="shapes" …

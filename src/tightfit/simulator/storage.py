@@ -22,8 +22,8 @@ from tightfit.simulator.card import SimulatedCard
 
 __all__ = [
     "CPU_KEYS",
-    "ViewSpec",
     "Store",
+    "ViewSpec",
     "extent",
     "free_dead_tensors",
     "new_at",

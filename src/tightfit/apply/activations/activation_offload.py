@@ -133,7 +133,11 @@ class _ActivationOffloader:
             while self._leaving:
                 self._leaving.pop().sent()
             for activation in list(self._activations):
-                if id(activation) not in given and activation.journey not in self._unused_transfers and (tape := activation.go()):
+                if (
+                    id(activation) not in given
+                    and activation.journey not in self._unused_transfers
+                    and (tape := activation.go())
+                ):
                     self._leaving.append(tape)
         present: tuple[Any, Any] = self.present((args, kwargs))
         return present

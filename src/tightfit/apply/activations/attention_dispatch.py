@@ -15,7 +15,7 @@ from tightfit.apply.activations.chunked_attention import chunked_attention
 from tightfit.apply.activations.sdpa_patch import Settings, attend_by_torch, use_handler
 from tightfit.catalog.attention import AttentionCall
 from tightfit.devices.device import Device
-from tightfit.plan.kernel_choice import block_bytes, check_wanted, choose
+from tightfit.plan.kernel_choice import check_wanted, choose, score_chunk_bytes
 
 __all__ = ["AttentionDispatcher"]
 
@@ -45,7 +45,7 @@ class AttentionDispatcher:
         self._usual = "torch" if wanted == "auto" else wanted
         self._kind, self._capability = _kind_of(device)
         self._flash = device.has_flash()
-        self._block = block or block_bytes(self._kind)
+        self._block = block or score_chunk_bytes(self._kind)
         self._installed = {name for name, package in PACKAGES.items() if find_spec(package) is not None}
         self._tell = tell
         self._choices: dict[Hashable, tuple[str, str | None]] = {}  # implementation and message, by call signature

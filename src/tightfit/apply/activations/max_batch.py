@@ -25,7 +25,7 @@ from tightfit.apply.method_overrides import override_class_members
 from tightfit.errors import RunError
 from tightfit.measure.modules import compiled_around, find_blocks
 
-__all__ = ["Batch", "chunk_blocks", "find_batch", "in_chunks", "why_whole"]
+__all__ = ["Batch", "chunk_blocks", "find_batch", "in_chunks", "why_not_split"]
 
 TABLES = re.compile(r"img_ids|txt_ids|rotary|rope|freqs|indices")  # names of position tables, of 1 or 2 dimensions
 AXES = 4  # most axes of a position: (positions, 3) is a table, (items, tokens) is not

@@ -27,7 +27,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tightfit.apply.activations.chunked_attention import Scores
 
-__all__ = ["AttentionHandler", "Settings", "attend_by_torch", "attenders", "attending", "only_attend"]
+__all__ = ["AttentionHandler", "Settings", "attend_by_torch", "current_handlers", "set_handlers", "use_handler"]
 
 
 class Settings(NamedTuple):

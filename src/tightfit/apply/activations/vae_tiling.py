@@ -18,7 +18,7 @@ from tightfit.devices.device import Device
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.plan import VaePlan
 
-__all__ = ["cut_up", "pixels_per_latent", "sliced", "tile_starts", "tiled"]
+__all__ = ["pixels_per_latent", "sliced", "tile_starts", "tiled", "wrap_vae_methods"]
 
 
 def sliced(method: Callable[..., Any]) -> Callable[..., Any]:

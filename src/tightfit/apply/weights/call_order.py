@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CallOrder", "CallKey"]
+__all__ = ["CallKey", "CallOrder"]
 
 CallKey = tuple[str, str]  # a component's name, and its method
 

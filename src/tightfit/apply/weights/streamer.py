@@ -1,7 +1,7 @@
 """One component's weights on the device: resident groups, groups in the ring buffer, and when each is loaded.
 
-Groups are sent in the order in which they will be used, as far ahead as memory allows; the device waits for them, not
-the host. A group that is needed and was not sent, because the order was not predicted, is sent then.
+Groups are sent in the order of their use, as far ahead as memory allows; the device waits for them, not the host.
+A group that is needed and was not sent, because the order was not predicted, is sent then.
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ class Streamer:
         here = self._loaded.get(group)
         if here is None or not here.let_go():
             return
-        here.hide(self._placeholders)  # resident groups too: fusing a LoRA between two calls writes to what modules have
+        here.hide(
+            self._placeholders
+        )  # resident groups too: fusing a LoRA between two calls writes to what modules have
         del here  # it would keep memory that is freed below
         if group not in self._pool.resident and not self._order.awaited(group):
             self._release(group)
@@ -284,10 +286,7 @@ class Streamer:
             self._recorder.ran_out("out of memory before a component's first layer", sum(p.size for p in left))
 
     def shed(self) -> int:
-        """Evict some resident groups that are not in use; return their bytes.
-
-        They are loaded through the ring from now on.
-        """
+        """Evict some resident groups that are not in use, for good; return their bytes."""
         left = self._pool.give_up(self._idle)
         self._leave(left)
         if left:

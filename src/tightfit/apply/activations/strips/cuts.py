@@ -38,15 +38,15 @@ class Network:
         """Add a node that costs `price` to keep."""
         self._nodes[number].price = price
 
-    def give(self, number: int, price: int) -> None:
+    def connect_source(self, number: int, price: int) -> None:
         """Connect the source to a node, with capacity `price`."""
         self._nodes[number].given += price
 
-    def ask(self, number: int) -> None:
+    def connect_sink(self, number: int) -> None:
         """Connect a node to the sink."""
         self._nodes[number].asked = True
 
-    def take(self, number: int, source: int) -> None:
+    def add_edge(self, number: int, source: int) -> None:
         """Connect an argument to a node."""
         self._nodes[number].takes.add(source)
         self._nodes[source].takers.add(number)

@@ -29,7 +29,7 @@ from tightfit.devices.out_of_memory import is_out_of_memory
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.footprint import FeatureMaps
 
-__all__ = ["NotAlone", "StripExecutor", "program_of"]
+__all__ = ["NeedsWholeBatch", "StripExecutor", "program_of"]
 
 Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 

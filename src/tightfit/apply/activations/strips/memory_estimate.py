@@ -216,7 +216,7 @@ class _MemoryEstimator:
     def _is_cut_out(self, index: int, span: Span) -> bool:
         """Whether the rows are a slice: at a border, a convolution computes a few rows more than are needed."""
         rule = self._graph.rules[index]
-        if rule is None or index in self._reads or not self._graph.heavy(index):
+        if rule is None or index in self._reads or not self._graph.is_compute(index):
             return False
         rows = zip(self._nodes[index].sources, rule.needs, strict=True)
         return any(needs and needs(span).within(self._nodes[source].rows) != needs(span) for source, needs in rows)

@@ -23,7 +23,7 @@ from tightfit.apply.activations.strips.stages import Stage, StageArgument, Stage
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.strip_plan import PlannedStage
 from tightfit.apply.activations.strips.weights import LiveWeights
-from tightfit.apply.module_hooks import at_work, announce
+from tightfit.apply.module_hooks import announce, at_work
 from tightfit.devices.activation_pool import ActivationHostPool
 from tightfit.measure.recorder import Recorder
 

@@ -144,7 +144,7 @@ class _StripPlanner:
         for index in self._stage_nodes.order:
             (lo, hi), needed = self._spans[index][-2], self._needed[index][-2]
             held, sources = hi - needed, self._stage_nodes.sources.get(index, ())
-            light = index not in self._kept and not self._graph.heavy(index) and held <= SHARE * (hi - lo)
+            light = index not in self._kept and not self._graph.is_compute(index) and held <= SHARE * (hi - lo)
             if light and sources and all(source in there for _, source in sources):
                 there.add(index)
                 found.add(index)

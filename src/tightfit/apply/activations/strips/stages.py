@@ -119,7 +119,7 @@ class StageGraph:
             for place, source in enumerate(self.program.nodes[taker].sources)
         )
 
-    def heavy(self, index: int) -> bool:
+    def is_compute(self, index: int) -> bool:
         return self.program.nodes[index].word.startswith(_HEAVY)
 
     def only_moves(self, index: int) -> bool:
@@ -262,21 +262,21 @@ class _Planner:
             seen.add(index)
             network.add(index, 0 if nodes[index].op == "input" else nodes[index].bytes)
             if index in self._there or index in forced or not graph.by_rows(index):
-                network.give(index, NEVER)
+                network.connect_source(index, NEVER)
                 continue
             if index in self._done:
                 again = self._again(index)
-                network.give(index, again)
+                network.connect_source(index, again)
                 if again == NEVER:  # as if it were available: no cut between its arguments and it
                     continue
             for place, source in enumerate(nodes[index].sources):
                 if nodes[source].op not in ("weight", "constant"):
-                    network.take(index, source)
+                    network.add_edge(index, source)
                     left.append(source)
                     if not graph.taken_by_rows(index, place):
-                        network.give(source, NEVER)
+                        network.connect_source(source, NEVER)
         for index in asked:
-            network.ask(index)
+            network.connect_sink(index)
         return {index for index in network.cheapest_cut() if nodes[index].op != "input"}
 
     def _asked_for(self, level: int) -> Iterator[int]:
@@ -294,7 +294,7 @@ class _Planner:
     def _again(self, index: int) -> int:
         """Return the cost of recomputing a node, in bytes."""
         node = self._nodes[index]
-        if not self._graph.heavy(index):
+        if not self._graph.is_compute(index):
             return node.bytes // 1000
         if math.isinf(self._price):
             return NEVER

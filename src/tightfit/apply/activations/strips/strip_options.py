@@ -37,7 +37,7 @@ class StripOptionProfiler:
         """Number of operations to run in strips."""
         return len(self._program.nodes)
 
-    def way(
+    def profile(
         self, strips: int, maps: FeatureMaps, beside: int, outside: int, *, expandable: bool = True
     ) -> StripProfile | None:
         """Return the profile with `strips` bytes for strips and kept `maps`; None if "host" would keep no map there.
@@ -49,7 +49,7 @@ class StripOptionProfiler:
         if maps == "host" and not strip_plan.in_host:
             return None
         made = (self._items - 1) * sum(self._program.nodes[index].bytes for index in self._program.outputs)
-        room = max(beside + made + max(strip_plan.room(expandable=expandable), strips), outside) + PAGES
+        room = max(beside + made + max(strip_plan.allocator_bytes(expandable=expandable), strips), outside) + PAGES
         with self._trials.working():
             stages = tuple(profile_stages(strip_plan, self._trials, self._stores))
         return StripProfile(

@@ -43,7 +43,7 @@ class StripPlan:
     peak: StripPeak  # bytes, without weights, inputs and workspaces of kernels
     moves: Sequence[int] | None = field(default=None, compare=False, repr=False)  # of `peak_of_stages`, if recorded
 
-    def room(self, *, expandable: bool = True) -> int:
+    def allocator_bytes(self, *, expandable: bool = True) -> int:
         """Return the bytes that an allocator needs on the device, with workspaces of kernels.
 
         With `expandable`, its segments are expandable. For planning only: it takes half as long as finding the strip
@@ -101,7 +101,7 @@ class _Draft:
         whose transfer is waited for; and the peak.
         """
         done = (index for stage, *_ in self.stages for index in stage.strips)
-        operations = sum(self.graph.operations(index) for index in done if self.graph.heavy(index))
+        operations = sum(self.graph.operations(index) for index in done if self.graph.is_compute(index))
         beyond = math.ceil(math.log(max(self.peak.device / working, 1), 1.1))
         return operations, beyond, sum(self._waited_for(stage, ahead) for stage, _, ahead in self.stages), self.peak
 

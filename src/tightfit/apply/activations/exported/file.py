@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load, save
 
 from tightfit.apply.activations.bundle import DAMAGED, part_of, write_bundle
-from tightfit.apply.activations.traced.graph import ExportedGraph
+from tightfit.apply.activations.exported.graph import ExportedGraph
 from tightfit.errors import InputError, ModelError
 from tightfit.schema.base import Record
 
-__all__ = ["FORMAT", "ExportedFile", "Manifest", "TensorForm", "read_traced", "write_traced"]
+__all__ = ["FORMAT", "ExportedFile", "Manifest", "TensorForm", "read_exported", "write_exported"]
 
 FORMAT = 1
 _MANIFEST, _GRAPH, _CONSTANTS = "manifest.json", "graph.json", "constants.safetensors"
@@ -68,20 +68,20 @@ class ExportedFile:
 
     def save(self, path: str | Path) -> None:
         """Write it to the file `path`, completely or not at all. InputError on failure."""
-        write_traced(self, Path(path))
+        write_exported(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> ExportedFile:
         """Read the file at `path`; ModelError if it is no exported network of this format."""
-        return read_traced(Path(path))
+        return read_exported(Path(path))
 
 
-def write_traced(traced: ExportedFile, path: Path) -> None:
+def write_exported(exported_file: ExportedFile, path: Path) -> None:
     """Write `traced` to `path`, completely or not at all. InputError on failure."""
     parts: dict[str, str | bytes] = {
-        _MANIFEST: traced.manifest.to_json(indent=1),
-        _GRAPH: traced.graph.to_json(),
-        _CONSTANTS: save(traced.constants),
+        _MANIFEST: exported_file.manifest.to_json(indent=1),
+        _GRAPH: exported_file.graph.to_json(),
+        _CONSTANTS: save(exported_file.constants),
     }
     try:
         write_bundle(path, parts)
@@ -89,7 +89,7 @@ def write_traced(traced: ExportedFile, path: Path) -> None:
         raise InputError(f"cannot write {path}: {error.strerror or error}", path=str(path)) from None
 
 
-def read_traced(path: Path) -> ExportedFile:
+def read_exported(path: Path) -> ExportedFile:
     """Read the file at `path`; ModelError if it is no exported network of this format."""
     try:
         with zipfile.ZipFile(path) as archive:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tightfit.apply.activations.traced.file import Manifest, TensorForm
+from tightfit.apply.activations.exported.file import Manifest, TensorForm
 from tightfit.errors import RequestError
 
 __all__ = ["by_name", "check_call", "split"]

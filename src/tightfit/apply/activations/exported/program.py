@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from tightfit.apply import module_hooks as gates
-from tightfit.apply.activations.traced.call import by_name, check_call
-from tightfit.apply.activations.traced.file import ExportedFile
-from tightfit.apply.activations.traced.graph import filled, ready, steps_of
-from tightfit.apply.activations.traced.marks import check_marks, check_plain
+from tightfit.apply.activations.exported.call import by_name, check_call
+from tightfit.apply.activations.exported.file import ExportedFile
+from tightfit.apply.activations.exported.graph import filled, ready, steps_of
+from tightfit.apply.activations.exported.marks import check_marks, check_plain
 from tightfit.errors import ModelError, RunError
 
-__all__ = ["ExportedCallable", "ExportedNetwork", "traced_forward"]
+__all__ = ["ExportedCallable", "ExportedNetwork", "exported_forward"]
 
 Weight = Callable[[int], torch.Tensor]
 Chain = tuple[nn.Module, ...]  # a module and its ancestors, outermost first, without the network itself
@@ -38,18 +38,18 @@ class ExportedCallable(Protocol):
 class ExportedNetwork:
     """The operations of `traced`, run one by one. ModelError for an inconsistent graph."""
 
-    def __init__(self, traced: ExportedFile) -> None:
-        graph, manifest = traced.graph, traced.manifest
+    def __init__(self, exported_file: ExportedFile) -> None:
+        graph, manifest = exported_file.graph, exported_file.manifest
         for what, wanted, there in (
             ("input", graph.inputs, manifest.inputs.keys()),
             ("weight", graph.weights, manifest.weights.keys()),
-            ("constant", graph.constants, traced.constants.keys()),
+            ("constant", graph.constants, exported_file.constants.keys()),
         ):
             if absent := set(wanted) - there:
                 raise ModelError(f"the exported denoiser uses an unknown {what}, {min(absent)}", name=min(absent))
         self._steps = steps_of(graph)
         self._outputs = ready(graph.outputs)
-        self._constants = [traced.constants[name] for name in graph.constants]
+        self._constants = [exported_file.constants[name] for name in graph.constants]
         self._weights = range(len(graph.inputs), len(graph.inputs) + len(graph.weights))
 
     def run(
@@ -74,7 +74,9 @@ class ExportedNetwork:
         return list(filled(self._outputs, value, device))
 
 
-def traced_forward(module: nn.Module, traced: ExportedFile, runs: ExportedCallable | None = None) -> Callable[..., Any]:
+def exported_forward(
+    module: nn.Module, exported_file: ExportedFile, runs: ExportedCallable | None = None
+) -> Callable[..., Any]:
     """Return a `forward(self, …)` for `module`'s class that runs `traced` with `module`'s own weights.
 
     ModelError if the two do not belong together. When it is called: RequestError, naming the input, for shapes, dtypes,
@@ -85,10 +87,10 @@ def traced_forward(module: nn.Module, traced: ExportedFile, runs: ExportedCallab
     `runs` executes the graph (default: operation by operation).
     """
     check_plain(module)
-    check_marks(module, traced.manifest)
-    works = runs or ExportedNetwork(traced)
-    tables = [_table(module, name) for name in traced.graph.weights]
-    chains = _chains(module, [step.inside for step in traced.graph.operations])
+    check_marks(module, exported_file.manifest)
+    works = runs or ExportedNetwork(exported_file)
+    tables = [_table(module, name) for name in exported_file.graph.weights]
+    chains = _chains(module, [step.inside for step in exported_file.graph.operations])
     signature = inspect.signature(module.forward)
 
     def weight(place: int) -> torch.Tensor:
@@ -98,13 +100,13 @@ def traced_forward(module: nn.Module, traced: ExportedFile, runs: ExportedCallab
 
     @functools.wraps(type(module).forward)  # pipelines inspect its signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tensors, device = check_call(traced.manifest, by_name(signature, args, kwargs))
+        tensors, device = check_call(exported_file.manifest, by_name(signature, args, kwargs))
         turns = _Turns(chains)
         try:
-            outputs = works.run([tensors[name] for name in traced.graph.inputs], weight, device, turns.at)
+            outputs = works.run([tensors[name] for name in exported_file.graph.inputs], weight, device, turns.at)
         finally:
             turns.end()
-        return outputs[0] if traced.manifest.returns == "tensor" else tuple(outputs)
+        return outputs[0] if exported_file.manifest.returns == "tensor" else tuple(outputs)
 
     return forward
 

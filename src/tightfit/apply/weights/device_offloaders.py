@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tightfit.apply.weights.file_weights import FileBackedWeights
-from tightfit.apply.weights.offload_manager import OffloadManager
+from tightfit.apply.weights.weight_offloader import WeightOffloader
 from tightfit.devices.device import Device
 from tightfit.measure.joint_recorder import JointRecorder
 from tightfit.schema.plan import Plan
 
-__all__ = ["DeviceOffloadManagers"]
+__all__ = ["DeviceOffloaders"]
 
 
-class DeviceOffloadManagers:
-    """An OffloadManager for each of `devices`, by name, and for the components that run on it by `plan`."""
+class DeviceOffloaders:
+    """An WeightOffloader for each of `devices`, by name, and for the components that run on it by `plan`."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class DeviceOffloadManagers:
         file_weights: FileBackedWeights,
     ) -> None:
         self._plan = plan
-        self._all = {name: OffloadManager(device, recorder.of(name), file_weights) for name, device in devices.items()}
+        self._all = {name: WeightOffloader(device, recorder.of(name), file_weights) for name, device in devices.items()}
         if plan.schedule:
             passes = [(each.component, each.method) for each in plan.schedule for _ in range(each.runs)]
             unused = {(each.component, each.method): each.unused_blocks for each in plan.schedule}
@@ -35,7 +35,7 @@ class DeviceOffloadManagers:
             for name, manager in self._all.items():
                 manager.expect(steps, [each for each in passes if plan.device_of(each[0]) == name], unused, early)
 
-    def of(self, name: str) -> OffloadManager:
+    def of(self, name: str) -> WeightOffloader:
         """Return the manager of the component `name`."""
         return self._all[self._plan.device_of(name)]
 

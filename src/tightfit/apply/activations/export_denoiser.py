@@ -17,18 +17,18 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
+from tightfit.apply.activations.exported.call import by_name, split
+from tightfit.apply.activations.exported.file import ExportedFile, Manifest, TensorForm
+from tightfit.apply.activations.exported.graph import graph_of
+from tightfit.apply.activations.exported.marks import check_plain, marks_of
 from tightfit.apply.activations.exporting import HERE, NotExported, export, without_weights
-from tightfit.apply.activations.traced.call import by_name, split
-from tightfit.apply.activations.traced.file import ExportedFile, Manifest, TensorForm
-from tightfit.apply.activations.traced.graph import graph_of
-from tightfit.apply.activations.traced.marks import check_plain, marks_of
 from tightfit.errors import ModelError, PlanError, unknown_name
 from tightfit.measure.modules import find_components, find_role, weight_tensors
 
-__all__ = ["find_denoiser", "first_call", "trace_denoiser", "trace_module"]
+__all__ = ["export_denoiser", "export_module", "find_denoiser", "first_call"]
 
 
-def trace_denoiser(pipe: Any, call: Mapping[str, Any], name: str | None = None) -> ExportedFile:
+def export_denoiser(pipe: Any, call: Mapping[str, Any], name: str | None = None) -> ExportedFile:
     """Export the denoiser of `pipe` for the shapes and settings of its first call in `pipe(**call)`.
 
     The pipeline's call is stopped there (a generator among its arguments has been used by then). `name` selects the
@@ -38,12 +38,12 @@ def trace_denoiser(pipe: Any, call: Mapping[str, Any], name: str | None = None) 
     follows a plan, PlanError for an unknown name.
     """
     if isinstance(pipe, nn.Module):
-        return trace_module(pipe, **call)
+        return export_module(pipe, **call)
     module = find_denoiser(pipe, name)
     check_plain(module)
     with torch.random.fork_rng(devices=[]):
         args, kwargs = first_call(module, lambda: pipe(**call))
-    return trace_module(module, *args, **kwargs)
+    return export_module(module, *args, **kwargs)
 
 
 def find_denoiser(pipe: Any, name: str | None = None) -> nn.Module:
@@ -63,7 +63,7 @@ def find_denoiser(pipe: Any, name: str | None = None) -> nn.Module:
     return components[chosen[0]]
 
 
-class _Called(BaseException):
+class _FirstCall(BaseException):
     """Stops a call at its denoiser. A BaseException, so that no `except Exception` on the way catches it."""
 
 
@@ -76,19 +76,19 @@ def first_call(module: nn.Module, work: Callable[[], object]) -> tuple[tuple[Any
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given.append((args, kwargs))
-        raise _Called
+        raise _FirstCall
 
     hook = module.register_forward_pre_hook(take, with_kwargs=True, prepend=True)
     try:
         work()
-    except _Called:
+    except _FirstCall:
         return given[0]
     finally:
         hook.remove()
     raise ModelError(f"the call came to its end without its {type(module).__name__}: there is nothing to export")
 
 
-def trace_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> ExportedFile:
+def export_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> ExportedFile:
     """Export `module` for calls with arguments like these; of tensors, only shapes and dtypes count."""
     check_plain(module)
     _check_weights(module)

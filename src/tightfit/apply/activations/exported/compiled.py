@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from tightfit.apply.activations.traced.file import ExportedFile
-from tightfit.apply.activations.traced.program import ExportedNetwork
+from tightfit.apply.activations.exported.file import ExportedFile
+from tightfit.apply.activations.exported.program import ExportedNetwork
 from tightfit.devices.choose import choose_device
 from tightfit.errors import PlanError, RunError
 
@@ -39,10 +39,10 @@ class CompiledProgram:
     is the time spent compiling in this process.
     """
 
-    def __init__(self, traced: ExportedFile, folder: Path) -> None:
-        self._traced = traced
+    def __init__(self, exported_file: ExportedFile, folder: Path) -> None:
+        self._exported_file = exported_file
         self._folder = folder
-        self._program = ExportedNetwork(traced)
+        self._program = ExportedNetwork(exported_file)
         self._packages: dict[torch.device, Package] = {}
         self.seconds = 0.0
 
@@ -57,7 +57,7 @@ class CompiledProgram:
 
         PlanError if a weight is no plain tensor on `device`; RunError if the network cannot be compiled or loaded.
         """
-        names = self._traced.graph.weights
+        names = self._exported_file.graph.weights
         weights = [_plain(name, weight(place), device) for place, name in enumerate(names)]
         given = [tensor.detach().to(device) for tensor in inputs]
         if device not in self._packages:
@@ -94,7 +94,7 @@ class CompiledProgram:
                     torch._inductor.aoti_compile_and_package(exported, package_path=str(partial))
             except Exception as error:  # a missing or failing compiler, an unsupported operation
                 cause = str(error).strip().splitlines() or [type(error).__name__]
-                kind = self._traced.manifest.class_name
+                kind = self._exported_file.manifest.class_name
                 raise RunError(
                     f"{kind} cannot be compiled here: {cause[0]:.300}: leave compiled out", name=kind
                 ) from error
@@ -103,10 +103,10 @@ class CompiledProgram:
 
     def _key(self, device: torch.device) -> str:
         """Digest of the exported network and of everything that its machine code depends on."""
-        traced, card = self._traced, choose_device(device)
-        digest = hashlib.sha256(traced.manifest.to_json().encode())
-        digest.update(traced.graph.to_json().encode())
-        digest.update(save(traced.constants))
+        exported_file, card = self._exported_file, choose_device(device)
+        digest = hashlib.sha256(exported_file.manifest.to_json().encode())
+        digest.update(exported_file.graph.to_json().encode())
+        digest.update(save(exported_file.constants))
         facts = (torch.__version__, device.type, card.product_name(), card.compute_capability(), _instructions())
         digest.update(repr((*facts, torch.get_num_threads())).encode())
         return digest.hexdigest()

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from torch import nn
 
 from tightfit.apply.activations.ffn_chunking import inside_feed_forwards
-from tightfit.apply.weights.call_order import CallOrder, CallKey
+from tightfit.apply.weights.call_order import CallKey, CallOrder
 from tightfit.apply.weights.file_weights import FileBackedWeights, StoreFactory
 from tightfit.apply.weights.oom_retry import retry_blocks_on_oom, retry_on_oom
 from tightfit.apply.weights.quantize import store_weights
@@ -26,10 +26,10 @@ from tightfit.plan.component_order import ALTERNATIONS
 from tightfit.plan.layer_selection import resolve_streaming
 from tightfit.schema.plan import ComponentPlan
 
-__all__ = ["OffloadManager"]
+__all__ = ["WeightOffloader"]
 
 
-class OffloadManager:
+class WeightOffloader:
     """Keeps the weights of a pipeline's components where the plan wants them.
 
     A component that is loaded for its phase is evicted when another starts to run, unless the two alternate (a

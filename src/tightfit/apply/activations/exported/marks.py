@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tightfit.apply.activations.traced.file import Manifest, TensorForm
+from tightfit.apply.activations.exported.file import Manifest, TensorForm
 from tightfit.errors import AlreadyFitted, ModelError
 from tightfit.measure.modules import HANDLE
 
