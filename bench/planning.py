@@ -161,7 +161,7 @@ class Took:
 
 def _in_a_process(way: str, model: str, share: str, cache: Path) -> dict[str, Any]:
     folder = cache / "tightfit"
-    kept = ("programs", "courses", "footprints") if way == "known" else ()
+    kept = ("programs", "strip_plans", "footprints") if way == "known" else ()
     for part in folder.iterdir() if folder.exists() else ():
         if part.name not in kept and part.is_dir():
             shutil.rmtree(part)

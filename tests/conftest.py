@@ -40,7 +40,7 @@ def new_cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
     def make(*folders: str) -> Path:
         cache = tmp_path_factory.mktemp("cache")
         (cache / "tightfit").mkdir()
-        for name in ("programs", "courses", *folders):
+        for name in ("programs", "strip_plans", *folders):
             (shared / name).mkdir(parents=True, exist_ok=True)
             (cache / "tightfit" / name).symlink_to(shared / name)
         return cache

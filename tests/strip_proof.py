@@ -49,7 +49,7 @@ Plan = tuple[dict[str, Any], str]  # and the device on which it is followed
 class Proof:
     """What was found of one method of a case, the worst of all numbers of strips.
 
-    `why_not_split` says why it is not done in strips, "" where it is; what is done whole is only tried in float32. `error`
+    `why_not_split` says why it is not done in strips, or "". What is done whole is only tried in float32. `error`
     is the largest difference from whole execution in float32, of the largest value; `farther` how many times as far
     from float32 the strips are as whole execution is, root mean square, for each dtype of half precision: NaN where
     the class itself cannot work in it. `peaks` are the most bytes of activations that the smallest strips take, of

@@ -77,7 +77,7 @@ def test_prompts_of_different_lengths_are_computed_apart() -> None:
     seen = watched(pipe.transformer, lambda forward: batch_cfg_calls(forward, notes.append))
     assert torch.equal(latents(pipe, case), apart)
     assert seen == [1] * 2 * STEPS
-    assert set(notes) == {"guidance: the two calls of a step take prompts of different sizes, and are made one by one"}
+    assert set(notes) == {"cfg: the two calls of a step take prompts of different sizes, and are made one by one"}
 
 
 class Denoiser(nn.Module):

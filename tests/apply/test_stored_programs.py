@@ -332,9 +332,9 @@ def test_a_course_is_found_once_for_each_budget(programs: Path) -> None:
 
 
 SPOILT_COURSES = {name: SPOILT[name] for name in ("cut short", "empty", "something else", "a bit flipped")} | {
-    "of another mark": _json(lambda said: said.update(mark="0" * 64), "course.json"),
-    "nothing": _json(lambda said: said.clear(), "course.json"),
-    "no such node": _json(lambda said: said["passes"][0][1].append(10**6), "course.json"),
+    "of another mark": _json(lambda said: said.update(mark="0" * 64), "strip_plan.json"),
+    "nothing": _json(lambda said: said.clear(), "strip_plan.json"),
+    "no such node": _json(lambda said: said["passes"][0][1].append(10**6), "strip_plan.json"),
 }
 
 
@@ -342,7 +342,7 @@ SPOILT_COURSES = {name: SPOILT[name] for name in ("cut short", "empty", "somethi
 def test_what_is_no_course_is_found_anew(
     programs: Path, archived: tuple[Path, Program, torch.Tensor], how: str
 ) -> None:
-    (file,) = (programs.parent / "courses").iterdir()
+    (file,) = (programs.parent / "strip_plans").iterdir()
     SPOILT_COURSES[how](file)
     assert len(courses_of(make())) == 1
     assert courses_of(make()) == []

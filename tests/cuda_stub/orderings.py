@@ -27,8 +27,8 @@ NOT_ON_CARDS = {  # what other devices do instead, and how often in the function
     ("apply/weights/disk_store.py", "DiskStore.send", 2),  # without a stager, which devices have that take threads
 }
 WAITS = {
-    "cancel", "follow", "mark", "precede", "record_event", "sent", "settle", "synchronize", "wait_event", "wait_on_device",
-    "wait_stream",
+    "cancel", "follow", "mark", "precede", "record_event", "sent", "settle", "synchronize", "wait_event",
+    "wait_on_device", "wait_stream",
 }  # fmt: skip
 OTHERS = {  # of the same names, but no orderings of a card
     "self._store_factory.settle", "_replacement.settle", "self.follow", "handle.follow", "count.sent",

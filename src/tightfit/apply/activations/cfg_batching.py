@@ -240,7 +240,7 @@ class _Pairs:
         own = {i: (before[i], given[i]) for i in differ if fits and not _equal(before[i], given[i])}
         along = set(map(id, call.along))
         if not fits or any(id(other) not in along for _, other in own.values()):
-            self._told("guidance: the two calls of a step take prompts of different sizes, and are made one by one")
+            self._told("cfg: the two calls of a step take prompts of different sizes, and are made one by one")
             return None
         alone = past.answer()
         if not own or alone is None:
@@ -249,7 +249,7 @@ class _Pairs:
         halves = _halves(first.with_other(call).run(forward))
         if not (_close(_tensors(halves[0]), alone) and _close(_tensors(halves[1]), _tensors(answer))):
             self._misses = MISSES
-            self._told("guidance: the two calls of a step gave other numbers as one, and are made one by one")
+            self._told("cfg: the two calls of a step gave other numbers as one, and are made one by one")
             return None
         return _Pair(call.plain, call.spec, {index: (_Seen(one), _Seen(two)) for index, (one, two) in own.items()})
 

@@ -102,7 +102,7 @@ def _why_unknown(batch: Batch, args: Sequence[Any], kwargs: dict[str, Any]) -> s
     both = (batch.count, batch.count)
     for value in tree_leaves((args, kwargs)):
         if not isinstance(value, _PLAIN):
-            return f"it is given a {type(value).__name__}, which nobody here knows how to split"
+            return f"it is given a {type(value).__name__}, which cannot be split"
         if isinstance(value, torch.Tensor) and value.ndim >= 4 and value.shape[:2] == both and value is not batch.first:
             return f"items may lie along either of the first two dimensions of a tensor of {tuple(value.shape)}"
     return None

@@ -47,4 +47,4 @@ def take_apart(output: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torc
                 return type(output)(make([next(left) for _ in parts]) for parts, make in apart)
 
             return [tensor for parts, _ in apart for tensor in parts], rebuild
-    raise TypeError(f"an autoencoder returned {type(output).__name__}, which nobody here knows how to join")
+    raise TypeError(f"an autoencoder returned {type(output).__name__}, which cannot be joined")

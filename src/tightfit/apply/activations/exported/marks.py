@@ -67,7 +67,7 @@ def check_plain(module: nn.Module) -> None:
         if part._forward_pre_hooks or part._forward_hooks or "forward" in vars(part):
             raise ModelError(f"{where} has hooks, which an exported denoiser would pass over: remove them", name=where)
         if part._compiled_call_impl is not None:
-            raise ModelError(f"{where} is compiled: leave that or traced out", name=where)
+            raise ModelError(f"{where} is compiled: leave that or exported out", name=where)
 
 
 @functools.cache

@@ -46,7 +46,7 @@ __all__ = [
 
 
 MOST_BYTES = 2**26  # limit of all files in a folder; an image's program has some ten thousand
-_PROGRAM, _CONSTANTS, _STRIP_PLAN = "program.json", "constants.safetensors", "course.json"
+_PROGRAM, _CONSTANTS, _STRIP_PLAN = "program.json", "constants.safetensors", "strip_plan.json"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _LIBRARIES = {"diffusers", "transformers"}  # programs depend on their code, as on torch's operations
 SHIPPED = "catalog/programs"  # folder of the package with programs of known models
@@ -131,7 +131,7 @@ def kept_strip_plan(mark: str, program: Program, working: int, maps: FeatureMaps
 
     With `moves`, a newly found one records allocations and frees; a cached one has none.
     """
-    folder = _folder("courses")
+    folder = _folder("strip_plans")
     if not mark or folder is None:
         return find_strip_plan(program, working, maps, moves=moves)
     mark = f"{mark}-{code_mark():.16}-{working}-{maps}"
