@@ -170,7 +170,7 @@ def _compare(work: _Work) -> tuple[str, float]:
     given = work.high(BATCH)
     whole = work(model, given)
     between = whole.nbytes // len(whole)
-    for plan in (_plan(SMALLEST, "host"), _plan(between, "again"), _plan(ONE_STRIP, "device")):
+    for plan in (_plan(SMALLEST, "host"), _plan(between, "recompute"), _plan(ONE_STRIP, "device")):
         found, trace = _run(work, model, given, plan)
         worst = max(worst, _largest_difference(found, whole))
         why_not_split = "; ".join(note.partition(" runs whole: ")[2] for note in trace.notes if " runs whole: " in note)

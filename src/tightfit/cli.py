@@ -154,6 +154,7 @@ def predict(
     batch: Batch = 1,
     negative: Negative = None,
     timeline: Timeline = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Say which kernels compute attention, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     with errors_as_lines(as_json):
@@ -169,7 +170,7 @@ def predict(
             choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
         prediction = forecast(model, card, choices, asked, say, limits, rehearsed=timeline is not None)
-        typer.echo(describe(prediction))
+        typer.echo(describe(prediction, verbose=verbose))
         if timeline is not None:
             from tightfit.report.timeline import draw_timeline
 

@@ -71,7 +71,9 @@ def format_enough(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format `seconds`: '0.42 s', '12.3 s', '4 min 05 s', '1 h 02 min'."""
+    """Format `seconds`: '14 ms', '0.42 s', '12.3 s', '4 min 05 s', '1 h 02 min'."""
+    if 0 < seconds < 0.0995:
+        return f"{1000 * seconds:.2g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

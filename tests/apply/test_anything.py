@@ -37,7 +37,7 @@ SD, IMG2IMG, WAN = (
 FUSED = 1e-5  # a fused LoRA is added to the weights in float32 instead of to what they give
 
 
-@pytest.fixture(params=["loopback-host", "loopback-disk", "cpu-disk"])
+@pytest.fixture(params=["loopback-cpu", "loopback-disk", "cpu-disk"])
 def place(request: pytest.FixtureRequest) -> str:
     """A device, and where the masters are."""
     return str(request.param)

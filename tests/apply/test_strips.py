@@ -203,7 +203,7 @@ def test_every_kind_of_operation_in_strips(kind: str) -> None:
         assert torch.allclose(found, whole, rtol=0, atol=ROUNDING * float(whole.abs().max()))
 
 
-@pytest.mark.parametrize(("device", "maps"), [("cpu", "device"), ("cpu", "again"), ("loopback", "host")])
+@pytest.mark.parametrize(("device", "maps"), [("cpu", "device"), ("cpu", "recompute"), ("loopback", "host")])
 def test_the_course_knows_its_peak(device: str, maps: FeatureMaps) -> None:
     case, model = prepared("AutoencoderKL without attention")
     strip_plan = find_strip_plan(program_of(16), 100_000, maps)

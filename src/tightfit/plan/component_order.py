@@ -93,5 +93,5 @@ def prefetch_reasons(order: Sequence[ComponentRun], components: Mapping[str, Com
         last[components[name].device] = name
     if pairs:
         said = ", ".join(pairs.values())
-        because = "what ends gives up its memory layer by layer, and the order of the call is known"
-        yield Reason(decision=f"who is next starts to come in the last pass of the one before: {said}", because=because)
+        because = "that call frees its memory layer by layer"
+        yield Reason(decision=f"the next component is loaded during the last call before it: {said}", because=because)

@@ -17,9 +17,9 @@ __all__ = ["differences", "explain", "summarize", "there_while_working"]
 Said = Iterator[tuple[str, str]]  # decisions and reasons; {} stands for the names of the components that share both
 Parts = Sequence[tuple[Component, ComponentPlan]]
 _MAPS = {
-    "device": ("stay on the device", "nothing is copied, and nothing computed twice"),
-    "host": ("wait in host memory", "the device's is left to the strips; each map crosses the link twice"),
-    "recompute": ("wait as far as they fit", "they have as many bytes as the strips; the rest is computed again"),
+    "device": ("on the device", "nothing is copied or recomputed"),
+    "host": ("in host memory", "device memory is left to the strips; each map crosses the link twice"),
+    "recompute": ("as far as they fit", "they get as many bytes as the strips; the rest is recomputed"),
 }
 
 
@@ -47,24 +47,29 @@ def explain(
             told.setdefault(said, []).append(component.name)
     for said in _moves(plan, parts, separate=separate) if moves else ():
         told[said] = []
+    attention: dict[tuple[str, str], list[str]] = {}
     for component, chosen in parts:
         for said in attention_reasons(component, chosen, accelerator):
-            told.setdefault(said, []).append(component.name)
-    return tuple(
-        Reason(decision=decision.replace("{}", ", ".join(names), 1) if names else decision, because=because)
-        for (decision, because), names in told.items()
-    )
+            attention.setdefault(said, []).append(component.name)
+    return (*_reasons(told), *_reasons(attention, detail=True))
+
+
+def _reasons(told: Mapping[tuple[str, str], list[str]], *, detail: bool = False) -> Iterator[Reason]:
+    """Yield a Reason for each decision and its reason, with the names of the components that share both."""
+    for (decision, because), names in told.items():
+        said = decision.replace("{}", ", ".join(names), 1) if names else decision
+        yield Reason(decision=said, because=because, detail=detail)
 
 
 def _pictures(vae: VaePlan, *, separate: bool) -> Said:
     """Yield how autoencoders process images, and why."""
-    peak = "an autoencoder's maps at full resolution are the peak of a large picture"
+    peak = "feature maps at full resolution are the peak of a large image"
     if vae.strips:
-        yield f"strips within {format_bytes(vae.strips)}", f"{peak}; in strips the numbers stay"
+        yield f"strips within {format_bytes(vae.strips)}", f"{peak}; strips give the same result"
         wait, why = _MAPS["device" if vae.feature_maps == "host" and not separate else vae.feature_maps]
-        yield f"maps between strips {wait}", why
+        yield f"feature maps between strips {wait}", why
     if vae.tile:
-        where, why = (" where strips cannot be", "that is less than a whole picture") if vae.strips else ("", peak)
+        where, why = (" where strips are not possible", "tiles take less than an image") if vae.strips else ("", peak)
         yield f"tiles of {vae.tile} px{where}", why
     if vae.slicing:
         yield "one item at a time", "decoding a batch together multiplies the peak and gains no time"
@@ -73,10 +78,10 @@ def _pictures(vae: VaePlan, *, separate: bool) -> Said:
 def _inside(component: Component, chosen: ComponentPlan, layout: LayoutChoice, *, separate: bool) -> Said:
     """Yield how a component is stored and how it computes, and why."""
     streams = chosen.placement == "stream" and (separate or chosen.offload_to == "disk")
-    once = "; block by block, so that weights come once" if streams else ""
+    once = "; block by block, so that weights are loaded once" if streams else ""
     if chosen.storage != "as-loaded":
         size = 4 if component.main_dtype == "float32" else 2
-        why = f"asked for by name: most weights take one byte instead of {size}, and numbers change slightly"
+        why = f"requested: most weights take one byte instead of {size}, and numbers change slightly"
         yield f"{{}} stored in {chosen.storage}", why
     if layout.because is not None:
         yield f"{{}} {'' if layout.channels_last else 'not '}channels-last", layout.because
@@ -84,15 +89,15 @@ def _inside(component: Component, chosen: ComponentPlan, layout: LayoutChoice, *
         items = f"{chosen.max_batch} item{'s' if chosen.max_batch > 1 else ''}"
         yield f"{{}}: at most {items} at a time", f"a larger batch makes no more activations at once{once}"
     if chosen.cfg == "sequential":
-        yield "{}: a step's two predictions apart", f"each alone has half the activations of both{once}"
+        yield "{}: guidance in two calls a step", f"each has half of the activations{once}"
     if chosen.cfg == "batched":
-        yield "{}: a step's two predictions together", "weights are read, and brought, once for both"
+        yield "{}: guidance in one call a step", "weights are loaded and read once for both predictions"
     if chosen.ffn_chunk is not None:
-        why = "some tokens go through at a time: the maps inside are several times as wide"
+        why = "a few tokens at a time: the activations inside are several times as wide"
         yield f"{{}}: feed-forwards within {format_bytes(chosen.ffn_chunk)}", why
     if chosen.exported is not None:
-        how, what = (", compiled", "machine code of it") if chosen.compiled else ("", "that graph")
-        why = f"asked for by name: {what} works in place of the model's code"
+        how, what = (", compiled", "its machine code") if chosen.compiled else ("", "its graph")
+        why = f"requested: {what} runs in place of the model's code"
         yield f"{{}} as exported in {chosen.exported}{how}", why
 
 
@@ -104,27 +109,27 @@ def _moves(plan: Plan, parts: Parts, *, separate: bool) -> Said:
         names = (
             ", ".join(component.name for component, chosen in moving if chosen.offload_to != "disk") or "activations"
         )
-        yield f"nothing is moved ({names})", "the device computes in host memory: there is nowhere to move to"
+        yield f"nothing is moved ({names})", "the device computes in host memory"
     phases = [component for component, chosen in able if chosen.placement == "offload"]
     if phases:
         whose, who = ("its", "it") if len(phases) == 1 else ("their", "each")
         sizes = _listed([format_bytes(component.bytes) for component in phases])
         names = ", ".join(component.name for component in phases)
-        yield f"{names} offload", f"{whose} {sizes} are only needed while {who} works"
+        yield f"{names} offloaded", f"{whose} {sizes} are only needed while {who} runs"
     for component, chosen in able:
         if chosen.placement == "stream":
             largest = max(layer.bytes for layer in component.layers)
             why = f"one layer at a time needs {format_bytes(largest)} of its {format_bytes(component.bytes)}"
-            yield f"{component.name} stream", why
+            yield f"{component.name} streamed", why
     if plan.offload_activations and separate:
         skipping = [
             component.name for component, chosen in parts if component.has_skip_connections and chosen.exported is None
         ]
         if skipping:
-            decision = f"skips of {', '.join(skipping)} moved to host memory"
-            yield decision, "they wait there for the second half of a step"
+            decision = f"skip connections of {', '.join(skipping)} offloaded to host memory"
+            yield decision, "only the second half of a step needs them"
         else:
-            yield "no activations are moved", "no component keeps any waiting from one unit for another"
+            yield "no activations are offloaded", "no block keeps any for a later one"
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -148,7 +153,7 @@ def summarize(plan: Plan, footprint: Footprint) -> str:
         elif any(plan.components[c.name].placement == "offload" for c in components):
             turns.append(_LABELS[role] + _whence(plan, components))
     said = [f"streams {', '.join(streams)}"] if streams else []
-    said += [f"{', '.join(turns)} in turn"] if turns else []
+    said += [f"{', '.join(turns)} offloaded"] if turns else []
     stored = sorted({c.storage for c in plan.components.values() if c.storage != "as-loaded"})
     return "; ".join([*said, *_cuts(plan.vae), *stored]) or "all on the card"
 
@@ -163,7 +168,7 @@ def there_while_working(plan: Plan, footprint: Footprint, role: str) -> str:
     if "stream" in placements:
         said = f"{format_bytes(there)} of {format_bytes(whole)}, streamed"
     else:
-        said = f"{format_bytes(whole)}, " + ("all along" if placements == {"resident"} else "while at work")
+        said = f"{format_bytes(whole)}, " + ("resident" if placements == {"resident"} else "while running")
     return "; ".join([said, *(_cuts(plan.vae) if role == "autoencoder" else ())])
 
 
@@ -201,7 +206,7 @@ def _share(part: int, whole: int) -> str:
 
 def _cuts(vae: VaePlan) -> Iterator[str]:
     if vae.strips is not None:
-        yield "strips" + {"device": "", "host": ", maps in RAM", "recompute": ", maps again"}[vae.feature_maps]
+        yield "strips" + {"device": "", "host": ", maps in RAM", "recompute": ", maps recomputed"}[vae.feature_maps]
     if vae.tile is not None:
         yield f"tiles of {vae.tile} px"
 
@@ -224,15 +229,15 @@ def _differences(before: Plan, after: Plan) -> Iterator[str]:
         old, new = before.vae.described, after.vae.described
         yield f"autoencoder: {new} (before: {old})" if old != new else f"autoencoder: overlap {after.vae.overlap}"
     if before.offload_activations != after.offload_activations:
-        yield f"what waits for later units waits {'in host memory' if after.offload_activations else 'on the device'}"
+        yield f"activations for later blocks wait {'in host memory' if after.offload_activations else 'on the device'}"
     if before.expandable_segments != after.expandable_segments:
-        yield "the allocator holds " + ("less idle memory" if after.expandable_segments else "what it likes")
+        yield f"the allocator's segments are {'expandable' if after.expandable_segments else 'fixed'}"
 
 
 def _other_layers(old: ComponentPlan, new: ComponentPlan) -> str:
     """Return how two component plans with the same description differ."""
     if old.resident_layers != new.resident_layers:
-        return "as many layers stay, but others"
+        return "as many resident layers, but others"
     if old.weight_memory != new.weight_memory:
         return f"{format_bytes(new.weight_memory or 0)} for weights (before: {format_bytes(old.weight_memory or 0)})"
     fields = [name for name, value in new if value != getattr(old, name)]

@@ -107,7 +107,7 @@ def attention_reasons(
     calls = [_foreseen(width, component, chosen, accelerator) for width in component.head_widths]
     wanted = chosen.attention
     if wanted == "torch":
-        yield "attention of {} as torch chooses", "asked for by name, also where that makes all scores at once"
+        yield "attention of {} as torch chooses", "requested, also where that makes all scores at once"
     elif wanted != "auto":
         yield _by_name(wanted, [said for call in calls if (said := refusal(wanted, call)) is not None])
     elif component.role in ("denoiser", "autoencoder") and not chosen.exported and not component.compiled:
@@ -130,7 +130,7 @@ def _foreseen(width: int, component: Component, chosen: ComponentPlan, accelerat
 
 
 def _by_name(name: Attention, refused: list[str]) -> tuple[str, str]:
-    said = "asked for by name"
+    said = "requested"
     if name in ("xformers", "sage"):
         said += ", where it is installed"
     elif name == "math":

@@ -107,8 +107,8 @@ def _reasons(team: MultiDeviceSearch, found: JointSolution, ram: int | None) -> 
     busy = {post.member for post, _ in found.shares}
     idle = [member.device.name for number, member in enumerate(team.members) if number not in busy]
     if idle:
-        because = "with more devices nothing would be faster"
-        yield Reason(decision=f"{_listed(idle)} {'is' if len(idle) == 1 else 'are'} left alone", because=because)
+        because = "more devices would not be faster"
+        yield Reason(decision=f"{_listed(idle)} {'is' if len(idle) == 1 else 'are'} not used", because=because)
     for post, share in found.shares:
         yield from share.branch.reasons(share, team.members[post.member].size)
 
@@ -116,7 +116,7 @@ def _reasons(team: MultiDeviceSearch, found: JointSolution, ram: int | None) -> 
 def _guessed(known: Collection[Accelerator], members: Sequence[DeviceBudget]) -> Iterator[Reason]:
     unrated = [each.display_name for each, member in zip(known, members, strict=True) if each != member.device]
     if unrated:
-        because = f"not all rates of {_listed(unrated)} were measured (`tightfit machine` does); bytes are none"
+        because = f"not all rates of {_listed(unrated)} were measured (run `tightfit machine`); bytes need none"
         yield Reason(decision="times are guesses", because=because)
 
 

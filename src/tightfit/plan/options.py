@@ -156,22 +156,22 @@ def why_there(task: ComponentWorkload, option: Option, left: int, phase: str, va
     """Return why `option` of a task's component was chosen: in `phase`, `left` bytes remain for weights to load."""
     name, plan, whole = task.component.name, option.plan, format_bytes(task.component.bytes)
     if plan.placement == "resident":
-        return Reason(decision=f"{name} stays", because=f"there is room for its {whole} in every phase")
-    there = f"{format_bytes(max(left, 0))} are left for it in {phase}"
+        return Reason(decision=f"{name} is resident", because=f"its {whole} fit in every phase")
+    left_for_it = f"{phase} has {format_bytes(max(left, 0))} for it"
     whence = " from the disk" if plan.offload_to == "disk" else ""
     if plan.placement == "offload":
         return Reason(
-            decision=f"{name} comes{whence} for its phase, and goes", because=f"{there}: all of its {whole} fit"
+            decision=f"{name} is loaded{whence} for its phase", because=f"{left_for_it}: all of its {whole} fit"
         )
     late = option.seconds - task.seconds(vae)
-    cost = f"that costs {format_seconds(late)} in all" if late > 0 else "that costs no time"
-    stay, moving = len(plan.resident_layers or ()), "blocks" if plan.granularity == "block" else "layers"
-    kept = f"{stay} of its {moving} stay{'s' * (stay == 1)} meanwhile, the others" if stay else f"its {moving}"
-    kept += f" come one after another while those before them compute, {format_bytes(plan.ring_buffer or 0)} ahead"
+    cost = f"costs {format_seconds(late)} a call" if late > 0 else "costs no time"
+    resident, kind = len(plan.resident_layers or ()), "block" if plan.granularity == "block" else "layer"
+    ahead = format_bytes(plan.ring_buffer or 0)
+    kept = f"{resident or 'no'} resident {kind}{'s' * (resident != 1)}, others loaded up to {ahead} ahead"
     enough = "; more memory would not be faster" if option.streamed_bytes < ENOUGH * left else ""
     return Reason(
-        decision=f"{name} streams{whence}, {format_bytes(option.device_bytes)} of its {whole} there at a time",
-        because=f"{there}: {kept}; {cost}{enough}",
+        decision=f"{name} is streamed{whence}, {format_bytes(option.device_bytes)} of {whole} on the device",
+        because=f"{left_for_it}: {kept}; {cost}{enough}",
     )
 
 

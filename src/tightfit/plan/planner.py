@@ -162,9 +162,9 @@ def _remarks(
         because = f"{holds} {format_bytes(room.taken)} already"
         yield Reason(decision=f"{format_bytes(room.size)} are left for the pipeline", because=because)
     if known.expandable_refused is not None:
-        yield Reason(decision="segments of the allocator are fixed", because=known.expandable_refused)
+        yield Reason(decision="the allocator's segments are fixed", because=known.expandable_refused)
     if with_default_rates != known:
-        because = f"not all rates of {known.display_name} were measured (`tightfit machine` does); bytes are none"
+        because = f"not all rates of {known.display_name} were measured (run `tightfit machine`); bytes need none"
         yield Reason(decision="times are guesses", because=because)
 
 

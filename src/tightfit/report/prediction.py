@@ -8,7 +8,7 @@ from typing import Any
 from tightfit.report.summary import Report, align, fold_phases
 from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Budget
-from tightfit.schema.plan import Plan
+from tightfit.schema.plan import Plan, Reason
 from tightfit.schema.results import PhaseTrace, Prediction
 from tightfit.units import format_bytes, format_seconds
 
@@ -20,11 +20,12 @@ _SURE = {
     "learned": "by what earlier runs took",
     "guessed": "a guess: nothing was measured here",
 }
-_HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "reserved", "bytes in")
+_LOSSLESS = "lossless: same numbers as with everything on the device"
+_HEADINGS = ("phase", "seconds", "calls", "peak", "of which weights", "reserved", "bytes in")
 
 
-def describe(prediction: Prediction) -> str:
-    """Return the text: a headline, a table of phases, and the decisions of the plan."""
+def describe(prediction: Prediction, *, verbose: bool = False) -> str:
+    """Return the text: a headline, a table of phases, and the plan's decisions; with `verbose`, kernels too."""
     trace, plan = prediction.trace, prediction.plan
     asked = plan.request or Request()
     said = [prediction.model, *([asked.described] if asked.described != Request().described else [])]
@@ -35,29 +36,32 @@ def describe(prediction: Prediction) -> str:
         [
             f"{', '.join(said)}, on {prediction.card}: {_verdict(prediction)}{took}",
             *([prediction.would_fit] if prediction.would_fit else []),
-            f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else "lossless: the same numbers as with all of it there",
+            f"lossy: {'; '.join(trace.lossy)}" if trace.lossy else _LOSSLESS,
             "",
             *align([_HEADINGS, *(_row(phase, prediction.fits) for phase in fold_phases(trace.phases))]),
             *_elsewhere(prediction),
             "",
-            *(_in_words(plan) if plan.forecast else _by_fields(plan)),
+            *(_in_words(plan, verbose) if plan.forecast else _by_fields(plan, verbose)),
             *(f"note: {note}" for note in trace.notes),
         ]
     )
 
 
-def _in_words(plan: Plan) -> Iterator[str]:
+def _in_words(plan: Plan, verbose: bool) -> Iterator[str]:
     """Decisions of a plan that was made for a budget, with their reasons."""
-    yield "What happens, and why:"
-    for reason in plan.reasons:
-        yield f"- {reason.decision}: {reason.because}"
+    yield "Decisions:"
+    yield from (f"- {reason.decision}: {reason.because}" for reason in _shown(plan, verbose))
 
 
-def _by_fields(plan: Plan) -> Iterator[str]:
+def _by_fields(plan: Plan, verbose: bool) -> Iterator[str]:
     """Fields of a plan that a user chose, then its reasons."""
     yield from (f"{name}: {chosen.described}" for name, chosen in plan.components.items())
     yield f"autoencoder: {plan.vae.described}"
-    yield from (f"because: {reason.decision}: {reason.because}" for reason in plan.reasons)
+    yield from (f"because: {reason.decision}: {reason.because}" for reason in _shown(plan, verbose))
+
+
+def _shown(plan: Plan, verbose: bool) -> Iterator[Reason]:
+    return (reason for reason in plan.reasons if verbose or not reason.detail)
 
 
 def as_report(prediction: Prediction) -> Report:

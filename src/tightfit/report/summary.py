@@ -14,7 +14,7 @@ from tightfit.units import format_bytes, format_seconds
 __all__ = ["MOST_ROWS", "Report", "align", "fold_phases"]
 
 MOST_ROWS = 12  # with more phases, one row per name: a call whose components alternate has hundreds of phases
-HEADINGS = ("phase", "seconds", "passes", "peak", "of which weights", "bytes in", "bytes out")
+HEADINGS = ("phase", "seconds", "calls", "peak", "of which weights", "bytes in", "bytes out")
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,7 +137,7 @@ def _table(phases: Sequence[PhaseTrace]) -> list[str]:
     if not phases:
         return ["no phase was measured"]
     shown = phases if len(phases) <= MOST_ROWS else fold_phases(phases)
-    folded = [f"  ({len(phases)} stretches, added up by name)"] if shown is not phases else []
+    folded = [f"  ({len(phases)} phases, added up by name)"] if shown is not phases else []
     return align([HEADINGS, *(_row(phase) for phase in shown)]) + folded
 
 

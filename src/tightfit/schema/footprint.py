@@ -181,7 +181,7 @@ class StripStageProfile(Record):
     def _consistent(self) -> Self:
         if len(self.strip_counts) != len(self.layer_work) or any(runs > self.strips for runs in self.strip_counts):
             raise ValueError(
-                f"{len(self.layer_work)} turns in {self.strips} strips cannot come {list(self.strip_counts)} times"
+                f"{len(self.layer_work)} layers in {self.strips} strips cannot run in {list(self.strip_counts)} of them"
             )
         return self
 
@@ -220,7 +220,7 @@ class Phase(Record):
     def _consistent(self) -> Self:
         counted = [self.call_order.count(index) for index in range(len(self.calls))]
         if counted != [each.runs for each in self.calls]:
-            raise ValueError(f"order names passes {counted} times, their runs say {[p.runs for p in self.calls]}")
+            raise ValueError(f"call_order names calls {counted} times, their runs say {[p.runs for p in self.calls]}")
         return self
 
     @property
@@ -277,7 +277,7 @@ class Footprint(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if unknown := set(self.not_measured).difference(OPTIONAL_PARTS):
-            raise ValueError(f"left_out names {sorted(unknown)}, which is none of {list(OPTIONAL_PARTS)}")
+            raise ValueError(f"not_measured names {sorted(unknown)}, which is none of {list(OPTIONAL_PARTS)}")
         return self
 
     @property

@@ -55,6 +55,7 @@ class Reason(Record):
 
     decision: str
     because: str
+    detail: bool = False  # about kernels: shown with --verbose
 
 
 class PhaseForecast(Record):
@@ -249,7 +250,7 @@ class Plan(Record):
         for name, component in self.components.items():
             lines.append(f"  {name}: {component.described}")
         lines.append(f"  autoencoder: {self.vae.described}")
-        lines += ["  waiting activations: moved to host memory"] if self.offload_activations else []
+        lines += ["  activations for later blocks: offloaded to host memory"] if self.offload_activations else []
         lines += [f"  lossy: {text}" for text in self.lossy] or ["  lossless"]
         lines += [f"  because: {reason.decision}: {reason.because}" for reason in self.reasons]
         return "\n".join(lines)
