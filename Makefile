@@ -12,7 +12,7 @@ VERSION_TESTS := tests/simulator tests/devices tests/run/test_any_call.py $(addp
 	chunked_attention.py compiled.py int8.py page_locking.py tracing.py weight_kinds.py weights.py)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-slow test-gpu test-cuda test-cuda-full test-versions bench chart lint clean
+.PHONY: demo test docs test-slow test-gpu test-cuda test-cuda-full test-versions bench chart lint clean
 
 demo: $(READY)  ## a picture inside a memory budget, and where the memory went; on a card, or on one played by the CPU
 	@mkdir -p demo-out
@@ -22,6 +22,9 @@ demo: $(READY)  ## a picture inside a memory budget, and where the memory went; 
 
 test: lint  ## lint, types and tests; under 15 minutes on 2 cores
 	$(PYTEST)
+
+docs: $(READY)  ## the documentation site, in site/; fails on broken links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 test-slow: $(READY)  ## proofs that take minutes, and every pipeline class, hours the first time; goes on where it was
 	$(PYTEST) -m "slow and not gpu"
@@ -54,7 +57,7 @@ bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/several.py
 	$(BIN)/python bench/rivals.py
 	$(BIN)/python bench/weights.py
-	$(BIN)/python tools/make_readme.py
+	$(BIN)/python tools/make_tables.py
 
 chart: $(READY)  ## every known model on a card of each size, and the guides; hours the first time, goes on where it was
 	$(BIN)/python bench/chart.py --models all > /dev/null
@@ -72,4 +75,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-cuda* demo-out
+	rm -rf $(VENV) .venv-cuda* demo-out site

@@ -23,8 +23,8 @@ MODEL = ChartedModel(name="cogvideox-2b", request=REQUEST, presets=(PRESET,))
 CARD = ChartedCard(name="rtx4060", title="GeForce RTX 4060", bytes=8 * GIB, usable_bytes=7 * GIB)
 CHART = Chart(cards=(CARD,), models=(MODEL,), cells=(CELL, REFUSED), ram=16 * GIB)
 ROW = LevelRow(
-    level=2, needed_bytes=9 * GIB, seconds=70.0, speed=0.9, denoiser="3 GiB, all along",
-    encoders="8 GiB, while at work", autoencoder="400 MiB, all along; tiles of 512 px",
+    level=2, needed_bytes=9 * GIB, seconds=70.0, speed=0.9, denoiser="3 GiB, resident",
+    encoders="8 GiB, while running", autoencoder="400 MiB, resident; tiles of 512 px",
     lossy=("blended-tiling: …",), fits=False,
 )  # fmt: skip
 TABLE = LevelTable(model="cogvideox-2b", request=REQUEST, card=CARD, rows=(ROW,))

@@ -122,7 +122,7 @@ FOOTPRINT = Footprint(
     not_measured=("variants",),
     from_call_log=True,
 )
-REASON = Reason(decision="transformer stream", because="it is larger than “the card”")
+REASON = Reason(decision="transformer streamed", because="it is larger than “the card”", detail=True)
 VAE = VaePlan(slicing=True, strips=2**28, feature_maps="host", tile=512, overlap=0.125)
 STORED = ComponentPlan(
     device="cuda:0",
@@ -528,12 +528,12 @@ def test_unknown_fields_are_checked_in_every_record() -> None:
         (
             StripStageProfile,
             {"strips": 2, "layer_work": [{"layer": "a", "work": []}], "strip_counts": []},
-            "1 turns in 2 strips cannot come []",
+            "1 layers in 2 strips cannot run in []",
         ),
         (
             StripStageProfile,
             {"strips": 2, "layer_work": [{"layer": "a", "work": []}], "strip_counts": [3]},
-            "cannot come [3] times",
+            "cannot run in [3] of them",
         ),
         (Component, {"layers": [{"bytes": -2}]}, "bytes must be greater than or equal to 0, not -2"),
         (Plan, {"level": -1}, "level must be greater than or equal to 0, not -1"),
@@ -710,10 +710,10 @@ def test_a_plan_says_everything_it_decides() -> None:
         "feed-forward within 1 MiB, attention by chunked",
         "  autoencoder: exact strips within 256 MiB, feature maps kept in host memory, "
         "tiles of 512 px where strips are not possible, one item at a time",
-        "  waiting activations: moved to host memory",
+        "  activations for later blocks: offloaded to host memory",
         "  lossy: fp8: transformer is stored in float8_e4m3fn",
         "  lossy: blended-tiling: pictures larger than 512 px are decoded in tiles, where they cannot be in strips",
-        "  because: transformer stream: it is larger than “the card”",
+        "  because: transformer streamed: it is larger than “the card”",
     ]
     assert TRACED.described == "resident, compiled, as exported in unet.trace"
     assert str(Plan()).splitlines() == ["plan: custom on cpu", "  autoencoder: whole images", "  lossless"]

@@ -92,7 +92,7 @@ def part(file: Path) -> str:
 
 @pytest.mark.parametrize("name", sorted({part(file) for file in FILES} - {"__init__"}))
 def test_every_part_has_its_place_in_the_order(name: str) -> None:
-    assert name in ORDER, f"src/tightfit/{name}: give it a place in ORDER, and in docs/architecture.md"
+    assert name in ORDER, f"src/tightfit/{name}: give it a place in ORDER, and in docs/architecture/index.md"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SRC)))

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 from typer.models import ArgumentInfo, CommandInfo
 
-from make_readme import table
+from make_tables import table
 from tightfit.cli import app
 
 PAGE = Path(__file__).parent.parent / "docs/command-line.md"

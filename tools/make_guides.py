@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from draw_rivals import draw_rivals, draw_rivals_cuda
-from make_readme import OURS, all_budgets, read, rivals_by_budget, table
+from make_tables import OURS, all_budgets, read, rivals_by_budget, table
 from tightfit.catalog.cuda import CONTEXT, workspace_bytes
 from tightfit.catalog.known import card_names, known_card, model_names
 from tightfit.plan.default_rates import GUESSED_DISK

@@ -44,7 +44,7 @@ def test_it_draws_what_its_readme_shows() -> None:
 
 def test_its_card_and_the_readme_say_what_was_measured() -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "tools/make_readme.py", "--check"], capture_output=True, text=True, check=False
+        [sys.executable, ROOT / "tools/make_tables.py", "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
 

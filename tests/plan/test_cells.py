@@ -132,7 +132,7 @@ STREAMS = ComponentPlan(placement="stream", granularity="layer", ring_buffer=200
     ("plan", "words"),
     [
         (planned(), "all on the card"),
-        (planned(text_encoder=ComponentPlan(placement="offload")), "encoders in turn"),
+        (planned(text_encoder=ComponentPlan(placement="offload")), "encoders offloaded"),
         (planned(unet=STREAMS), "streams denoiser 10 %"),
         (
             planned(VaePlan(strips=2**26, feature_maps="host"), unet=STREAMS, text_encoder=STREAMS),
@@ -153,8 +153,8 @@ def test_a_plan_in_a_few_words(plan: Plan, words: str) -> None:
 def test_what_is_there_while_it_works() -> None:
     plan = planned(VaePlan(tile=512), unet=STREAMS, text_encoder=ComponentPlan(placement="offload"))
     assert there_while_working(plan, FOOTPRINT, "denoiser") == "201 MiB of 1.95 GiB, streamed"
-    assert there_while_working(plan, FOOTPRINT, "encoder") == "801 MiB, while at work"
-    assert there_while_working(plan, FOOTPRINT, "autoencoder") == "101 MiB, all along; tiles of 512 px"
+    assert there_while_working(plan, FOOTPRINT, "encoder") == "801 MiB, while running"
+    assert there_while_working(plan, FOOTPRINT, "autoencoder") == "101 MiB, resident; tiles of 512 px"
     assert there_while_working(plan, FOOTPRINT, "other") == "none"
 
 

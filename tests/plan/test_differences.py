@@ -25,9 +25,9 @@ def test_every_decision_is_told() -> None:
     assert said[0] == "on cuda:1 instead of cpu"
     assert said[1] == f"unet: resident (before: {STREAMS.described})"
     assert said[2] == "autoencoder: tiles of 512 px (before: whole images)"
-    assert "waits in host memory" in said[3]
+    assert "wait in host memory" in said[3]
     assert len(said) == 5
-    assert [len(differences(after, before)), "waits on the device" in differences(after, before)[3]] == [5, True]
+    assert [len(differences(after, before)), "wait on the device" in differences(after, before)[3]] == [5, True]
 
 
 def test_what_sounds_alike_is_told_apart() -> None:
@@ -35,7 +35,7 @@ def test_what_sounds_alike_is_told_apart() -> None:
         return Plan(components={"unet": part}, vae=vae or VaePlan(tile=64))
 
     others = STREAMS.model_copy(update={"resident_layers": ("b",)})
-    assert differences(of(STREAMS), of(others)) == ("unet: as many layers stay, but others",)
+    assert differences(of(STREAMS), of(others)) == ("unet: as many resident layers, but others",)
     sized = STREAMS.model_copy(update={"weight_memory": 4 * MIB})
     assert differences(of(STREAMS), of(sized)) == ("unet: 4 MiB for weights (before: 0 B)",)
     stored = STREAMS.model_copy(update={"storage": "float8_e4m3fn"})

@@ -63,40 +63,48 @@ ITEMS = "unet: at most 2 items at a time"
     ("choices", "decision", "because"),
     [
         ({"vae": {"slicing": True}}, "one item at a time", "decoding a batch together multiplies the peak"),
-        ({"vae": {"tile": 256}}, "tiles of 256 px", "maps at full resolution are the peak of a large picture"),
-        ({"vae": {"strips": MIB}}, "strips within 1 MiB", "the peak of a large picture; in strips the numbers stay"),
-        ({"vae": {"strips": MIB, "tile": 256}}, "tiles of 256 px where strips cannot be", "less than a whole picture"),
-        ({"vae": {"strips": MIB}}, "maps between strips stay on the device", "nothing is copied"),
+        ({"vae": {"tile": 256}}, "tiles of 256 px", "maps at full resolution are the peak of a large image"),
+        ({"vae": {"strips": MIB}}, "strips within 1 MiB", "the peak of a large image; strips give the same result"),
+        ({"vae": {"strips": MIB, "tile": 256}}, "tiles of 256 px where strips are not possible", "less than an image"),
+        ({"vae": {"strips": MIB}}, "feature maps between strips on the device", "nothing is copied"),
         (
             {"vae": {"strips": MIB, "feature_maps": "host"}},
-            "maps between strips wait in host memory",
+            "feature maps between strips in host memory",
             "crosses the link twice",
         ),
         (
             {"vae": {"strips": MIB, "feature_maps": "recompute"}},
-            "maps between strips wait as far as they fit",
-            "computed again",
+            "feature maps between strips as far as they fit",
+            "recomputed",
         ),
         (of("unet", storage="int8"), "unet stored in int8", "most weights take one byte instead of 2"),
         (of("unet", max_batch=2), ITEMS, "a larger batch makes no more activations at once"),
         (of("unet", max_batch=1), "unet: at most 1 item at a time", "a larger batch makes no more activations at once"),
-        (of("unet", max_batch=2, placement="stream"), ITEMS, "at once; block by block, so that weights come once"),
-        (of("unet", cfg="sequential"), "unet: a step's two predictions apart", "half the activations of both"),
-        (of("unet", cfg="batched"), "unet: a step's two predictions together", "once for both"),
+        (
+            of("unet", max_batch=2, placement="stream"),
+            ITEMS,
+            "at once; block by block, so that weights are loaded once",
+        ),
+        (of("unet", cfg="sequential"), "unet: guidance in two calls a step", "half of the activations"),
+        (of("unet", cfg="batched"), "unet: guidance in one call a step", "loaded and read once for both"),
         (of("unet", ffn_chunk=MIB), "unet: feed-forwards within 1 MiB", "several times as wide"),
-        (of("unet", exported="{}.trace"), "unet as exported in {}.trace", "that graph works in place of the"),
+        (of("unet", exported="{}.trace"), "unet as exported in {}.trace", "its graph runs in place of the"),
         (
             of("unet", exported="u", compiled=True),
             "unet as exported in u, compiled",
-            "machine code of it works in place",
+            "its machine code runs in place",
         ),
-        (of("vae", placement="offload"), "vae offload", "its 10 MiB are only needed while it works"),
-        (of("unet", placement="stream"), "unet stream", "one layer at a time needs 150 MiB of its 200 MiB"),
-        ({"offload_activations": True}, "skips of unet moved to host memory", "for the second half of a step"),
+        (of("vae", placement="offload"), "vae offloaded", "its 10 MiB are only needed while it runs"),
+        (of("unet", placement="stream"), "unet streamed", "one layer at a time needs 150 MiB of its 200 MiB"),
+        (
+            {"offload_activations": True},
+            "skip connections of unet offloaded to host memory",
+            "the second half of a step needs them",
+        ),
         (
             {"offload_activations": True} | of("unet", exported="u"),
-            "no activations are moved",
-            "no component keeps any",
+            "no activations are offloaded",
+            "no block keeps any",
         ),
     ],
 )
@@ -106,14 +114,14 @@ def test_a_decision_has_its_reason(choices: dict[str, Any], decision: str, becau
 
 def test_components_share_a_reason() -> None:
     each = {name: {"storage": "int8", "placement": "offload"} for name in ("text_encoder", "vae")}
-    assert list(said({"components": each})) == ["text_encoder, vae stored in int8", "text_encoder, vae offload"]
+    assert list(said({"components": each})) == ["text_encoder, vae stored in int8", "text_encoder, vae offloaded"]
 
 
 def test_where_nothing_can_move_maps_stay() -> None:
     told = said({"vae": {"strips": MIB, "feature_maps": "host"}}, separate=False)
     assert list(told) == [
         "strips within 1 MiB",
-        "maps between strips stay on the device",
+        "feature maps between strips on the device",
         "nothing is moved (activations)",
     ]
 
@@ -129,7 +137,7 @@ def test_where_nothing_can_move_maps_stay() -> None:
         ({"denoiser.bfloat16": 1.184}, "auto", "unet channels-last",
          "convolutions ran 1.18 × as fast in it on this computer"),
         ({"denoiser.bfloat16": 0.8}, True, "unet channels-last",
-         "asked for by name; but convolutions ran only 0.80 × as fast in it on this computer"),
+         "requested; but convolutions ran only 0.80 × as fast in it on this computer"),
         ({"denoiser.bfloat16": 0.8}, "auto", "unet not channels-last",
          "convolutions ran only 0.80 × as fast in it on this computer"),
         ({"denoiser.float32": 2.0}, "auto", "unet not channels-last",
@@ -137,7 +145,7 @@ def test_where_nothing_can_move_maps_stay() -> None:
         ({}, "auto", "unet not channels-last",
          "whether that is faster was not measured on the RTX 4090 (`tightfit machine` there would)"),
         ({}, True, "unet channels-last",
-         "asked for by name; whether that is faster was not measured on the RTX 4090 (`tightfit machine` there would)"),
+         "requested; whether that is faster was not measured on the RTX 4090 (`tightfit machine` there would)"),
     ],
 )  # fmt: skip
 def test_a_layout_says_what_was_measured(gains: dict[str, float], wanted: Any, decision: str, because: str) -> None:
@@ -148,7 +156,7 @@ def test_a_layout_says_what_was_measured(gains: dict[str, float], wanted: Any, d
 
 def test_a_layout_of_what_does_not_convolve() -> None:
     told = said({"components": {"text_encoder": {"channels_last": True}}})
-    assert told == {"text_encoder channels-last": "asked for by name; but it has no convolutions over pictures"}
+    assert told == {"text_encoder channels-last": "requested; but it has no convolutions over pictures"}
 
 
 # attention
@@ -193,14 +201,14 @@ def test_nothing_is_said_of_attention_that_nobody_knows_or_that_has_been_chosen(
 @pytest.mark.parametrize(
     ("name", "decision", "because"),
     [
-        ("torch", "attention of vae as torch chooses", "asked for by name, also where that makes all scores at once"),
-        ("efficient", "attention of vae by torch's memory-efficient attention", "asked for by name"),
+        ("torch", "attention of vae as torch chooses", "requested, also where that makes all scores at once"),
+        ("efficient", "attention of vae by torch's memory-efficient attention", "requested"),
         ("math", "attention of vae by torch's path of plain products",
-         "asked for by name: all scores are made at once"),
-        ("chunked", "attention of vae by chunked attention", "asked for by name"),
-        ("xformers", "attention of vae by xFormers' attention", "asked for by name, where it is installed"),
+         "requested: all scores are made at once"),
+        ("chunked", "attention of vae by chunked attention", "requested"),
+        ("xformers", "attention of vae by xFormers' attention", "requested, where it is installed"),
         ("flash", "attention of vae by torch's flash attention",
-         "asked for by name; what it does not take is done as with auto: heads of 512, more than 256"),
+         "requested; what it does not take is done as with auto: heads of 512, more than 256"),
     ],
 )  # fmt: skip
 def test_attention_by_name(name: str, decision: str, because: str) -> None:

@@ -115,6 +115,6 @@ def test_compiled_blocks_come_as_a_whole() -> None:
     assert 150 * MIB < needed < 250 * MIB
     plan = make_plan(footprint, HERE, Budget(device=needed))
     assert plan.components["unet"].granularity == "block"
-    assert any("its blocks come one after another" in reason.because for reason in plan.reasons)
+    assert any("no resident blocks, others loaded up to" in reason.because for reason in plan.reasons)
     with pytest.raises(BudgetTooSmall):
         make_plan(footprint, HERE, Budget(device=needed - SEGMENT))

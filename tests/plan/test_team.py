@@ -183,7 +183,7 @@ def test_a_device_too_many_is_left_alone() -> None:
     plan = planned(pipeline(), 8 * GIB, 8 * GIB)
     assert plan is not None
     assert plan.devices == ("cuda:0",)
-    assert any("cuda:1 is left alone" in reason.decision for reason in plan.reasons)
+    assert any("cuda:1 is not used" in reason.decision for reason in plan.reasons)
 
 
 def test_too_little_says_what_would_do() -> None:

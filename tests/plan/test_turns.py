@@ -81,8 +81,8 @@ def test_a_plan_has_the_order_and_says_what_it_is_for() -> None:
     assert plan is not None
     assert roomy is not None
     assert [without_limit(each.schedule) for each in (plan, roomy)] == [ORDER, ORDER]
-    assert any("starts to come in the last pass" in reason.decision for reason in plan.reasons)
-    assert not any("starts to come in the last pass" in reason.decision for reason in roomy.reasons)
+    assert any("loaded during the last call before it" in reason.decision for reason in plan.reasons)
+    assert not any("loaded during the last call before it" in reason.decision for reason in roomy.reasons)
     two = HERE.model_copy(update={"accelerators": (CARD, CARD.model_copy(update={"name": "cuda:1"}))})
     jointly = make_plan(pipeline(), two, Budget(devices={"cuda:0": GIB, "cuda:1": GIB}))
     assert without_limit(jointly.schedule) == ORDER

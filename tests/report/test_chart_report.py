@@ -49,7 +49,7 @@ CHART = Chart(cards=(SMALL, MIDDLE, BIG), models=MODELS, cells=CELLS)
 ROWS = tuple(
     LevelRow(
         level=level, needed_bytes=GIB, seconds=10.0, speed=0.5, denoiser="1.2 GiB of 22.2 GiB, streamed",
-        encoders="9.1 GiB, while at work", autoencoder="160 MiB, while at work; tiles of 512 px",
+        encoders="9.1 GiB, while running", autoencoder="160 MiB, while running; tiles of 512 px",
         lossy=("blended-tiling: …",) if level else (), fits=level == 3,
     )
     for level in (0, 3, None)
@@ -106,7 +106,7 @@ def test_levels_say_what_is_on_the_card() -> None:
     assert "level 3 (lossy) 1 GiB yes 10 s 0.50 ×" in rows
     assert "made for the card 1 GiB no 10 s 0.50 ×" in rows
     assert (
-        words_of(text).count("denoiser 1.2 GiB of 22.2 GiB, streamed; encoders 9.1 GiB, while at work; VAE 160 MiB")
+        words_of(text).count("denoiser 1.2 GiB of 22.2 GiB, streamed; encoders 9.1 GiB, while running; VAE 160 MiB")
         == 3
     )
     assert "| level 0 | 1 GiB | no | 10 s | 0.50 × | 1.2 GiB of 22.2 GiB, streamed |" in levels_as_markdown(TABLE)

@@ -57,7 +57,7 @@ def test_text_adds_up_components_that_take_turns() -> None:
     text = str(report_of(phases=(DENOISE, DECODE) * 20))
     assert len([line for line in text.splitlines() if line.startswith("  denoise")]) == 1
     assert "400" in text.split("denoise")[1].splitlines()[0]  # 20 stretches of 20 passes
-    assert "(40 stretches, added up by name)" in text
+    assert "(40 phases, added up by name)" in text
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def choose_layout(component: Component, chosen: ComponentPlan, accelerator: Acce
     wanted = chosen.channels_last
     if wanted is False:
         return LayoutChoice(False, None)
-    asked, but = ("asked for by name; ", "but ") if wanted else ("", "")
+    asked, but = ("requested; ", "but ") if wanted else ("", "")
     if not component.convolves:
         return LayoutChoice(bool(wanted), f"{asked}{but}it has no convolutions over pictures")
     dtype = chosen.compute_dtype or component.main_dtype

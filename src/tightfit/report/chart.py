@@ -24,7 +24,7 @@ __all__ = [
 
 WIDE = 100  # columns
 NONE = "–"
-PRESETS = "0 all on the card, 1 and autoencoder in tiles, 2 and encoders in turn, 3 and denoiser streams"
+PRESETS = "0 all on the card, 1 and autoencoder in tiles, 2 and encoders offloaded, 3 and denoiser streamed"
 LEGEND = (
     f"level: the lowest preset that fits ({PRESETS}); {NONE}: none does, only the plan that is made for the card",
     "peak, time, plan: of the plan that is made for the card, which is lossless, and what tightfit does by itself; "
@@ -32,7 +32,7 @@ LEGEND = (
     "slower: times as long as on a card of the same speed with memory without end",
     "largest: of the sizes that were tried, the largest that fits; +: nothing larger was tried; *: the model takes no "
     "more",
-    "streams X 12 %: 12 % of X's weights are on the card at a time; who is not named is there all along",
+    "streams X 12 %: 12 % of X's weights are on the card at a time; components not named are resident",
 )
 _HEADINGS = ("card", "level", "peak", "time", "slower", "largest", "plan")
 

@@ -79,7 +79,7 @@ def _paths(accelerator: Accelerator) -> str:
     parts.append(f"{accelerator.launch_overhead * 1e6:.3g} µs of the host for each operation")
     if accelerator.streamed_overhead:
         streamed, resident = (1e6 * each for each in (accelerator.streamed_overhead, accelerator.resident_overhead))
-        parts.append(f"{streamed:.3g} µs for each layer that streams, {resident:.3g} µs for one that stays")
+        parts.append(f"{streamed:.3g} µs for each streamed layer, {resident:.3g} µs for a resident one")
     return ", ".join(parts)
 
 

@@ -1,7 +1,7 @@
 """bench/results/*.json → the tables of README.md and of the demo model's card. Run by `make bench`.
 
-python tools/make_readme.py          # rewrite what stands between the markers
-python tools/make_readme.py --check  # exit 1 if that would change anything
+python tools/make_tables.py          # rewrite what stands between the markers
+python tools/make_tables.py --check  # exit 1 if that would change anything
 """
 
 from __future__ import annotations
@@ -367,7 +367,7 @@ def main() -> None:
     stale = [path for path in PAGES if fill(path.read_text()) != path.read_text()]
     for path in stale:
         if check:
-            print(f"{path.relative_to(ROOT)} does not say what bench/results says: run tools/make_readme.py")
+            print(f"{path.relative_to(ROOT)} does not say what bench/results says: run tools/make_tables.py")
         else:
             path.write_text(fill(path.read_text()))
     sys.exit(1 if check and stale else 0)
