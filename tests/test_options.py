@@ -17,8 +17,8 @@ COMMANDS = {
         "--usual-only",
     ],
     "machine": [
-        "--again",
         "--json",
+        "--refresh",
     ],
     "plan": [
         "[MODEL]",
@@ -37,6 +37,7 @@ COMMANDS = {
         "--set",
         "--steps",
         "--timeline",
+        "--verbose",
         "--width",
     ],
     "run": [
@@ -65,7 +66,7 @@ COMMANDS = {
         "--watch",
         "--width",
     ],
-    "trace": [
+    "export": [
         "[MODEL]",
         "--batch",
         "--component",

@@ -208,13 +208,38 @@ def test_modules_are_named_after_what_they_hold(file: Path) -> None:
     assert not vague & set(re.split(r"[/_.]", str(file.relative_to(SRC))))
 
 
+# words
+
+
+def test_class_names_are_unique() -> None:
+    places: dict[str, list[str]] = {}
+    for file, node in every(ast.ClassDef):
+        places.setdefault(node.name.lstrip("_"), []).append(where(file, node))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+PRIVATE_WORDS = (  # words that only this project used, and what says the same
+    "parcel: weight group", "cargo: weights", "shelf: weights in files", "stint: run", "guest: activation",
+    "lap: stage", "pupil: recorder", "berth: slot", "depot: host pool", "aboard: on the device", "pretend: simulated",
+    "rehears: simulate", "hollow: valueless", "grain: granularity",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SRC)))
+def test_no_private_words(file: Path) -> None:
+    words = {word.partition(":")[0] for word in PRIVATE_WORDS}
+    found = set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", file.read_text()).lower()))
+    bad = {
+        word for word in found for private in words if word in (private, f"{private}s") or word.startswith("rehears")
+    }
+    assert not bad, f"{file.relative_to(SRC)}: {bad}; say {[w for w in PRIVATE_WORDS if w.partition(':')[0] in bad]}"
+
+
 # what is never used
 
 
 def test_nothing_runs_code_from_data() -> None:
     for file, node in every((ast.Import, ast.ImportFrom, ast.Attribute)):
-        if file.name == "aside.py":  # a process and its own child hand each other their own objects
-            continue
         for name in [*imported(file, node), dotted(node)]:
             roots = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
             assert name.partition(".")[0] not in roots, f"{where(file, node)} uses {name}"

@@ -16,10 +16,10 @@ from tightfit.errors import InputError
 from tightfit.run.help_texts import (
     CHART_EXAMPLES,
     EXAMPLES,
+    EXPORT_EXAMPLES,
     MACHINE_EXAMPLES,
     PLAN_EXAMPLES,
     RUN_EXAMPLES,
-    TRACE_EXAMPLES,
 )
 from tightfit.run.plan_options import call_request, limits_of, plan_fields
 from tightfit.terminal import errors_as_lines, log_to_stderr, quiet_transformers, say, showing_steps
@@ -169,7 +169,7 @@ def predict(
         asked = call_request(
             choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
-        prediction = forecast(model, card, choices, asked, say, limits, rehearsed=timeline is not None)
+        prediction = forecast(model, card, choices, asked, say, limits, simulated=timeline is not None)
         typer.echo(describe(prediction, verbose=verbose))
         if timeline is not None:
             from tightfit.report.timeline import draw_timeline
@@ -185,7 +185,7 @@ def predict(
 @app.command(help=MACHINE_EXAMPLES)
 def machine(
     *,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew, and forget what runs taught.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew, and forget what runs taught.")] = False,
     as_json: AsJson = False,
 ) -> None:
     with errors_as_lines(as_json):
@@ -193,14 +193,14 @@ def machine(
             from tightfit.report.machine import describe_machine
             from tightfit.run.planning_context import measured_machine
         with showing_steps() as on_progress:
-            found = measured_machine(again=again, on_progress=on_progress)
+            found = measured_machine(again=refresh, on_progress=on_progress)
         typer.echo(describe_machine(found))
         if as_json:
             typer.echo(found.to_json())
 
 
-@app.command(help=TRACE_EXAMPLES)
-def trace(
+@app.command(help=EXPORT_EXAMPLES)
+def export(
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A folder or a hub id.")] = None,
     *,
     out: Annotated[Path, typer.Option(help="The file to write.")],

@@ -521,6 +521,6 @@ def test_json_is_the_machine(measured: Measured, monkeypatch: pytest.MonkeyPatch
 
 def test_again_measures_and_keeps(measured: Measured, count: list[Machine]) -> None:
     runner = CliRunner(env={"XDG_CACHE_HOME": str(os.environ["XDG_CACHE_HOME"])})
-    for words, measurements in (([], 1), ([], 1), (["--again"], 2)):
+    for words, measurements in (([], 1), ([], 1), (["--refresh"], 2)):
         assert runner.invoke(cli.app, ["machine", *words]).exit_code == 0
         assert len(count) == measurements

@@ -128,7 +128,7 @@ def test_a_preset_needs_what_plan_says(level: int) -> None:
     small = Request(height=256, width=256, steps=4)
     card = known_card("rtx3060")
     footprint = measure_footprint("sd-1.5", small)
-    preset = presets._rehearsed("sd-1.5", level, footprint, card, small)
+    preset = presets._simulated("sd-1.5", level, footprint, card, small)
     context = 512 * 2**20
     for spare, fits in ((0, True), (-2 * 2**20, False)):
         sized = card.model_copy(update={"bytes": preset.needed_bytes + context + spare})
@@ -141,7 +141,7 @@ def test_presets_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = Preset(level=1, needed_bytes=GIB, host_bytes=0)
     calls: list[Any] = []
-    monkeypatch.setattr(presets, "_rehearsed", lambda *args: calls.append(args) or made)
+    monkeypatch.setattr(presets, "_simulated", lambda *args: calls.append(args) or made)
     card = Accelerator(name="any card", kind="simulated", bytes=1)
     assert [simulated_preset("sdxl", 1, footprint_of(), card) for _ in range(2)] == [made, made]
     assert len(calls) == 1

@@ -76,19 +76,19 @@ assert "torch" not in sys.modules and "diffusers" not in sys.modules
 
 
 def test_another_budget_of_what_is_known_needs_no_torch(shared_footprints: Path) -> None:
-    """Its figures are those of the plan; a timeline is still rehearsed."""
+    """Its figures are those of the plan; a timeline is still simulated."""
     tightfit.measure_footprint("sd-1.5", {"height": 256, "width": 256})
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("this is counted from what is known of the model, not rehearsed") == 2
+    assert done.stdout.count("this is computed from the known footprint, not simulated") == 2
 
 
 def test_what_is_counted_is_what_a_rehearsal_shows(shared_footprints: Path) -> None:
     asked, limits = tightfit.Request(height=256, width=256), limits_of("1GB", None, [], {})
     tightfit.measure_footprint("sd-1.5", asked)
     quick, played = (
-        forecast("sd-1.5", "rtx3060", {}, asked, lambda what: nullcontext(), limits, rehearsed=rehearsed)
-        for rehearsed in (False, True)
+        forecast("sd-1.5", "rtx3060", {}, asked, lambda what: nullcontext(), limits, simulated=simulated)
+        for simulated in (False, True)
     )
     assert quick.trace.notes
     assert not played.trace.notes

@@ -169,7 +169,7 @@ def test_parts_that_are_called_by_themselves_cross_too() -> None:
 
 def forecasted(card: str, choices: dict[str, Any] | None = None, budget: str | None = None) -> Prediction:
     asked, limits = tightfit.Request(height=256, width=256, steps=2), limits_of(budget, None, [], {})
-    return forecast("sd-1.5", card, choices or {}, asked, lambda what: nullcontext(), limits, rehearsed=True)
+    return forecast("sd-1.5", card, choices or {}, asked, lambda what: nullcontext(), limits, simulated=True)
 
 
 @pytest.mark.slow

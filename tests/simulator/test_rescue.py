@@ -98,7 +98,7 @@ def test_several_errors_in_one_call(make_cards: MakeCards, monkeypatch: pytest.M
     failing.refuse(5, requests_of(pipe, case, failing), random.Random(1))
     assert torch.equal(run(pipe, case).cpu(), untouched)
     assert not failing.refused
-    assert any("weights that stayed pass through from then on" in note for note in fitted.report().trace.notes)
+    assert any("resident weights are streamed from then on" in note for note in fitted.report().trace.notes)
 
 
 def test_where_nothing_can_give_way_the_error_is_torchs(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch) -> None:

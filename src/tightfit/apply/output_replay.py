@@ -40,7 +40,7 @@ class _Copy(NamedTuple):
     dtype: torch.dtype
 
 
-class _Result(NamedTuple):
+class _ReplayedResult(NamedTuple):
     leaves: list[Any]  # _Copy of a device tensor, copy of a host tensor, FileTensor, or plain value
     form: TreeSpec
 
@@ -51,7 +51,7 @@ class OutputReplayCache:
     def __init__(self, device: Device) -> None:
         self._device, self._stream = device, device.copy_stream()
         self._rooms = _HostBuffers(device)
-        self._results: list[_Result | None] = []  # None: to be recomputed
+        self._results: list[_ReplayedResult | None] = []  # None: to be recomputed
         self._bytes = 0  # of kept outputs
         self._given = 0  # component calls finished or replayed since the call last started
         self.active = False  # whether a call is running
@@ -114,7 +114,7 @@ class OutputReplayCache:
         self._ahead -= 1
         return self._ahead == 0
 
-    def _kept(self, value: Any) -> _Result | None:
+    def _kept(self, value: Any) -> _ReplayedResult | None:
         """Start a copy of `value`; None where it is of other types than can be copied, or memory is lacking."""
         leaves, form = tree_flatten(value)
         size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -124,7 +124,7 @@ class OutputReplayCache:
             return None
         self._bytes += size
         try:
-            return _Result([self._copied(leaf) for leaf in leaves], form)
+            return _ReplayedResult([self._copied(leaf) for leaf in leaves], form)
         except (torch.OutOfMemoryError, RunError, OSError):  # memory or disk is full, or there is no disk
             return None
 
@@ -142,7 +142,7 @@ class OutputReplayCache:
         handle.wait_on_device()  # the caller may write into it, and the device has no memory for a copy
         return _Copy(room, sent.shape, sent.stride(), sent.dtype)
 
-    def _back(self, result: _Result) -> Any:
+    def _back(self, result: _ReplayedResult) -> Any:
         return tree_unflatten([self._there(leaf) for leaf in result.leaves], result.form)
 
     def _there(self, leaf: Any) -> Any:

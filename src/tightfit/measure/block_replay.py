@@ -72,14 +72,14 @@ class _Ran(NamedTuple):
     layer: str  # relative path
 
 
-class _Given(NamedTuple):
+class _InputOutput(NamedTuple):
     """An output that is an input, or a view of it."""
 
     place: int
     look: ViewSpec | None  # None: the input itself
 
 
-class _Kept(NamedTuple):
+class _OwnOutput(NamedTuple):
     """An output in memory that the block allocated."""
 
     place: int  # index among the kept allocations
@@ -92,7 +92,7 @@ class _Done(NamedTuple):
     events: tuple[_Asked | _Freed | _Ran, ...]
     layer: str  # current layer afterwards, relative path
     kept: tuple[tuple[int, int, tuple[ViewSpec, ...]], ...]  # memory of outputs: allocation number, bytes, its views
-    outputs: tuple[Any, ...]  # leaves of the output: _Given, _Kept, or plain values
+    outputs: tuple[Any, ...]  # leaves of the output: _InputOutput, _OwnOutput, or plain values
     structure: TreeSpec
 
 
@@ -294,12 +294,12 @@ def _done(
         if store.values is not None or store.fill is not None or store.valueless:
             return None
         if id(value) in inputs:
-            outputs.append(_Given(inputs[id(value)], None))
+            outputs.append(_InputOutput(inputs[id(value)], None))
         elif store.address in storages and given[storages[store.address]].dtype == value.dtype:
-            outputs.append(_Given(storages[store.address], _look(value)))
+            outputs.append(_InputOutput(storages[store.address], _look(value)))
         elif store.block is not None and store.block.number in there:
             looks = kept.setdefault(store.block.number, (store.size, []))[1]
-            outputs.append(_Kept(list(kept).index(store.block.number), len(looks)))
+            outputs.append(_OwnOutput(list(kept).index(store.block.number), len(looks)))
             looks.append(_look(value))
         else:
             return None
@@ -311,10 +311,10 @@ def _done(
 
 def _output(told: Any, given: Sequence[Any], kept: Sequence[Sequence[torch.Tensor]]) -> Any:
     match told:
-        case _Given(place, None):
+        case _InputOutput(place, None):
             return given[place]
-        case _Given(place, ViewSpec() as look):
+        case _InputOutput(place, ViewSpec() as look):
             return view(given[place], look.shape, look.strides, look.offset)
-        case _Kept(place, look):
+        case _OwnOutput(place, look):
             return kept[place][look]
     return told

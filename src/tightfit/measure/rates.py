@@ -157,21 +157,21 @@ def launch_overhead(device: Device, seconds: float) -> float:
 
     A bare operation in a loop takes a fifth of that.
     """
-    block = _Block().to(device.torch_device)
-    tokens = torch.zeros(1, 4, _Block.width, device=device.torch_device)
+    block = _TimedBlock().to(device.torch_device)
+    tokens = torch.zeros(1, 4, _TimedBlock.width, device=device.torch_device)
     block(tokens)
     deadline = time.perf_counter() + seconds
     runs: list[float] = []
     while len(runs) < LEAST_RUNS or (len(runs) < MOST_RUNS and time.perf_counter() < deadline):
         device.synchronize()
         start = device.now()
-        for _ in range(LAUNCHES // _Block.kernels):
+        for _ in range(LAUNCHES // _TimedBlock.kernels):
             block(tokens)
-        runs.append((device.now() - start) / (LAUNCHES // _Block.kernels * _Block.kernels))
+        runs.append((device.now() - start) / (LAUNCHES // _TimedBlock.kernels * _TimedBlock.kernels))
     return statistics.median(runs)
 
 
-class _Block(nn.Module):
+class _TimedBlock(nn.Module):
     """A transformer block, so small that its arithmetic takes no time."""
 
     width, kernels = 8, 12

@@ -47,7 +47,7 @@ class Moment(NamedTuple):
 
 
 @dataclass
-class _Phase:
+class _RunningPhase:
     name: str
     start: float
     peak: int = 0
@@ -81,7 +81,7 @@ class Recorder:
     _running: bool = False
     _activations: int = 0
     _started: float = 0.0
-    _phases: list[_Phase] = field(default_factory=list)
+    _phases: list[_RunningPhase] = field(default_factory=list)
     _moments: list[Moment] = field(default_factory=list)
     _latest: Moment | None = None  # a moment after the last sample, with fewer bytes
     _resolution: float = 0.0
@@ -137,7 +137,7 @@ class Recorder:
             self.sample()
             self._end_phase()
             self.device.reset_peak()
-            self._phases.append(_Phase(phase, now))
+            self._phases.append(_RunningPhase(phase, now))
         self._phases[-1].runs += 1
         self.sample()
 
@@ -301,7 +301,7 @@ class Recorder:
     def _told(self) -> Iterator[str]:
         """Yield sentences about unplanned events."""
         for where, (times, size) in self._ran_out.items():
-            yield f"{where}, {times} times: {format_bytes(size)} of weights that stayed pass through from then on"
+            yield f"{where}, {times} times: {format_bytes(size)} of resident weights are streamed from then on"
         for phase in self._phases:
             if phase.unforeseen:
-                yield f"{phase.name}: {phase.unforeseen} layers were needed in an order that was not foreseen"
+                yield f"{phase.name}: {phase.unforeseen} layers were needed in an order that was not predicted"

@@ -17,7 +17,7 @@ from tightfit.schema.plan import ComponentPlan, Granularity
 
 __all__ = ["SEGMENT", "ComponentCost", "always", "chunks", "device_bytes_of", "round_up"]
 
-Parcel = TypeVar("Parcel")
+Group = TypeVar("Group")
 
 SEGMENT = 2 * 2**20  # bytes: the granularity at which an allocator reserves device memory
 CHUNK = 128 * 2**20  # bytes: the largest allocation that the engine makes for several resident weight groups
@@ -147,9 +147,9 @@ def _steady(seconds: Sequence[float]) -> bool:
     return len(seconds) > 2 and abs(seconds[-1] - seconds[-2]) <= ALIKE * seconds[-1]
 
 
-def chunks(groups: Iterable[Parcel], size: Callable[[Parcel], int]) -> Iterator[list[Parcel]]:
+def chunks(groups: Iterable[Group], size: Callable[[Group], int]) -> Iterator[list[Group]]:
     """Split resident weight groups into those that share one allocation: up to CHUNK bytes, or a single group."""
-    chunk: list[Parcel] = []
+    chunk: list[Group] = []
     whole = 0
     for group in groups:
         if chunk and whole + size(group) > CHUNK:

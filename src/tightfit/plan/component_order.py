@@ -43,10 +43,10 @@ class CoResidencyTracker:
 
 def visits(footprint: Footprint) -> dict[str, tuple[int, ...]]:
     """Return for each component its number of calls each time that it is loaded, if it is not always resident."""
-    guests, passes = CoResidencyTracker(), dict[str, list[int]]()
+    tracker, passes = CoResidencyTracker(), dict[str, list[int]]()
     for done in (phase.calls[index] for phase in footprint.phases for index in phase.call_order):
         own = passes.setdefault(done.component, [])
-        own += [0] if guests.record_run(done.component) else []
+        own += [0] if tracker.record_run(done.component) else []
         own[-1] += 1
     return {name: tuple(counts) for name, counts in passes.items()}
 
@@ -84,11 +84,11 @@ def prefetch_reasons(order: Sequence[ComponentRun], components: Mapping[str, Com
     """Yield which components are prefetched while the one before on their device finishes, and why that is possible."""
     last: dict[str | None, str] = {}
     pairs: dict[str, str] = {}
-    for stint in order:
-        name = stint.component
+    for run in order:
+        name = run.component
         before = last.get(components[name].device)
         stay = "resident" in {components[each].placement for each in (name, before or name)}
-        if before not in (None, name) and not stay and stint.prefetch != 0:
+        if before not in (None, name) and not stay and run.prefetch != 0:
             pairs.setdefault(name, f"{name} after {before}")
         last[components[name].device] = name
     if pairs:

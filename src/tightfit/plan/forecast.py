@@ -69,7 +69,7 @@ def add_joint_forecast(
     """Return `plan` as `add_forecast` does, for components that compute on several `devices`, by name."""
     calls = _calls(footprint, plan, devices, disk_rate)
     told = tuple(_joined(plan.device, phases, devices) for phases in _by_phases(calls))
-    early = {stint: size for call in calls.values() for stint, size in call.early.items()}
+    early = {run: size for call in calls.values() for run, size in call.early.items()}
     return _foreseen(plan, told, early)
 
 
@@ -95,9 +95,7 @@ def _by_phases(calls: Mapping[str, _CallSimulation]) -> list[dict[str, PhaseEsti
 
 
 def _foreseen(plan: Plan, told: tuple[PhaseForecast, ...], early: Mapping[tuple[str, str], int]) -> Plan:
-    limited = (
-        stint.model_copy(update={"prefetch": early.get((stint.component, stint.method))}) for stint in plan.schedule
-    )
+    limited = (run.model_copy(update={"prefetch": early.get((run.component, run.method))}) for run in plan.schedule)
     order = tuple(limited)
     reasons = (*plan.reasons, *prefetch_reasons(order, plan.components))
     return plan.model_copy(update={"forecast": told, "schedule": order, "reasons": reasons})

@@ -81,7 +81,7 @@ def _plan(
         "components": {name: component.to_mapping() for name, component in components.items()},
         "vae": next((share.vae for _, share in found.shares if share.vae.splits), found.shares[0][1].vae).to_mapping(),
         "budget": budget.to_mapping(),
-        "schedule": [stint.to_mapping() for stint in schedule_of(footprint)],
+        "schedule": [run.to_mapping() for run in schedule_of(footprint)],
         "expandable_segments": all(device.expandable_refused is None for device in devices),
     }
     device = devices[host.member]

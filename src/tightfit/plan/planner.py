@@ -232,7 +232,7 @@ def _plan(
         "components": {name: part.to_mapping() for name, part in components.items()},
         "vae": found.vae.to_mapping(),
         "budget": budget.to_mapping() if budget else None,
-        "schedule": [stint.to_mapping() for stint in schedule_of(search.footprint)],
+        "schedule": [run.to_mapping() for run in schedule_of(search.footprint)],
         "expandable_segments": _grows(device, found, size),
     }
     plan = plan_for(

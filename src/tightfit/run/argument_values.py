@@ -89,12 +89,12 @@ class Given(NamedTuple):
         Long texts are padded to the longest of the same description; large tensors keep only shape and strides.
         """
         given = {name: value for name, value in self.arguments.items() if not name.startswith("callback")}
-        return {name: _rehearsed(name, value, self.device, there) for name, value in given.items()}
+        return {name: _simulated(name, value, self.device, there) for name, value in given.items()}
 
 
-def _rehearsed(name: str, value: Any, here: torch.device, there: torch.device) -> Any:
+def _simulated(name: str, value: Any, here: torch.device, there: torch.device) -> Any:
     def inside(item: Any, key: str = name) -> Any:
-        return _rehearsed(key, item, here, there)
+        return _simulated(key, item, here, there)
 
     copied: Any = value
     if isinstance(value, str):

@@ -196,10 +196,10 @@ def simulated_preset(model: str, level: int, footprint: Footprint, accelerator: 
     endless = accelerator.model_copy(update={"bytes": 2**60})
     question = {"model": model, "level": level, "card": endless.to_mapping()}
     usual = known_model(model).request
-    return cached(Preset, question, lambda: _rehearsed(model, level, footprint, endless, usual))
+    return cached(Preset, question, lambda: _simulated(model, level, footprint, endless, usual))
 
 
-def _rehearsed(model: str, level: int, footprint: Footprint, accelerator: Accelerator, asked: Request) -> Preset:
+def _simulated(model: str, level: int, footprint: Footprint, accelerator: Accelerator, asked: Request) -> Preset:
     from tightfit.run.simulate import SimulationRun, unlimited_card
     from tightfit.simulator.allocator_replay import least_capacity
 

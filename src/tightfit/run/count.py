@@ -21,12 +21,10 @@ from tightfit.schema.results import PhaseTrace, Prediction, Trace
 
 __all__ = ["KNOWN_NOTE", "capacity_of", "counted", "main_dtype", "reads_disk"]
 
-NOTE = (
-    "weights come from the disk: this is counted from what the model does, not rehearsed; what is brought is not told"
-)
+NOTE = "weights are read from the disk: this is computed from the footprint, not simulated, and without bytes moved"
 KNOWN_NOTE = (
-    "this is counted from what is known of the model, not rehearsed: peaks are the most that the plan may take, and "
-    "what is brought is not told; --timeline rehearses it"
+    "this is computed from the known footprint, not simulated: peaks are upper bounds, and bytes moved are left out; "
+    "--timeline simulates it"
 )
 
 

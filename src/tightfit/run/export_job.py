@@ -1,4 +1,4 @@
-"""A model → its exported denoiser, without loading weights: the work of `tightfit trace`."""
+"""A model → its exported denoiser, without loading weights: the work of `tightfit export`."""
 
 from __future__ import annotations
 

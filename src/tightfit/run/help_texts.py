@@ -1,6 +1,6 @@
 """Help texts of the commands, shown first by `tightfit COMMAND --help`."""
 
-__all__ = ["CHART_EXAMPLES", "EXAMPLES", "MACHINE_EXAMPLES", "PLAN_EXAMPLES", "RUN_EXAMPLES", "TRACE_EXAMPLES"]
+__all__ = ["CHART_EXAMPLES", "EXAMPLES", "EXPORT_EXAMPLES", "MACHINE_EXAMPLES", "PLAN_EXAMPLES", "RUN_EXAMPLES"]
 
 EXAMPLES = """Any diffusers pipeline, any memory budget, the same pictures.
 
@@ -50,20 +50,20 @@ MACHINE_EXAMPLES = """Say what this computer has, and measure what it reaches.
 Examples:
 
   tightfit machine
-  tightfit machine --again
+  tightfit machine --refresh
   tightfit machine --json
 
 Memory is what is free now. Rates are measured once, in less than 20 s, and
-kept; --again measures them anew. What runs with a budget took corrects the next
-plan for the same; --again forgets that, too.
+kept; --refresh measures them anew. What runs with a budget took corrects the next
+plan for the same; --refresh forgets that, too.
 """
 
-TRACE_EXAMPLES = """Export a model's denoiser to a file, for one size of request.
+EXPORT_EXAMPLES = """Export a model's denoiser to a file, for one size of request.
 
 Examples:
 
-  tightfit trace --out unet.traced
-  tightfit trace ./sdxl --height 1024 --width 1024 --out sdxl.exported
+  tightfit export --out unet.exported
+  tightfit export ./sdxl --height 1024 --width 1024 --out sdxl.exported
   tightfit run ./sdxl "a lighthouse" --set components.unet.exported=sdxl.exported
 
 The file holds no weights and no code. It is refused for other shapes, another

@@ -37,13 +37,13 @@ def forecast(
     say: Say,
     limits: Limits | None = None,
     *,
-    rehearsed: bool = False,
+    simulated: bool = False,
 ) -> Prediction:
     """Predict the call `asked` of `model` (a known one, a folder, a hub id; None: the demo model).
 
     It runs under `choices` of Plan fields, or under the plan made within `limits`; on the known `card`, or several with
     commas between; if `card` is None, on this computer's first device, or on those that the budget names. Slow steps
-    run inside `say(…)`. A plan for known cards from a cached footprint is not simulated, unless `rehearsed`: its own
+    run inside `say(…)`. A plan for known cards from a cached footprint is not simulated, unless `simulated`: its own
     forecast is returned, which needs no torch. InputError for unknown names, PlanError and RequestError for invalid
     values, BudgetTooSmall if nothing fits.
     """
@@ -75,8 +75,8 @@ def forecast(
             found = counted(measured, accelerator, fields, others=others, title=name, card=card, machine=own)
         return found.model_copy(update={"rates": _rates(accelerator, own, time_scales)})
 
-    def rehearsal() -> Prediction:
-        with say("rehearsing on a simulated card"):
+    def simulation() -> Prediction:
+        with say("simulating"):
             from tightfit.run.simulate import simulate_call
 
             return simulate_call(
@@ -86,12 +86,12 @@ def forecast(
     on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
     question = {"model": mark, "title": title, "card": on, "choices": fields, "request": asked.to_mapping()}
     question["paces"] = time_scales
-    if known and footprint is not None and not rehearsed:
+    if known and footprint is not None and not simulated:
         found = lookup(Prediction, question) or counted(
             footprint, accelerator, fields, others=others, title=name, card=card, note=KNOWN_NOTE
         )
     else:
-        found = cached(Prediction, question, rehearsal)
+        found = cached(Prediction, question, simulation)
     instead = None
     if chosen and not found.fits and not others:
         with say("looking for what would fit"):

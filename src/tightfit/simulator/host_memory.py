@@ -126,7 +126,7 @@ class _Known:
         return tensor
 
 
-_pinned, _hollow = _Known(), _Known()
+_pinned, _valueless = _Known(), _Known()
 
 
 def register(library: torch.library.Library) -> None:
@@ -147,12 +147,12 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_valueless(tensor: torch.Tensor) -> bool:
     """Whether the host `tensor` is a placeholder without meaningful values."""
-    return tensor in _hollow
+    return tensor in _valueless
 
 
 def mark_valueless(tensor: torch.Tensor) -> torch.Tensor:
     """Mark `tensor` as a placeholder, whose values must not be used, and return it."""
-    return _hollow.add(tensor)
+    return _valueless.add(tensor)
 
 
 def _pinned_copy(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

@@ -42,34 +42,34 @@ _CODES = {  # DLDataTypeCode and bits of the dtypes that every torch from 2.11 o
 }  # fmt: skip
 
 
-class _Device(ctypes.Structure):
+class _DLDevice(ctypes.Structure):
     _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32))
 
 
-class _Type(ctypes.Structure):
+class _DLDataType(ctypes.Structure):
     _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
 
 
-class _Tensor(ctypes.Structure):
+class _DLTensor(ctypes.Structure):
     _fields_ = (
         ("address", ctypes.c_void_p),
-        ("device", _Device),
+        ("device", _DLDevice),
         ("dimensions", ctypes.c_int32),
-        ("type", _Type),
+        ("type", _DLDataType),
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("offset", ctypes.c_uint64),
     )
 
 
-class _Managed(ctypes.Structure):
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
 _capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_shared = _Managed()  # read when a tensor is created, as its (null) deleter is when it is freed: one serves all
+_shared = _DLManagedTensor()  # read when a tensor is created, as its (null) deleter is when it is freed: one serves all
 
 
 @dataclass(eq=False)
@@ -178,8 +178,8 @@ def _tensor_at(store: Store, dtype: torch.dtype, shape: Sequence[int], strides: 
     code, bits = _CODES[dtype]
     array = ctypes.c_int64 * len(shape)
     sizes, steps = array(*shape), array(*strides)
-    device = _Device(_EXTENSION_DEVICE, store.card.index)
-    _shared.tensor = _Tensor(store.address, device, len(shape), _Type(code, bits, 1), sizes, steps, 0)
+    device = _DLDevice(_EXTENSION_DEVICE, store.card.index)
+    _shared.tensor = _DLTensor(store.address, device, len(shape), _DLDataType(code, bits, 1), sizes, steps, 0)
     tensor: torch.Tensor = torch._C._from_dlpack(_capsule(ctypes.addressof(_shared), b"dltensor", None))
     return tensor
 

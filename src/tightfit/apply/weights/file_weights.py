@@ -20,7 +20,7 @@ from tightfit.schema.plan import ComponentPlan
 __all__ = ["FileBackedWeights", "StoreFactory"]
 
 
-class _Entry(NamedTuple):
+class _FileEntry(NamedTuple):
     shape: nn.Parameter  # on "meta", in place of the weight
     stored: FileTensor
     weight: nn.Parameter  # replaces `shape` once it has values, or is read on use
@@ -30,7 +30,7 @@ class FileBackedWeights:
     """Weights of one pipeline that are only in files, across plans; modules have "meta" parameters for them."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}  # by id of the shape
+        self._entries: dict[int, _FileEntry] = {}  # by id of the shape
         self._asked: set[int] = set()  # of these, those that the current plan leaves in files
         self._spills: list[SpillFile] = []
         self._earlier: list[SpillFile] = []  # of earlier plans
@@ -40,7 +40,7 @@ class FileBackedWeights:
         """Register and return `shape` for the tensor in `stored`; `weight` (None: a new one) will replace it."""
         if weight is None:
             weight = nn.Parameter(torch.empty(0, dtype=shape.dtype), shape.requires_grad)
-        self._entries[id(shape)] = _Entry(shape, stored, weight)
+        self._entries[id(shape)] = _FileEntry(shape, stored, weight)
         self._asked.add(id(shape))
         return shape
 

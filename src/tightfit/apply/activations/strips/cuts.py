@@ -20,7 +20,7 @@ _BEGIN, _END = "there", "later"
 
 
 @dataclass
-class _Node:
+class _CutNode:
     price: int = 0  # cost of keeping it
     given: int = 0  # cost of getting it otherwise: NEVER if it is available, 0 if it is only made from its arguments
     asked: bool = False  # whether the sink takes it
@@ -32,7 +32,7 @@ class Network:
     """Nodes by number, each with a cost, and their arguments."""
 
     def __init__(self) -> None:
-        self._nodes: defaultdict[int, _Node] = defaultdict(_Node)
+        self._nodes: defaultdict[int, _CutNode] = defaultdict(_CutNode)
 
     def add(self, number: int, price: int) -> None:
         """Add a node that costs `price` to keep."""
