@@ -25,6 +25,13 @@ PAGES = (
     *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "demo-model", "prediction-accuracy")),
 )  # fmt: skip
 OURS = "tightfit"  # among contenders
+SWITCHES = {  # of diffusers, as bench/rivals.py calls them
+    "all on the card": "`to(device)`",
+    "diffusers: models": "model offload",
+    "diffusers: sequential": "sequential offload",
+    "diffusers: leaves": "group offload, leaf level",
+    "diffusers: blocks": "group offload, block level",
+}
 COMPARED = (  # model, request, GiB of the card: the README's table
     ("sdxl", "1024×1024", 6),
     ("flux.1-dev", "1024×1024", 8),
@@ -264,9 +271,9 @@ def _fastest(here: dict[str, dict[str, Any]], names: list[str]) -> str:
     """Of those that finish with the same pictures."""
     seconds = {name: here[name]["call"] for name in names if "call" in here[name] and not here[name].get("tiles")}
     if not seconds:
-        return "blended tiles only" if any("call" in here[name] for name in names) else "out of memory"
+        return "only with blended tiles" if any("call" in here[name] for name in names) else "out of memory"
     name = min(seconds, key=lambda each: float(seconds[each]))
-    how = f" ({name.removeprefix('diffusers: ')})" if len(names) > 1 else ""
+    how = f" ({SWITCHES[name]})" if len(names) > 1 else ""
     return f"{format_seconds(seconds[name])}{how}"
 
 

@@ -55,7 +55,7 @@ def choose(
 
     `wanted` is "auto" or a name; if the named backend does not support the call, the choice is that of "auto".
     `installed` contains "xformers" and "sage" if they can be imported. Up to `block` bytes of scores (default:
-    `block_bytes`) may be computed at once.
+    `score_chunk_bytes`) may be computed at once.
     """
     if wanted == "torch":
         return AttentionChoice("torch", "torch chooses for itself, as was asked for")

@@ -1,8 +1,8 @@
 """Weight groups of a streamed component: which of them are resident, and how large the ring buffer for the others is.
 
-The order of use is a known cycle, so resident groups are spread evenly over it: then a small group is always being
-loaded while others compute, and the ring buffer can be small. (Least recently used is the worst policy for a cycle:
-it evicts each layer just before its next use.)
+The order of use is a known cycle, so resident are those groups that an imagined, slower link would deliver late: then
+some group is always being loaded while others compute, and the ring buffer can be small. (Least recently used is the
+worst policy for a cycle: it evicts each layer just before its next use.)
 """
 
 from __future__ import annotations

@@ -157,21 +157,19 @@ def why_there(task: ComponentWorkload, option: Option, left: int, phase: str, va
     name, plan, whole = task.component.name, option.plan, format_bytes(task.component.bytes)
     if plan.placement == "resident":
         return Reason(decision=f"{name} is resident", because=f"its {whole} fit in every phase")
-    left_for_it = f"{phase} has {format_bytes(max(left, 0))} for it"
+    free = f"{format_bytes(max(left, 0))} free in {phase}"
     whence = " from the disk" if plan.offload_to == "disk" else ""
     if plan.placement == "offload":
-        return Reason(
-            decision=f"{name} is loaded{whence} for its phase", because=f"{left_for_it}: all of its {whole} fit"
-        )
+        return Reason(decision=f"{name} is loaded{whence} for its phase", because=f"its {whole} fit into the {free}")
     late = option.seconds - task.seconds(vae)
-    cost = f"costs {format_seconds(late)} a call" if late > 0 else "costs no time"
+    cost = f"adds {format_seconds(late)} to the call" if late > 0 else "adds no time"
     resident, kind = len(plan.resident_layers or ()), "block" if plan.granularity == "block" else "layer"
     ahead = format_bytes(plan.ring_buffer or 0)
     kept = f"{resident or 'no'} resident {kind}{'s' * (resident != 1)}, others loaded up to {ahead} ahead"
-    enough = "; more memory would not be faster" if option.streamed_bytes < ENOUGH * left else ""
+    enough = ", which would not make it faster" if option.streamed_bytes < ENOUGH * left else ""
     return Reason(
         decision=f"{name} is streamed{whence}, {format_bytes(option.device_bytes)} of {whole} on the device",
-        because=f"{left_for_it}: {kept}; {cost}{enough}",
+        because=f"{kept}; {cost}, with {free}{enough}",
     )
 
 

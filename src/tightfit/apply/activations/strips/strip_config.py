@@ -18,7 +18,7 @@ LESS = 0.98  # of the bytes on the device; a retry has to take less than that
 
 @dataclass(frozen=True)
 class StripConfig:
-    """A limit of `working` bytes for strips, and where feature maps are kept; `mark` is the program's cache key."""
+    """A limit of `strip_bytes` for strips, and where feature maps are kept; `mark` is the program's cache key."""
 
     program: Program
     strip_bytes: int
