@@ -30,7 +30,7 @@ from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, PerRow, quant
 from tightfit.apply.weights.int8 import Int8Weight
 
 every_place = pytest.mark.parametrize(
-    ("placement", "home", "device"),
+    ("placement", "store", "device"),
     [(p, h, d) for p in ("resident", "offload", "stream") for h in ("cpu", "disk") for d in ("cpu", "loopback")],
 )
 
