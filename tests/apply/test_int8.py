@@ -62,7 +62,7 @@ def test_everywhere_torchaos_bits(dtype: torch.dtype, placement: str, store: str
     model, plain, x = Tower(width=64).to(dtype), Tower(width=64).to(dtype), INPUT.to(dtype)
     untouched, before = model(x), imprint(model)
     by_torchao(plain)
-    fitted = fit(model, plan=stored(placement=placement, store=store), device=device)
+    fitted = fit(model, plan=stored(placement=placement, offload_to=store), device=device)
     assert torch.equal(model(x), plain(x))
     assert torch.equal(model(x), plain(x))
     assert fitted.plan.lossy == fitted.report().trace.lossy == ("int8: model is stored in int8",)
@@ -242,7 +242,7 @@ def test_what_was_written_meanwhile_stays(placement: str, store: str, device: st
     model = Tower(width=64)
     weight = model.blocks[1].up.weight
     wanted, others = 3 * weight.detach(), model.blocks[0].up.weight.detach().clone()
-    fitted = fit(model, plan=stored(placement=placement, store=store), device=device)
+    fitted = fit(model, plan=stored(placement=placement, offload_to=store), device=device)
     first = model(INPUT)
     with torch.no_grad():
         model.blocks[1].up.weight.data *= 3
