@@ -175,9 +175,9 @@ def test_only_matrices_of_linear_layers_are_stored() -> None:
 
 def test_what_the_skip_patterns_name_stays_as_loaded() -> None:
     model, plain = Tower(), Tower()
-    fit(model, plan=stored(skip=["down", "out", "tied"]), device="cpu")
+    fit(model, plan=stored(skip_patterns=["down", "out", "tied"]), device="cpu")
     assert linear_layers(model) == {"embed_in.weight", *(f"blocks.{i}.up.weight" for i in range(3))}
-    fit(model, plan=stored(skip=[""]), device="cpu")
+    fit(model, plan=stored(skip_patterns=[""]), device="cpu")
     assert torch.equal(model(INPUT), plain(INPUT))
 
 

@@ -49,7 +49,7 @@ def test_on_this_computers_processor() -> None:
 
 @pytest.mark.slow
 def test_fields_that_somebody_chose() -> None:
-    changes = ("components.unet.home=disk", "components.unet.placement=stream")
+    changes = ("components.unet.offload_to=disk", "components.unet.placement=stream")
     chosen = told("--card", "rtx3060", *(word for change in changes for word in ("--set", change)))
     assert chosen["plan"]["components"]["unet"]["offload_to"] == "disk"
     assert chosen["phases"][1]["predicted_peak_weights"] < 10**9  # of 1.7 GB
