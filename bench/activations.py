@@ -221,7 +221,7 @@ def tiling(case: Case, model: Any, device: Device, rounds: int) -> list[Row]:
         model, latents = model.to(case.dtype), latents.to(case.dtype)
     rivals = {WHOLE: plain(model, latents), TILING: plain(model, latents, lambda own: tile(own, case.tile))}
     for maps in case.maps:
-        rivals[f"tightfit strips, maps {maps}"] = ours(model, latents, strips=case.strips, maps=maps)
+        rivals[f"tightfit strips, maps {maps}"] = ours(model, latents, strips=case.strips, feature_maps=maps)
     rows = compare(rivals, exact, device, rounds)
     if case.dtype != torch.float32 and exact is None:  # it did not fit
         reference = "not computable" if "failed" in rows[0] else f"whole, {dtype}"

@@ -62,7 +62,7 @@ CASES = (
 def row_of(case: Case) -> Row:
     """What whole execution takes on a roomy card, and strips on one of `case.memory` bytes."""
     whole = decoded(case, ROOM, {})
-    strips = decoded(case, case.memory, {"strips": case.strips, "maps": case.maps})
+    strips = decoded(case, case.memory, {"strips": case.strips, "feature_maps": case.maps})
     dtype = str(case.dtype).removeprefix("torch.")
     facts = {"name": case.name, "model": case.model, "picture": case.picture, "dtype": dtype, "card": CARD}
     asked = {"memory": case.memory, "strips": case.strips, "maps": case.maps}

@@ -342,7 +342,7 @@ def test_gradients_are_left_to_the_network_itself() -> None:
 
 
 def test_maps_need_strips() -> None:
-    with pytest.raises(PlanError, match=r"vae.maps=host needs vae.strips too"):
+    with pytest.raises(PlanError, match=r"vae.feature_maps=host needs vae.strips too"):
         Plan.from_mapping({"vae": {"feature_maps": "host"}})
 
 
