@@ -151,7 +151,7 @@ def test_each_pass_follows_the_one_before_whatever_stream_it_is_on() -> None:
             told.append("mark")
 
     class Card(LateDevice):
-        def stream(self) -> LateCopyStream:
+        def copy_stream(self) -> LateCopyStream:
             return Telling()
 
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))

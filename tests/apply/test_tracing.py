@@ -92,16 +92,16 @@ def forward_of(module: nn.Module, exported_file: ExportedFile) -> Callable[..., 
 
 DRAW = """
 import sys, torch
-from tightfit.apply.activations.exported.file import Traced
-from tightfit.apply.activations.exported.program import traced_forward
-from tightfit.apply.method_overrides import disguise
+from tightfit.apply.activations.exported.file import ExportedFile
+from tightfit.apply.activations.exported.program import exported_forward
+from tightfit.apply.method_overrides import override_class_members
 from tightfit.checkpoint.loading import load_pipeline
 from tightfit.run.models import find_model
 pipe = load_pipeline(find_model(None), torch.float32)
 pipe.set_progress_bar_config(disable=True)
-forward = traced_forward(pipe.unet, Traced.load(sys.argv[1]))
+forward = exported_forward(pipe.unet, ExportedFile.load(sys.argv[1]))
 del type(pipe.unet).forward  # nobody's now
-disguise(pipe.unet, forward=forward)
+override_class_members(pipe.unet, forward=forward)
 call = {"num_inference_steps": 3, "generator": torch.Generator().manual_seed(5), "output_type": "pt"}
 sys.stdout.buffer.write(pipe("a large red circle", **call).images.numpy().tobytes())
 """

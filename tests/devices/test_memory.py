@@ -134,7 +134,7 @@ def test_what_of_tensors_is_in_ram_is_told(tmp_path: Path) -> None:
 
 HEAP = """
 import psutil, torch, sys
-from tightfit.devices.memory import own_maps
+from tightfit.devices.memory import map_large_tensors
 
 def idle():
     "Bytes that stay with the process of many tensors, between two that are needed."
@@ -148,7 +148,7 @@ usual = idle()
 tensors = [torch.ones(3 * 2**20, dtype=torch.uint8) for _ in range(64)]
 above = torch.ones(2**19, dtype=torch.uint8)  # small, and in the heap for long: what is below it stays there
 del tensors
-undo = own_maps()
+undo = map_large_tensors()
 now = idle()
 undo()
 print(usual, now, idle())

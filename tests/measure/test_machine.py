@@ -57,7 +57,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         start = time.perf_counter()
-        machine = measured_machine(told=lambda *step: told.append(step))
+        machine = measured_machine(on_progress=lambda *step: told.append(step))
         return Measured(machine, time.perf_counter() - start, told, cache)
 
 

@@ -70,7 +70,7 @@ def test_a_chart_asks_for_each_size_once_whatever_the_cards(asked: Asked) -> Non
 def test_nothing_larger_is_tried_where_nobody_wants_that(asked: Asked) -> None:
     told: list[tuple[str, int, int]] = []
     names = ["gtx1650", "rtx4090"]
-    chart = chart_of(["sd-1.5"], names, usual_only=True, told=lambda *step: told.append(step), sources=asked.sources)
+    chart = chart_of(["sd-1.5"], names, usual_only=True, on_progress=lambda *step: told.append(step), sources=asked.sources)
     assert [size for _, size in asked.footprints] == ["512×512"]
     assert [cell.largest.limit for cell in chart.cells if cell.largest] == ["ladder"] * 2
     assert told[-1] == ("", 5, 5)
@@ -84,7 +84,7 @@ def test_without_names_it_is_all_models_on_a_card_of_each_size() -> None:
 
 def test_progress_goes_forward_to_its_end(asked: Asked) -> None:
     told: list[tuple[str, int, int]] = []
-    chart_of(["sd-1.5", "sdxl"], ["rtx4090"], told=lambda *step: told.append(step), sources=asked.sources)
+    chart_of(["sd-1.5", "sdxl"], ["rtx4090"], on_progress=lambda *step: told.append(step), sources=asked.sources)
     done = [step[1] for step in told]
     assert done == sorted(done)
     assert told[0] == ("sd-1.5, 512×512", 0, told[0][2])
@@ -109,7 +109,7 @@ def test_unknown_names_are_refused_before_anything_is_measured(
 
 def test_a_level_table_is_rehearsed_on_its_card(asked: Asked) -> None:
     told: list[tuple[str, int, int]] = []
-    table = level_table("wan2.1-14b", ["rtx3060"], told=lambda *step: told.append(step), sources=asked.sources)
+    table = level_table("wan2.1-14b", ["rtx3060"], on_progress=lambda *step: told.append(step), sources=asked.sources)
     assert (table.model, table.card.name) == ("wan-2.1-14b", "rtx3060")
     assert {size for *_, size in asked.presets} == {12 * GIB}
     assert [row.fits for row in table.rows[:4]] == [False, True, True, True]

@@ -240,7 +240,7 @@ def test_what_shapes_gave_is_not_worked_out_again(make_cards: MakeCards, monkeyp
     assert works[2] != works[0]
     before = card.allocator.allocated.now
     del first, second, twice
-    operations.settle()
+    operations.free_dead_tensors()
     assert card.allocator.allocated.now < before
 
 
