@@ -48,7 +48,7 @@ def test_somebody_else_in_the_process_takes_memory() -> None:
     trace = fitted.report().trace
     assert any("more than it may: planned anew within" in note and "unet: stream" in note for note in trace.notes)
     assert fitted.plan.components["unet"].placement == "stream"
-    assert fitted.plan.components["unet"].store == "disk"
+    assert fitted.plan.components["unet"].offload_to == "disk"
     assert [phase.name for phase in trace.phases][:2] == ["encode", "denoise"]
     taken.clear()
     assert torch.equal(draw(pipe), wanted)

@@ -126,7 +126,7 @@ SMALL = ("--steps", "2", "--height", "256", "--width", "256", "--json")
 def test_a_budget_is_planned_for_and_played() -> None:
     result = tightfit_("plan", "sd-1.5", "--card", "rtx3060", "--budget", "1GB", *SMALL)
     assert result.exit_code == 0, result.stderr
-    assert "- unet streams, " in result.stdout
+    assert "- unet is streamed, " in result.stdout
     told = json.loads(result.stdout.splitlines()[-1])
     assert told["fits"] is told["lossless"] is True
     assert told["capacity_bytes"] == 10**9
