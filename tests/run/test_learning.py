@@ -386,7 +386,7 @@ def test_plan_knows_what_run_has_seen(
     assert seen["first_call"]
     assert [phase["name"] for phase in seen["phases"]] == ["encode", "denoise", "decode"]
     taught = next(phase for phase in seen["phases"] if phase["name"] == "denoise")
-    taught["pace"] = 3.0  # whatever it was
+    taught["time_scale"] = 3.0  # whatever it was
     file.write_text(json.dumps([seen]))
 
     def predicted(card: str | None) -> tuple[float, list[str]]:
