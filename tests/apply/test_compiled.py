@@ -54,7 +54,7 @@ def test_compiled_blocks_stay_as_they_are(store: str) -> None:
 
 def test_layers_cannot_come_one_by_one_into_a_compiled_block() -> None:
     pipe, _ = compiled("blocks")
-    with pytest.raises(PlanError, match=r"transformer has compiled blocks.*grain=block"):
+    with pytest.raises(PlanError, match=r"transformer has compiled blocks.*granularity=block"):
         fit(
             pipe,
             plan={"components": {"transformer": {"placement": "stream", "granularity": "layer"}}},
