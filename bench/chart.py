@@ -103,7 +103,9 @@ def main() -> None:
     chart = Chart.from_mapping(written["chart"]) if written else None
     facts = {name: written.get(name) for name in ("with_ram", "levels", "plans")}
     for model in models:
-        chart = joined(chart, chart_of([model], chosen.cards.split(","), on_progress=told, usual_only=chosen.usual_only))
+        chart = joined(
+            chart, chart_of([model], chosen.cards.split(","), on_progress=told, usual_only=chosen.usual_only)
+        )
         write("chart-simulated", {"chart": chart.to_mapping(), **facts})  # by and by
     facts["with_ram"] = chart_of(*WITH_RAM, on_progress=told).to_mapping()
     facts["levels"] = [level_table(model, [card], on_progress=told).to_mapping() for model, card in LEVELS]

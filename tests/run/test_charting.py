@@ -70,7 +70,9 @@ def test_a_chart_asks_for_each_size_once_whatever_the_cards(asked: Asked) -> Non
 def test_nothing_larger_is_tried_where_nobody_wants_that(asked: Asked) -> None:
     told: list[tuple[str, int, int]] = []
     names = ["gtx1650", "rtx4090"]
-    chart = chart_of(["sd-1.5"], names, usual_only=True, on_progress=lambda *step: told.append(step), sources=asked.sources)
+    chart = chart_of(
+        ["sd-1.5"], names, usual_only=True, on_progress=lambda *step: told.append(step), sources=asked.sources
+    )
     assert [size for _, size in asked.footprints] == ["512×512"]
     assert [cell.largest.limit for cell in chart.cells if cell.largest] == ["ladder"] * 2
     assert told[-1] == ("", 5, 5)

@@ -305,7 +305,12 @@ def test_nothing_is_trusted_from_other_code(tmp_path: Path, monkeypatch: pytest.
 
 def test_nothing_is_trusted_from_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     CalibrationStore(QUESTION, CARD).add(SEEN)
-    others = [changed(product_name="another"), changed(kind="cuda"), changed(compute_capability="9.0"), changed(link_rate=1e9)]
+    others = [
+        changed(product_name="another"),
+        changed(kind="cuda"),
+        changed(compute_capability="9.0"),
+        changed(link_rate=1e9),
+    ]
     assert [CalibrationStore(QUESTION, other).read() for other in others] == [()] * 4
     assert CalibrationStore(QUESTION | {"dtype": "float16"}, CARD).read() == ()
     assert CalibrationStore(QUESTION, changed(free=7, bytes=8, name="cuda:1")).read() == (
