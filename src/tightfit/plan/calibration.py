@@ -76,7 +76,7 @@ def measurement_of(
         several = len(phase.call_order) >= SEVERAL
         time_scale = None
         if seen.runs == len(phase.call_order) and (several or not (first or spread)):
-            time_scale = _cost_model(_seconds_at(footprint, number, plan, device, disk_rate), seen.seconds)
+            time_scale = _find_time_scale(_seconds_at(footprint, number, plan, device, disk_rate), seen.seconds)
             if (
                 time_scale is not None
                 and time_scale < 1
@@ -156,7 +156,7 @@ def _seconds_at(
     return seconds
 
 
-def _cost_model(played: Callable[[float], float], seconds: float) -> float | None:
+def _find_time_scale(played: Callable[[float], float], seconds: float) -> float | None:
     """Return the time scale at which a phase takes `seconds`; None if it cannot be determined.
 
     Copies take the same time at any scale. So if a phase takes n times as long as predicted, its arithmetic takes at

@@ -28,7 +28,7 @@ ALIKE = 1e-6  # … or 3, if the last two differ by no more than this fraction
 class ComponentCost:
     """Cost of `component` under `plan` on `device`.
 
-    Times are from the CostModel `time_scale`; disks read `disk_rate` bytes per second.
+    Times are from `cost_model`; disks read `disk_rate` bytes per second.
     Raises PlanError if the plan streams and cannot be resolved.
     """
 
@@ -37,14 +37,14 @@ class ComponentCost:
         component: Component,
         plan: ComponentPlan,
         device: Accelerator,
-        time_scale: CostModel,
+        cost_model: CostModel,
         disk_rate: float | None = None,
         seconds: Mapping[str, float] | None = None,
     ) -> None:
         """`seconds` is the compute time of each of its layers, if known."""
         self.component, self.is_resident = component, plan.placement == "resident"
         self.plan = resolve_streaming(component, plan, seconds) if plan.placement == "stream" else plan
-        self._device, self._cost_model = device, time_scale
+        self._device, self._cost_model = device, cost_model
         self._sizes = {} if self.is_resident else weight_group_sizes(component, self._granularity, self.plan)
         self._resident = set(self._sizes if plan.placement == "offload" else self.plan.resident_layers or ())
         self._small_bytes = small_tensor_bytes(component)

@@ -31,10 +31,10 @@ class LowerBounds:
         part: ComponentCost,
         groups: Mapping[Granularity, WeightGroupSizes],
         work: Sequence[Runs],
-        time_scale: CostModel,
+        cost_model: CostModel,
     ) -> None:
-        """`part` has the placement "offload"; `time_scale` is its cost model."""
-        self._part, self._groups, self._work, self._cost_model = part, groups, work, time_scale
+        """`part` has the placement "offload"; `cost_model` is its cost model."""
+        self._part, self._groups, self._work, self._cost_model = part, groups, work, cost_model
         self._small = small_tensor_bytes(part.component)
         self._known: dict[Granularity, _StoreBounds] = {}
 
@@ -70,13 +70,13 @@ class _StoreBounds:
         part: ComponentCost,
         sizes: Mapping[str, int],
         work: Sequence[Runs],
-        time_scale: CostModel,
+        cost_model: CostModel,
         granularity: Granularity,
     ) -> None:
         def pieces(done: ComponentCall, way: StripProfile | None, most: float = 0.0) -> _CallSegments | _StripBounds:
             if way is None:
-                return _CallSegments(time_scale.segments(done, granularity), sizes)
-            return _StripBounds(time_scale.timings(way, done.time_scale, granularity), way.batch_items, sizes, most)
+                return _CallSegments(cost_model.segments(done, granularity), sizes)
+            return _StripBounds(cost_model.timings(way, done.time_scale, granularity), way.batch_items, sizes, most)
 
         self._rate = part.rate
         self._first = 0.0  # seconds of the first call each time that it is loaded, in which all weights are loaded
@@ -86,13 +86,13 @@ class _StoreBounds:
         for (first, count, way), *later in work:
             self._first += part.begin_load(0.0)
             if way is None:
-                self._first += _coming(time_scale.segments(first, granularity), sizes, part)
+                self._first += _coming(cost_model.segments(first, granularity), sizes, part)
             else:
                 coming = _coming(
-                    _one_after_another(time_scale.timings(way, first.time_scale, granularity)), sizes, part
+                    _one_after_another(cost_model.timings(way, first.time_scale, granularity)), sizes, part
                 )
                 self._later_calls.append(
-                    (pieces(first, way, max(coming, time_scale.seconds_without_weights(first, way))), 1)
+                    (pieces(first, way, max(coming, cost_model.seconds_without_weights(first, way))), 1)
                 )
             others = [(first, count - 1, way), *later]
             self._later_calls += [(pieces(done, how), runs) for done, runs, how in others if runs]

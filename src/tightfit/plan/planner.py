@@ -149,9 +149,7 @@ def _spared(device: Accelerator, free: int) -> int:
     return max(math.ceil(free * SPARE), least)
 
 
-def _remarks(
-    known: Accelerator, with_default_rates: Accelerator, room: _MemoryLimits, budget: Budget | None
-) -> Iterator[Reason]:
+def _remarks(known: Accelerator, rated: Accelerator, room: _MemoryLimits, budget: Budget | None) -> Iterator[Reason]:
     if budget is None:
         because = f"that is {1 - SPARE:.0%} of what was free on {known.display_name}"
         if not known.is_cpu and known.free is not None and _spared(known, known.free) == SPARE_LEAST:
@@ -163,7 +161,7 @@ def _remarks(
         yield Reason(decision=f"{format_bytes(room.size)} are left for the pipeline", because=because)
     if known.expandable_refused is not None:
         yield Reason(decision="the allocator's segments are fixed", because=known.expandable_refused)
-    if with_default_rates != known:
+    if rated != known:
         because = f"not all rates of {known.display_name} were measured (run `tightfit machine`); bytes need none"
         yield Reason(decision="times are guesses", because=because)
 

@@ -8,11 +8,12 @@ put into the modules in the meantime are kept, and loaded next time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
+from tightfit.apply.weights.offloaded_parameter import OffloadedParameter
 from tightfit.apply.weights.weight_store import (
     HOST,
     forget_casts,
@@ -41,6 +42,8 @@ class _Slot(NamedTuple):
 class TensorLoader:
     """Loads all parameters and buffers of `module`, except those that `without()` returns at that time."""
 
+    _loaded: ClassVar[set[int]] = set()  # ids of the copies of all loaders: components may contain each other
+
     def __init__(
         self,
         module: nn.Module,
@@ -64,6 +67,7 @@ class TensorLoader:
         self.is_loaded = True
         for slot in self._slots:
             slot.table[slot.name] = slot.copy
+            self._loaded.add(id(slot.copy))
         self._bytes = sum({id(slot.copy): slot.copy.nbytes for slot in self._slots}.values())
         self._recorder.hold(self, self._bytes)
         self._recorder.moved(bytes_in=self._bytes)
@@ -90,6 +94,7 @@ class TensorLoader:
                 self._recorder.moved(bytes_out=copy.nbytes)
             table[name] = master
         self._move_to_host({id(slot.master) for slot in self._slots})
+        self._loaded.difference_update(id(slot.copy) for slot in self._slots)
         self._slots = []
         forget_casts()
         self._recorder.hold(self, 0)
@@ -98,12 +103,13 @@ class TensorLoader:
     def _move_to_host(self, masters: set[int]) -> None:
         """Move tensors that other code put on the device in place of weights to host memory."""
         target = self._device.torch_device
-        moved: dict[int, torch.Tensor] = {}
+        own, moved = masters | self._loaded, dict[int, torch.Tensor]()
         for table, name, tensor in self._tensors() if target != HOST else ():
-            if id(tensor) not in masters and tensor.device == target:
-                if id(tensor) not in moved:
-                    moved[id(tensor)] = self._in_host_memory(tensor)
-                table[name] = moved[id(tensor)]
+            if id(tensor) in own or tensor.device != target or isinstance(tensor, OffloadedParameter):
+                continue
+            if id(tensor) not in moved:
+                moved[id(tensor)] = self._in_host_memory(tensor)
+            table[name] = moved[id(tensor)]
 
     def _in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` itself, moved, where its device allows that, else a new one."""

@@ -68,8 +68,8 @@ class StripExecutor:
     ) -> Callable[..., Any]:
         """Return `module`'s method in strips; calls with gradients, under autocast or not supported go to `otherwise`.
 
-        With `alone=False`, inputs are one item of a batch. Then NotAlone is raised, before anything is computed, if the
-        call cannot run in strips or draws noise (which must be drawn once for the whole batch).
+        With `alone=False`, inputs are one item of a batch. Then NeedsWholeBatch is raised, before anything is computed,
+        if the call cannot run in strips or draws noise (which must be drawn once for the whole batch).
         """
 
         def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ def program_of(
 ) -> tuple[Program, str, Rebuild]:
     """Return the program of a call of `module`'s `method`, its cache key, and a function that rebuilds its output.
 
-    `module` is an instance of `kind`; its arguments are `first` and `layers`, flattened, with tree spec `form`. Raises
+    `module` is an instance of `kind`; its arguments are `first` and `leaves`, flattened, with tree spec `form`. Raises
     UnsupportedGraph.
     """
     rebuild: list[Rebuild] = []
