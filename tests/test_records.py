@@ -670,7 +670,7 @@ def test_everything_lossy_goes_by_a_name_that_can_be_allowed() -> None:
     assert [text.partition(":")[0] for text in plan.lossy] == ["fp8", "blended-tiling"]
     assert {"fp8", "int8", "sage-attention", "blended-tiling"} == set(TECHNIQUES)
     sage = Plan(components={"unet": ComponentPlan(attention="sage")})
-    assert sage.lossy == ("sage-attention: unet attends in eight bits",)
+    assert sage.lossy == ("sage-attention: attention of unet",)
 
 
 def test_techniques_are_known_by_name() -> None:

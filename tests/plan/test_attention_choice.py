@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from tightfit import PlanError
-from tightfit.catalog.attention import AttentionCall, torch_kernel
-from tightfit.plan.kernel_choice import check_wanted, choose, score_chunk_bytes
-from tightfit.schema.plan import Attention
+from tightfit.apply.activations import attention_backends
+from tightfit.plan.kernel_choice import choose, score_chunk_bytes
+from tightfit.schema.attention import ATTENTION_NAMES, BACKENDS, AttentionCall, check_attention, torch_kernel
+from tightfit.schema.plan import TECHNIQUES
 from tightfit.simulator import attention as simulated
 
 LARGE = AttentionCall(
@@ -119,7 +120,7 @@ def test_torchs_choice_and_what_the_one_before_does_not_take(
 def test_nothing_lossy_is_chosen_unless_it_is_named() -> None:
     for call in calls():
         assert choose(call, installed=EVERYTHING).name != "sage"
-        for wanted in get_args(Attention):
+        for wanted in ATTENTION_NAMES:
             if wanted != "sage":
                 assert choose(call, wanted, EVERYTHING).name != "sage"
     assert choose(LARGE, "sage", EVERYTHING) == ("sage", "SageAttention was asked for")
@@ -200,8 +201,13 @@ def test_xformers_takes_what_torch_would_make_whole() -> None:
 
 
 def test_names() -> None:
-    assert [check_wanted(name) for name in get_args(Attention)] == list(get_args(Attention))
+    assert [check_attention(name) for name in ATTENTION_NAMES] == list(ATTENTION_NAMES)
     with pytest.raises(PlanError, match="unknown attention 'chunk': did you mean 'chunked'"):
-        check_wanted("chunk")
+        check_attention("chunk")
     assert choose(LARGE, "torch").name == choose(CPU, "torch").name == "torch"
     assert choose(LARGE, "math").name == "math"
+
+
+def test_each_backend_has_a_function_and_a_known_technique() -> None:
+    assert {*attention_backends._ATTEND, "chunked"} == {*ATTENTION_NAMES} - {"auto"}
+    assert {backend.technique for backend in BACKENDS.values() if backend.technique} <= TECHNIQUES.keys()

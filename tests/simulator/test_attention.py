@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simulator.conftest import MakeCards
-from tightfit.catalog.attention import LEAST_DIMENSIONS
+from tightfit.schema.attention import LEAST_DIMENSIONS
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.storage import free_dead_tensors
 

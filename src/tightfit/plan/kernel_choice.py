@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from tightfit.catalog.attention import TITLES, AttentionCall, Kernel, kernel_order, refusal, torch_kernel
-from tightfit.errors import PlanError, unknown_name
+from tightfit.schema.attention import BACKENDS, AttentionCall, Kernel, kernel_order, refusal, torch_kernel
 from tightfit.schema.footprint import Component
 from tightfit.schema.machine import Accelerator
-from tightfit.schema.plan import Attention, ComponentPlan
+from tightfit.schema.plan import ComponentPlan
 from tightfit.units import format_bytes
 
 __all__ = [
     "AttentionChoice",
     "LayoutChoice",
     "attention_reasons",
-    "check_wanted",
     "choose",
     "choose_layout",
     "score_chunk_bytes",
@@ -26,16 +24,8 @@ __all__ = [
 class AttentionChoice(NamedTuple):
     """An attention backend, and the reason as a sentence."""
 
-    name: Attention
+    name: str
     because: str
-
-
-def check_wanted(name: str) -> Attention:
-    """Return `name` if it is a valid `attention` of a plan. Raises PlanError otherwise."""
-    for wanted in get_args(Attention):
-        if name == wanted:
-            return wanted  # type: ignore[no-any-return]
-    raise PlanError(unknown_name("attention", name, get_args(Attention)), name=name)
 
 
 def score_chunk_bytes(device: str) -> int:
@@ -49,12 +39,12 @@ def score_chunk_bytes(device: str) -> int:
 
 
 def choose(
-    call: AttentionCall, wanted: Attention = "auto", installed: Container[str] = (), block: int | None = None
+    call: AttentionCall, wanted: str = "auto", installed: Container[str] = (), block: int | None = None
 ) -> AttentionChoice:
     """Return the backend for `call`, and the reason as a sentence.
 
     `wanted` is "auto" or a name; if the named backend does not support the call, the choice is that of "auto".
-    `installed` contains "xformers" and "sage" if they can be imported. Up to `block` bytes of scores (default:
+    `installed` contains the backends of packages that can be imported. Up to `block` bytes of scores (default:
     `score_chunk_bytes`) may be computed at once.
     """
     if wanted == "torch":
@@ -63,9 +53,9 @@ def choose(
         return _choose_freely(call, installed, block or score_chunk_bytes(call.device))
     refused = _refusal(wanted, call, installed)
     if refused is None:
-        return AttentionChoice(wanted, f"{TITLES[wanted]} was asked for")
+        return AttentionChoice(wanted, f"{BACKENDS[wanted].title} was asked for")
     name, because = _choose_freely(call, installed, block or score_chunk_bytes(call.device))
-    return AttentionChoice(name, f"{TITLES[wanted]} does not take {refused}; {because}")
+    return AttentionChoice(name, f"{BACKENDS[wanted].title} does not take {refused}; {because}")
 
 
 def _choose_freely(call: AttentionCall, installed: Container[str], block: int) -> AttentionChoice:
@@ -73,18 +63,19 @@ def _choose_freely(call: AttentionCall, installed: Container[str], block: int) -
         return AttentionChoice("torch", f"nothing is known here of the kernels for {call.device}, so torch chooses")
     kernel, refused = torch_kernel(call)
     if kernel != "math":
-        return AttentionChoice("torch", f"{TITLES[kernel]} takes it, by torch's own choice")
+        return AttentionChoice("torch", f"{BACKENDS[kernel].title} takes it, by torch's own choice")
     size = format_bytes(call.score_bytes)
     if call.score_bytes <= block:
         return AttentionChoice("torch", f"no fused kernel takes {refused}, but all scores are only {size}")
     if (also := refusal("chunked", call)) is not None:
         return AttentionChoice("torch", f"only torch takes {also}")
-    name: Attention = "xformers" if _refusal("xformers", call, installed) is None else "chunked"
+    lossless = (name for name, backend in BACKENDS.items() if backend.package and not backend.technique)
+    name = next((name for name in lossless if _refusal(name, call, installed) is None), "chunked")
     return AttentionChoice(name, f"no fused kernel of torch's takes {refused}, and all scores would be {size}")
 
 
-def _refusal(name: Attention, call: AttentionCall, installed: Container[str]) -> str | None:
-    missing = name in ("xformers", "sage") and name not in installed
+def _refusal(name: str, call: AttentionCall, installed: Container[str]) -> str | None:
+    missing = BACKENDS[name].package is not None and name not in installed
     return "anything: it is not installed" if missing else refusal(name, call)
 
 
@@ -129,14 +120,14 @@ def _foreseen(width: int, component: Component, chosen: ComponentPlan, accelerat
     )  # fmt: skip
 
 
-def _by_name(name: Attention, refused: list[str]) -> tuple[str, str]:
+def _by_name(name: str, refused: list[str]) -> tuple[str, str]:
     said = "requested"
-    if name in ("xformers", "sage"):
+    if BACKENDS[name].package is not None:
         said += ", where it is installed"
-    elif name == "math":
+    elif BACKENDS[name].whole_scores:
         said += ": all scores are made at once"
     but = f"; what it does not take is done as with auto: {', '.join(dict.fromkeys(refused))}" if refused else ""
-    return f"attention of {{}} by {TITLES[name]}", f"{said}{but}"
+    return f"attention of {{}} by {BACKENDS[name].title}", f"{said}{but}"
 
 
 def _by_itself(kernel: Kernel, calls: list[AttentionCall], accelerator: Accelerator) -> tuple[str, str]:
@@ -152,7 +143,7 @@ def _by_itself(kernel: Kernel, calls: list[AttentionCall], accelerator: Accelera
     order = kernel_order(call)
     before = f"; {order[order.index(kernel) - 1]} does not take {refused}" if refused else ""
     mask = " without a mask" if kernel == "flash" else ""
-    return f"attention of {{}} by {TITLES[kernel]}", f"{takes}{mask} on {accelerator.display_name}{before}"
+    return f"attention of {{}} by {BACKENDS[kernel].title}", f"{takes}{mask} on {accelerator.display_name}{before}"
 
 
 WORTH = 1.05  # least measured speedup that counts: less is within measurement noise

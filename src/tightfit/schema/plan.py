@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
 from tightfit.errors import PlanError, unknown_name
+from tightfit.schema.attention import BACKENDS, check_attention
 from tightfit.schema.base import Count, Positive, Real, Record, Size
 from tightfit.schema.footprint import FeatureMaps, Phase, Request, StripProfile
 from tightfit.schema.machine import Budget
@@ -35,7 +36,7 @@ Placement = Literal["resident", "offload", "stream"]
 OffloadTarget = Literal["cpu", "disk"]
 Granularity = Literal["block", "layer"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
-Attention = Literal["auto", "torch", "flash", "efficient", "cudnn", "math", "xformers", "sage", "chunked"]
+Attention = Annotated[str, AfterValidator(check_attention)]
 Cfg = Literal["batched", "sequential"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -175,7 +176,8 @@ class ComponentPlan(Record):
     def lossy(self, name: str) -> list[str]:
         """Return what may change the numbers of the component `name`, each named by its technique."""
         stored = [f"{self.technique}: {name} is stored in {self.storage}"] if self.technique else []
-        return stored + ([f"sage-attention: {name} attends in eight bits"] if self.attention == "sage" else [])
+        backend = BACKENDS.get(self.attention)
+        return stored + ([f"{backend.technique}: attention of {name}"] if backend and backend.technique else [])
 
     @property
     def described(self) -> str:

@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from tightfit.catalog.attention import AttentionCall, Kernel, kernel_order, refusal
+from tightfit.schema.attention import AttentionCall, Kernel, kernel_order, refusal
 from tightfit.simulator.storage import store_of
 
 __all__ = ["attend"]

@@ -1,4 +1,7 @@
-"""Calls that each implementation of attention supports, as its source code checks them.
+"""Attention backends, and which calls each supports, as its source code checks them.
+
+`BACKENDS` is the registry: what a plan may name, besides "auto" and "torch". How each one computes is in
+apply/activations/attention_backends.py.
 
 torch's own kernels (aten/src/ATen/native/transformers: attention.cpp, sdp_utils_cpp.h, cuda/sdp_utils.cpp, torch 2.11
 to 2.13):
@@ -17,16 +20,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple, Self
 
+from tightfit.errors import PlanError, unknown_name
+
 __all__ = [
+    "ATTENTION_NAMES",
+    "BACKENDS",
     "LEAST_DIMENSIONS",
-    "TITLES",
     "TORCH_ORDER",
+    "AttentionBackend",
     "AttentionCall",
     "ChosenKernel",
     "Kernel",
+    "check_attention",
     "kernel_order",
     "refusal",
     "torch_kernel",
@@ -36,15 +45,6 @@ Mask = Literal["none", "bool", "additive"]
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 TORCH_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")  # torch's default priority
 
-TITLES: Mapping[str, str] = {
-    "flash": "torch's flash attention",
-    "efficient": "torch's memory-efficient attention",
-    "cudnn": "cuDNN's attention",
-    "math": "torch's path of plain products",
-    "xformers": "xFormers' attention",
-    "sage": "SageAttention",
-    "chunked": "chunked attention",
-}
 HALVES = ("float16", "bfloat16")
 LEAST_DIMENSIONS = 3 if version("torch") >= "2.14" else 4  # of queries, keys and values, for fused kernels
 CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which torch tries cuDNN first
@@ -154,8 +154,15 @@ def kernel_order(call: AttentionCall, asked: tuple[Kernel, ...] = TORCH_ORDER) -
 
 
 def refusal(name: str, call: AttentionCall) -> str | None:
-    """Return what the implementation `name` does not support of `call`, in words; None if it supports the call."""
-    return _REFUSALS[name](call)
+    """Return what the backend `name` does not support of `call`, in words; None if it supports the call."""
+    return BACKENDS[name].refusal(call)
+
+
+def check_attention(name: str) -> str:
+    """Return `name` if it is a valid `attention` of a plan. Raises PlanError, with the nearest name, otherwise."""
+    if name not in ATTENTION_NAMES:
+        raise PlanError(unknown_name("attention", name, ATTENTION_NAMES), name=name)
+    return name
 
 
 def _refuse_flash(call: AttentionCall) -> str | None:
@@ -280,12 +287,26 @@ def _shape(call: AttentionCall, *, grouped: bool, dimensions: int = LEAST_DIMENS
     return next((said for found, said in faults if found), None)
 
 
-_REFUSALS: Mapping[str, Callable[[AttentionCall], str | None]] = {
-    "flash": _refuse_flash,
-    "efficient": _refuse_efficient,
-    "cudnn": _refuse_cudnn,
-    "math": lambda call: None,
-    "xformers": _refuse_xformers,
-    "sage": _refuse_sage,
-    "chunked": _dropout,
+@dataclass(frozen=True)
+class AttentionBackend:
+    """A way to compute attention that a plan can name."""
+
+    title: str
+    refusal: Callable[[AttentionCall], str | None]  # what it does not support of a call, in words; None: it does
+    package: str | None = None  # import name of the package that it needs
+    technique: str | None = (
+        None  # the lossy technique that it is; None: its numbers are those of torch, but for rounding
+    )
+    whole_scores: bool = False  # whether it computes the whole matrix of scores at once
+
+
+BACKENDS: Mapping[str, AttentionBackend] = {
+    "flash": AttentionBackend("torch's flash attention", _refuse_flash),
+    "efficient": AttentionBackend("torch's memory-efficient attention", _refuse_efficient),
+    "cudnn": AttentionBackend("cuDNN's attention", _refuse_cudnn),
+    "math": AttentionBackend("torch's path of plain products", lambda call: None, whole_scores=True),
+    "xformers": AttentionBackend("xFormers' attention", _refuse_xformers, package="xformers"),
+    "sage": AttentionBackend("SageAttention", _refuse_sage, package="sageattention", technique="sage-attention"),
+    "chunked": AttentionBackend("chunked attention", _dropout),
 }
+ATTENTION_NAMES = ("auto", "torch", *BACKENDS)
