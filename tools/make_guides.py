@@ -18,12 +18,12 @@ from draw_rivals import draw_rivals, draw_rivals_cuda
 from make_tables import OURS, all_budgets, read, rivals_by_budget, table
 from tightfit.catalog.cuda import CONTEXT, workspace_bytes
 from tightfit.catalog.known import card_names, known_card, model_names
-from tightfit.plan.default_rates import GUESSED_DISK
 from tightfit.plan.planner import SPARE
 from tightfit.plan.presets import LEVEL_TILE
 from tightfit.report.chart import NONE, as_markdown, card_words, largest_words, levels_as_markdown, numbers
 from tightfit.report.heatmap import draw_chart
 from tightfit.schema.chart import Cell, Chart, ChartedCard, LevelTable
+from tightfit.schema.stores import ORDINARY_DISK
 from tightfit.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
@@ -257,7 +257,7 @@ WORDS: dict[str, Callable[..., str]] = {
     "cards": cards,
     "chart": chart,
     "context": lambda: format_bytes(CONTEXT),
-    "disk": lambda: f"{GUESSED_DISK / 10**9:.0f} GB",
+    "disk": lambda: f"{ORDINARY_DISK / 10**9:.0f} GB",
     "fits.capacity": lambda: _in_verdict(2),
     "fits.needed": lambda: _in_verdict(1),
     "half": lambda name: f"{column(name).bytes // 2**31}GB",

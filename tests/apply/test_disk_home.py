@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tightfit.apply.weights.disk_store import DiskStore, FileTensor, SpillFile, read_stored
+from tightfit.apply.weights.disk_store import DiskStore, SpillFile, read_stored
 from tightfit.apply.weights.pinned_staging import Stager
+from tightfit.apply.weights.weight_store import FileTensor
 from tightfit.devices.copy_stream import HostCopyStream
 from tightfit.devices.device import LoopbackDevice
 from tightfit.devices.disk import DiskReader

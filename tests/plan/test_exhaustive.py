@@ -10,7 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plan.test_planner import CARD, GIB, HERE, MIB, component, legs_of, passes_of, phase, planned, seconds, variants
+from plan.test_planner import (
+    CARD,
+    GIB,
+    HERE,
+    MIB,
+    RATES,
+    component,
+    legs_of,
+    passes_of,
+    phase,
+    planned,
+    seconds,
+    variants,
+)
 from tightfit.errors import BudgetTooSmall
 from tightfit.plan.component_cost import SEGMENT
 from tightfit.plan.forecast import add_forecast
@@ -97,7 +110,7 @@ def best_of(footprint: Footprint, size: int, variant: Variant | None = None) -> 
             continue
         components = {part.name: plan for part, plan in zip(parts, chosen, strict=True)}
         for vae in ways:
-            told = add_forecast(footprint, Plan(components=components, vae=vae), CARD, HERE.disk_rate).forecast
+            told = add_forecast(footprint, Plan(components=components, vae=vae), CARD, RATES).forecast
             if max(phase.peak_bytes for phase in told) <= size:
                 spent = sum(phase.seconds for phase in told)
                 best = spent if best is None else min(best, spent)

@@ -15,6 +15,7 @@ from plan.test_planner import (
     GIB,
     HERE,
     MIB,
+    RATES,
     TAKEN,
     budgets,
     component,
@@ -38,7 +39,7 @@ from tightfit.schema.results import CallMeasurement, PhaseMeasurement, PhaseTrac
 def call_of(footprint: Footprint, plan: Plan, device: Accelerator, call: int = 2, more: int = 0, **facts: Any) -> Trace:
     """A call as it would be on `device`, if it is as forecasts say, with `more` bytes than that."""
     footprint = footprint.with_variant(variant_of(footprint, plan))
-    told = simulate(footprint, plan, device, HERE.disk_rate)
+    told = simulate(footprint, plan, device, RATES)
     phases = tuple(
         PhaseTrace(
             name=one.name, start=0.0, seconds=one.seconds, peak_bytes=one.weights + one.allocator_bytes + more,
@@ -125,9 +126,9 @@ def test_a_call_that_took_longer_is_foreseen_the_next_time(
     plan = planned(footprint, size)
     if plan is None:
         return
-    truth = simulate(footprint, plan, slower(times), HERE.disk_rate)
-    taught = measurement_of(footprint, plan, CARD, call_of(footprint, plan, slower(times), 2 - first), HERE.disk_rate)
-    found = simulate(calibrate(footprint, [taught], {}).footprint, plan, CARD, HERE.disk_rate)
+    truth = simulate(footprint, plan, slower(times), RATES)
+    taught = measurement_of(footprint, plan, CARD, call_of(footprint, plan, slower(times), 2 - first), RATES)
+    found = simulate(calibrate(footprint, [taught], {}).footprint, plan, CARD, RATES)
     for number, one in enumerate(taught.phases):
         resident = all(
             plan.components[done.component].placement == "resident" for done in footprint.phases[number].calls
@@ -294,7 +295,7 @@ def test_what_a_variant_took_is_learned_of_all_ways_of_working() -> None:
     )  # fmt: skip
     plan = make_plan(footprint, HERE, Budget(device=GIB // 2))
     assert plan.components["unet"].cfg == "sequential"
-    lesson = measurement_of(footprint, plan, CARD, call_of(footprint, plan, slower(2.0)), HERE.disk_rate)
+    lesson = measurement_of(footprint, plan, CARD, call_of(footprint, plan, slower(2.0)), RATES)
     assert lesson.phases[0].time_scale == pytest.approx(2.0, rel=0.01)
     corrected = calibrate(footprint, [lesson], {}).footprint
     assert {done.time_scale for done in (*corrected.phases[0].calls, *corrected.variants[0].phases[0].calls)} == {

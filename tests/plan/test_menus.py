@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan.test_planner import CARD, CPU, GIB, MIB, budgets, component, footprints, passes_of, phase
 from tightfit.plan.device_search import DeviceSearch
 from tightfit.plan.option_search import Option, OptionSet
-from tightfit.plan.options import ComponentWorkload, Where
+from tightfit.plan.options import ComponentWorkload, WeightLocation
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
 
@@ -22,19 +22,20 @@ def fastest(menu: OptionSet, size: int) -> Option | None:
     return min(fitting, key=lambda option: (option.seconds, option.streamed_bytes), default=None)
 
 
-def tasks(footprint: Footprint, device: Accelerator, where: Where) -> Iterator[tuple[OptionSet, OptionSet]]:
+def tasks(footprint: Footprint, device: Accelerator, where: WeightLocation) -> Iterator[tuple[OptionSet, OptionSet]]:
     """Each component's menu twice, for all ways in which denoisers can work."""
     for variant in (None, *footprint.variants):
         called = footprint.with_variant(variant)
         for part in called.components:
             if variant is None or part.role == "denoiser":
                 one, other = (
-                    ComponentWorkload(part, called, device).menu(where, 2e9, variant=variant) for _ in range(2)
+                    ComponentWorkload(part, called, device).menu(where, {"disk": 2e9}, variant=variant)
+                    for _ in range(2)
                 )
                 yield one, other
 
 
-def check(footprint: Footprint, device: Accelerator, where: Where, sizes: list[int]) -> None:
+def check(footprint: Footprint, device: Accelerator, where: WeightLocation, sizes: list[int]) -> None:
     for menu, all_of_it in tasks(footprint, device, where):
         for size in sizes:
             race = menu.search(size)
@@ -58,7 +59,7 @@ about = (
 
 @settings(deadline=None, max_examples=100)
 @given(*about)
-def test_few_are_worked_out(footprint: Footprint, device: Accelerator, where: Where, sizes: list[int]) -> None:
+def test_few_are_worked_out(footprint: Footprint, device: Accelerator, where: WeightLocation, sizes: list[int]) -> None:
     """And none takes less than was said before it was worked out."""
     check(footprint, device, where, sizes)
 
@@ -66,7 +67,9 @@ def test_few_are_worked_out(footprint: Footprint, device: Accelerator, where: Wh
 @pytest.mark.slow
 @settings(deadline=None, max_examples=1500)
 @given(*about)
-def test_few_are_worked_out_often(footprint: Footprint, device: Accelerator, where: Where, sizes: list[int]) -> None:
+def test_few_are_worked_out_often(
+    footprint: Footprint, device: Accelerator, where: WeightLocation, sizes: list[int]
+) -> None:
     check(footprint, device, where, sizes)
 
 
@@ -74,7 +77,7 @@ def test_few_are_worked_out_often(footprint: Footprint, device: Accelerator, whe
 @given(footprints(), budgets, st.none() | budgets)
 def test_what_no_chance_beats_is_found(footprint: Footprint, size: int, ram: int | None) -> None:
     """Looking at the most promising ones, offer by offer, ends with the best of all that can be done."""
-    search, other = (DeviceSearch(footprint, CARD, 2e9, {}) for _ in range(2))
+    search, other = (DeviceSearch(footprint, CARD, {"disk": 2e9}, {}) for _ in range(2))
     every = [branch.find(chance, size) for branch in other.branches for chance in branch.nodes(size, ram)]
     found = search.best(size, ram)
     best = min((each[:3] for each in every if each is not None), default=None)

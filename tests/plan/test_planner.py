@@ -43,6 +43,7 @@ CPU = Accelerator(
     launch_overhead=1e-5,
 )  # fmt: skip
 HERE = Machine(accelerators=(CARD,), ram=64 * GIB, cores=8, pinnable=64 * GIB, disk_rate=2e9)
+RATES = {"disk": 2e9}
 
 CPU_ALONE = Machine(accelerators=(CPU,), ram=64 * GIB, ram_used=TAKEN, cores=8, disk_rate=2e9)
 

@@ -12,7 +12,7 @@ from tightfit.plan.candidates import candidates
 from tightfit.plan.component_cost import SEGMENT, ComponentCost
 from tightfit.plan.cost_model import CostModel
 from tightfit.plan.layer_selection import WeightGroupSizes, weight_group_sizes
-from tightfit.plan.options import ComponentWorkload, Where
+from tightfit.plan.options import ComponentWorkload, WeightLocation
 from tightfit.plan.planner import make_plan
 from tightfit.schema.footprint import (
     BlockUse,
@@ -25,7 +25,7 @@ from tightfit.schema.footprint import (
     WeightBlock,
 )
 from tightfit.schema.machine import Accelerator, Budget
-from tightfit.schema.plan import ComponentPlan, Granularity, OffloadTarget, Storage
+from tightfit.schema.plan import ComponentPlan, Granularity, Storage
 
 DONE = phase("denoise", passes_of(component("unet", "denoiser", [MIB], 0), [1], 1, 1), 1)
 VARIANTS = (
@@ -56,7 +56,7 @@ def called(part: Component, done: ComponentCall) -> Footprint:
 @settings(deadline=None, max_examples=100)
 @given(layered(), stores, storages, st.booleans())
 def test_what_a_plan_takes_is_known_before_it_is_settled(
-    part: Component, store: OffloadTarget, storage: Storage, by_blocks: bool
+    part: Component, store: str, storage: Storage, by_blocks: bool
 ) -> None:
     whole = ComponentPlan(placement="offload", offload_to=store, storage=storage)
     granularities: tuple[Granularity, ...] = ("layer", "block")
@@ -77,11 +77,11 @@ def test_what_a_plan_takes_is_known_before_it_is_settled(
     st.sampled_from((None, *VARIANTS)),
 )  # fmt: skip
 def test_no_plan_takes_less_than_the_fewest(
-    part: Component, device: Accelerator, where: Where, storage: Storage, variant: Variant | None
+    part: Component, device: Accelerator, where: WeightLocation, storage: Storage, variant: Variant | None
 ) -> None:
     work = [10**9 * (1 + 5 * index % 7) for index in range(len(part.layers))]
     footprint = called(part, passes_of(part, work, 4, MIB))
-    menu = ComponentWorkload(part, footprint, device).menu(where, 2e9, storage, variant)
+    menu = ComponentWorkload(part, footprint, device).menu(where, {"disk": 2e9}, storage, variant)
     comes = [offer.part.streamed_bytes for offer in menu.offers]
     assert ComponentWorkload(part, footprint, device).least(where, storage, variant) == min(comes, default=None)
 

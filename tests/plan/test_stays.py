@@ -15,20 +15,19 @@ from tightfit.plan.layer_selection import (
     AHEAD,
     ALIGNMENT,
     BLOCKS_FROM,
-    PADDING,
-    SECTORS,
     choose_resident_layers,
     group_layers,
     resolve_streaming,
 )
 from tightfit.plan.prefetch import Lease, Ring
 from tightfit.schema.footprint import Component, WeightBlock
-from tightfit.schema.plan import ComponentPlan, Granularity, OffloadTarget
+from tightfit.schema.plan import ComponentPlan, Granularity
+from tightfit.schema.stores import STORES
 
 PAGE = ALIGNMENT
+PADDING, SECTORS = 1024, 4  # bytes and pages that a layer takes in addition, from host memory and from the disk
 BARE = PAGE - PADDING  # bytes of a leaf that takes one page in the ring
 GRANULARITIES: tuple[Granularity, ...] = ("layer", "block")
-HOMES: tuple[OffloadTarget, ...] = ("cpu", "disk")
 
 
 def component(leaves: Mapping[str, int], blocks: Collection[str] = (), small_bytes: int = 0) -> Component:
@@ -81,7 +80,10 @@ def components(draw: st.DrawFn) -> Component:
 def cases(draw: st.DrawFn) -> tuple[Component, dict[str, Any], dict[str, float] | None]:
     """A component, what is chosen for it apart from `weights`, and how long its leaves are at work."""
     what = draw(components())
-    chosen = {"offload_to": draw(st.sampled_from(HOMES)), "granularity": draw(st.sampled_from((None, *GRANULARITIES)))}
+    chosen = {
+        "offload_to": draw(st.sampled_from(list(STORES))),
+        "granularity": draw(st.sampled_from((None, *GRANULARITIES))),
+    }
     times = st.floats(0, 10) | st.just(0.0)
     return what, chosen, {layer.name: draw(times) for layer in what.layers} if draw(st.booleans()) else None
 
@@ -421,7 +423,7 @@ def test_a_disk_needs_no_less_than_host_memory(what: Component, granularity: Gra
     if not what.layers:
         return
     least = {}
-    for store in HOMES:
+    for store in STORES:
         with pytest.raises(PlanError) as caught:
             settle(what, offload_to=store, granularity=granularity, weight_memory=1)
         least[store] = caught.value.facts["needed_bytes"]

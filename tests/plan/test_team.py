@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan.test_exhaustive import WITHIN, every_plan_of, small_footprints
-from plan.test_planner import CARD, CPU, GIB, HERE, MIB, component, footprints, passes_of, phase, seconds
+from plan.test_planner import CARD, CPU, GIB, HERE, MIB, RATES, component, footprints, passes_of, phase, seconds
 from plan.test_turns import pipeline as turns
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.forecast import add_forecast, add_joint_forecast, share_of
@@ -81,7 +81,7 @@ def test_each_budget_holds_and_more_is_never_slower_often(
 
 def check_that_nothing_is_better(footprint: Footprint, sizes: tuple[int, int], ram: int | None) -> None:
     """Of all arrangements, with all that each device could do."""
-    team = MultiDeviceSearch(footprint, list(map(DeviceBudget, BOTH.accelerators, sizes)), HERE.disk_rate, {})
+    team = MultiDeviceSearch(footprint, list(map(DeviceBudget, BOTH.accelerators, sizes)), RATES, {})
     every = []
     for posts in team.assignments():
         fronts = [team.search(post).front(sizes[post.member], ram, sparing=ram is not None) for post in posts]
@@ -129,7 +129,7 @@ def best_of_all(footprint: Footprint, sizes: tuple[int, int]) -> float | None:
                 plans["vae"] = plans["vae"].model_copy(update={"device": OTHER.name})
             for vae in ways:
                 plan = Plan(device=CARD.name, components=plans, vae=vae)
-                told = add_joint_forecast(footprint, plan, DEVICES, HERE.disk_rate).forecast
+                told = add_joint_forecast(footprint, plan, DEVICES, RATES).forecast
                 main = max(phase.peak_bytes for phase in told)
                 other = max(phase.other_devices.get(OTHER.name, 0) for phase in told)
                 if (main <= sizes[0] and other <= sizes[1]) or (main <= sizes[1] and other <= sizes[0]):
@@ -250,9 +250,7 @@ def test_encoders_that_take_turns_are_counted_each_time_that_they_come() -> None
     assert len(taken) > 20
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(taken))
     for ram in (None, 300 * MIB, 900 * MIB):
-        team = MultiDeviceSearch(
-            turns(), [DeviceBudget(card, 500 * MIB) for card in BOTH.accelerators], HERE.disk_rate, {}
-        )
+        team = MultiDeviceSearch(turns(), [DeviceBudget(card, 500 * MIB) for card in BOTH.accelerators], RATES, {})
         found, plan = team.best(ram), planned(turns(), 500 * MIB, 500 * MIB, ram=ram)
         assert found is not None
         assert plan is not None

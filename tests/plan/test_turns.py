@@ -108,7 +108,7 @@ def test_who_takes_turns_comes_each_time_and_more_memory_is_never_slower() -> No
     assert len(plans) > 40
     taken = [seconds(plan) for plan in plans]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(taken))
-    search = DeviceSearch(pipeline(), CARD, None, {})
+    search = DeviceSearch(pipeline(), CARD, {}, {})
     for plan, size in zip(plans[-len(plans) :], range(2400 - 40 * len(plans), 2400, 40), strict=True):
         found = search.best(size * MIB, None)
         assert found is not None

@@ -228,7 +228,7 @@ class Fitted:
                 members[method] = working(method, cut)
         if hasattr(original, "to"):
             members["to"] = cast_on_host(original.to, lambda: None if session.at_work(name) else manager.dismiss(name))
-        if plan.offload_to == "disk" and hasattr(original, "save_pretrained"):
+        if not plan.store.in_ram and hasattr(original, "save_pretrained"):
             members["save_pretrained"] = refused(name)
         if hasattr(original, "device"):
             # its own code asks while it runs; else the pipeline does, which is on its own device like all its tensors

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.apply.weights.disk_store import FileTensor, read_stored
+from tightfit.apply.weights.disk_store import read_stored
 from tightfit.apply.weights.file_weights import FileBackedWeights
+from tightfit.apply.weights.weight_store import FileTensor
 from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, network_folder
 from tightfit.checkpoint.loading import load_pipeline, quietly
 from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, locate_weights, read_locations

@@ -32,6 +32,7 @@ from tightfit.schema.footprint import Footprint, Phase
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Plan, Reason, Storage
 from tightfit.schema.results import CallMeasurement, PhaseMeasurement, PhaseTrace, Trace
+from tightfit.schema.stores import NO_RATES, StoreRates
 from tightfit.units import format_bytes
 
 __all__ = ["SEVERAL", "CalibratedFootprint", "calibrate", "measurement_of", "most_beside", "stored_in"]
@@ -60,7 +61,7 @@ def measurement_of(
     plan: Plan,
     device: Accelerator,
     trace: Trace,
-    disk_rate: float | None = None,
+    store_rates: StoreRates = NO_RATES,
     *,
     spread: bool = False,
 ) -> CallMeasurement:
@@ -70,13 +71,13 @@ def measurement_of(
     calls get a time scale, because the device runs behind the host.
     """
     footprint = footprint.with_variant(variant_of(footprint, plan))
-    told, first, measured_phase = simulate(footprint, plan, device, disk_rate), trace.call == 1, []
+    told, first, measured_phase = simulate(footprint, plan, device, store_rates), trace.call == 1, []
     for number, seen in _matched(footprint, trace.phases):
         phase = footprint.phases[number]
         several = len(phase.call_order) >= SEVERAL
         time_scale = None
         if seen.runs == len(phase.call_order) and (several or not (first or spread)):
-            time_scale = _find_time_scale(_seconds_at(footprint, number, plan, device, disk_rate), seen.seconds)
+            time_scale = _find_time_scale(_seconds_at(footprint, number, plan, device, store_rates), seen.seconds)
             if (
                 time_scale is not None
                 and time_scale < 1
@@ -144,14 +145,14 @@ def _more(told: PhaseEstimate, peak: int, device: Accelerator, ahead: Sequence[P
 
 
 def _seconds_at(
-    footprint: Footprint, number: int, plan: Plan, device: Accelerator, disk_rate: float | None
+    footprint: Footprint, number: int, plan: Plan, device: Accelerator, store_rates: StoreRates
 ) -> Callable[[float], float]:
     """Return a function from a time scale to the predicted seconds of a phase."""
     before, phase = footprint.phases[:number], footprint.phases[number]
 
     def seconds(time_scale: float) -> float:
         tried = footprint.model_copy(update={"phases": (*before, _with_time_scale(phase, time_scale))})
-        return simulate(tried, plan, device, disk_rate)[number].seconds
+        return simulate(tried, plan, device, store_rates)[number].seconds
 
     return seconds
 

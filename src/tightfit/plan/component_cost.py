@@ -14,6 +14,7 @@ from tightfit.plan.timeline import HostOverheads, TransferSimulator
 from tightfit.schema.footprint import Component, ComponentCall, StripProfile
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, Granularity
+from tightfit.schema.stores import NO_RATES, StoreRates
 
 __all__ = ["SEGMENT", "ComponentCost", "always", "chunks", "device_bytes_of", "round_up"]
 
@@ -28,7 +29,7 @@ ALIKE = 1e-6  # … or 3, if the last two differ by no more than this fraction
 class ComponentCost:
     """Cost of `component` under `plan` on `device`.
 
-    Times are from `cost_model`; disks read `disk_rate` bytes per second.
+    Times are from `cost_model`; weights are loaded at the rate of the link, or of their store where that is slower.
     Raises PlanError if the plan streams and cannot be resolved.
     """
 
@@ -38,7 +39,7 @@ class ComponentCost:
         plan: ComponentPlan,
         device: Accelerator,
         cost_model: CostModel,
-        disk_rate: float | None = None,
+        store_rates: StoreRates = NO_RATES,
         seconds: Mapping[str, float] | None = None,
     ) -> None:
         """`seconds` is the compute time of each of its layers, if known."""
@@ -49,7 +50,7 @@ class ComponentCost:
         self._resident = set(self._sizes if plan.placement == "offload" else self.plan.resident_layers or ())
         self._small_bytes = small_tensor_bytes(component)
         link = device.link_rate or float("inf")
-        self.rate = min(link, disk_rate or link) if plan.offload_to == "disk" else link  # bytes per second
+        self.rate = min(link, store_rates.get(plan.offload_to, link))  # bytes per second
         self.launch = device.launch_overhead  # host seconds for each kernel or copy
         self._overheads = HostOverheads(device.streamed_overhead, device.resident_overhead)
         self._flow: TransferSimulator | None = None

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from tightfit.catalog.cuda import CONTEXT
 from tightfit.schema.machine import Accelerator, Machine
+from tightfit.schema.stores import ORDINARY_DISK
 
-__all__ = ["ANY_CARD", "GUESSED_DISK", "computer_with", "default_disk_rate", "with_default_rates"]
+__all__ = ["ANY_CARD", "computer_with", "with_default_rates"]
 
 # rates of an ordinary card of 2020: operations, bytes per second; overheads in seconds
 GUESSED: Mapping[str, object] = {
@@ -23,7 +24,6 @@ GUESSED_CPU: Mapping[str, object] = {
     "memory_rate": 2e10,
     "launch_overhead": 5e-6,
 }
-GUESSED_DISK = 1e9  # bytes per second
 ANY_CARD = Accelerator(name="any card", kind="simulated", bytes=1)  # for results independent of a card's size and rates
 
 
@@ -35,12 +35,7 @@ def with_default_rates(accelerator: Accelerator) -> Accelerator:
     return accelerator.model_copy(update={**guessed, **known}) if lacking else accelerator
 
 
-def default_disk_rate(machine: Machine, accelerator: Accelerator) -> float | None:
-    """Return the disk's bytes per second. If not measured: a guess on a CPU, which has no other offload target."""
-    return machine.disk_rate or (GUESSED_DISK if accelerator.is_cpu else None)
-
-
 def computer_with(*cards: Accelerator) -> Machine:
     """Return a Machine with `cards`, each less the bytes of CUDA's context, unlimited RAM and an ordinary disk."""
     left = tuple(card.model_copy(update={"bytes": max(card.bytes - CONTEXT, 1)}) for card in cards)
-    return Machine(accelerators=left, ram=2**50, pinnable=2**50, cores=1, disk_rate=GUESSED_DISK)
+    return Machine(accelerators=left, ram=2**50, pinnable=2**50, cores=1, disk_rate=ORDINARY_DISK)

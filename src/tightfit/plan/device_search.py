@@ -16,6 +16,7 @@ from tightfit.plan.search_cache import SearchCache
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Storage
+from tightfit.schema.stores import StoreRates
 
 __all__ = ["DeviceSearch", "ParetoFront", "Stored", "storages_of"]
 
@@ -84,18 +85,18 @@ class DeviceSearch:
         self,
         footprint: Footprint,
         device: Accelerator,
-        disk_rate: float | None,
+        store_rates: StoreRates,
         storages: Stored,
         known: dict[int, SearchCache] | None = None,
     ) -> None:
         """`known` has earlier results for the same call on devices of equal speed, by variant number (0: usual)."""
-        self.footprint, self.device, self.disk_rate = footprint, device, disk_rate
+        self.footprint, self.device, self.store_rates = footprint, device, store_rates
         self._storages, self._known = storages, {} if known is None else known
 
     @cached_property
     def branches(self) -> list[VariantSearch]:
         """The search for the usual variant, and one for each other variant."""
-        about = self.device, self.disk_rate, self._storages
+        about = self.device, self.store_rates, self._storages
         known = [self._known.setdefault(number, SearchCache()) for number in range(len(self.footprint.variants) + 1)]
         usual = VariantSearch(self.footprint, *about, known=known[0])
         others = zip(self.footprint.variants, known[1:], strict=True)

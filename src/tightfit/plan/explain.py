@@ -77,7 +77,7 @@ def _pictures(vae: VaePlan, *, separate: bool) -> Said:
 
 def _inside(component: Component, chosen: ComponentPlan, layout: LayoutChoice, *, separate: bool) -> Said:
     """Yield how a component is stored and how it computes, and why."""
-    streams = chosen.placement == "stream" and (separate or chosen.offload_to == "disk")
+    streams = chosen.placement == "stream" and chosen.moves(separate=separate)
     once = "; block by block, so that weights are loaded once" if streams else ""
     if chosen.storage != "as-loaded":
         size = 4 if component.main_dtype == "float32" else 2
@@ -104,11 +104,9 @@ def _inside(component: Component, chosen: ComponentPlan, layout: LayoutChoice, *
 def _moves(plan: Plan, parts: Parts, *, separate: bool) -> Said:
     """Yield what is not always on the device, and why."""
     moving = [(component, chosen) for component, chosen in parts if chosen.placement != "resident"]
-    able = [(component, chosen) for component, chosen in moving if separate or chosen.offload_to == "disk"]
+    able = [(component, chosen) for component, chosen in moving if chosen.moves(separate=separate)]
     if not separate and (len(moving) > len(able) or plan.offload_activations or plan.vae.feature_maps == "host"):
-        names = (
-            ", ".join(component.name for component, chosen in moving if chosen.offload_to != "disk") or "activations"
-        )
+        names = ", ".join(component.name for component, chosen in moving if chosen.store.in_ram) or "activations"
         yield f"nothing is moved ({names})", "the device computes in host memory"
     phases = [component for component, chosen in able if chosen.placement == "offload"]
     if phases:
@@ -184,7 +182,7 @@ def _by_role(footprint: Footprint) -> dict[str, list[Component]]:
 
 def _whence(plan: Plan, components: Sequence[Component]) -> str:
     chosen = (plan.components[c.name] for c in components)
-    return " from the disk" if any(c.placement != "resident" and c.offload_to == "disk" for c in chosen) else ""
+    return next((f" from the {c.store.title}" for c in chosen if c.moves(separate=False)), "")
 
 
 def _device_bytes(component: Component, chosen: ComponentPlan) -> int:

@@ -16,6 +16,7 @@ from tightfit.plan.timeline import seconds_without_weights, segment_of
 from tightfit.schema.footprint import ComponentCall, Footprint, Phase, Variant
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import PhaseForecast, Plan
+from tightfit.schema.stores import NO_RATES, StoreRates
 
 __all__ = [
     "PhaseEstimate",
@@ -49,44 +50,44 @@ class PhaseEstimate(NamedTuple):
         return needed_bytes(self.weights, self.allocator_bytes, device)
 
 
-def add_forecast(footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None) -> Plan:
+def add_forecast(footprint: Footprint, plan: Plan, device: Accelerator, store_rates: StoreRates = NO_RATES) -> Plan:
     """Return `plan` with the forecast of its first call on `device`, and the bytes of each component to prefetch."""
-    call = _CallSimulation(footprint.with_variant(variant_of(footprint, plan)), plan, device, disk_rate)
+    call = _CallSimulation(footprint.with_variant(variant_of(footprint, plan)), plan, device, store_rates)
     told = tuple(PhaseForecast(name=t.name, seconds=t.seconds, peak_bytes=t.peak(device)) for t in call.told)
     return _foreseen(plan, told, call.early)
 
 
 def simulate(
-    footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None = None
+    footprint: Footprint, plan: Plan, device: Accelerator, store_rates: StoreRates = NO_RATES
 ) -> tuple[PhaseEstimate, ...]:
     """Return the estimate of each phase, before the margin is added."""
-    return _CallSimulation(footprint.with_variant(variant_of(footprint, plan)), plan, device, disk_rate).told
+    return _CallSimulation(footprint.with_variant(variant_of(footprint, plan)), plan, device, store_rates).told
 
 
 def add_joint_forecast(
-    footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None = None
+    footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], store_rates: StoreRates = NO_RATES
 ) -> Plan:
     """Return `plan` as `add_forecast` does, for components that compute on several `devices`, by name."""
-    calls = _calls(footprint, plan, devices, disk_rate)
+    calls = _calls(footprint, plan, devices, store_rates)
     told = tuple(_joined(plan.device, phases, devices) for phases in _by_phases(calls))
     early = {run: size for call in calls.values() for run, size in call.early.items()}
     return _foreseen(plan, told, early)
 
 
 def simulate_jointly(
-    footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None = None
+    footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], store_rates: StoreRates = NO_RATES
 ) -> list[dict[str, PhaseEstimate]]:
     """Return for each phase the estimates of a plan's devices, by name, before the margin is added."""
-    return _by_phases(_calls(footprint, plan, devices, disk_rate))
+    return _by_phases(_calls(footprint, plan, devices, store_rates))
 
 
 def _calls(
-    footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], disk_rate: float | None
+    footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], store_rates: StoreRates
 ) -> dict[str, _CallSimulation]:
     footprint = footprint.with_variant(variant_of(footprint, plan))
     names = {name: {c.name for c in footprint.components if plan.device_of(c.name) == name} for name in plan.devices}
     shares = {name: share_of(footprint, names[name], hosts=name == plan.device) for name in names}
-    return {name: _CallSimulation(share, plan, devices[name], disk_rate) for name, share in shares.items()}
+    return {name: _CallSimulation(share, plan, devices[name], store_rates) for name, share in shares.items()}
 
 
 def _by_phases(calls: Mapping[str, _CallSimulation]) -> list[dict[str, PhaseEstimate]]:
@@ -167,10 +168,10 @@ class _CallSimulation:
     pipeline makes between the two would have to wait, too, while nothing computes.
     """
 
-    def __init__(self, footprint: Footprint, plan: Plan, device: Accelerator, disk_rate: float | None) -> None:
+    def __init__(self, footprint: Footprint, plan: Plan, device: Accelerator, store_rates: StoreRates) -> None:
         self._device, self._vae = device, plan.vae
         self._parts = {
-            c.name: ComponentCost(c, plan.components[c.name], device, CostModel(c, device), disk_rate)
+            c.name: ComponentCost(c, plan.components[c.name], device, CostModel(c, device), store_rates)
             for c in footprint.components
         }
         self._activations = CoResidencyTracker()

@@ -29,8 +29,6 @@ __all__ = [
 ]
 
 ALIGNMENT = 4096  # bytes: sizes in the ring buffer are rounded up to it
-PADDING = 1024  # bytes of padding for four tensors in a flat buffer
-SECTORS = 4  # extra sectors of ALIGNMENT bytes that are read from a disk with a weight and a bias
 AHEAD = 4  # preferred size of the ring buffer: how many of the largest groups that pass through it holds
 CLOSE = 1e-4  # relative precision of the rate of the slowest link
 BLOCKS_FROM = 40  # number of blocks for which there must be memory before whole blocks are loaded
@@ -205,9 +203,8 @@ def _choose_granularity(component: Component, chosen: ComponentPlan) -> Granular
 
 
 def weight_group_sizes(component: Component, granularity: Granularity, chosen: ComponentPlan) -> dict[str, int]:
-    """Return the bytes of each weight group in the ring buffer; from disk, whole sectors around it are read."""
-    more = SECTORS * ALIGNMENT if chosen.offload_to == "disk" else PADDING
-    own = {layer.name: stored_bytes(layer, chosen) + more for layer in component.layers}
+    """Return the bytes of each weight group in the ring buffer, with what aligns them there."""
+    own = {layer.name: stored_bytes(layer, chosen) + chosen.store.padding for layer in component.layers}
     groups = group_layers(component, granularity)
     return {name: -(-sum(own[layer] for layer in layers) // ALIGNMENT) * ALIGNMENT for name, layers in groups.items()}
 

@@ -13,7 +13,8 @@ from tightfit.plan.multi_device_search import DeviceBudget, JointSolution, Multi
 from tightfit.plan.presets import idle_plan, plan_for
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Budget, Machine
-from tightfit.schema.plan import OffloadTarget, Plan, Reason, Storage
+from tightfit.schema.plan import Plan, Reason, Storage
+from tightfit.schema.stores import default_store, default_store_rates
 from tightfit.units import format_bytes, format_enough, format_seconds
 
 __all__ = ["check_devices", "plan_jointly"]
@@ -33,9 +34,10 @@ def plan_jointly(
         DeviceBudget(with_default_rates(each), room_within(each, budget.devices[each.name])) for each in known.values()
     ]
     first = None if host is None else list(known).index(host)
+    rates = default_store_rates(machine, members[0].device)
 
     def team(storages: Mapping[str, Storage]) -> MultiDeviceSearch:
-        return MultiDeviceSearch(footprint, members, machine.disk_rate, storages, first)
+        return MultiDeviceSearch(footprint, members, rates, storages, first)
 
     for storages in storages_of(footprint, allowed):
         searched = team(storages)
@@ -72,7 +74,7 @@ def _plan(
 ) -> Plan:
     footprint, devices = team.footprint, [member.device for member in team.members]
     (host, _), *_ = found.shares
-    store: OffloadTarget = "disk" if budget.ram else "cpu"
+    store = default_store(spare_ram=bool(budget.ram))
     components = {c.name: idle_plan(c, store) for c in footprint.components}
     for post, share in found.shares:
         elsewhere = {} if post is host else {"device": devices[post.member].name}
@@ -89,7 +91,7 @@ def _plan(
         footprint, device.name, separate=True, choices=choices, request=footprint.request,
         pinnable=machine.pinnable or 0, accelerator=device, placed=reasons,
     )  # fmt: skip
-    return add_joint_forecast(footprint, plan, {each.name: each for each in devices}, machine.disk_rate)
+    return add_joint_forecast(footprint, plan, {each.name: each for each in devices}, team.store_rates)
 
 
 def _reasons(team: MultiDeviceSearch, found: JointSolution, ram: int | None) -> Iterator[Reason]:

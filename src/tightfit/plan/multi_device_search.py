@@ -18,6 +18,7 @@ from tightfit.plan.placement_search import Solution
 from tightfit.plan.search_cache import SearchCache
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
+from tightfit.schema.stores import StoreRates
 
 __all__ = ["Assignment", "DeviceBudget", "JointSolution", "MultiDeviceSearch"]
 
@@ -54,19 +55,20 @@ class JointSolution(NamedTuple):
 class MultiDeviceSearch:
     """Joint options of `members` for the call that `footprint` describes, with components stored as `storages` says.
 
-    `host` is the index of the member on which denoisers compute, if that is fixed. `disk_rate` is in bytes per second.
+    `host` is the index of the member on which denoisers compute, if that is fixed. `store_rates`: see
+    `StoreRates`.
     """
 
     def __init__(
         self,
         footprint: Footprint,
         members: Sequence[DeviceBudget],
-        disk_rate: float | None,
+        store_rates: StoreRates,
         storages: Stored,
         host: int | None = None,
     ) -> None:
         self.footprint, self.members = footprint, members
-        self._disk_rate, self._storages, self._host = disk_rate, storages, host
+        self.store_rates, self._storages, self._host = store_rates, storages, host
         self._kinds = [member.device.model_dump_json(exclude=_OWN) for member in members]
         self._known: dict[str, dict[int, SearchCache]] = {}
         self._searches: dict[tuple[str, frozenset[str], bool], DeviceSearch] = {}
@@ -80,7 +82,7 @@ class MultiDeviceSearch:
         if key not in self._searches:
             share, device = share_of(self.footprint, post.names, hosts=post.hosts), self.members[post.member].device
             known = self._known.setdefault(kind, {})
-            self._searches[key] = DeviceSearch(share, device, self._disk_rate, self._storages, known)
+            self._searches[key] = DeviceSearch(share, device, self.store_rates, self._storages, known)
         return self._searches[key]
 
     def best(self, ram: int | None, alone: int | None = None) -> JointSolution | None:

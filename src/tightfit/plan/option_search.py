@@ -64,7 +64,7 @@ class LazyOption:
     @cached_property
     def option(self) -> Option:
         part = self.part
-        ram = part.component.bytes if part.plan.offload_to == "cpu" and not part.is_resident else 0
+        ram = part.component.bytes if part.plan.store.in_ram and not part.is_resident else 0
         return Option(part.streamed_bytes, self._time(part), ram, part.always, part.plan)
 
 

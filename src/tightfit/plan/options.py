@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
 
 from tightfit.plan.candidates import Candidate, candidates
 from tightfit.plan.component_cost import ComponentCost, always, round_up
@@ -19,12 +18,14 @@ from tightfit.plan.lower_bounds import LowerBounds, Runs
 from tightfit.plan.option_search import LazyOption, Option, OptionSet
 from tightfit.schema.footprint import Component, ComponentCall, Footprint, Variant
 from tightfit.schema.machine import Accelerator
-from tightfit.schema.plan import ComponentPlan, Granularity, OffloadTarget, Plan, Reason, Storage, VaePlan
+from tightfit.schema.plan import ComponentPlan, Granularity, Plan, Reason, Storage, VaePlan
+from tightfit.schema.stores import NO_RATES, StoreRates
 from tightfit.units import format_bytes, format_seconds
 
-__all__ = ["ComponentWorkload", "Where", "variant_of", "why_there"]
+__all__ = ["RESIDENT", "ComponentWorkload", "WeightLocation", "variant_of", "why_there"]
 
-Where = Literal["resident", "cpu", "disk"]  # where weights are offloaded to, unless they are always resident
+RESIDENT = "resident"
+WeightLocation = str  # RESIDENT, or the store to which weights are offloaded
 
 ENOUGH = 0.9  # fraction of the bytes left: an option that loads less would gain nothing from more
 SIZES = 24  # sizes tried from the least that a component can stream with to all of it, by equal factors, …
@@ -41,9 +42,7 @@ class ComponentWorkload:
     ) -> None:
         """`usual` is its workload in the usual variant, whose weight group sizes it shares."""
         self.component, self.device, self._footprint = component, device, footprint
-        self._known: dict[tuple[OffloadTarget, Storage], dict[Granularity, WeightGroupSizes]] = (
-            usual._known if usual else {}
-        )
+        self._known: dict[tuple[str, Storage], dict[Granularity, WeightGroupSizes]] = usual._known if usual else {}
         self._works: dict[VaePlan, list[Runs]] = {}
 
     def seconds(self, vae: VaePlan = WHOLE) -> float:
@@ -54,11 +53,13 @@ class ComponentWorkload:
             for done, count, way in runs
         )
 
-    def always(self, where: Where) -> int:
-        """Return its bytes on the device during the whole call, with its weights at `where`."""
-        return always(self.component, self.device, remains=where == "resident")
+    def always(self, *, remains: bool) -> int:
+        """Return its bytes on the device during the whole call: of all weights if it `remains` there."""
+        return always(self.component, self.device, remains=remains)
 
-    def least(self, where: Where, storage: Storage = "as-loaded", variant: Variant | None = None) -> int | None:
+    def least(
+        self, where: WeightLocation, storage: Storage = "as-loaded", variant: Variant | None = None
+    ) -> int | None:
         """Return the fewest bytes that any of its options loads; None if it has no option."""
         least: int | None = None
         for sketch in sorted(self._sketches(where, storage, variant), key=lambda sketch: sketch.comes):
@@ -71,34 +72,34 @@ class ComponentWorkload:
 
     def menu(
         self,
-        where: Where,
-        disk_rate: float | None = None,
+        where: WeightLocation,
+        store_rates: StoreRates = NO_RATES,
         storage: Storage = "as-loaded",
         variant: Variant | None = None,
         vae: VaePlan = WHOLE,
     ) -> OptionSet:
         """Return its options with weights at `where`, if it runs as `variant` (None: as usual) and `vae` say.
 
-        `disk_rate` is in bytes per second.
+        `store_rates`: see `StoreRates`.
         """
         work = self._work(vae)
         every, changes = self._sketches(where, storage, variant), variant.fields if variant else {}
         asked = [sketch.plan(self._by_leaf) for sketch in every if _goes_with(variant, sketch.draft)]
-        part = self._part(every[0].draft, disk_rate)
+        part = self._part(every[0].draft, store_rates)
         least = None if part.is_resident else LowerBounds(part, self._groups(part.plan), work, self._cost_model)
 
         def offer(plan: ComponentPlan) -> LazyOption:
             seconds, comes = least.of(plan) if least else (self.seconds(vae), 0)
-            settle = lambda: self._part(plan.model_copy(update=changes), disk_rate)  # noqa: E731
+            settle = lambda: self._part(plan.model_copy(update=changes), store_rates)  # noqa: E731
             return LazyOption(
                 seconds, comes, settle, least.of_part if least else lambda _: 0.0, lambda part: _time(part, work)
             )
 
         return OptionSet(map(offer, asked))
 
-    def _sketches(self, where: Where, storage: Storage, variant: Variant | None) -> list[Candidate]:
+    def _sketches(self, where: WeightLocation, storage: Storage, variant: Variant | None) -> list[Candidate]:
         """Return all candidates; the first has all weights on the device."""
-        if where == "resident":
+        if where == RESIDENT:
             return [Candidate(ComponentPlan(placement="resident", storage=storage), 0)]
         whole = ComponentPlan(placement="offload", offload_to=where, storage=storage)
         small = 0 if self.device.is_cpu else round_up(small_tensor_bytes(self.component))
@@ -116,8 +117,8 @@ class ComponentWorkload:
             }
         return self._known[key]
 
-    def _part(self, plan: ComponentPlan, disk_rate: float | None = None) -> ComponentCost:
-        return ComponentCost(self.component, plan, self.device, self._cost_model, disk_rate, self._by_leaf)
+    def _part(self, plan: ComponentPlan, store_rates: StoreRates = NO_RATES) -> ComponentCost:
+        return ComponentCost(self.component, plan, self.device, self._cost_model, store_rates, self._by_leaf)
 
     def _work(self, vae: VaePlan) -> list[Runs]:
         if vae not in self._works:
@@ -158,7 +159,7 @@ def why_there(task: ComponentWorkload, option: Option, left: int, phase: str, va
     if plan.placement == "resident":
         return Reason(decision=f"{name} is resident", because=f"its {whole} fit in every phase")
     free = f"{format_bytes(max(left, 0))} free in {phase}"
-    whence = " from the disk" if plan.offload_to == "disk" else ""
+    whence = "" if plan.store.in_ram else f" from the {plan.store.title}"
     if plan.placement == "offload":
         return Reason(decision=f"{name} is loaded{whence} for its phase", because=f"its {whole} fit into the {free}")
     late = option.seconds - task.seconds(vae)

@@ -16,11 +16,12 @@ from tightfit.plan.component_order import ALTERNATIONS, visits
 from tightfit.plan.eight_bits import allocator_bytes_by_phase
 from tightfit.plan.forecast import most_weights, needed_bytes
 from tightfit.plan.option_search import BestOptionSearch, Option, OptionSet
-from tightfit.plan.options import WHOLE, ComponentWorkload, Where, why_there
+from tightfit.plan.options import RESIDENT, WHOLE, ComponentWorkload, WeightLocation, why_there
 from tightfit.plan.search_cache import SearchCache, Visitor
 from tightfit.schema.footprint import Footprint, StripProfile, Variant
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Reason, Storage, VaePlan
+from tightfit.schema.stores import STORES, StoreRates
 
 __all__ = ["SearchNode", "Solution", "VariantSearch"]
 
@@ -37,7 +38,7 @@ class _CoResidentGroup(NamedTuple):
 class _WeightLocations(NamedTuple):
     """Where each component's weights are, and the fewest bytes that this takes."""
 
-    wheres: Mapping[str, Where]
+    wheres: Mapping[str, WeightLocation]
     weights: tuple[int, ...]  # bytes on the device, while each co-resident group runs
     ram: int  # bytes of host memory for offloaded weights
 
@@ -58,7 +59,7 @@ class SearchNode(NamedTuple):
 
     searches: tuple[BestOptionSearch, ...]  # one for each component
     vae: VaePlan
-    wheres: Mapping[str, Where]
+    wheres: Mapping[str, WeightLocation]
     ram: int  # bytes of host memory for offloaded weights and feature maps
     branch: VariantSearch
 
@@ -82,7 +83,7 @@ class VariantSearch:
 
     footprint: Footprint
     device: Accelerator
-    disk_rate: float | None
+    store_rates: StoreRates
     storages: Mapping[str, Storage]
     variant: Variant | None = None
     usual: VariantSearch | None = None
@@ -184,18 +185,18 @@ class VariantSearch:
                 yield placed, needed_bytes(whole, 0, self.device)
 
     def _placements(self, *, limited: bool) -> list[_WeightLocations]:
-        """Return all possible weight locations, with the disk only if RAM is `limited` or the device's own memory."""
+        """Return all possible weight locations; stores that take no RAM are only tried where that is `limited`."""
         if limited not in self._placed:
-            wheres: tuple[Where, ...] = ("resident", "cpu", "disk") if limited else ("resident", "cpu")
-            if self.device.is_cpu:  # host memory is device memory
-                wheres = ("resident", "disk")
+            on_cpu = self.device.is_cpu  # whose memory is RAM
+            stores = (n for n, kind in STORES.items() if (not on_cpu if kind.in_ram else limited or on_cpu))
+            wheres = [RESIDENT, *stores]
             names = [name for crew in self._groups for name in crew.names]
             chosen = itertools.product(wheres, repeat=len(names))
             found = (self._placement(dict(zip(names, each, strict=True))) for each in chosen)
             self._placed[limited] = [placement for placement in found if placement is not None]
         return self._placed[limited]
 
-    def _placement(self, wheres: Mapping[str, Where]) -> _WeightLocations | None:
+    def _placement(self, wheres: Mapping[str, WeightLocation]) -> _WeightLocations | None:
         """Return the least bytes of these locations; None if some component has no option for its own."""
         always, weights = self._always(wheres), []
         for crew in self._groups:
@@ -203,10 +204,10 @@ class VariantSearch:
             if None in leasts:
                 return None
             weights.append(always + sum(least or 0 for least in leasts))
-        masters = (self.task(name).component.bytes for name, where in wheres.items() if where == "cpu")
+        masters = (self.task(name).component.bytes for name, where in wheres.items() if _in_ram(where))
         return _WeightLocations(wheres, tuple(weights), sum(masters))
 
-    def _least(self, name: str, where: Where) -> int | None:
+    def _least(self, name: str, where: WeightLocation) -> int | None:
         """Return the fewest bytes loaded for a component; None if it has no option at `where`."""
         if self.usual is not None and name not in self.footprint.denoisers:
             return self.usual._least(name, where)
@@ -220,12 +221,12 @@ class VariantSearch:
         """Return the best solution of a node; None if nothing fits."""
         return self._combined(chance.wheres, chance.vae, size)
 
-    def _always(self, wheres: Mapping[str, Where]) -> int:
+    def _always(self, wheres: Mapping[str, WeightLocation]) -> int:
         """Return the bytes of weights that are on the device in all phases."""
-        return self._idle + sum(self.task(name).always(where) for name, where in wheres.items())
+        return self._idle + sum(self.task(name).always(remains=where == RESIDENT) for name, where in wheres.items())
 
     def _left(
-        self, wheres: Mapping[str, Where], vae: VaePlan, size: int
+        self, wheres: Mapping[str, WeightLocation], vae: VaePlan, size: int
     ) -> Iterator[tuple[_CoResidentGroup, int, int]]:
         """Yield for each co-resident group its activation bytes, and the bytes of `size` left for weights it loads."""
         always, rooms = self._always(wheres), self._rooms[vae]
@@ -233,13 +234,13 @@ class VariantSearch:
             room = max(rooms[number] for number in crew.phases)
             yield crew, room, most_weights(size, room, self.device) - always
 
-    def _races(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Iterator[BestOptionSearch]:
+    def _races(self, wheres: Mapping[str, WeightLocation], vae: VaePlan, size: int) -> Iterator[BestOptionSearch]:
         """Yield the search for the best option of each component alone."""
         for crew, _, left in self._left(wheres, vae, size):
             for name in crew.names:
                 yield self._options(name, wheres[name], vae).search(left)
 
-    def _combined(self, wheres: Mapping[str, Where], vae: VaePlan, size: int) -> Solution | None:
+    def _combined(self, wheres: Mapping[str, WeightLocation], vae: VaePlan, size: int) -> Solution | None:
         """Return the best solution within `size` bytes for given weight locations and autoencoders run as in `vae`."""
         always, peak = self._always(wheres), 0
         options: dict[str, Option] = {}
@@ -266,7 +267,7 @@ class VariantSearch:
         """Bytes on the device of components that never run."""
         used = {name for crew in self._groups for name in crew.names}
         idle = [component for component in self.footprint.components if component.name not in used]
-        return sum(self.task(each.name).always("disk" if each.has_forward else "resident") for each in idle)
+        return sum(self.task(each.name).always(remains=not each.has_forward) for each in idle)
 
     @cached_property
     def _groups(self) -> list[_CoResidentGroup]:
@@ -286,16 +287,20 @@ class VariantSearch:
         workers = [{done.component for done in phase.calls} for phase in self.footprint.phases]
         return tuple(number for number, there in enumerate(workers) if there.intersection(names) or not there)
 
-    def _options(self, name: str, where: Where, vae: VaePlan) -> OptionSet:
-        """Return a component's options, computed on demand: what never reads from the disk needs no disk rate."""
+    def _options(self, name: str, where: WeightLocation, vae: VaePlan) -> OptionSet:
+        """Return a component's options, computed on demand."""
         if self.usual is not None and name not in self.footprint.denoisers:
             return self.usual._options(name, where, vae)
         how = vae if self.task(name).component.role == "autoencoder" else WHOLE
         key = self._visitors[name], where, how
         if key not in self.known.menus:
             storage: Storage = self.storages.get(name, "as-loaded")
-            self.known.menus[key] = self.task(name).menu(where, self.disk_rate, storage, self.variant, how)
+            self.known.menus[key] = self.task(name).menu(where, self.store_rates, storage, self.variant, how)
         return self.known.menus[key]
+
+
+def _in_ram(where: WeightLocation) -> bool:
+    return where != RESIDENT and STORES[where].in_ram
 
 
 def _fastest(menus: Sequence[OptionSet], most: int) -> tuple[Option, ...] | None:

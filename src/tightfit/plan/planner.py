@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.calibration import calibrate
 from tightfit.plan.component_order import schedule_of
-from tightfit.plan.default_rates import default_disk_rate, with_default_rates
+from tightfit.plan.default_rates import with_default_rates
 from tightfit.plan.device_search import DeviceSearch, Stored, storages_of
 from tightfit.plan.forecast import add_forecast, room_within, taken_by_others
 from tightfit.plan.missing import missing_parts
@@ -19,8 +19,9 @@ from tightfit.plan.presets import idle_plan, plan_for
 from tightfit.plan.search_cache import SearchCaches
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Budget, Machine
-from tightfit.schema.plan import OffloadTarget, Plan, Reason, check_techniques
+from tightfit.schema.plan import Plan, Reason, check_techniques
 from tightfit.schema.results import CallMeasurement
+from tightfit.schema.stores import default_store, default_store_rates
 from tightfit.units import format_bytes, format_enough
 
 __all__ = ["SPARE", "find_missing", "make_plan"]
@@ -77,13 +78,13 @@ def make_plan(
     if budget is not None and budget.devices:
         return plan_jointly(footprint, machine, budget, allowed, device)
     known = _accelerator(machine, device)
-    accelerator, disk_rate = with_default_rates(known), default_disk_rate(machine, known)
+    accelerator, store_rates = with_default_rates(known), default_store_rates(machine, known)
     room = _room(accelerator, machine, budget)
 
     def searched(storages: Stored) -> DeviceSearch:
         told = calibrate(footprint, measurements, storages).footprint
         worked_out = cache.known(told) if cache is not None and not storages else None
-        return DeviceSearch(told, accelerator, disk_rate, storages, worked_out)
+        return DeviceSearch(told, accelerator, store_rates, storages, worked_out)
 
     for storages in storages_of(footprint, allowed):
         search = searched(storages)
@@ -113,11 +114,11 @@ def find_missing(
     if not footprint.not_measured or (budget is not None and budget.devices):
         return footprint.not_measured
     known = _accelerator(machine, device)
-    accelerator, disk_rate = with_default_rates(known), default_disk_rate(machine, known)
+    accelerator, store_rates = with_default_rates(known), default_store_rates(machine, known)
     room, cache = _room(accelerator, machine, budget), cache or SearchCaches()
 
     def search(told: Footprint) -> DeviceSearch:
-        return DeviceSearch(told, accelerator, disk_rate, {}, cache.known(told))
+        return DeviceSearch(told, accelerator, store_rates, {}, cache.known(told))
 
     return missing_parts(calibrate(footprint, measurements, {}).footprint, search, room.size, room.ram)
 
@@ -223,7 +224,7 @@ def _plan(
     its heap may hold unused.
     """
     footprint, device = found.branch.footprint, search.device
-    store: OffloadTarget = "disk" if device.is_cpu or (budget is not None and budget.ram) else "cpu"
+    store = default_store(spare_ram=device.is_cpu or bool(budget and budget.ram))
     components = {c.name: idle_plan(c, store) for c in footprint.components}
     components |= {name: option.plan for name, option in found.options}
     choices = {
@@ -237,4 +238,4 @@ def _plan(
         footprint, device.name, separate=not device.is_cpu, choices=choices, request=footprint.request,
         pinnable=machine.pinnable or 0, accelerator=device, placed=placed,
     )  # fmt: skip
-    return add_forecast(footprint, plan, device, search.disk_rate)
+    return add_forecast(footprint, plan, device, search.store_rates)

@@ -17,7 +17,7 @@ from tightfit.plan.kernel_choice import LayoutChoice, choose_layout
 from tightfit.plan.layer_selection import resolve_streaming
 from tightfit.schema.footprint import Component, Footprint, Request
 from tightfit.schema.machine import Accelerator
-from tightfit.schema.plan import ComponentPlan, OffloadTarget, Placement, Plan, Reason
+from tightfit.schema.plan import ComponentPlan, Placement, Plan, Reason
 
 __all__ = ["LEVEL_TILE", "idle_plan", "plan_for"]
 
@@ -74,7 +74,7 @@ def _placement(component: Component, level: int) -> Placement:
     return "offload" if level == 2 and component.role == "encoder" else "resident"
 
 
-def idle_plan(component: Component, store: OffloadTarget) -> ComponentPlan:
+def idle_plan(component: Component, store: str) -> ComponentPlan:
     """Return the plan of a component that never runs: loaded if called after all, or resident if it has no forward."""
     return ComponentPlan(placement="offload", offload_to=store) if component.has_forward else ComponentPlan()
 
@@ -123,7 +123,7 @@ def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
     pinnable -= sum(sizes[name] for name, chosen in components.items() if chosen.pinned)
     for name in sorted(components, key=lambda name: components[name].placement != "stream"):
         chosen = components[name]
-        if chosen.placement == "resident" or chosen.offload_to != "cpu" or chosen.pinned is not None:
+        if chosen.placement == "resident" or not chosen.store.in_ram or chosen.pinned is not None:
             continue
         pinned = sizes[name] <= pinnable
         pinnable -= sizes[name] * pinned
@@ -132,10 +132,10 @@ def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
 
 
 def _without_offload(plan: Plan) -> Plan:
-    """Return `plan` for a device whose memory is host memory: nothing is offloaded, except to the disk."""
+    """Return `plan` for a device whose memory is host memory: nothing is offloaded to that."""
     left = dict.fromkeys(("weight_memory", "granularity", "ring_buffer", "resident_layers", "pinned")) | {
         "placement": "resident"
     }
-    stay = {n: c if c.offload_to == "disk" else c.model_copy(update=left) for n, c in plan.components.items()}
+    stay = {n: c.model_copy(update=left) if c.store.in_ram else c for n, c in plan.components.items()}
     vae = plan.vae.model_copy(update={"feature_maps": "device"}) if plan.vae.feature_maps == "host" else plan.vae
     return plan.model_copy(update={"components": stay, "offload_activations": False, "vae": vae})

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Collection
 
 from tightfit.plan.option_search import OptionSet
-from tightfit.plan.options import ComponentWorkload, Where
+from tightfit.plan.options import ComponentWorkload, WeightLocation
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.plan import VaePlan
 
@@ -20,8 +20,8 @@ class SearchCache:
 
     def __init__(self) -> None:
         self.tasks: dict[Visitor, ComponentWorkload] = {}
-        self.menus: dict[tuple[Visitor, Where, VaePlan], OptionSet] = {}
-        self.leasts: dict[tuple[Visitor, Where], int | None] = {}
+        self.menus: dict[tuple[Visitor, WeightLocation, VaePlan], OptionSet] = {}
+        self.leasts: dict[tuple[Visitor, WeightLocation], int | None] = {}
 
     def without(self, names: Collection[str]) -> SearchCache:
         """Return a copy without the results of the components `names`."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, replacing
 from tightfit.plan.calibration import calibrate, measurement_of, stored_in
-from tightfit.plan.default_rates import default_disk_rate, with_default_rates
+from tightfit.plan.default_rates import with_default_rates
 from tightfit.plan.planner import find_missing, make_plan
 from tightfit.plan.search_cache import SearchCaches
 from tightfit.run.answer_cache import key_of
@@ -20,6 +20,7 @@ from tightfit.schema.footprint import Footprint, Request
 from tightfit.schema.machine import Accelerator, Machine
 from tightfit.schema.plan import Plan
 from tightfit.schema.results import CallMeasurement, Trace
+from tightfit.schema.stores import default_store_rates
 
 if TYPE_CHECKING:
     from tightfit.run.footprints import Measurer
@@ -103,8 +104,10 @@ class PlanningInputs(NamedTuple):
     def learn(self, plan: Plan, trace: Trace, *, spread: bool) -> None:
         """Store the measurement in `trace` of a call under `plan`; `spread`: see `measurement_of`."""
         (known,) = self.machine.accelerators
-        disk_rate = default_disk_rate(self.machine, known)
-        self.past.add(measurement_of(self.footprint, plan, with_default_rates(known), trace, disk_rate, spread=spread))
+        store_rates = default_store_rates(self.machine, known)
+        self.past.add(
+            measurement_of(self.footprint, plan, with_default_rates(known), trace, store_rates, spread=spread)
+        )
 
 
 def measured(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tightfit.catalog.cuda import CONTEXT
-from tightfit.plan.default_rates import computer_with, default_disk_rate, with_default_rates
+from tightfit.plan.default_rates import computer_with, with_default_rates
 from tightfit.plan.forecast import simulate_jointly
 from tightfit.plan.options import variant_of
 from tightfit.plan.presets import plan_for
@@ -18,6 +18,7 @@ from tightfit.schema.footprint import Component, Footprint
 from tightfit.schema.machine import Accelerator, Machine
 from tightfit.schema.plan import Plan
 from tightfit.schema.results import PhaseTrace, Prediction, Trace
+from tightfit.schema.stores import default_store_rates
 
 __all__ = ["KNOWN_NOTE", "capacity_of", "counted", "main_dtype", "reads_disk"]
 
@@ -31,7 +32,7 @@ KNOWN_NOTE = (
 def reads_disk(choices: dict[str, Any]) -> bool:
     """Whether any component is loaded from disk under `choices` of Plan fields."""
     parts = Plan.from_mapping(choices).components.values()
-    return any(part.offload_to == "disk" and part.placement != "resident" for part in parts)
+    return any(part.moves(separate=False) for part in parts)
 
 
 def counted(
@@ -57,7 +58,7 @@ def counted(
     )
     said = {phase.name: phase.seconds for phase in plan.forecast}
     phases, now = list[PhaseTrace](), 0.0
-    played = simulate_jointly(footprint, plan, devices, default_disk_rate(host, accelerator))
+    played = simulate_jointly(footprint, plan, devices, default_store_rates(host, accelerator))
     for phase, told in zip(footprint.with_variant(variant_of(footprint, plan)).phases, played, strict=True):
         own, there = told[plan.device], {name: each.weights + each.allocator_bytes for name, each in told.items()}
         seconds = said.get(phase.name, sum(each.seconds for each in told.values()))

@@ -18,7 +18,8 @@ from tightfit.plan.presets import idle_plan
 from tightfit.run.plan_target import PlanTarget
 from tightfit.schema.footprint import Component, Request
 from tightfit.schema.machine import Budget
-from tightfit.schema.plan import ComponentPlan, OffloadTarget, Plan, Reason
+from tightfit.schema.plan import ComponentPlan, Plan, Reason
+from tightfit.schema.stores import default_store
 from tightfit.units import format_bytes
 
 __all__ = ["LEVEL", "plan_unmeasured", "plan_until_called", "with_reason"]
@@ -39,7 +40,7 @@ def plan_unmeasured(pipe: Any, plan_target: PlanTarget) -> Plan:
     room = _room(device, budget)
     choices: dict[str, Any] = {"level": LEVEL, "vae": {"tile": None, "strips": max(room // STRIPS, 1)}}
     choices["vae"] |= {"feature_maps": "host"} if device.separate else {}
-    store: OffloadTarget = "disk" if budget is not None and not device.separate else "cpu"  # disk if both are RAM
+    store = default_store(spare_ram=budget is not None and not device.separate)
     components = inspect_pipeline(pipe).components
     choices["components"] = {each.name: _placed(each, room // STAYING, store) for each in components}
     if (resident := sum(each.bytes for each in components if not each.has_forward)) >= room:
@@ -48,7 +49,7 @@ def plan_unmeasured(pipe: Any, plan_target: PlanTarget) -> Plan:
     return decide(pipe, choices, None, device).model_copy(update={"budget": budget})
 
 
-def _placed(component: Component, room: int, store: OffloadTarget) -> dict[str, Any]:
+def _placed(component: Component, room: int, store: str) -> dict[str, Any]:
     chosen = idle_plan(component, store)
     if component.has_forward and component.layers:
         chosen = ComponentPlan(placement="stream", offload_to=store)

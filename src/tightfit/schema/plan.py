@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from tightfit.errors import PlanError, unknown_name
-from tightfit.schema.attention import BACKENDS, check_attention
+from tightfit.schema.attention import ATTENTION_NAMES, BACKENDS
 from tightfit.schema.base import Count, Positive, Real, Record, Size
 from tightfit.schema.footprint import FeatureMaps, Phase, Request, StripProfile
 from tightfit.schema.machine import Budget
+from tightfit.schema.stores import STORES, StoreKind
 from tightfit.units import format_bytes
 
 __all__ = [
@@ -33,12 +34,15 @@ __all__ = [
 ]
 
 Placement = Literal["resident", "offload", "stream"]
-OffloadTarget = Literal["cpu", "disk"]
 Granularity = Literal["block", "layer"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
-Attention = Annotated[str, AfterValidator(check_attention)]
 Cfg = Literal["batched", "sequential"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
+if TYPE_CHECKING:
+    OffloadTarget: TypeAlias = str
+    Attention: TypeAlias = str
+else:
+    OffloadTarget, Attention = Literal[tuple(STORES)], Literal[ATTENTION_NAMES]
 
 
 Layout = Annotated[bool | None, BeforeValidator(lambda said: None if said == "auto" else said)]
@@ -169,6 +173,15 @@ class ComponentPlan(Record):
         return self
 
     @property
+    def store(self) -> StoreKind:
+        """What is known of the store of its weights."""
+        return STORES[self.offload_to]
+
+    def moves(self, *, separate: bool) -> bool:
+        """Whether weights are loaded and evicted; `separate`: onto a device with memory of its own."""
+        return self.placement != "resident" and (separate or not self.store.in_ram)
+
+    @property
     def technique(self) -> str | None:
         """The lossy technique by which its weights are stored."""
         return None if self.storage == "as-loaded" else "int8" if self.storage == "int8" else "fp8"
@@ -183,7 +196,7 @@ class ComponentPlan(Record):
     def described(self) -> str:
         """All that differs from the defaults, on one line."""
         parts = [f"on {self.device}"] if self.device else []
-        parts += [self.placement] + (["from disk"] if self.offload_to == "disk" else [])
+        parts += [self.placement] + ([] if self.store.in_ram else [f"from {self.store.title}"])
         if self.ring_buffer is not None and self.resident_layers is not None:
             resident, ring = len(self.resident_layers), format_bytes(self.ring_buffer)
             parts += [f"by {self.granularity}", f"{resident} resident", f"ring buffer of {ring}"]

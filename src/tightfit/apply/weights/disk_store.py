@@ -12,39 +12,23 @@ import os
 import tempfile
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tightfit.apply.weights.pinned_staging import ByteRange, Stager, send_pieces
-from tightfit.apply.weights.weight_store import ALIGNMENT, TensorLayout, WeightStore
+from tightfit.apply.weights.weight_store import ALIGNMENT, FileTensor, TensorLayout, WeightStore
 from tightfit.devices.copy_stream import CopyHandle, CopyStream
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
 from tightfit.devices.memory import CACHE_LINE, OWN_MEMORY, arena, copy_with_alignment
 from tightfit.errors import RunError
 from tightfit.files import write_at
 
-__all__ = ["DiskStore", "FileTensor", "SpillFile", "read_like", "read_stored"]
+__all__ = ["DiskStore", "SpillFile", "read_like", "read_stored"]
 
 
 UNSETTLED = 64 * 2**20  # bytes written to a file that may be only in the page cache
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A dense tensor in a file, from byte `offset` on, with the `strides` in which it is used."""
-
-    path: Path
-    offset: int
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]  # in elements
-
-    @property
-    def size(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
 
 
 class DiskStore(WeightStore):

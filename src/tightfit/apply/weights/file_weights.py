@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from tightfit.apply.weights.disk_store import DiskStore, FileTensor, SpillFile, read_like, read_stored
+from tightfit.apply.weights.disk_store import DiskStore, SpillFile, read_like, read_stored
 from tightfit.apply.weights.pinned_staging import Stager
 from tightfit.apply.weights.quantized_tensor import StoredWeight
-from tightfit.apply.weights.weight_store import HostStore, WeightStore, plain_parts
+from tightfit.apply.weights.weight_store import FileTensor, HostStore, WeightStore, plain_parts
 from tightfit.devices.device import Device
 from tightfit.devices.disk import DiskReader
 from tightfit.schema.plan import ComponentPlan
@@ -115,6 +115,9 @@ class FileBackedWeights:
         self._spills.clear()
 
 
+MakeStore = Callable[[list[torch.Tensor]], WeightStore]  # of plain tensors
+
+
 class StoreFactory:
     """Makes stores of weights for `device`; `file_weights` has those that are only in files."""
 
@@ -145,21 +148,25 @@ class StoreFactory:
 
     def stores(self, plan: ComponentPlan, undo: ExitStack) -> Callable[[list[nn.Parameter]], WeightStore]:
         """Return a function that makes a store for source parameters of a component that follows `plan`."""
-        if plan.offload_to == "cpu":
-            stager = self._staging(undo) if self._device.plain_copies_block else None
-            return lambda masters: HostStore(_plain(masters), self._device, stager)
+        make = _MAKERS[plan.offload_to](self, undo)
+        return lambda masters: make([part for master in masters for part in plain_parts(master)])
+
+    def host_stores(self, undo: ExitStack) -> MakeStore:
+        """Return what makes a buffer in host memory."""
+        stager = self._staging(undo) if self._device.plain_copies_block else None
+        return lambda tensors: HostStore(tensors, self._device, stager)
+
+    def disk_stores(self, undo: ExitStack) -> MakeStore:
+        """Return what makes a store that reads files."""
         stager = self._staging(undo) if self._device.separate and self._device.takes_threads else None
         if self._reader is None:
             self._reader = DiskReader()
             undo.callback(self._reader.close)
         reader = self._reader
         aligned = self._device.separate and self._device.torch_device.type != "cpu"
-
-        def store(masters: list[nn.Parameter]) -> WeightStore:
-            stored = [self._on_disk(part, reader) for part in _plain(masters)]
-            return DiskStore(stored, reader, stager, aligned=aligned)
-
-        return store
+        return lambda tensors: DiskStore(
+            [self._on_disk(tensor, reader) for tensor in tensors], reader, stager, aligned=aligned
+        )
 
     def _on_disk(self, tensor: torch.Tensor, reader: DiskReader) -> FileTensor:
         """Return where `tensor` is in a file with its layout and dtype; write it where no file has it like that."""
@@ -185,5 +192,8 @@ class StoreFactory:
         return self._stager
 
 
-def _plain(masters: list[nn.Parameter]) -> list[torch.Tensor]:
-    return [part for master in masters for part in plain_parts(master)]
+# by names in `tightfit.schema.stores.STORES`; called with the factory and where to register what has to be closed
+_MAKERS: Mapping[str, Callable[[StoreFactory, ExitStack], MakeStore]] = {
+    "cpu": StoreFactory.host_stores,
+    "disk": StoreFactory.disk_stores,
+}

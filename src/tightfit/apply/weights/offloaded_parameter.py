@@ -213,7 +213,8 @@ class LazyWeights:
         With `file_weights`, groups that were not changed stay in files, and modules get "meta" parameters of it.
         """
         for group in self._valueless():
-            if file_weights is not None and not any(away.lazy_weight.written is not None for away in self._of[group]):
+            changed = any(away.lazy_weight.written is not None for away in self._of[group])
+            if file_weights is not None and group.store.stored and not changed:
                 group.show(self._of[group], group.shapes(file_weights))
                 continue
             group.fill()

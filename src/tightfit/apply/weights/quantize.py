@@ -49,8 +49,7 @@ def check_kinds(components: Mapping[str, nn.Module], plan: Plan, device_of: Call
     """
     for name, module in components.items():
         chosen, device = plan.components.get(name, ComponentPlan()), device_of(name)
-        host_is_store = not device.separate and chosen.offload_to != "disk"
-        resident = (chosen.placement == "resident" or host_is_store) and not device.swaps_parameters
+        resident = not chosen.moves(separate=device.separate) and not device.swaps_parameters
         for path, weight in module.named_parameters():
             kind = type(weight)
             if kind is nn.Parameter or is_traceable_wrapper_subclass(weight):
@@ -79,7 +78,7 @@ def left_in_files(network: nn.Module, chosen: ComponentPlan, *, separate: bool) 
     weights = {id(weight) for _, _, weight in storable_in(network, chosen)}
     if chosen.placement == "resident":
         return set() if separate else weights
-    if chosen.offload_to == "disk" and chosen.compute_dtype is None:  # else all other weights are cast
+    if not chosen.store.in_ram and chosen.compute_dtype is None:  # else all other weights are cast
         weights |= layer_weights(network)
     return {id(weight) for weight in network.parameters() if weight.is_meta}.intersection(weights)
 

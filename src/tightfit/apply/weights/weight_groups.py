@@ -9,9 +9,8 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from tightfit.apply.weights.disk_store import DiskStore
 from tightfit.apply.weights.file_weights import FileBackedWeights
-from tightfit.apply.weights.weight_store import HostStore, WeightStore, plain_parts, rebuilt
+from tightfit.apply.weights.weight_store import WeightStore, plain_parts, rebuilt
 from tightfit.devices.memory import copy_with_alignment
 from tightfit.measure.modules import compiled_around, find_layers
 from tightfit.plan.layer_selection import group_layers, paths_to
@@ -61,7 +60,7 @@ class WeightGroup:
 
     def keep_up(self) -> bool:
         """Make a new store if other code gave `masters` other data (e.g. `module.to(dtype)`); return whether it did."""
-        if not isinstance(self.store, HostStore):
+        if not self.store.writable:
             return False
         plain = [part for master in self.masters for part in plain_parts(master)]
         if self.store.holds(plain):
@@ -80,8 +79,7 @@ class WeightGroup:
             tensor.data = copy_with_alignment(plain.pop(0))
 
     def shapes(self, file_weights: FileBackedWeights) -> list[nn.Parameter]:
-        """Return "meta" parameters for `masters`, which are on the disk; tensor subclasses as they are, empty."""
-        assert isinstance(self.store, DiskStore)
+        """Return "meta" parameters for `masters`, which are in files; tensor subclasses as they are, empty."""
         stored = iter(self.store.stored)
         found = []
         for master, like in zip(self.masters, self.likes, strict=True):

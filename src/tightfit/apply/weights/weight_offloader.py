@@ -85,7 +85,7 @@ class WeightOffloader:
         if plan.storage == "as-loaded":
             return
         self._look_where(name, module)
-        passing = layer_weights(module) if plan.offload_to == "disk" and plan.placement != "resident" else set()
+        passing = layer_weights(module) if plan.moves(separate=False) else set()
 
         def aside(original: nn.Parameter, weight: StoredWeight) -> None:
             if id(original) in passing:
@@ -97,7 +97,7 @@ class WeightOffloader:
 
     def stream(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
         """Load and evict the weights of `module`, the component `name`, as it runs."""
-        if plan.placement == "resident" or not (self._device.separate or plan.offload_to == "disk"):
+        if not plan.moves(separate=self._device.separate):
             return
         component = inspect_component(name, module)
         if plan.placement == "stream":
@@ -115,9 +115,8 @@ class WeightOffloader:
         self._streamers[name] = streamer
         if self._device.separate:
             retry_blocks_on_oom(find_blocks(module), lambda block: self.free_memory(name, block), undo)
-        if plan.offload_to == "disk":
-            streamer.set_aside()
-            undo.callback(self._give_back, name)
+        streamer.set_aside()
+        undo.callback(self._give_back, name)
         if self._device.separate:
             self._loaders[name] = TensorLoader(module, self._device, self._recorder, without=streamer.owned)
         else:  # small tensors are in RAM anyway, layers no longer
@@ -129,7 +128,7 @@ class WeightOffloader:
         undo.callback(self._recorder.weights_changed, -size)
 
     def _give_back(self, name: str) -> None:
-        """Load the weights of `name` from the disk into memory, or leave them there where another plan follows."""
+        """Load weights of `name` that have no values into memory, or leave them in files where another plan follows."""
         goes_on = self._file_weights.keep_in_files and name not in self._elsewhere
         self._streamers[name].give_back(self._file_weights if goes_on else None)
 

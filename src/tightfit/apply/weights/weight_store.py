@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tightfit.measure.modules import weight_tensors
 __all__ = [
     "ALIGNMENT",
     "HOST",
+    "FileTensor",
     "Held",
     "HostStore",
     "TensorLayout",
@@ -59,6 +61,21 @@ class TensorLayout:
         return region[: region.nbytes // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
 
 
+@dataclass(frozen=True)
+class FileTensor:
+    """A dense tensor in a file, from byte `offset` on, with the `strides` in which it is used."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]  # in elements
+
+    @property
+    def size(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
 class WeightStore(ABC):
     """The source parameters of a group. `size` bytes are sent; `layouts` are of its plain tensors, in order."""
 
@@ -66,6 +83,7 @@ class WeightStore(ABC):
     alignment = ALIGNMENT  # of the memory that it sends to, in bytes
     writable: bool  # whether changes of a weight can be written to its source parameter
     layouts: tuple[TensorLayout, ...]
+    stored: tuple[FileTensor, ...] = ()  # where its plain tensors are in files, if they are
     lock_refused = False  # whether page-locking was asked for and refused
 
     def lock_pages(self) -> bool:
@@ -77,6 +95,14 @@ class WeightStore(ABC):
 
     def values(self) -> list[torch.Tensor]:
         """Return the plain tensors; called only where source parameters have no values."""
+        raise NotImplementedError
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it still has the data of `tensors`, its source parameters; other code may give them other data."""
+        return True
+
+    def anew(self, tensors: Sequence[torch.Tensor]) -> WeightStore:
+        """Return a store for the current data of `tensors`, which it does not hold; it replaces this one."""
         raise NotImplementedError
 
     @abstractmethod
@@ -128,7 +154,7 @@ class HostStore(WeightStore):
         part.copy_(self._buffer)
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether `tensors` are still views of the buffer: other code gave them no other data."""
+        """Whether `tensors` are still views of the buffer."""
         return all(
             (tensor.dtype, tensor.shape, tensor.stride()) == (layout.dtype, layout.shape, layout.strides)
             and (tensor.is_meta or tensor.data_ptr() == self._buffer.data_ptr() + layout.offset)
@@ -136,7 +162,7 @@ class HostStore(WeightStore):
         )
 
     def anew(self, tensors: Sequence[torch.Tensor]) -> HostStore:
-        """Return a store for the current data of `tensors`, page-locked if this one should be; it replaces this one."""
+        """Return a store for the current data of `tensors`, page-locked if this one should be."""
         locked = self._wants_lock
         self.unlock_pages()
         store = HostStore(tensors, self._device, self._stager)
