@@ -12,7 +12,7 @@ from diffusers import FluxTransformer2DModel
 from measuring import psnr, side_by_side, write
 from tightfit import fit
 from tightfit.checkpoint.loading import load_pipeline
-from tightfit.demo.grammar import caption, random_scene
+from tightfit.demo.scenes import caption, random_scene
 from tightfit.measure.modules import weight_bytes
 from tightfit.run.models import find_model
 

@@ -34,11 +34,11 @@ PARTS = (  # module, of which class, what, under which name
     ("tightfit.run.simulate", "SimulationRun", "play", "playing"),
     ("tightfit.measure.call_profiler", "CallProfiler", "phases", "rooms of phases"),
     ("tightfit.run.footprints", "", "measure_variants", "variants, else"),
-    ("tightfit.run.first_calls", "FirstCalls", "with_strips", "strips, else"),
-    ("tightfit.apply.activations.strips.strip_options", "", "program_of", "programs"),
-    ("tightfit.apply.activations.strips.strip_config", "", "kept_strip_plan", "strip plans"),
+    ("tightfit.run.strip_profiles", "AutoencoderStripProfiles", "with_strips", "strips, else"),
+    ("tightfit.run.strip_profiles", "", "program_of", "programs"),
+    ("tightfit.apply.activations.strips.executor", "", "kept_strip_plan", "strip plans"),
     ("tightfit.apply.activations.strips.strip_plan", "StripPlan", "room", "allocator bytes"),
-    ("tightfit.apply.activations.strips.strip_options", "", "profile_stages", "stages"),
+    ("tightfit.run.strip_profiles", "", "profile_stages", "stages"),
 )
 
 
@@ -89,7 +89,7 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
     from tightfit.apply.activations.strips import graph_cache as archive
     from tightfit.errors import BudgetTooSmall
     from tightfit.plan.default_rates import computer_with
-    from tightfit.plan.search_cache import SearchCaches
+    from tightfit.plan.options import SearchCaches
     from tightfit.run.calibration import CalibrationStore, PlanningInputs
     from tightfit.run.footprints import Measurer
     from tightfit.run.plan_options import Limits

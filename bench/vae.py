@@ -10,8 +10,7 @@ import torch
 from fp8 import demo_pipeline
 from measuring import counting, psnr, side_by_side, write
 from tightfit import fit
-from tightfit.demo.drawing import draw
-from tightfit.demo.grammar import parse
+from tightfit.demo.scenes import draw, parse
 
 TILE = 256
 ROUNDS = 3

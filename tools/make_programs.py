@@ -22,8 +22,8 @@ from pathlib import Path
 from tightfit.apply.activations.strips.graph_cache import SHIPPED, mark_of_makers
 from tightfit.catalog.known import model_names
 from tightfit.plan.default_rates import ANY_CARD
-from tightfit.run.first_calls import FirstCalls
 from tightfit.run.simulate import SimulationRun, unlimited_card
+from tightfit.run.strip_profiles import AutoencoderStripProfiles
 from tightfit.schema.footprint import Request
 
 FOLDER = Path(__file__).parent.parent / "src/tightfit" / SHIPPED
@@ -33,7 +33,7 @@ def take_apart(model: str) -> dict[str, str]:
     """Keeps the programs of a known model's usual call; the mark of each, by what it is of."""
     with unlimited_card(ANY_CARD) as card, ExitStack() as undo:
         stage = SimulationRun(model, card, {"level": 0}, Request())
-        calls = FirstCalls(stage.components, undo, expandable=True)
+        calls = AutoencoderStripProfiles(stage.components, undo, expandable=True)
         stage.run(None)
         found = calls.take_apart().items()
         return {".".join(kind): survey.mark for kind, survey in found if survey is not None}

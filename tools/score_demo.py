@@ -20,7 +20,7 @@ from demo_training.scores import GUIDANCE, STEPS, verdicts
 from demo_training.sheet import draw_sheet
 from tightfit.checkpoint.folder import check_folder
 from tightfit.checkpoint.loading import load_pipeline
-from tightfit.demo.grammar import random_scene
+from tightfit.demo.scenes import random_scene
 from tightfit.files import replacing
 
 ROOT = Path(__file__).parent.parent

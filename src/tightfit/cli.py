@@ -13,15 +13,17 @@ import typer
 from typer.core import TyperCommand
 
 from tightfit.errors import InputError
-from tightfit.run.help_texts import (
+from tightfit.run.plan_options import (
     CHART_EXAMPLES,
     EXAMPLES,
     EXPORT_EXAMPLES,
     MACHINE_EXAMPLES,
     PLAN_EXAMPLES,
     RUN_EXAMPLES,
+    call_request,
+    limits_of,
+    plan_fields,
 )
-from tightfit.run.plan_options import call_request, limits_of, plan_fields
 from tightfit.terminal import errors_as_lines, log_to_stderr, quiet_transformers, say, showing_steps
 
 if TYPE_CHECKING:
@@ -218,7 +220,7 @@ def export(
     with errors_as_lines(as_json):
         asked = call_request({}, height=height, width=width, frames=frames, guidance=guidance, batch=batch, steps=None)
         with say("exporting"), quiet_transformers():
-            from tightfit.run.export_job import export_model
+            from tightfit.run.job import export_model
 
             inputs = {} if negative is None else {"negative_prompt": negative}
             exported_file = export_model(model, out, asked, name=component, device=device, dtype=dtype, inputs=inputs)

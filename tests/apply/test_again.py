@@ -11,9 +11,9 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
 from tightfit.apply import output_replay as again
 from tightfit.apply.output_replay import OutputReplayCache, RngState
-from tightfit.devices.activation_pool import PAGE
 from tightfit.devices.copy_stream import LateCopyStream
 from tightfit.devices.device import CpuDevice, LoopbackDevice
+from tightfit.devices.pinned_pool import PAGE
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.errors import RunError
 from tightfit.schema.machine import Accelerator

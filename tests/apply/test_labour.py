@@ -13,13 +13,13 @@ import torch
 from apply.test_strips import prepared
 from simulator.conftest import ACCELERATOR
 from tightfit import fit
-from tightfit.apply.activations.strips.strip_options import StripOptionProfiler
-from tightfit.measure.kernel_counter import KernelCounter
 from tightfit.measure.modules import inspect_component
+from tightfit.measure.passes import KernelCounter
 from tightfit.plan.component_cost import ComponentCost
 from tightfit.plan.cost_model import CostModel, strip_seconds_without_weights
 from tightfit.plan.layer_selection import weight_group_sizes
-from tightfit.schema.footprint import STRIPS, BlockUse, ComponentCall, KernelGroup, StripProfile
+from tightfit.run.strip_profiles import StripOptionProfiler
+from tightfit.schema.footprint import STRIP_LIMITS, BlockUse, ComponentCall, KernelGroup, StripProfile
 from tightfit.schema.plan import ComponentPlan
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import Host, SimulatedCard
@@ -49,7 +49,7 @@ def ways_of(name: str) -> tuple[TinyAutoencoder, Any, torch.Tensor, list[StripPr
     rows = case.only_rows or max(ROWS // case.granule * case.granule, case.least_rows)
     latents = case.latents(rows, 1)
     survey = StripOptionProfiler(model, "decode", (latents,), case.decode_kwargs(1))
-    ways = [survey.profile(WHOLE // share, maps, 0, 0) for share, maps in STRIPS.values()]
+    ways = [survey.profile(WHOLE // share, maps, 0, 0) for share, maps in STRIP_LIMITS.values()]
     return case, model, latents, [way for way in ways if way is not None]
 
 

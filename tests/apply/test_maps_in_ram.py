@@ -14,12 +14,12 @@ from devices.late import LateCard
 from simulator.conftest import ACCELERATOR
 from tightfit.apply.activations.strips.feature_maps import HostMapBuffer
 from tightfit.apply.activations.strips.program import Node
+from tightfit.apply.activations.strips.program_inputs import LiveWeights
 from tightfit.apply.activations.strips.rows import Span
 from tightfit.apply.activations.strips.runner import Runner
 from tightfit.apply.activations.strips.strip_plan import PlannedStage, find_strip_plan, peak_of_stages
-from tightfit.apply.activations.strips.weights import LiveWeights
-from tightfit.devices.activation_pool import ActivationHostPool
 from tightfit.devices.device import Device, LoopbackDevice
+from tightfit.devices.pinned_pool import ActivationHostPool
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.results import PhaseTrace

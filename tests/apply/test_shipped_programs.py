@@ -16,8 +16,8 @@ from tightfit.apply.activations.strips.graph_cache import SHIPPED, mark_of_maker
 from tightfit.apply.activations.strips.program import Program
 from tightfit.catalog.known import model_names
 from tightfit.plan.default_rates import ANY_CARD
-from tightfit.run.first_calls import FirstCalls
 from tightfit.run.simulate import SimulationRun, unlimited_card
+from tightfit.run.strip_profiles import AutoencoderStripProfiles
 from tightfit.schema.footprint import Request
 
 FOLDER = Path(str(files("tightfit"))) / SHIPPED
@@ -50,7 +50,7 @@ def test_nothing_is_exported_for_a_usual_call(
     monkeypatch.setattr(method, "capture", refuse)
     with unlimited_card(ANY_CARD) as card, ExitStack() as undo:
         stage = SimulationRun(model, card, {"level": 0}, Request())
-        calls = FirstCalls(stage.components, undo, expandable=True)
+        calls = AutoencoderStripProfiles(stage.components, undo, expandable=True)
         stage.run(None)
         marks = {".".join(kind): survey and survey.mark for kind, survey in calls.take_apart().items()}
         assert marks == MADE["programs"][model]

@@ -15,9 +15,9 @@ from torch import nn
 from simulator.conftest import ACCELERATOR
 from tightfit import fit
 from tightfit.apply.activations.strips import executor as method
-from tightfit.apply.activations.strips.noise import rewinder
+from tightfit.apply.activations.strips.executor import StripConfig
 from tightfit.apply.activations.strips.program import Program
-from tightfit.apply.activations.strips.strip_config import StripConfig
+from tightfit.apply.activations.strips.program_inputs import rewinder
 from tightfit.measure.meter import TensorMeter
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.simulator.backend import use_cards

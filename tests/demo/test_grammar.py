@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.demo.grammar import (
+from tightfit.demo.scenes import (
     BACKGROUNDS,
     COLOURS,
     PLACES,

@@ -11,9 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from tightfit.demo.drawing import draw
-from tightfit.demo.grammar import BACKGROUNDS, COLOURS, PLACES, SHAPES, SIDE, SIZES, Scene, Thing, random_scene
 from tightfit.demo.judge import judge
+from tightfit.demo.scenes import BACKGROUNDS, COLOURS, PLACES, SHAPES, SIDE, SIZES, Scene, Thing, draw, random_scene
 
 Picture = NDArray[np.uint8]
 RED = Thing("medium", "red", "circle", "on the left")

@@ -12,8 +12,8 @@ import torch
 
 from tightfit import fit
 from tightfit.checkpoint.loading import load_pipeline
-from tightfit.demo.grammar import parse
 from tightfit.demo.judge import judge
+from tightfit.demo.scenes import parse
 from tightfit.run.models import find_model
 
 ROOT = Path(__file__).parent.parent.parent

@@ -10,10 +10,9 @@ import torch
 
 from devices.late import LateCard
 from simulator.conftest import ACCELERATOR
-from tightfit.devices import activation_pool as depots
-from tightfit.devices.activation_pool import ActivationHostPool, bytes_of, is_dense
+from tightfit.devices import pinned_pool as depots
 from tightfit.devices.device import Device, LoopbackDevice
-from tightfit.devices.pinned_pool import PinnedPool
+from tightfit.devices.pinned_pool import ActivationHostPool, PinnedPool, bytes_of, is_dense
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import Host, SimulatedCard, Values

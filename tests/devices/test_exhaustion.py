@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tightfit.apply.weights.oom_retry import retry_on_oom
-from tightfit.devices.memory import RamExceeded
-from tightfit.devices.out_of_memory import is_out_of_memory
+from tightfit.devices.memory import RamExceeded, is_out_of_memory
 
 # word for word from reports of users
 SAYINGS = [

@@ -7,9 +7,9 @@ import torch
 
 from inspection import assert_same, imprint
 from tightfit import fit
-from tightfit.devices.activation_pool import ActivationHostPool, bytes_of
 from tightfit.devices.choose import choose_device
 from tightfit.devices.cuda_support import cuda_count
+from tightfit.devices.pinned_pool import ActivationHostPool, bytes_of
 from tiny_autoencoders import CASES as AUTOENCODERS
 from tiny_autoencoders import decode
 from tiny_pipelines import CASES, run

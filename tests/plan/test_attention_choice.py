@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tightfit import PlanError
-from tightfit.apply.activations import attention_backends
+from tightfit.apply.activations import attention_dispatch
 from tightfit.plan.kernel_choice import choose, score_chunk_bytes
 from tightfit.schema.attention import ATTENTION_NAMES, BACKENDS, AttentionCall, check_attention, torch_kernel
 from tightfit.schema.plan import TECHNIQUES
@@ -209,5 +209,5 @@ def test_names() -> None:
 
 
 def test_each_backend_has_a_function_and_a_known_technique() -> None:
-    assert {*attention_backends._ATTEND, "chunked"} == {*ATTENTION_NAMES} - {"auto"}
+    assert {*attention_dispatch._ATTEND, "chunked"} == {*ATTENTION_NAMES} - {"auto"}
     assert {backend.technique for backend in BACKENDS.values() if backend.technique} <= TECHNIQUES.keys()

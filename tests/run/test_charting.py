@@ -17,9 +17,9 @@ from tightfit.errors import InputError, ModelError
 from tightfit.run import charting
 from tightfit.run import charting as presets
 from tightfit.run import predict as forecasts
-from tightfit.run.answer_cache import find_subject
 from tightfit.run.charting import CARDS, Sources, chart_of, level_table, simulated_preset
 from tightfit.run.footprints import measure_footprint
+from tightfit.run.models import resolve_model
 from tightfit.run.simulate import simulate_call
 from tightfit.schema.chart import Chart, LevelTable, Preset
 from tightfit.schema.footprint import Footprint, Request
@@ -170,12 +170,12 @@ def test_plan_takes_names_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_folder_goes_before_a_name_that_is_only_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert find_subject("SDXL") == ("sdxl", "sdxl")
+    assert resolve_model("SDXL") == ("sdxl", "sdxl")
     Path("SDXL").mkdir()
     with pytest.raises(ModelError, match="SDXL is no model"):
-        find_subject("SDXL")
+        resolve_model("SDXL")
     Path("sdxl").mkdir(exist_ok=True)
-    assert find_subject("sdxl") == ("sdxl", "sdxl")  # the catalog's own name
+    assert resolve_model("sdxl") == ("sdxl", "sdxl")  # the catalog's own name
 
 
 # the command

@@ -18,10 +18,10 @@ from tightfit.plan.default_rates import computer_with
 from tightfit.plan.missing import GAIN
 from tightfit.plan.planner import find_missing
 from tightfit.run.calibration import CalibrationStore, PlanningInputs
-from tightfit.run.first_calls import FirstCalls
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_options import Limits
-from tightfit.schema.footprint import OPTIONAL_PARTS, STRIPS, Phase, Variant
+from tightfit.run.strip_profiles import AutoencoderStripProfiles
+from tightfit.schema.footprint import OPTIONAL_PARTS, STRIP_LIMITS, Phase, Variant
 from tiny_pipelines import CASES, run
 
 MIB = 2**20
@@ -36,7 +36,7 @@ CARD = ACCELERATOR.model_copy(update={"bytes": 2**40, "fixed_bytes": 0})
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Margins and rings as small as the pipelines, and strips that are measured one by one, as of clips."""
     monkeypatch.setattr("tightfit.plan.component_cost.CHUNK", 64 * 1024)
-    monkeypatch.setattr("tightfit.run.first_calls.QUICK", 0)
+    monkeypatch.setattr("tightfit.run.strip_profiles.QUICK", 0)
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     import tightfit.run.footprints as module
 
     parts: list[str] = []
-    in_strips, in_variants = FirstCalls.with_strips, module.measure_variants
+    in_strips, in_variants = AutoencoderStripProfiles.with_strips, module.measure_variants
 
-    def with_strips(calls: FirstCalls, footprint: Footprint, part: str) -> Footprint:
+    def with_strips(calls: AutoencoderStripProfiles, footprint: Footprint, part: str) -> Footprint:
         parts.append(part)
         return in_strips(calls, footprint, part)
 
@@ -55,7 +55,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         parts.append("variants")
         return in_variants(*args)
 
-    monkeypatch.setattr(FirstCalls, "with_strips", with_strips)
+    monkeypatch.setattr(AutoencoderStripProfiles, "with_strips", with_strips)
     monkeypatch.setattr(module, "measure_variants", measure_variants)
     return parts
 
@@ -95,7 +95,7 @@ def bare(whole: Footprint) -> Footprint:
 
 def with_parts(whole: Footprint, parts: Sequence[str]) -> Footprint:
     """`whole` without what was measured beside the usual way, but for these `parts` of it."""
-    some = [STRIPS[part] for part in parts if part in STRIPS]
+    some = [STRIP_LIMITS[part] for part in parts if part in STRIP_LIMITS]
 
     def kept(phase: Phase) -> Phase:
         sizes = {(phase.strip_bytes(share), maps) for share, maps in some}
@@ -216,9 +216,9 @@ def test_a_denoiser_with_a_forward_of_its_own_works_in_parts_too() -> None:
 
 
 def test_strips_of_a_picture_are_measured_together(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.run.first_calls.QUICK", 1000)
+    monkeypatch.setattr("tightfit.run.strip_profiles.QUICK", 1000)
     measurer = Measurer(SDXL.make(4))
     monkeypatch.setattr(measurer, "_mark", "")
-    known = measurer.measure(REQUEST, None, lambda known: [part for part in known.not_measured if part in STRIPS])
+    known = measurer.measure(REQUEST, None, lambda known: [part for part in known.not_measured if part in STRIP_LIMITS])
     assert (known.not_measured, len(done)) == (("variants",), 1)
-    assert any(len(phase.strip_options) == len(STRIPS) for phase in known.phases)
+    assert any(len(phase.strip_options) == len(STRIP_LIMITS) for phase in known.phases)

@@ -13,7 +13,7 @@ from tightfit.apply.activations.exported.file import ExportedFile
 from tightfit.apply.activations.exported.program import exported_forward
 from tightfit.apply.method_overrides import override_class_members
 from tightfit.checkpoint.loading import load_pipeline
-from tightfit.run.export_job import export_model
+from tightfit.run.job import export_model
 from tightfit.run.models import find_model
 
 SIZE = {"height": 64, "width": 64}

@@ -16,8 +16,7 @@ from diffusers import AutoencoderKL
 from torch.nn import functional as F
 
 from demo_training import checkpoint
-from tightfit.demo.drawing import draw
-from tightfit.demo.grammar import SIDE, random_scene
+from tightfit.demo.scenes import SIDE, draw, random_scene
 
 RATE = 1e-3
 CROP, CROP_BATCH, WHOLE_BATCH = 64, 16, 4

@@ -20,8 +20,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from demo_training import checkpoint
 from demo_training.networks import assemble, make_scheduler
 from demo_training.scores import score
-from tightfit.demo.drawing import draw
-from tightfit.demo.grammar import caption, random_scene
+from tightfit.demo.scenes import caption, draw, random_scene
 
 BATCH = 32
 RATE = 6e-4

@@ -10,7 +10,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from tokenizers import pre_tokenizers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from tightfit.demo.grammar import SIDE, WORDS
+from tightfit.demo.scenes import SIDE, WORDS
 
 TOKENS = 32  # longest caption: 21 tokens
 LATENT_CHANNELS = 4

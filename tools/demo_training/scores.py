@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
 
-from tightfit.demo.grammar import Scene, caption, random_scene
 from tightfit.demo.judge import Verdict, judge
+from tightfit.demo.scenes import Scene, caption, random_scene
 
 STEPS, GUIDANCE, BATCH = 20, 2.5, 8
 

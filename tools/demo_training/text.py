@@ -17,7 +17,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 from demo_training import checkpoint
 from demo_training.networks import TEXT_WIDTH
-from tightfit.demo.grammar import BACKGROUNDS, COLOURS, PLACES, SHAPES, SIZES, Scene, caption, random_scene
+from tightfit.demo.scenes import BACKGROUNDS, COLOURS, PLACES, SHAPES, SIZES, Scene, caption, random_scene
 
 BATCH = 128
 CHOICES = {"size": list(SIZES), "colour": list(COLOURS), "shape": list(SHAPES), "place": list(PLACES)}

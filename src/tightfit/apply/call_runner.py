@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from tightfit.apply.output_replay import OutputReplayCache, RngState, without_frames
 from tightfit.apply.session import Session
 from tightfit.devices.device import Device
-from tightfit.devices.memory import RamExceeded
-from tightfit.devices.out_of_memory import is_out_of_memory
+from tightfit.devices.memory import RamExceeded, is_out_of_memory
 from tightfit.errors import BudgetTooSmall
 from tightfit.measure.call_log import CallLog
 from tightfit.measure.joint_recorder import JointRecorder

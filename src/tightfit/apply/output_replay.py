@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from tightfit.apply.activations.strips.noise import usual_generators
+from tightfit.apply.activations.strips.program_inputs import usual_generators
 from tightfit.apply.weights.call_order import CallKey
 from tightfit.apply.weights.disk_store import SpillFile, read_stored
 from tightfit.apply.weights.weight_store import FileTensor
-from tightfit.devices.activation_pool import PAGE, bytes_of, is_dense
 from tightfit.devices.device import Device
 from tightfit.devices.disk import DiskReader
-from tightfit.devices.pinned_pool import PinnedPool
+from tightfit.devices.pinned_pool import PAGE, PinnedPool, bytes_of, is_dense
 from tightfit.errors import RunError
 from tightfit.schema.plan import ComponentRun
 

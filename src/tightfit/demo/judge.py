@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tightfit.demo.drawing import coverage, extent
-from tightfit.demo.grammar import BACKGROUNDS, COLOURS, PLACES, SHAPES, SIDE, SIZES, Scene, Thing
+from tightfit.demo.scenes import BACKGROUNDS, COLOURS, PLACES, SHAPES, SIDE, SIZES, Scene, Thing, coverage, extent
 
 SPECK = 24  # pixels; a smaller blob is not a thing
 COLOUR_TOLERANCE = 60.0  # Euclidean distance in RGB

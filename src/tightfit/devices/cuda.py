@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from tightfit.catalog.cuda import PAGE_TAIL
-from tightfit.devices.copy_stream import CopyStream
-from tightfit.devices.cuda_streams import CudaCopyStream
+from tightfit.devices.copy_stream import CopyStream, CudaCopyStream
 from tightfit.devices.cuda_support import mapping_refused
 from tightfit.devices.device import Device, by_windows, pinnable_bytes
-from tightfit.devices.out_of_memory import is_out_of_memory
+from tightfit.devices.memory import is_out_of_memory
 
 __all__ = ["CudaDevice", "current_cuda", "release_unused"]
 

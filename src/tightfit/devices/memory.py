@@ -1,6 +1,8 @@
 """Host memory of exact size: one memory map for each arena, returned to the system when its last user is gone.
 
 The heap cannot guarantee that: freed heap memory stays with the process while a small allocation nearby is alive.
+
+Also recognizes errors that mean that a device is out of memory.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import contextlib
 import ctypes
 import math
 import mmap
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -25,12 +28,14 @@ __all__ = [
     "arena",
     "copy_with_alignment",
     "empty_in_arena",
+    "is_out_of_memory",
     "is_shared",
     "map_large_tensors",
     "move_into",
     "resident_bytes",
     "trim_heap",
 ]
+
 
 CACHE_LINE = 64  # bytes; torch's addresses are multiples of it
 OWN_MEMORY = 2**20  # bytes from which a tensor gets a memory map of its own
@@ -222,3 +227,26 @@ def copy_with_alignment(tensor: torch.Tensor) -> torch.Tensor:
     begin = tensor.data_ptr() % CACHE_LINE
     room = torch.empty(begin + tensor.nbytes, dtype=torch.uint8)[begin:].view(tensor.dtype)
     return room.as_strided(tensor.shape, tensor.stride(), room.storage_offset()).copy_(tensor)
+
+
+# Memory outside of torch's allocator: the driver's, for kernels that are loaded on first use, and that of cuBLAS and
+# cuDNN. They cannot create their handles without memory either, and then report that they are not initialized.
+_SAYS = re.compile(
+    r"(CUDA|HIP)( driver)? error: out of memory"
+    r"|\[(CUDA|HIP)\]: out of memory"  # Triton
+    r"|(CUBLAS|HIPBLAS|CUDNN|MIOPEN)_STATUS_ALLOC_FAILED"
+    r"|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+    r"|(CUBLAS|CUDNN)_STATUS_NOT_INITIALIZED"
+    r"|API call failed at .*aoti_runner",  # AOTInductor does not report its reason; its inputs were checked before
+    re.DOTALL,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` means that a device is out of memory, or is a RamExceeded.
+
+    torch.OutOfMemoryError is raised by torch's allocator only; all others are RuntimeErrors, recognized by message.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _SAYS.search(str(error)) is not None

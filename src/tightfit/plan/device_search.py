@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 
+from tightfit.plan.options import SearchCache
 from tightfit.plan.placement_search import SearchNode, Solution, VariantSearch
-from tightfit.plan.search_cache import SearchCache
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Storage

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from tightfit.plan.device_search import DeviceSearch, ParetoFront, Stored
 from tightfit.plan.forecast import share_of
+from tightfit.plan.options import SearchCache
 from tightfit.plan.placement_search import Solution
-from tightfit.plan.search_cache import SearchCache
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.stores import StoreRates

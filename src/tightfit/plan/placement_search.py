@@ -16,8 +16,7 @@ from tightfit.plan.component_order import ALTERNATIONS, visits
 from tightfit.plan.eight_bits import allocator_bytes_by_phase
 from tightfit.plan.forecast import most_weights, needed_bytes
 from tightfit.plan.option_search import BestOptionSearch, Option, OptionSet
-from tightfit.plan.options import RESIDENT, WHOLE, ComponentWorkload, WeightLocation, why_there
-from tightfit.plan.search_cache import SearchCache, Visitor
+from tightfit.plan.options import RESIDENT, WHOLE, ComponentWorkload, SearchCache, Visitor, WeightLocation, why_there
 from tightfit.schema.footprint import Footprint, StripProfile, Variant
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Reason, Storage, VaePlan

@@ -14,9 +14,9 @@ from tightfit.plan.device_search import DeviceSearch, Stored, storages_of
 from tightfit.plan.forecast import add_forecast, room_within, taken_by_others
 from tightfit.plan.missing import missing_parts
 from tightfit.plan.multi_device import plan_jointly
+from tightfit.plan.options import SearchCaches
 from tightfit.plan.placement_search import Solution
 from tightfit.plan.presets import idle_plan, plan_for
-from tightfit.plan.search_cache import SearchCaches
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Budget, Machine
 from tightfit.schema.plan import Plan, Reason, check_techniques

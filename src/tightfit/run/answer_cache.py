@@ -13,18 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tightfit.catalog.known import model_called, model_names
-from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, code_mark, replacing
-from tightfit.run.models import find_model
 from tightfit.schema.base import Record
 from tightfit.schema.footprint import Footprint, Request
 
 __all__ = [
     "Missing",
     "cached",
-    "find_subject",
     "footprint_question",
     "keep_footprint",
     "key_of",
@@ -34,17 +30,6 @@ __all__ = [
 
 Missing = Callable[[Footprint], Sequence[str]]  # names of parts that a footprint lacks and its user needs
 Answer = TypeVar("Answer", bound=Record)
-
-
-def find_subject(name: str | None) -> tuple[str | ModelFolder, str]:
-    """Return a known model's name or a checked folder (also of a hub id; None: the demo model), and its cache key."""
-    if name in model_names():
-        return name, name
-    if name is not None and not Path(name).exists() and "/" not in name:
-        name = model_called(name)
-        return name, name
-    folder = find_model(name)
-    return folder, _fingerprint(folder)
 
 
 def cached(kind: type[Answer], question: dict[str, Any], answer: Callable[[], Answer]) -> Answer:
@@ -101,14 +86,3 @@ def keep_footprint(footprint: Footprint, question: dict[str, Any]) -> Footprint:
 def key_of(question: dict[str, Any]) -> str:
     """Return a digest of `question` (plain values) and of all else that an answer depends on."""
     return hashlib.sha256(f"{json.dumps(question, sort_keys=True)}\0{code_mark()}".encode()).hexdigest()
-
-
-def _fingerprint(folder: ModelFolder) -> str:
-    """Digest of all that a prediction for `folder` depends on: everything but the values in its weight files."""
-    digest = hashlib.sha256()
-    weights = {file for part in folder.components for file in part.weight_files}
-    for file in sorted(file for file in folder.path.rglob("*") if file.is_file()):
-        digest.update(f"{file.relative_to(folder.path)} {file.stat().st_size}\0".encode())
-        if file not in weights and file.stat().st_size < 10**8 and file.suffix in (".json", ".txt", ".model", ".jinja"):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -12,8 +12,8 @@ from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, replacing
 from tightfit.plan.calibration import calibrate, measurement_of, stored_in
 from tightfit.plan.default_rates import with_default_rates
+from tightfit.plan.options import SearchCaches
 from tightfit.plan.planner import find_missing, make_plan
-from tightfit.plan.search_cache import SearchCaches
 from tightfit.run.answer_cache import key_of
 from tightfit.run.plan_options import Limits
 from tightfit.schema.footprint import Footprint, Request

@@ -23,14 +23,14 @@ from tightfit.measure.meta_copy import fingerprint, meta_copy, without_hooks
 from tightfit.measure.modules import find_components, inspect_pipeline
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.progress import ProgressTracker
-from tightfit.run.answer_cache import Missing, find_subject, footprint_question, keep_footprint, lookup
+from tightfit.run.answer_cache import Missing, footprint_question, keep_footprint, lookup
 from tightfit.run.argument_values import Given
-from tightfit.run.first_calls import FirstCalls
-from tightfit.run.models import DTYPES
+from tightfit.run.models import DTYPES, resolve_model
 from tightfit.run.simulate import Inputs as CallInputs
 from tightfit.run.simulate import SimulationRun, unlimited_card
+from tightfit.run.strip_profiles import AutoencoderStripProfiles
 from tightfit.run.variants import VariantSimulator, measure_variants
-from tightfit.schema.footprint import OPTIONAL_PARTS, STRIPS, Footprint, Request
+from tightfit.schema.footprint import OPTIONAL_PARTS, STRIP_LIMITS, Footprint, Request
 from tightfit.simulator.operations import NAME
 
 __all__ = ["Measurer", "measure_footprint"]
@@ -38,7 +38,8 @@ __all__ = ["Measurer", "measure_footprint"]
 Inputs = Mapping[str, Any] | Sequence[Any]
 
 PLAYING, BUILDING = 1.0, 0.3  # relative time of a simulated call, and of the part that builds its pipeline, …
-SIZES = {"variants": 2.2} | dict.fromkeys(STRIPS, 0.3)  # … and of the other measurements: rough, for the time left
+# … and of the other measurements: rough, for the time left
+SIZES = {"variants": 2.2} | dict.fromkeys(STRIP_LIMITS, 0.3)
 
 
 def measure_footprint(
@@ -69,7 +70,7 @@ def measure_footprint(
     """
     asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
     if isinstance(subject, str | Path):
-        model, mark = find_subject(str(subject))
+        model, mark = resolve_model(str(subject))
         return _kept(mark, asked, inputs, model, _checked(dtype))
     if dtype is not None:
         raise InputError(f"a {type(subject).__name__} that is loaded has its own dtype: leave dtype={dtype} out")
@@ -95,7 +96,7 @@ class Measurer:
         """`expandable`: whether the allocators that plans are made for have expandable segments."""
         named = isinstance(subject, str | Path)
         self._model: Any = None
-        self._model, self._mark = find_subject(str(subject)) if named else (meta_copy(subject), fingerprint(subject))
+        self._model, self._mark = resolve_model(str(subject)) if named else (meta_copy(subject), fingerprint(subject))
         self._dtype, self._expandable = _checked(dtype), expandable
 
     def measure(self, asked: Request, call: Given | CallLog | None = None, missing: Missing | None = None) -> Footprint:
@@ -193,7 +194,7 @@ def _measure_call(
         stage = SimulationRun(_untouched(model), card, {"level": 0}, asked, precision, unable)
         ledger, player = CallProfiler(card, expandable=expandable), VariantSimulator(stage, unable)
         with ExitStack() as undo:
-            calls = FirstCalls(stage.components, undo, expandable=expandable)
+            calls = AutoencoderStripProfiles(stage.components, undo, expandable=expandable)
             ledger.follow(stage.components, undo)
             player.replay.listen(ledger)
             work.did(BUILDING)
@@ -207,7 +208,7 @@ def _measure_call(
             work.expect(sum(SIZES[part] for part in wanted if part not in expected))
             expected.update(wanted)
             before = footprint.not_measured
-            if (part := wanted[0]) in STRIPS:
+            if (part := wanted[0]) in STRIP_LIMITS:
                 footprint = calls.with_strips(footprint, part)
             else:
                 variants = measure_variants(footprint, lambda each: player.phases(each, inputs, ledger))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -9,10 +10,11 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from tightfit.catalog.known import model_called, model_names
 from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, check_folder
 from tightfit.errors import ModelError
 
-__all__ = ["DTYPES", "find_model", "stored_dtype"]
+__all__ = ["DTYPES", "find_model", "resolve_model", "stored_dtype"]
 
 DTYPES = ("bfloat16", "float16", "float32")  # compute dtypes that users may choose
 
@@ -27,6 +29,28 @@ def find_model(name: str | None) -> ModelFolder:
     if path.exists() or not _HUB_ID.fullmatch(name):
         return check_folder(path)
     return check_folder(_download(name))
+
+
+def resolve_model(name: str | None) -> tuple[str | ModelFolder, str]:
+    """Return a known model's name or a checked folder (also of a hub id; None: the demo model), and its cache key."""
+    if name in model_names():
+        return name, name
+    if name is not None and not Path(name).exists() and "/" not in name:
+        name = model_called(name)
+        return name, name
+    folder = find_model(name)
+    return folder, _fingerprint(folder)
+
+
+def _fingerprint(folder: ModelFolder) -> str:
+    """Digest of all that a prediction for `folder` depends on: everything but the values in its weight files."""
+    digest = hashlib.sha256()
+    weights = {file for part in folder.components for file in part.weight_files}
+    for file in sorted(file for file in folder.path.rglob("*") if file.is_file()):
+        digest.update(f"{file.relative_to(folder.path)} {file.stat().st_size}\0".encode())
+        if file not in weights and file.stat().st_size < 10**8 and file.suffix in (".json", ".txt", ".model", ".jinja"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _download(name: str) -> Path:

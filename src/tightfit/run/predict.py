@@ -10,10 +10,10 @@ from tightfit.catalog.known import card_called, known_card
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
 from tightfit.plan.default_rates import computer_with
-from tightfit.plan.search_cache import SearchCaches
-from tightfit.run.answer_cache import cached, find_subject, footprint_question, lookup, recalled_footprint
+from tightfit.plan.options import SearchCaches
+from tightfit.run.answer_cache import cached, footprint_question, lookup, recalled_footprint
 from tightfit.run.count import KNOWN_NOTE, counted, reads_disk
-from tightfit.run.models import stored_dtype
+from tightfit.run.models import resolve_model, stored_dtype
 from tightfit.run.plan_options import Limits, demo_request
 from tightfit.schema.footprint import Footprint, Request
 from tightfit.schema.machine import Accelerator, Budget, Machine
@@ -48,7 +48,7 @@ def forecast(
     values, BudgetTooSmall if nothing fits.
     """
     known = _known_cards(card)  # before the slow steps
-    which, mark = find_subject(model)
+    which, mark = resolve_model(model)
     chosen = limits is None and bool(choices)
     title = which if isinstance(which, str) else model
     asked = demo_request(asked) if model is None else asked

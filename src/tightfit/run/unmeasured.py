@@ -27,7 +27,7 @@ __all__ = ["LEVEL", "plan_unmeasured", "plan_until_called", "with_reason"]
 LEVEL = 3
 STAYING = 3  # a component's weights take at most a third of the device's bytes
 
-STRIPS = 4  # an autoencoder's strips take a quarter of the device's bytes, as what else is there is not known
+STRIP_SHARE = 4  # an autoencoder's strips take a quarter of the device's bytes, as what else is there is not known
 
 
 def plan_unmeasured(pipe: Any, plan_target: PlanTarget) -> Plan:
@@ -38,7 +38,7 @@ def plan_unmeasured(pipe: Any, plan_target: PlanTarget) -> Plan:
     """
     device, budget = plan_target.devices[0], plan_target.limits.budget
     room = _room(device, budget)
-    choices: dict[str, Any] = {"level": LEVEL, "vae": {"tile": None, "strips": max(room // STRIPS, 1)}}
+    choices: dict[str, Any] = {"level": LEVEL, "vae": {"tile": None, "strips": max(room // STRIP_SHARE, 1)}}
     choices["vae"] |= {"feature_maps": "host"} if device.separate else {}
     store = default_store(spare_ram=budget is not None and not device.separate)
     components = inspect_pipeline(pipe).components

@@ -1,7 +1,7 @@
 """Attention backends, and which calls each supports, as its source code checks them.
 
 `BACKENDS` is the registry: what a plan may name, besides "auto" and "torch". How each one computes is in
-apply/activations/attention_backends.py.
+apply/activations/attention_dispatch.py.
 
 torch's own kernels (aten/src/ATen/native/transformers: attention.cpp, sdp_utils_cpp.h, cuda/sdp_utils.cpp, torch 2.11
 to 2.13):

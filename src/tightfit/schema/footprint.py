@@ -16,7 +16,7 @@ from tightfit.schema.base import Count, Positive, Rate, Real, Record
 
 __all__ = [
     "OPTIONAL_PARTS",
-    "STRIPS",
+    "STRIP_LIMITS",
     "BlockUse",
     "Component",
     "ComponentCall",
@@ -36,7 +36,7 @@ __all__ = [
 FeatureMaps = Literal["device", "host", "recompute"]
 Role = Literal["encoder", "denoiser", "autoencoder", "other"]
 # exact tiling of an autoencoder: which fraction (1/n) of an untiled call's bytes strips may take; where maps are kept
-STRIPS: Mapping[str, tuple[int, FeatureMaps]] = {
+STRIP_LIMITS: Mapping[str, tuple[int, FeatureMaps]] = {
     "strips of 1/4, maps on the device": (4, "device"),
     "strips of 1/4, maps in host memory": (4, "host"),
     "strips of 1/16, maps on the device": (16, "device"),
@@ -44,7 +44,7 @@ STRIPS: Mapping[str, tuple[int, FeatureMaps]] = {
     "strips of 1/64, maps on the device": (64, "device"),
     "strips of 1/64, maps in host memory": (64, "host"),
 }
-OPTIONAL_PARTS = ("variants", *STRIPS)  # parts of a footprint that may be left unmeasured
+OPTIONAL_PARTS = ("variants", *STRIP_LIMITS)  # parts of a footprint that may be left unmeasured
 
 
 # a call argument: its value, or its kind and size as text

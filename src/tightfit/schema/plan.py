@@ -17,13 +17,11 @@ from tightfit.units import format_bytes
 
 __all__ = [
     "TECHNIQUES",
-    "Attention",
     "Cfg",
     "ComponentPlan",
     "ComponentRun",
     "FeatureMaps",
     "Granularity",
-    "OffloadTarget",
     "PhaseForecast",
     "Placement",
     "Plan",

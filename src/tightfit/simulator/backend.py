@@ -27,8 +27,8 @@ from tightfit.simulator.attention import attend
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.host_memory import cloning, copy, to_copy
 from tightfit.simulator.native_functions import cuda_kernels
-from tightfit.simulator.operations import NAME, compute, inner, new_like, raise_unless_zeros_accepted
-from tightfit.simulator.storage import CPU_KEYS, free_dead_tensors, store_of, view
+from tightfit.simulator.operations import NAME, compute, inner, new_like
+from tightfit.simulator.storage import CPU_KEYS, free_dead_tensors, raise_unless_zeros_accepted, store_of, view
 from tightfit.simulator.torch_api import group_norm, offer_generators
 
 __all__ = ["cards_in_use", "use_cards"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tightfit.simulator.operations import NAME, compute, inner, raise_unless_zeros_accepted
+from tightfit.simulator.operations import NAME, compute, inner
 from tightfit.simulator.output_layouts import is_dense
-from tightfit.simulator.storage import CPU_KEYS, free_dead_tensors, store_of
+from tightfit.simulator.storage import CPU_KEYS, free_dead_tensors, raise_unless_zeros_accepted, store_of
 
 __all__ = ["cloning", "copy", "is_pinned", "is_valueless", "mark_valueless", "pin", "register", "to_copy"]
 

@@ -9,19 +9,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tightfit.errors import RunError
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.fused import STAND_INS
 from tightfit.simulator.kernel_costs import KernelCost, kernel_cost_of
-from tightfit.simulator.known_fills import FOLLOWED, fill_of
 from tightfit.simulator.output_layouts import laid_out
-from tightfit.simulator.storage import CPU_KEYS, extent, free_dead_tensors, new_at, new_tensor, store_of, view
+from tightfit.simulator.storage import (
+    CPU_KEYS,
+    FOLLOWED,
+    extent,
+    fill_of,
+    fits_values,
+    free_dead_tensors,
+    new_at,
+    new_tensor,
+    note_fill,
+    store_of,
+    valueless,
+    view,
+)
 
-__all__ = ["NAME", "compute", "inner", "new_like", "raise_unless_zeros_accepted", "valueless"]
+__all__ = ["NAME", "compute", "inner", "new_like"]
 
 NAME = "privateuseone"  # torch's name of the device type; see backend.py for why it is kept
-SMALL = 64 * 2**10  # bytes up to which tensors keep their values with values="shapes" …
-SMALL_WHOLE = 8 * 2**20  # … if they are integers or booleans: positions and masks decide the control flow
 _aten = torch.ops.aten
 
 
@@ -32,7 +41,7 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     fill = fill_of(op, args)
     result = _computed(op, args, kwargs, card)
     if fill is not None and store_of(result).values is None:
-        _note_fill(result, fill, card)
+        note_fill(result, fill, card)
     return result
 
 
@@ -194,7 +203,7 @@ def _is_shape(tensor: torch.Tensor, card: SimulatedCard) -> bool:
     """Whether `tensor` has no values, or is (perhaps by expansion) too large for its results to keep theirs."""
     if tensor.device.type != NAME:
         return False
-    return store_of(tensor).values is None or not _fits_values(card, tensor.dtype, tensor.nbytes)
+    return store_of(tensor).values is None or not fits_values(card, tensor.dtype, tensor.nbytes)
 
 
 _ARITHMETIC = {_aten.convolution.default, _aten.addmm.default, _aten.bmm.default, _aten.mm.default}
@@ -212,18 +221,13 @@ def _outgrows(
         return False
     inside = {id(tensor): inner(tensor, shapes=True) for tensor in outer}
     made = op(*(_replaced(value, inside, torch.device("meta")) for value in args), **kwargs)
-    return not _fits_values(card, made.dtype, made.nbytes)
-
-
-def _fits_values(card: SimulatedCard, dtype: torch.dtype, size: int) -> bool:
-    whole = not (dtype.is_floating_point or dtype.is_complex)
-    return card.values == "real" or size <= (SMALL_WHOLE if whole else SMALL)
+    return not fits_values(card, made.dtype, made.nbytes)
 
 
 def new_like(value: torch.Tensor, card: SimulatedCard) -> torch.Tensor:
     """Return a tensor on `card` with the layout of the meta tensor `value`, and memory for values if they are kept."""
     size = value.untyped_storage().nbytes()
-    keeps = _fits_values(card, value.dtype, size)
+    keeps = fits_values(card, value.dtype, size)
     return new_tensor(card, value, torch.empty(size, dtype=torch.uint8).untyped_storage() if keeps else None)
 
 
@@ -235,21 +239,10 @@ def _note_write(tensor: torch.Tensor, inside: torch.Tensor, card: SimulatedCard)
         store_of(tensor).values = store_of(tensor).fill = None
 
 
-def _note_fill(tensor: torch.Tensor, fill: bool | int | float, card: SimulatedCard) -> None:
-    """Record that all elements of `tensor`, which has no values, are `fill`."""
-    store = store_of(tensor)
-    if tensor.nbytes != store.size:  # a view of part of a storage
-        return
-    if _fits_values(card, tensor.dtype, store.size):
-        store.values = torch.full((tensor.numel(),), fill, dtype=tensor.dtype).untyped_storage()
-    else:
-        store.fill = torch.tensor(fill, dtype=tensor.dtype).item()
-
-
 def _result(value: torch.Tensor, card: SimulatedCard) -> torch.Tensor:
     """Put an operation's output on `card`, with its values if they are kept."""
     storage = value.untyped_storage()
-    keeps = not value.is_meta and _fits_values(card, value.dtype, storage.nbytes())
+    keeps = not value.is_meta and fits_values(card, value.dtype, storage.nbytes())
     return new_tensor(card, value, storage if keeps else None)
 
 
@@ -296,22 +289,4 @@ def _writes(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
         (position, argument.name)
         for position, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def raise_unless_zeros_accepted(what: str, tensor: torch.Tensor) -> None:
-    """Raise `valueless`, unless the card's `judge` accepts zeros in place of the unknown values."""
-    error, judge = valueless(what, tensor), store_of(tensor).card.on_unknown_values
-    if judge is None:
-        raise error
-    judge(error)
-
-
-def valueless(what: str, tensor: torch.Tensor) -> RunError:
-    """The RunError for `what` needs values of a tensor of which only the shape is kept."""
-    shape = tuple(tensor.shape)
-    return RunError(
-        f"{what} needs the numbers of a tensor of shape {shape}, of which only the shape is kept: use values='real', "
-        "or keep that part on the CPU",
-        shape=list(shape),
     )

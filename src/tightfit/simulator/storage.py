@@ -4,6 +4,9 @@ Such a tensor is an ordinary `torch.Tensor` whose storage points at an address t
 a DLPack capsule for an "extension device" (kDLExtDev is PrivateUse1), with any card's index; no C++ is needed, views
 share storage as usual, and parameters stay parameters. This module maps each address to its data: real bytes in host
 memory, or only a size.
+
+A tensor without values may have a known fill, a number that all its elements are equal to: HunyuanVideo 1.5 branches
+on whether its image embedding is all zeros. The fill is propagated through copies and comparisons.
 """
 
 from __future__ import annotations
@@ -13,26 +16,35 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from tightfit.errors import RunError
 from tightfit.simulator.blocks import Block
 from tightfit.simulator.card import SimulatedCard
 
 __all__ = [
     "CPU_KEYS",
+    "FOLLOWED",
     "Store",
     "ViewSpec",
     "extent",
+    "fill_of",
+    "fits_values",
     "free_dead_tensors",
     "new_at",
     "new_tensor",
+    "note_fill",
+    "raise_unless_zeros_accepted",
     "store_of",
     "tensors_in",
+    "valueless",
     "view",
 ]
 
+SMALL = 64 * 2**10  # bytes up to which tensors keep their values with values="shapes" …
+SMALL_WHOLE = 8 * 2**20  # … if they are integers or booleans: positions and masks decide the control flow
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # its view kernels use sizes only
 
 _EXTENSION_DEVICE = 12  # kDLExtDev
@@ -189,3 +201,59 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     if not all(shape):
         return 0
     return 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+
+
+_aten = torch.ops.aten
+_FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
+_COPIES = {_aten._to_copy.default, _aten.clone.default, _aten.copy_.default, _aten.repeat.default}
+_QUESTIONS = {_aten.all.default, _aten.any.default} | {
+    getattr(_aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+FOLLOWED = _FILLS | _COPIES | _QUESTIONS  # operations whose results may have a known fill
+
+
+def fill_of(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool | int | float | None:
+    """Return the value of all elements of the result of `op`, one of FOLLOWED; None where it is not known."""
+    if op in _FILLS:
+        filled: bool | int | float = args[1] if len(args) > 1 else 0
+        return filled
+    source = args[1 if op is _aten.copy_.default else 0]
+    known = store_of(source).fill
+    if known is None or op in _COPIES:
+        return known
+    answer: bool = op(torch.tensor([known], dtype=source.dtype), *args[1:]).item()
+    return answer
+
+
+def fits_values(card: SimulatedCard, dtype: torch.dtype, size: int) -> bool:
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    return card.values == "real" or size <= (SMALL_WHOLE if whole else SMALL)
+
+
+def note_fill(tensor: torch.Tensor, fill: bool | int | float, card: SimulatedCard) -> None:
+    """Record that all elements of `tensor`, which has no values, are `fill`."""
+    store = store_of(tensor)
+    if tensor.nbytes != store.size:  # a view of part of a storage
+        return
+    if fits_values(card, tensor.dtype, store.size):
+        store.values = torch.full((tensor.numel(),), fill, dtype=tensor.dtype).untyped_storage()
+    else:
+        store.fill = torch.tensor(fill, dtype=tensor.dtype).item()
+
+
+def raise_unless_zeros_accepted(what: str, tensor: torch.Tensor) -> None:
+    """Raise `valueless`, unless the card's `judge` accepts zeros in place of the unknown values."""
+    error, judge = valueless(what, tensor), store_of(tensor).card.on_unknown_values
+    if judge is None:
+        raise error
+    judge(error)
+
+
+def valueless(what: str, tensor: torch.Tensor) -> RunError:
+    """The RunError for `what` needs values of a tensor of which only the shape is kept."""
+    shape = tuple(tensor.shape)
+    return RunError(
+        f"{what} needs the numbers of a tensor of shape {shape}, of which only the shape is kept: use values='real', "
+        "or keep that part on the CPU",
+        shape=list(shape),
+    )

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tightfit.apply.module_hooks import wrap
-from tightfit.devices.activation_pool import ActivationHostPool, HostTape, HostTransfer, bytes_of, is_dense
 from tightfit.devices.device import Device
 from tightfit.devices.memory import is_shared
+from tightfit.devices.pinned_pool import ActivationHostPool, HostTape, HostTransfer, bytes_of, is_dense
 from tightfit.measure.modules import find_blocks
 from tightfit.measure.recorder import Recorder
 

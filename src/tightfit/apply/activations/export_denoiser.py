@@ -17,10 +17,9 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
-from tightfit.apply.activations.exported.call import by_name, split
 from tightfit.apply.activations.exported.file import ExportedFile, Manifest, TensorForm
 from tightfit.apply.activations.exported.graph import graph_of
-from tightfit.apply.activations.exported.marks import check_plain, marks_of
+from tightfit.apply.activations.exported.signature import by_name, check_plain, marks_of, split
 from tightfit.apply.activations.exporting import HERE, NotExported, export, without_weights
 from tightfit.errors import ModelError, PlanError, unknown_name
 from tightfit.measure.modules import find_components, find_role, weight_tensors

@@ -1,19 +1,22 @@
-"""Device memory for one component's weights: regions for resident groups, and the ring buffer for streamed ones."""
+"""Device memory for one component's weights: resident groups, the ring buffer, and loading on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
+from torch import nn
 
 from tightfit.apply.weights.loaded_group import LoadedGroup
 from tightfit.apply.weights.weight_groups import WeightGroup
+from tightfit.devices.copy_stream import CopyStream
 from tightfit.devices.device import Device
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.component_cost import chunks
 from tightfit.plan.prefetch import ALIGNMENT, Lease, Ring
 
-__all__ = ["DeviceWeightPool"]
+__all__ = ["DeviceWeightPool", "OnDemandLoader"]
+
 
 PLACES = 32  # offsets in the ring for which a group's parameters are kept: after some calls, the same few recur
 
@@ -180,3 +183,27 @@ def _size(chunk: Iterable[WeightGroup]) -> int:
 
 def _aligned(group: WeightGroup) -> int:
     return -(-group.size // group.store.alignment) * group.store.alignment
+
+
+class OnDemandLoader:
+    """Loads weights on demand, and keeps the last group, because its other weights are often read next."""
+
+    def __init__(self, rooms: DeviceWeightPool, stream: CopyStream, recorder: Recorder) -> None:
+        self._pool, self._stream, self._recorder = rooms, stream, recorder
+        self._last: tuple[WeightGroup, list[nn.Parameter]] | None = None
+
+    def fetch(self, group: WeightGroup, index: int) -> torch.Tensor:
+        """Return a copy of one weight of `group`."""
+        if self._last is None or self._last[0] is not group:
+            self._last = None
+            self._recorder.loaded_on_demand()
+            with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
+                region = self._pool.extra(group.size)
+                group.store.send(self._stream, region, self._stream.mark()).wait_on_device()
+                self._recorder.moved(bytes_in=group.size)
+                self._last = (group, group.views(region))
+        return self._last[1][index].detach().clone()
+
+    def forget(self) -> None:
+        """Free the memory of the last group."""
+        self._last = None

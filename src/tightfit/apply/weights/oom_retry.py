@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.apply.method_overrides import override_class_members
 from tightfit.apply.module_hooks import wrap
 from tightfit.devices.cuda import release_unused
-from tightfit.devices.out_of_memory import is_out_of_memory
+from tightfit.devices.memory import is_out_of_memory
 
 __all__ = ["retry_blocks_on_oom", "retry_on_oom"]
 

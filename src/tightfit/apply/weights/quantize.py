@@ -15,10 +15,10 @@ from tightfit.apply.weights.disk_store import read_like
 from tightfit.apply.weights.file_weights import FileBackedWeights
 from tightfit.apply.weights.quantized_tensor import Entry, Float8Weight, StoredWeight, storable
 from tightfit.apply.weights.weight_store import HOST, plain_parts, rebuilt
-from tightfit.devices.activation_pool import is_dense
 from tightfit.devices.device import Device
 from tightfit.devices.disk import DiskReader
 from tightfit.devices.memory import empty_in_arena
+from tightfit.devices.pinned_pool import is_dense
 from tightfit.errors import PlanError
 from tightfit.measure.modules import layer_weights
 from tightfit.schema.plan import ComponentPlan, Plan, Storage

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from safetensors.torch import load, save
 
-from tightfit.apply.activations.bundle import DAMAGED, part_of, write_bundle
 from tightfit.apply.activations.exported.graph import ExportedGraph
+from tightfit.apply.activations.serialization import DAMAGED, part_of, write_bundle
 from tightfit.errors import InputError, ModelError
 from tightfit.schema.base import Record
 

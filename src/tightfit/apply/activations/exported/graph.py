@@ -1,7 +1,7 @@
 """A network as a value: ATen operations in order, without weights and without Python code.
 
 Values are numbered: first the input tensors, then weights, then constants, then the result of each operation.
-Operations and their arguments are encoded as in `operations.py`.
+Operations and their arguments are encoded as in `serialization.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import Field
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from tightfit.apply.activations.operations import find_operation, read_argument, written_argument
+from tightfit.apply.activations.serialization import find_operation, read_argument, written_argument
 from tightfit.errors import InputError, ModelError
 from tightfit.schema.base import Record
 

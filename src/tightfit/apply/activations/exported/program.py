@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from tightfit.apply import module_hooks as gates
-from tightfit.apply.activations.exported.call import by_name, check_call
 from tightfit.apply.activations.exported.file import ExportedFile
 from tightfit.apply.activations.exported.graph import filled, ready, steps_of
-from tightfit.apply.activations.exported.marks import check_marks, check_plain
+from tightfit.apply.activations.exported.signature import by_name, check_call, check_marks, check_plain
 from tightfit.errors import ModelError, RunError
 
 __all__ = ["ExportedCallable", "ExportedNetwork", "exported_forward"]

@@ -13,7 +13,6 @@ from tightfit.apply.activations.strips.op_costs import (
     DeviceLayouts,
     GivenLayout,
     HostLayouts,
-    MapLayout,
     OpCostCache,
     OpLayout,
     StageCost,
@@ -24,11 +23,10 @@ from tightfit.apply.activations.strips.op_costs import (
 )
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import RowSlice, Span, caller
-from tightfit.apply.activations.strips.runner import Windows
-from tightfit.apply.activations.strips.schedule import ScheduleStep
-from tightfit.apply.activations.strips.stages import Stage, StageArgument
+from tightfit.apply.activations.strips.stages import StageArgument
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.strip_plan import StripPlan
+from tightfit.apply.activations.strips.walker import FeatureMapBuffer, StripWalker
 from tightfit.schema.footprint import StripStageProfile
 
 __all__ = ["profile_stages"]
@@ -44,59 +42,41 @@ def profile_stages(
     return _CostEstimator(strip_plan, trials, layers).stages()
 
 
-class _CostEstimator:
+class _CostEstimator(StripWalker[OpLayout]):
     """A run with layouts in place of tensors."""
 
     def __init__(self, strip_plan: StripPlan, trials: OpCostCache, layers: Mapping[str, str]) -> None:
-        self._strip_plan, self._graph, self._trials = strip_plan, strip_plan.graph, trials
-        program = strip_plan.graph.program
-        self._nodes, self._kinds = program.nodes, program.kinds
+        super().__init__(strip_plan.graph)
+        self._strip_plan, self._costs = strip_plan, StageCost(trials)
+        program = self._graph.program
+        self._kinds = program.kinds
         self._layers = [_layers_of(node, self._nodes, layers) for node in self._nodes]
-        self._fixed = {index: _new_output(node) for index, node in enumerate(self._nodes) if node.op in _FIXED}
-        self._values: dict[int, OpLayout] = {}
-        self._maps: dict[int, MapLayout] = {}
-        self._outputs: dict[int, OpLayout] = {}
-        self._windows = Windows[OpLayout](self._nodes, self._join, self._last)
-        self._groups: dict[int, int] = {}  # group count of each node measured in this stage
-        self._measured: set[int] = set()  # nodes measured in an earlier strip of it
-        self._reads: set[int] = set()  # of the current stage
-        self._stores: set[int] = set()
-        self._dropped: set[int] = set()
+        self._weights = {i: self._new_output(node) for i, node in enumerate(self._nodes) if node.op in _FIXED}
+        self._measured: set[int] = set()  # nodes measured in an earlier strip of this stage
+        self._once = _LayerOrder(())  # of the nodes that this stage computes whole
         for index in program.inputs:
-            self._values[index] = whole = _new_output(self._nodes[index])
-            if self._nodes[index].axis is not None:
-                self._maps[index] = GivenLayout(whole, self._nodes[index].axis or 0)
+            self._values[index] = whole = self._new_output(self._nodes[index])
+            if (axis := self._nodes[index].axis) is not None:
+                self._maps[index] = GivenLayout(whole, axis, self._costs)
 
     def stages(self) -> Iterator[StripStageProfile]:
         for stage, strips, ahead in self._strip_plan.passes:
-            once = _LayerOrder((index, self._layers[index]) for index in stage.whole)
-            made = (step.node for step in strips[0])
-            reads = set(stage.reads)
+            once = self._once = _LayerOrder((index, self._layers[index]) for index in stage.whole)
+            made, reads = (step.node for step in strips[0]), set(stage.reads)
             turns = _LayerOrder((index, () if index in reads else self._layers[index]) for index in made)
-            self._account = StageCost(self._trials)
-            self._reads, self._stores, self._dropped = set(stage.reads), set(stage.stores), set(stage.drops)
-            self._begin(stage, once)
+            self._costs.begin()
+            self._measured = set()
+            self.begin(stage)
             for number, strip in enumerate(strips):
                 for step in strip:
                     if step.span.hi > step.span.lo:
-                        self._account.at(len(once.layers) + turns.places[step.node], number)
-                    self._do(stage, step)
-            self._end(stage)
-            yield self._account.stage(once.layers, turns.layers, len(strips), ahead=ahead)
-
-    def _begin(self, stage: Stage, turns: _LayerOrder) -> None:
-        for index, used_up in zip(stage.whole, self._graph.used_up(stage), strict=True):
-            self._account.at(turns.places[index])
-            self._values[index] = self._make_whole(index)
-            self._drop(used_up)
-        for index in stage.stores:
-            self._maps[index] = self._new_map(index)
-        for index in stage.outputs:
-            self._outputs[index] = _new_output(self._nodes[index])
-        self._groups = {index: self._graph.groups(index) for index in stage.measured}
-        self._measured = set()
+                        self._costs.at(len(once.layers) + turns.places[step.node], number)
+                    self.do(step)
+            self.end(stage)
+            yield self._costs.stage(once.layers, turns.layers, len(strips), ahead=ahead)
 
     def _make_whole(self, index: int) -> OpLayout:
+        self._costs.at(self._once.places[index])
         node = self._nodes[index]
         layouts = [self._all(source) for source in node.sources]
         places = tuple(map(node.sources.index, node.sources))
@@ -105,56 +85,32 @@ class _CostEstimator:
             changed = {"device": tensors[-1].device} if node.makes else {}
             return lambda: caller(node, **changed)([RowSlice(tensors[place], NOTHING) for place in places])
 
-        return self._account.do(("whole", self._kinds[index], *layouts), [*layouts, ANYTHING], prepare)
+        return self._costs.do(("whole", self._kinds[index], *layouts), [*layouts, ANYTHING], prepare)
 
-    def _new_map(self, index: int) -> MapLayout:
+    def _new_map(self, index: int) -> FeatureMapBuffer[OpLayout]:
         node = self._nodes[index]
         if self._graph.needed_whole(index):
-            return GivenLayout(_new_output(node), node.axis or 0)
-        return HostLayouts(node) if index in self._strip_plan.in_host else DeviceLayouts(node.axis or 0)
+            return GivenLayout(self._new_output(node), node.axis or 0, self._costs)
+        if index in self._strip_plan.in_host:
+            return HostLayouts(node, self._costs)
+        return DeviceLayouts(node.axis or 0, self._costs)
 
-    def _end(self, stage: Stage) -> None:
-        for index, groups in self._groups.items():
-            few = dense((self._nodes[index].shape[0], groups), self._nodes[index].dtype)
-            self._account.do(("known", groups, few), [few], _knowing(groups))
-        self._windows.clear()
-        self._drop(stage.drops)
+    def _new_output(self, node: Node) -> OpLayout:
+        return dense(node.shape, node.dtype)
 
-    def _drop(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            self._maps.pop(index, None)
-            self._values.pop(index, None)
+    def _fixed(self, index: int) -> OpLayout:
+        return self._weights[index]
 
-    def _all(self, index: int) -> OpLayout:
-        """Layout of a node's whole output."""
-        if index in self._fixed:
-            return self._fixed[index]
-        kept = self._maps.get(index)
-        return kept.whole if isinstance(kept, GivenLayout) else self._values[index]
+    def _complete_statistics(self, index: int) -> None:
+        groups = self._groups[index]
+        few = dense((self._nodes[index].shape[0], groups), self._nodes[index].dtype)
+        self._costs.do(("known", groups, few), [few], _knowing(groups))
 
-    def _do(self, stage: Stage, step: ScheduleStep) -> None:
-        index, span = step.node, step.span
-        rows = self._rows(stage, step) if span.hi > span.lo else None
-        for other, first in step.trims:
-            self._windows.trim(other, first)
-        if rows is not None and index in self._stores:
-            self._maps[index].put(rows, span, self._account)
+    def _write(self, index: int, rows: OpLayout, span: Span) -> None:
+        layouts = self._outputs[index].narrowed(self._nodes[index].axis or 0, span.hi - span.lo), rows
+        self._costs.do(("copy", *layouts), layouts, copying)
 
-    def _rows(self, stage: Stage, step: ScheduleStep) -> OpLayout:
-        index, span = step.node, step.span
-        kept = index in self._reads
-        rows = self._maps[index].take(span, self._account) if kept else self._made(index, span)
-        if index in self._groups:
-            self._measure(index, rows)
-        if index in self._outputs:
-            layouts = self._outputs[index].narrowed(self._nodes[index].axis or 0, span.hi - span.lo), rows
-            self._account.do(("copy", *layouts), layouts, copying)
-        self._windows.hold(step, rows)
-        if kept and index in self._dropped:
-            self._maps[index].forget(span.hi)
-        return rows
-
-    def _made(self, index: int, span: Span) -> OpLayout:
+    def _make(self, index: int, span: Span) -> OpLayout:
         spans, layouts, places, beyond = [], [], [], list[int]()
         uncut: dict[int, int] = {}  # first place of each source that is passed uncut: the same tensor at each place
         for place, argument in enumerate(self._graph.arguments[index]):
@@ -174,13 +130,13 @@ class _CostEstimator:
             given = [RowSlice(tensors[place], has) for place, has in zip(places, spans, strict=True)]
             return self._making(index, span, given, tensors[-1])
 
-        return self._account.do(key, [*layouts, ANYTHING], prepare)
+        return self._costs.do(key, [*layouts, ANYTHING], prepare)
 
     def _there(self, argument: StageArgument, wanted: Span) -> OpLayout:
         """Layout that the `wanted` rows of an argument are taken from."""
         if argument.needs is not None and wanted.lo == wanted.hi:  # beyond the border
-            return _new_output(self._nodes[argument.source]).narrowed(argument.axis, 0)
-        return self._windows[argument.source][1] if argument.by_rows else self._all(argument.source)
+            return self._new_output(self._nodes[argument.source]).narrowed(argument.axis, 0)
+        return self._held[argument.source][1] if argument.by_rows else self._all(argument.source)
 
     def _making(
         self, index: int, span: Span, pieces: list[RowSlice], anything: torch.Tensor
@@ -197,14 +153,14 @@ class _CostEstimator:
     def _measure(self, index: int, rows: OpLayout) -> None:
         groups, again = self._groups[index], index in self._measured
         self._measured.add(index)
-        self._account.do(("measure", groups, again, rows), [rows], _measuring(groups, again=again))
+        self._costs.do(("measure", groups, again, rows), [rows], _measuring(groups, again=again))
 
     def _join(self, parts: tuple[OpLayout, OpLayout], axis: int) -> OpLayout:
-        return self._account.do(("join", axis, *parts), parts, joining(axis))
+        return self._costs.do(("join", axis, *parts), parts, joining(axis))
 
     def _last(self, rows: OpLayout, axis: int, count: int) -> OpLayout:
         rest = rows.narrowed(axis, count)
-        return self._account.do(("clone", rest), [rest], cloning)
+        return self._costs.do(("clone", rest), [rest], cloning)
 
 
 class _LayerOrder:
@@ -225,11 +181,6 @@ class _LayerOrder:
 
 _FIXED = ("weight", "constant")
 ANYTHING = dense((), torch.float32)  # its device is that of new tensors
-
-
-def _new_output(node: Node) -> OpLayout:
-    """Layout of a node's output when it is made at once."""
-    return dense(node.shape, node.dtype)
 
 
 def _layers_of(node: Node, nodes: Sequence[Node], layers: Mapping[str, str]) -> list[str]:

@@ -1,11 +1,12 @@
-"""An autoencoder's encode or decode, run in strips of rows with the same numbers."""
+"""An autoencoder's encode or decode in strips of rows, with the same numbers; in fewer rows when memory runs out."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,21 +16,74 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tightfit.apply.activations.exporting import HERE, NotExported, play, without_weights
 from tightfit.apply.activations.outputs import take_apart
 from tightfit.apply.activations.strips.export_graph import UnsupportedGraph, capture
-from tightfit.apply.activations.strips.graph_cache import kept_program, mark_of_call
-from tightfit.apply.activations.strips.noise import rewinder
+from tightfit.apply.activations.strips.graph_cache import kept_program, kept_strip_plan, mark_of_call
 from tightfit.apply.activations.strips.program import Program
+from tightfit.apply.activations.strips.program_inputs import LiveWeights, rewinder
 from tightfit.apply.activations.strips.runner import Runner
-from tightfit.apply.activations.strips.strip_config import StripConfig
-from tightfit.apply.activations.strips.weights import LiveWeights
+from tightfit.apply.activations.strips.strip_plan import StripPlan
 from tightfit.apply.activations.strips.workarounds import work_around
 from tightfit.apply.output_replay import without_frames
-from tightfit.devices.activation_pool import ActivationHostPool
 from tightfit.devices.device import Device
-from tightfit.devices.out_of_memory import is_out_of_memory
+from tightfit.devices.memory import is_out_of_memory
+from tightfit.devices.pinned_pool import ActivationHostPool
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.footprint import FeatureMaps
+from tightfit.units import format_bytes
 
-__all__ = ["NeedsWholeBatch", "StripExecutor", "program_of"]
+__all__ = ["NeedsWholeBatch", "StripConfig", "StripExecutor", "program_of"]
+
+
+LESS = 0.98  # of the bytes on the device; a retry has to take less than that
+
+
+@dataclass(frozen=True)
+class StripConfig:
+    """A limit of `strip_bytes` for strips, and where feature maps are kept; `mark` is the program's cache key."""
+
+    program: Program
+    strip_bytes: int
+    maps: FeatureMaps
+    mark: str = ""
+    moves: bool = False  # whether its strip plan records allocations and frees
+
+    @cached_property
+    def strip_plan(self) -> StripPlan:
+        return kept_strip_plan(self.mark, self.program, self.strip_bytes, self.maps, moves=self.moves)
+
+    def described(self, planned: StripConfig) -> str:
+        """How it differs from `planned`, as text."""
+        said = [] if self.maps == planned.maps else ["maps in host memory"]
+        if self.strip_bytes != planned.strip_bytes:
+            said.append(
+                f"strips within {format_bytes(self.strip_bytes)} instead of {format_bytes(planned.strip_bytes)}"
+            )
+        return ", ".join(said)
+
+    def narrower(self, planned: StripConfig, *, separate: bool) -> StripConfig | None:
+        """Return the next configuration that takes less device memory; None if there is none.
+
+        The byte limit is halved as long as that helps. Then feature maps go to host memory, if that is `separate`, with
+        the limit that was `planned`, halved until the configuration takes less.
+        """
+        half = max(min(self.strip_bytes, self.strip_plan.peak.device) // 2, 1)
+        found = self._below(half, self.maps)
+        if found is None and separate and self.maps != "host":
+            found = self._below(planned.strip_bytes, "host")
+        return found
+
+    def _below(self, working: int, maps: FeatureMaps) -> StripConfig | None:
+        """Return one with `working` bytes, halved until it takes less than this one; None if it never does."""
+        way, smallest = replace(self, strip_bytes=working, maps=maps), replace(self, strip_bytes=1, maps=maps)
+        while not self._takes_more_than(way):
+            if not self._takes_more_than(smallest):
+                return None
+            working = max(working // 2, 1)
+            way = replace(way, strip_bytes=working)
+        return way
+
+    def _takes_more_than(self, other: StripConfig) -> bool:
+        return other.strip_plan.peak.device < LESS * self.strip_plan.peak.device
+
 
 Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 

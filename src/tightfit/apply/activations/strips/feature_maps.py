@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Span
-from tightfit.devices.activation_pool import ActivationHostPool, HostTransfer, bytes_of
+from tightfit.apply.activations.strips.walker import FeatureMapBuffer
+from tightfit.devices.pinned_pool import ActivationHostPool, HostTransfer, bytes_of
 from tightfit.measure.recorder import Recorder
 
-__all__ = ["DeviceMapBuffer", "FeatureMapBuffer", "HostMapBuffer", "InputMapBuffer"]
+__all__ = ["DeviceMapBuffer", "HostMapBuffer", "InputMapBuffer", "TensorMapBuffer"]
 
 
-class FeatureMapBuffer(Protocol):
-    """Rows of one node's output, along `axis`."""
-
-    def put(self, rows: torch.Tensor, span: Span) -> None:
-        """Keep `rows`, which are those of `span`; called in order."""
-
-    def take(self, span: Span) -> torch.Tensor:
-        """Return these rows, on the device."""
-
-    def expect(self, span: Span) -> None:
-        """Start copying these rows, the next to be taken, to the device if they are stored."""
-
-    def sent(self) -> None:
-        """Make later device work wait until all rows put so far are stored."""
-
-    def forget(self, before: int) -> None:
-        """Free the rows before this one."""
+TensorMapBuffer = FeatureMapBuffer[torch.Tensor]
 
 
-class InputMapBuffer:
+class InputMapBuffer(TensorMapBuffer):
     """A tensor that the caller keeps, or that is needed in one piece: all its rows are available."""
+
+    whole: torch.Tensor
 
     def __init__(self, whole: torch.Tensor, axis: int) -> None:
         self.whole, self._axis = whole, axis
@@ -45,17 +30,8 @@ class InputMapBuffer:
     def take(self, span: Span) -> torch.Tensor:
         return self.whole.narrow(self._axis, span.lo, span.hi - span.lo)
 
-    def expect(self, span: Span) -> None:
-        return None
 
-    def sent(self) -> None:
-        return None
-
-    def forget(self, before: int) -> None:
-        return None
-
-
-class DeviceMapBuffer:
+class DeviceMapBuffer(TensorMapBuffer):
     """Strips on the device, as they were computed; each is freed when its last row is forgotten."""
 
     def __init__(self, axis: int) -> None:
@@ -78,18 +54,12 @@ class DeviceMapBuffer:
                 parts.append(strip.narrow(self._axis, lo - has.lo, hi - lo))
         return parts[0] if len(parts) == 1 else torch.cat(parts, self._axis)
 
-    def expect(self, span: Span) -> None:
-        return None
-
-    def sent(self) -> None:
-        return None
-
     def forget(self, before: int) -> None:
         while self._strips and self._strips[0][0].hi <= before:
             del self._strips[0]
 
 
-class HostMapBuffer:
+class HostMapBuffer(TensorMapBuffer):
     """Rows in host memory; bytes copied are reported to the recorder.
 
     Rows are stored one after another, so that any range of them is contiguous. Copies of the rows put last and of the

@@ -18,12 +18,17 @@ from safetensors.torch import load, save
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tightfit.apply.activations.bundle import part_of, write_bundle
 from tightfit.apply.activations.exporting import HERE
-from tightfit.apply.activations.operations import find_operation, read_argument, written_argument
-from tightfit.apply.activations.strips.boundaries import StripPeak
+from tightfit.apply.activations.serialization import (
+    find_operation,
+    part_of,
+    read_argument,
+    write_bundle,
+    written_argument,
+)
 from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
 from tightfit.apply.activations.strips.program import Node, Program, Ref
+from tightfit.apply.activations.strips.schedule import StripPeak
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
 from tightfit.apply.activations.strips.strip_plan import StripPlan, find_strip_plan, planned_stages_of
 from tightfit.errors import ModelError

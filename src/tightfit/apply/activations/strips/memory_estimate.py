@@ -7,9 +7,8 @@ from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tightfit.apply.activations.strips.boundaries import BoundaryState, StripPeak
 from tightfit.apply.activations.strips.rows import Span
-from tightfit.apply.activations.strips.schedule import ScheduleStep
+from tightfit.apply.activations.strips.schedule import BoundaryState, ScheduleStep, StripPeak
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
 
 __all__ = ["peak_of", "taken"]

@@ -6,96 +6,24 @@ import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.rows import Span
-from tightfit.devices.activation_pool import PAGE
+from tightfit.apply.activations.strips.walker import FeatureMapBuffer
+from tightfit.devices.pinned_pool import PAGE
 from tightfit.devices.simulated import SimulatedDevice
-from tightfit.measure.kernel_counter import KernelCounter
+from tightfit.measure.passes import KernelCounter
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.schema.footprint import KernelGroup, LayerWork, StripStageProfile
 from tightfit.simulator.backend import cards_in_use, use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
 
-__all__ = ["DeviceLayouts", "GivenLayout", "HostLayouts", "MapLayout", "OpCostCache", "OpLayout", "StageCost", "dense"]
-
-
-class MapLayout(Protocol):
-    """Layout of one node's output, in rows."""
-
-    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
-        """Keep `rows`, which are those of `span`."""
-
-    def take(self, span: Span, account: StageCost) -> OpLayout:
-        """Return the layout of these rows, on the device."""
-
-    def forget(self, before: int) -> None:
-        """Free the rows before this one."""
-
-
-class GivenLayout:
-    """A whole tensor: all rows are available, in one piece."""
-
-    def __init__(self, whole: OpLayout, axis: int) -> None:
-        self.whole, self._axis = whole, axis
-
-    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
-        layouts = self.take(span, account), rows
-        account.do(("copy", *layouts), layouts, copying)
-
-    def take(self, span: Span, account: StageCost) -> OpLayout:
-        return self.whole.narrowed(self._axis, span.hi - span.lo)
-
-    def forget(self, before: int) -> None:
-        return None
-
-
-class DeviceLayouts:
-    """Strips on the device."""
-
-    def __init__(self, axis: int) -> None:
-        self._axis = axis
-        self._strips: list[tuple[Span, OpLayout]] = []
-
-    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
-        self._strips.append((span, rows if rows.alone else account.do(("clone", rows), [rows], cloning)))
-
-    def take(self, span: Span, account: StageCost) -> OpLayout:
-        parts = []
-        for has, strip in self._strips:
-            lo, hi = max(span.lo, has.lo), min(span.hi, has.hi)
-            if lo < hi:
-                parts.append(strip.narrowed(self._axis, hi - lo))
-        return parts[0] if len(parts) == 1 else account.do(("join", self._axis, *parts), parts, joining(self._axis))
-
-    def forget(self, before: int) -> None:
-        while self._strips and self._strips[0][0].hi <= before:
-            del self._strips[0]
-
-
-class HostLayouts:
-    """Rows in host memory, one after another."""
-
-    def __init__(self, node: Node) -> None:
-        self._node, self._axis = node, node.axis or 0
-
-    def put(self, rows: OpLayout, span: Span, account: StageCost) -> None:
-        account.do(("lay", self._axis, rows), [rows], _moving(self._axis, 0))
-        account.send(span.lo * self._node.row_bytes, (span.hi - span.lo) * self._node.row_bytes)
-
-    def take(self, span: Span, account: StageCost) -> OpLayout:
-        shape, axis = self._node.shape, self._axis
-        lying = dense((span.hi - span.lo, *shape[:axis], *shape[axis + 1 :]), self._node.dtype)
-        account.bring(span.lo * self._node.row_bytes, (span.hi - span.lo) * self._node.row_bytes)
-        return account.do(("raise", axis, lying), [lying], _moving(0, axis))
-
-    def forget(self, before: int) -> None:
-        return None
+__all__ = ["DeviceLayouts", "GivenLayout", "HostLayouts", "OpCostCache", "OpLayout", "StageCost", "dense"]
 
 
 def copying(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -211,10 +139,14 @@ def _layout_of(tensor: torch.Tensor) -> OpLayout:
 
 
 class StageCost:
-    """Work of one stage, by layer work."""
+    """Work of the current stage, by layer work."""
 
     def __init__(self, trials: OpCostCache) -> None:
         self._trials = trials
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a stage."""
         self._turn = 0
         self._strips: dict[int, set[int]] = defaultdict(set)  # strips that each layer work runs in
         self._done: dict[int, Counter[Hashable]] = defaultdict(Counter)
@@ -270,3 +202,62 @@ class StageCost:
 def _pages(start: int, size: int) -> int:
     """Number of host memory pages that the bytes span: each page is copied by itself."""
     return (start + size - 1) // PAGE - start // PAGE + 1 if size else 0
+
+
+LayoutMapBuffer = FeatureMapBuffer[OpLayout]
+
+
+class GivenLayout(LayoutMapBuffer):
+    """A whole tensor: all rows are available, in one piece."""
+
+    whole: OpLayout
+
+    def __init__(self, whole: OpLayout, axis: int, costs: StageCost) -> None:
+        self.whole, self._axis, self._costs = whole, axis, costs
+
+    def put(self, rows: OpLayout, span: Span) -> None:
+        layouts = self.take(span), rows
+        self._costs.do(("copy", *layouts), layouts, copying)
+
+    def take(self, span: Span) -> OpLayout:
+        return self.whole.narrowed(self._axis, span.hi - span.lo)
+
+
+class DeviceLayouts(LayoutMapBuffer):
+    """Strips on the device."""
+
+    def __init__(self, axis: int, costs: StageCost) -> None:
+        self._axis, self._costs = axis, costs
+        self._strips: list[tuple[Span, OpLayout]] = []
+
+    def put(self, rows: OpLayout, span: Span) -> None:
+        self._strips.append((span, rows if rows.alone else self._costs.do(("clone", rows), [rows], cloning)))
+
+    def take(self, span: Span) -> OpLayout:
+        parts = []
+        for has, strip in self._strips:
+            lo, hi = max(span.lo, has.lo), min(span.hi, has.hi)
+            if lo < hi:
+                parts.append(strip.narrowed(self._axis, hi - lo))
+        return parts[0] if len(parts) == 1 else self._costs.do(("join", self._axis, *parts), parts, joining(self._axis))
+
+    def forget(self, before: int) -> None:
+        while self._strips and self._strips[0][0].hi <= before:
+            del self._strips[0]
+
+
+class HostLayouts(LayoutMapBuffer):
+    """Rows in host memory, one after another."""
+
+    def __init__(self, node: Node, costs: StageCost) -> None:
+        self._node, self._axis, self._costs = node, node.axis or 0, costs
+
+    def put(self, rows: OpLayout, span: Span) -> None:
+        self._costs.do(("lay", self._axis, rows), [rows], _moving(self._axis, 0))
+        self._costs.send(span.lo * self._node.row_bytes, (span.hi - span.lo) * self._node.row_bytes)
+
+    def take(self, span: Span) -> OpLayout:
+        shape, axis = self._node.shape, self._axis
+        lying = dense((span.hi - span.lo, *shape[:axis], *shape[axis + 1 :]), self._node.dtype)
+        self._costs.bring(span.lo * self._node.row_bytes, (span.hi - span.lo) * self._node.row_bytes)
+        return self._costs.do(("raise", axis, lying), [lying], _moving(0, axis))

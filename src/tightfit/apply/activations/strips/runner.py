@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from tightfit.apply.activations.strips.feature_maps import (
     DeviceMapBuffer,
-    FeatureMapBuffer,
     HostMapBuffer,
     InputMapBuffer,
+    TensorMapBuffer,
 )
 from tightfit.apply.activations.strips.memory_estimate import taken
 from tightfit.apply.activations.strips.program import Node
+from tightfit.apply.activations.strips.program_inputs import LiveWeights
 from tightfit.apply.activations.strips.rows import RowSlice, Span, caller
 from tightfit.apply.activations.strips.schedule import ScheduleStep
 from tightfit.apply.activations.strips.stages import Stage, StageArgument, StageGraph
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.strip_plan import PlannedStage
-from tightfit.apply.activations.strips.weights import LiveWeights
+from tightfit.apply.activations.strips.walker import StripWalker
 from tightfit.apply.module_hooks import announce, at_work
-from tightfit.devices.activation_pool import ActivationHostPool
+from tightfit.devices.pinned_pool import ActivationHostPool
 from tightfit.measure.recorder import Recorder
 
-__all__ = ["Runner", "Windows"]
+__all__ = ["Runner"]
 
 
 NOTHING = Span(0, 0)
 
 
-class Runner:
+class Runner(StripWalker[torch.Tensor]):
     """One run of a program; feature maps of nodes `in_host` are kept in the `host_pool`."""
 
     def __init__(
@@ -44,15 +44,12 @@ class Runner:
         weights: LiveWeights,
         recorder: Recorder,
     ) -> None:
-        self._graph, self._nodes = graph, graph.program.nodes
+        super().__init__(graph)
         self._in_host, self._host_pool = in_host, host_pool
         self._weights, self._recorder = weights, recorder
-        self._maps: dict[int, FeatureMapBuffer] = {}
-        self._values: dict[int, torch.Tensor] = {}  # inputs, and outputs of nodes computed whole
         self._known: dict[int, torch.Tensor] = {}  # statistics, by the node they are of
-        self._outputs: dict[int, torch.Tensor] = {}
-        self._windows = Windows[torch.Tensor](self._nodes, torch.cat, _last)
         self._measuring: dict[int, Statistics] = {}
+        self._following: Mapping[int, Span] = {}  # rows of kept maps to prefetch, as the next strip reads them
         nodes = self._nodes
         self._watched = [weights.watched(nodes[source] for source in node.sources) for node in nodes]
 
@@ -69,12 +66,13 @@ class Runner:
         announce(self._layers(passes))
         try:
             for stage, strips, ahead in passes:
-                self._begin(stage)
+                self.begin(stage)
+                self._measuring = {index: Statistics(groups) for index, groups in self._groups.items()}
                 for strip in strips:
                     self._work(stage, strip, next(following), ahead=ahead)
-                    for index in self._maps.keys() - set(stage.stores):  # wait for the last rows of earlier stages
+                    for index in self._maps.keys() - self._stores:  # wait for the last rows of earlier stages
                         self._maps[index].sent()
-                self._end(stage)
+                self.end(stage)
         finally:
             if self._host_pool is not None:
                 self._host_pool.settle()
@@ -95,21 +93,11 @@ class Runner:
                 self._maps[index].expect(span)
             for index in (following.keys() - now.keys()) & self._maps.keys():
                 self._maps[index].expect(following[index])
+        self._following = following if ahead else {}
         for step in strip:
-            self._do(stage, step, following if ahead else {})
+            self.do(step)
             if not ahead and step.node in stage.stores:
                 self._maps[step.node].sent()
-
-    def _begin(self, stage: Stage) -> None:
-        for index, used_up in zip(stage.whole, self._graph.used_up(stage), strict=True):
-            self._values[index] = self._make_whole(index)
-            self._drop(used_up)
-        for index in stage.stores:
-            self._maps[index] = self._new_map(index)
-        for index in stage.outputs:
-            node = self._nodes[index]
-            self._outputs[index] = torch.empty(node.shape, dtype=node.dtype, device=self._like.device)
-        self._measuring = {index: Statistics(self._graph.groups(index)) for index in stage.measured}
 
     def _make_whole(self, index: int) -> torch.Tensor:
         node = self._nodes[index]
@@ -124,63 +112,42 @@ class Runner:
             stack.enter_context(at_work(layer))
         return stack
 
-    def _new_map(self, index: int) -> FeatureMapBuffer:
+    def _new_map(self, index: int) -> TensorMapBuffer:
         node = self._nodes[index]
         axis = node.axis or 0
         if self._graph.needed_whole(index):
-            return InputMapBuffer(torch.empty(node.shape, dtype=node.dtype, device=self._like.device), axis)
+            return InputMapBuffer(self._new_output(node), axis)
         if index in self._in_host and self._host_pool is not None:
             return HostMapBuffer(node, self._host_pool, self._recorder)
         return DeviceMapBuffer(axis)
 
-    def _end(self, stage: Stage) -> None:
-        for index, statistics in self._measuring.items():
-            self._known[index] = statistics.known()
-        self._windows.clear()
-        self._drop(stage.drops)
+    def _new_output(self, node: Node) -> torch.Tensor:
+        return torch.empty(node.shape, dtype=node.dtype, device=self._like.device)
 
-    def _drop(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            self._maps.pop(index, None)
-            self._values.pop(index, None)
+    def _fixed(self, index: int) -> torch.Tensor:
+        return self._weights(self._nodes[index], self._like.device)
 
-    def _all(self, index: int) -> torch.Tensor:
-        """Return a node's whole output."""
-        node = self._nodes[index]
-        if node.op in ("weight", "constant"):
-            return self._weights(node, self._like.device)
-        kept = self._maps.get(index)
-        if isinstance(kept, InputMapBuffer):
-            return kept.whole
-        return self._values[index]
-
-    def _do(self, stage: Stage, step: ScheduleStep, following: Mapping[int, Span]) -> None:
-        rows = self._rows(stage, step, following) if step.span.hi > step.span.lo else None
-        if step.node not in stage.stores:
-            rows = None
-        for other, first in step.trims:
-            self._windows.trim(other, first)
-        if rows is not None:  # last: their inputs have been freed
-            self._maps[step.node].put(rows, step.span)
-
-    def _rows(self, stage: Stage, step: ScheduleStep, following: Mapping[int, Span]) -> torch.Tensor:
-        """Compute or read the rows of a step, and pass them to all that use them in this stage."""
-        index, span = step.node, step.span
-        if index not in stage.reads:
-            rows = self._make(index, span)
-        else:
-            rows = self._maps[index].take(span)
-            if index in following:
-                self._maps[index].expect(following[index])
-        if index in self._measuring:
-            self._measuring[index].take(rows)
-        if index in self._outputs:
-            axis = self._nodes[index].axis or 0
-            self._outputs[index].narrow(axis, span.lo, span.hi - span.lo).copy_(rows)
-        self._windows.hold(step, rows)
-        if index in stage.reads and index in stage.drops:
-            self._maps[index].forget(span.hi)
+    def _take(self, index: int, span: Span) -> torch.Tensor:
+        rows = self._maps[index].take(span)
+        if index in self._following:
+            self._maps[index].expect(self._following[index])
         return rows
+
+    def _measure(self, index: int, rows: torch.Tensor) -> None:
+        self._measuring[index].take(rows)
+
+    def _complete_statistics(self, index: int) -> None:
+        self._known[index] = self._measuring.pop(index).known()
+
+    def _write(self, index: int, rows: torch.Tensor, span: Span) -> None:
+        axis = self._nodes[index].axis or 0
+        self._outputs[index].narrow(axis, span.lo, span.hi - span.lo).copy_(rows)
+
+    def _join(self, parts: tuple[torch.Tensor, torch.Tensor], axis: int) -> torch.Tensor:
+        return torch.cat(parts, axis)
+
+    def _last(self, rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
+        return rows.narrow(axis, rows.shape[axis] - count, count).clone()
 
     def _make(self, index: int, span: Span) -> torch.Tensor:
         if not self._watched[index]:
@@ -208,62 +175,7 @@ class Runner:
             node = self._nodes[source]
             shape = [0 if dim == axis else size for dim, size in enumerate(node.shape)]
             return RowSlice(self._like.new_empty(shape, dtype=node.dtype), wanted)
-        first, there = self._windows[source] if by_rows else (0, self._all(source))
+        first, there = self._held[source] if by_rows else (0, self._all(source))
         if hi - lo < there.shape[axis]:
             there = there.narrow(axis, lo - first, hi - lo)
         return RowSlice(there, wanted)
-
-
-def _last(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-    return rows.narrow(axis, rows.shape[axis] - count, count).clone()
-
-
-class _Shaped(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-Rows = TypeVar("Rows", bound=_Shaped)
-
-
-class Windows(Generic[Rows]):
-    """For each node, the first row that is held, and the held rows."""
-
-    def __init__(
-        self,
-        nodes: Sequence[Node],
-        join: Callable[[tuple[Rows, Rows], int], Rows],
-        last: Callable[[Rows, int, int], Rows],
-    ) -> None:
-        """`join` concatenates rows along an axis; `last` copies the last n rows of an axis."""
-        self._nodes, self._join, self._last = nodes, join, last
-        self._held: dict[int, tuple[int, Rows]] = {}
-
-    def __getitem__(self, index: int) -> tuple[int, Rows]:
-        return self._held[index]
-
-    def hold(self, step: ScheduleStep, rows: Rows) -> None:
-        """Hold the `rows` that a step computed, after those of earlier strips that are still needed."""
-        held = self._held.pop(step.node, None)
-        if held is not None and step.held < step.span.lo:
-            self._held[step.node] = held[0], self._join((held[1], rows), self._axis(step.node))
-        else:
-            self._held[step.node] = step.span.lo, rows
-
-    def trim(self, index: int, first: int) -> None:
-        """Free the rows before the `first`."""
-        if index not in self._held:
-            return
-        lo, window = self._held[index]
-        axis = self._axis(index)
-        hi = lo + window.shape[axis]
-        if first >= hi:
-            del self._held[index]
-        elif first > lo:
-            self._held[index] = first, self._last(window, axis, hi - first)
-
-    def clear(self) -> None:
-        self._held.clear()
-
-    def _axis(self, index: int) -> int:
-        return self._nodes[index].axis or 0

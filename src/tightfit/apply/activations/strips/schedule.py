@@ -1,20 +1,45 @@
-"""A stage and a number of strips → the rows that each node computes in each strip, and the rows that it holds.
-
-Integer arithmetic only: no tensor is used.
-"""
+"""Bytes that stages in strips take, and what a stage keeps for later ones."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tightfit.apply.activations.strips.rows import Needs, Span
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
 
-__all__ = ["ScheduleStep", "make_schedule"]
+__all__ = ["BoundaryState", "ScheduleStep", "StripPeak", "make_schedule"]
+
+
+class StripPeak(NamedTuple):
+    """Peak bytes of feature maps, without inputs, on the device and in host memory.
+
+    Tensors without rows are small beside them.
+    """
+
+    device: int
+    host: int
+
+    def higher(self, other: StripPeak) -> StripPeak:
+        """Return the maximum of the two, for each kind of memory."""
+        return StripPeak(max(self.device, other.device), max(self.host, other.host))
+
+
+class BoundaryState(NamedTuple):
+    """What stages keep for each other: bytes, and the strips that maps on the device consist of (None: unknown).
+
+    Besides those bytes: bytes of each node still being copied to host memory, and bytes already being copied back.
+    """
+
+    bytes: StripPeak
+    strips: Mapping[int, Sequence[Span]] | None
+    leaving: Mapping[int, int] = MappingProxyType({})
+    coming: Mapping[int, int] = MappingProxyType({})
+
 
 TRIAL = 3  # strips that show what is held from one to the next
 SHARE = 0.5  # of a strip's rows; up to that many are recomputed rather than held

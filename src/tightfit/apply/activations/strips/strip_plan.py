@@ -8,10 +8,9 @@ from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tightfit.apply.activations.strips.boundaries import BoundaryState, StripPeak
 from tightfit.apply.activations.strips.memory_estimate import peak_of, taken
 from tightfit.apply.activations.strips.program import Program
-from tightfit.apply.activations.strips.schedule import ScheduleStep, make_schedule
+from tightfit.apply.activations.strips.schedule import BoundaryState, ScheduleStep, StripPeak, make_schedule
 from tightfit.apply.activations.strips.stages import Stage, StageGraph, find_stages
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.simulator.allocator_replay import allocator_events_of, least_capacity

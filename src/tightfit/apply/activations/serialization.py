@@ -1,24 +1,24 @@
-"""ATen operations and their arguments as JSON: everything of a network that may be written to a file and read back.
-
-Arguments are plain JSON; values without a JSON form are objects with one key: `{"value": 3}` (a tensor, by its number),
-`{"dtype": "float16"}`, `{"device": "here"}` (the device the network runs on), `{"number": "-inf"}`. Whatever a file
-contains, only ATen operations on tensors can result from it: torch's own reader of exported programs looks up any
-function of torch by its name, even `torch.os.system`, and evaluates expressions.
-"""
+"""What is written of a network to a file: operations and arguments as JSON, in a zip archive of text and tensors."""
 
 from __future__ import annotations
 
 import functools
 import math
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from tightfit.apply.activations.exporting import HERE
 from tightfit.errors import ModelError
+from tightfit.files import replacing
 
-__all__ = ["find_operation", "read_argument", "written_argument"]
+__all__ = ["DAMAGED", "find_operation", "part_of", "read_argument", "write_bundle", "written_argument"]
+
 
 _TOUCHES_FILES = {"aten.from_file.default", "aten.from_file.out"}
 _NAMED: Mapping[str, type] = {
@@ -86,3 +86,24 @@ def _named(value: dict[str, Any], made: Callable[[int], Any], here: Any) -> Any:
     if word in _NAMED and isinstance(found, _NAMED[word]):
         return found
     raise ModelError(f"the graph has an argument {value!r:.60}, which stands for nothing known")
+
+
+LARGEST_PART = 2**30  # bytes; the graph of a large denoiser takes a few MB
+
+# exceptions raised by reading a file that is incomplete, damaged or no bundle
+DAMAGED = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, RuntimeError, SafetensorError)
+
+
+def write_bundle(path: Path, parts: Mapping[str, str | bytes]) -> None:
+    """Write `parts`, by name, to the file `path`, completely or not at all. OSError on failure."""
+    with replacing(path) as partial, zipfile.ZipFile(partial, "w") as archive:
+        for name, content in parts.items():  # no timestamp: equal content gives equal bytes
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+
+
+def part_of(archive: zipfile.ZipFile, name: str) -> bytes:
+    """Return the part `name`; raise one of DAMAGED if it is missing, broken or larger than LARGEST_PART."""
+    size = archive.getinfo(name).file_size
+    if size > LARGEST_PART:
+        raise ValueError(f"{name} would have {size} bytes")
+    return archive.read(name)

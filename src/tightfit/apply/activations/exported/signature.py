@@ -1,11 +1,12 @@
-"""Identity of a network: its class, its settings, the shapes of its weights, the versions of its libraries."""
+"""What identifies a network and a call of it: classes, settings, weight shapes, library versions; arguments by name."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -13,10 +14,11 @@ import torch
 from torch import nn
 
 from tightfit.apply.activations.exported.file import Manifest, TensorForm
-from tightfit.errors import AlreadyFitted, ModelError
+from tightfit.errors import AlreadyFitted, ModelError, RequestError
 from tightfit.measure.modules import HANDLE
 
-__all__ = ["check_marks", "check_plain", "marks_of"]
+__all__ = ["by_name", "check_call", "check_marks", "check_plain", "marks_of", "split"]
+
 
 _LIBRARIES = ("torch", "diffusers", "tightfit")
 
@@ -96,3 +98,78 @@ def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
     return type(value).__name__
+
+
+def by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name, with defaults for omitted ones. TypeError as the call would raise."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        further = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        named |= value if further else {name: value}
+    return named
+
+
+def split(arguments: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors among `arguments`, and all other values; items of containers by dotted name, in torch's order.
+
+    RequestError for values that are neither tensors nor plain.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    settings: dict[str, Any] = {}
+    for name, value in arguments.items():
+        for path, item in _flatten(name, value):
+            if isinstance(item, torch.Tensor):
+                tensors[path] = item
+            elif item is None or isinstance(item, bool | int | float | str | list | tuple | dict):
+                settings[path] = list(item) if isinstance(item, tuple) else item  # containers here are empty
+            else:
+                kind = type(item).__name__
+                raise RequestError(f"{path} is of type {kind}, which an exported denoiser cannot be given", input=path)
+    return tensors, settings
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flatten(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple) and value:
+        for place, item in enumerate(value):
+            yield from _flatten(f"{name}.{place}", item)
+    else:
+        yield name, value
+
+
+def check_call(manifest: Manifest, arguments: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], torch.device]:
+    """Return a call's tensors and their device. RequestError, naming the input, if it differs from the exported call.
+
+    Zero-dimensional tensors may be on another device, as in torch's operations.
+    """
+    tensors, settings = split(arguments)
+    given, taken = {**tensors, **settings}, {**manifest.inputs, **manifest.settings}
+    for name in dict.fromkeys((*taken, *given)):
+        here, there = _said(given, name), _said(taken, name)
+        if here != there:
+            raise _other(name, here, there)
+    device = next((tensor.device for tensor in tensors.values() if tensor.ndim), torch.device("cpu"))
+    for name, tensor in tensors.items():
+        if tensor.ndim and tensor.device != device:
+            raise _other(name, f"on {tensor.device}", f"all on one device, and the first is on {device}")
+    return tensors, device
+
+
+def _said(values: Mapping[str, Any], name: str) -> str:
+    if name not in values:
+        return "not given"
+    value = values[name]
+    return str(TensorForm.of(value)) if isinstance(value, torch.Tensor) else str(value)
+
+
+def _other(name: str, here: str, there: str) -> RequestError:
+    return RequestError(
+        f"{name} is {here}, the exported denoiser takes {there}: export it again for this request or leave traced out",
+        input=name,
+        given=here,
+        exported=there,
+    )
