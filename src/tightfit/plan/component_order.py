@@ -10,35 +10,47 @@ from tightfit.plan.layer_selection import paths_to
 from tightfit.schema.footprint import ComponentCall, Footprint
 from tightfit.schema.plan import ComponentPlan, ComponentRun, Reason
 
-__all__ = ["ALTERNATIONS", "CoResidencyTracker", "method_of", "prefetch_reasons", "schedule_of", "visits"]
+__all__ = ["CoResidencyTracker", "method_of", "prefetch_reasons", "schedule_of", "visits"]
 
 
 ALTERNATIONS = 4  # switches between two components in one pipeline call, after which both remain on the device
 
 
 class CoResidencyTracker:
-    """Names of the components that are on one device at a time, if none of them is always resident."""
+    """Which components are on one device at a time, if none of them is always resident.
+
+    When one starts to run, the others are evicted, except those that it alternates with (a ControlNet and its UNet):
+    two that switch more than ALTERNATIONS times in a call are on the device together from then on.
+    """
 
     def __init__(self) -> None:
         self.on_device: set[str] = set()
-        self._turns: Counter[frozenset[str]] = Counter()
+        self.pairs: list[frozenset[str]] = []  # components that are on the device together
+        self._switches: Counter[frozenset[str]] = Counter()
         self._last: str | None = None
 
-    def record_run(self, name: str) -> bool:
-        """Record that `name` runs; components that do not share the device with it are evicted.
+    def begin_call(self) -> None:
+        """Forget what ran and is on the device, but not which components alternate."""
+        self.on_device.clear()
+        self._switches.clear()
+        self._last = None
 
-        Return whether `name` had to be loaded.
-        """
-        if self._last not in (None, name):
-            self._turns[frozenset((name, self._last or ""))] += 1
+    def record_run(self, name: str) -> bool:
+        """Record that `name` runs; return whether it had to be loaded."""
+        if self._last is not None and self._last != name:
+            pair = frozenset((name, self._last))
+            self._switches[pair] += 1
+            if self._switches[pair] > ALTERNATIONS and pair not in self.pairs:
+                self.pairs.append(pair)
         self._last = name
-        self.on_device = {other for other in self.on_device if other == name or self._share(name, other)}
+        self.on_device = {other for other in self.on_device if self.share(name, other)}
         came = name not in self.on_device
         self.on_device.add(name)
         return came
 
-    def _share(self, one: str, other: str) -> bool:
-        return self._turns[frozenset((one, other))] > ALTERNATIONS
+    def share(self, one: str, other: str) -> bool:
+        """Whether both components are on the device together."""
+        return one == other or frozenset((one, other)) in self.pairs
 
 
 def visits(footprint: Footprint) -> dict[str, tuple[int, ...]]:

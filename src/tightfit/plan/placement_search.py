@@ -6,13 +6,12 @@ It is one branch of a device's search: denoisers run as one variant. Which combi
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from tightfit.plan.component_order import ALTERNATIONS, visits
+from tightfit.plan.component_order import CoResidencyTracker, visits
 from tightfit.plan.eight_bits import allocator_bytes_by_phase
 from tightfit.plan.forecast import most_weights, needed_bytes
 from tightfit.plan.option_search import BestOptionSearch, Option, OptionSet
@@ -270,14 +269,15 @@ class VariantSearch:
 
     @cached_property
     def _groups(self) -> list[_CoResidentGroup]:
-        """Groups of components; those that alternate more than ALTERNATIONS times are on the device together."""
+        """Groups of components that are on the device together."""
         order = [phase.calls[index].component for phase in self.footprint.phases for index in phase.call_order]
-        turns = Counter(frozenset(pair) for pair in itertools.pairwise(order) if pair[0] != pair[1])
+        tracker = CoResidencyTracker()
+        for name in order:
+            tracker.record_run(name)
         crews = {name: {name} for name in order}
-        for pair, count in turns.items():
-            if count > ALTERNATIONS:
-                together = set().union(*(crews[name] for name in pair))
-                crews |= dict.fromkeys(together, together)
+        for pair in tracker.pairs:
+            together = set().union(*(crews[name] for name in pair))
+            crews |= dict.fromkeys(together, together)
         distinct = {frozenset(crew): tuple(sorted(crew, key=order.index)) for crew in crews.values()}
         return [_CoResidentGroup(names, self._phases_of(names)) for names in distinct.values()]
 

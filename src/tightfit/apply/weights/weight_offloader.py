@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -22,7 +21,7 @@ from tightfit.devices.device import Device
 from tightfit.devices.memory import trim_heap
 from tightfit.measure.modules import find_blocks, inspect_component, layer_weights, weight_bytes, weight_tensors
 from tightfit.measure.recorder import Recorder
-from tightfit.plan.component_order import ALTERNATIONS
+from tightfit.plan.component_order import CoResidencyTracker
 from tightfit.plan.layer_selection import resolve_streaming
 from tightfit.schema.plan import ComponentPlan
 
@@ -32,8 +31,8 @@ __all__ = ["WeightOffloader"]
 class WeightOffloader:
     """Keeps the weights of a pipeline's components where the plan wants them.
 
-    A component that is loaded for its phase is evicted when another starts to run, unless the two alternate (a
-    ControlNet and its UNet): those are kept on the device together from then on.
+    A component that is loaded for its phase is evicted when another starts to run, unless the two alternate
+    (`CoResidencyTracker`).
     """
 
     def __init__(self, device: Device, recorder: Recorder, file_weights: FileBackedWeights) -> None:
@@ -44,9 +43,7 @@ class WeightOffloader:
         self._recorder = recorder
         self._loaders: dict[str, TensorLoader] = {}
         self._streamers: dict[str, Streamer] = {}
-        self._turns: Counter[frozenset[str]] = Counter()
-        self._together: set[frozenset[str]] = set()
-        self._last: str | None = None
+        self._tracker = CoResidencyTracker()
         self._call_order = CallOrder()
         self._unused: Mapping[CallKey, Sequence[str]] = {}  # paths of blocks that do not run, as far as known
         self._early: Mapping[CallKey, int] = {}  # most bytes to prefetch, where limited
@@ -147,11 +144,12 @@ class WeightOffloader:
 
     def evict_others(self, name: str) -> None:
         """Evict the components that `name` does not share the device with."""
-        if self._last not in (None, name):
-            self._take_turns(frozenset((name, self._last or "")))
-        self._last = name
+        known = len(self._tracker.pairs)
+        self._tracker.record_run(name)
+        for pair in self._tracker.pairs[known:]:
+            self._recorder.note(f"{' and '.join(sorted(pair))} take turns: they stay on the device together")
         for other in self._streamers:
-            if not self._shared(name, other):
+            if not self._tracker.share(name, other):
                 self._evict(other)
 
     def expect(
@@ -190,7 +188,7 @@ class WeightOffloader:
                 self._streamers[name].begin(method, self._let_come if self._next_call else None)
 
         after = self._call_order.next
-        takes_over = after is not None and after[0] in self._streamers and not self._shared(name, after[0])
+        takes_over = after is not None and after[0] in self._streamers and not self._tracker.share(name, after[0])
         self._next_call = after if takes_over else None
         retry_on_oom(come, lambda: self.free_memory(name, ""))()
 
@@ -209,10 +207,6 @@ class WeightOffloader:
             room = self._streamers[name].room
             self._evict(name)
             self._let_come(room)
-
-    def _shared(self, one: str, other: str) -> bool:
-        """Whether both components are on the device together."""
-        return one == other or frozenset((one, other)) in self._together
 
     def free_memory(self, name: str, where: str) -> bool:
         """Evict some weights after `name` ran out of memory, in the block `where`; return whether there were any."""
@@ -265,12 +259,6 @@ class WeightOffloader:
         if name in self._loaders and self._loaders[name].is_loaded:
             self._loaders[name].evict()
 
-    def _take_turns(self, pair: frozenset[str]) -> None:
-        self._turns[pair] += 1
-        if self._turns[pair] > ALTERNATIONS and pair not in self._together:
-            self._together.add(pair)
-            self._recorder.note(f"{' and '.join(sorted(pair))} take turns: they stay on the device together")
-
     def dismiss(self, name: str) -> None:
         """Evict the weights of `name`, whichever component runs next: other code is about to change them all."""
         if name in self._streamers:
@@ -286,5 +274,4 @@ class WeightOffloader:
         """Evict everything that was loaded."""
         for name in self._streamers:
             self._evict(name)
-        self._turns.clear()
-        self._last = None
+        self._tracker.begin_call()
