@@ -165,7 +165,7 @@ def work_in_strips(timings: Sequence[StripStageTiming], items: int, flow: Transf
     began, needed = flow.now, [segment.group for segment in in_order(timings) if segment.group]
     flow.begin()
     for _ in range(items):
-        flow.expect(needed)
+        flow.expect_uses(needed)
         maps = _FeatureMapTraffic(flow)
         for timing, then in itertools.zip_longest(timings, timings[1:]):
             maps.work(timing, then)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["ALIGNMENT", "Lease", "PrefetchOrder", "Ring"]
+__all__ = ["ALIGNMENT", "Lease", "PrefetchOrder", "PrefetchPolicy", "Ring"]
 
 
 K = TypeVar("K", bound=Hashable)
@@ -143,6 +144,77 @@ class PrefetchOrder(Generic[K]):
 
     def __iter__(self) -> Iterator[K]:
         return iter(self._cycle)
+
+
+class PrefetchPolicy(ABC, Generic[K]):
+    """Which keys of a cycle are loaded and evicted when: the engine does it, the planner's simulation counts its time.
+
+    Those in `resident` are loaded once. All others pass through a ring buffer, in the order of their use and as far
+    ahead as it has room.
+    """
+
+    def __init__(self, order: PrefetchOrder[K], resident: Container[K]) -> None:
+        self._order, self._resident = order, resident
+        self._loaded: dict[K, Any] = {}  # what is loaded or being loaded
+
+    def expect_uses(self, keys: Sequence[K]) -> None:
+        """Set the uses to come in this call, in this order."""
+        if self._order.expect(keys):
+            self._send_ahead()  # counts what is loaded and needed soon; the rest is dropped
+            self._drop(lambda other: not self._order.awaited(other))
+            self._send_ahead()
+
+    def _use(self, key: K) -> None:
+        """Record a use of `key`, and load it if it is not loaded."""
+        if not self._order.used(key):
+            self._drop(lambda other: self._order.passed(other) and other != key)
+        if key not in self._loaded:
+            self._send_now(key)
+
+    def _send_now(self, key: K) -> None:
+        """Load `key`, whose use was not predicted; others in the ring that are not in use may be dropped for it."""
+        if self._send_if_room(key):
+            return
+        self._drop(lambda other: other != key)
+        if not self._send_if_room(key):  # more in use at once than the ring was made for
+            self._send_beside(key)
+
+    def _used_up(self, key: K) -> None:
+        """End a use of `key`: unless it remains loaded, its room is for what is needed next."""
+        if key not in self._resident and not self._order.awaited(key):
+            self._release(key)
+            self._send_ahead()
+
+    def _send_ahead(self) -> None:
+        self._order.look_ahead(self._send_if_room)
+
+    def _drop(self, which: Callable[[K], bool]) -> None:
+        """Evict what is in the ring, not in use and for which `which` is true."""
+        idle = [key for key in self._idle_in_ring() if which(key)]
+        for key in idle:
+            self._evict(key)
+        if idle:
+            self._order.look_again()
+
+    @abstractmethod
+    def _send_if_room(self, key: K) -> bool:
+        """Load `key` if there is room, unless it is loaded; return whether it is."""
+
+    @abstractmethod
+    def _send_beside(self, key: K) -> None:
+        """Load `key` into memory beside the ring."""
+
+    @abstractmethod
+    def _idle_in_ring(self) -> Iterable[K]:
+        """What is in the ring and not in use."""
+
+    @abstractmethod
+    def _release(self, key: K) -> None:
+        """Free the memory of `key`, which is loaded."""
+
+    def _evict(self, key: K) -> None:
+        """Free the memory of `key`, which may still be on its way."""
+        self._release(key)
 
 
 ALIGNMENT = 4096  # bytes: required by direct reads from disks, and more than any kernel requires

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tightfit.plan.prefetch import Lease, PrefetchOrder, Ring
+from tightfit.plan.prefetch import Lease, PrefetchOrder, PrefetchPolicy, Ring
 from tightfit.schema.footprint import KernelGroup
 from tightfit.schema.machine import Accelerator
 
@@ -128,13 +128,15 @@ class _SimulatedArrival:
     lease: Lease | None  # its place in the ring buffer; None: it is resident, or has memory of its own
 
 
-class TransferSimulator:
+class TransferSimulator(PrefetchPolicy[str]):
     """Simulation of a component's calls, with weight groups of `sizes` bytes loaded at `link_rate` bytes per second.
 
     Groups in `resident` are loaded once, others for each use, through a ring buffer of `ring` bytes. `guess` is the
     expected order of use until the order is known. The host takes `launch` seconds for each copy, and `overheads` for
     each use. The compute stream is idle from `now` on (seconds).
     """
+
+    _loaded: dict[str, _SimulatedArrival]
 
     def __init__(
         self,
@@ -148,15 +150,14 @@ class TransferSimulator:
         overheads: HostOverheads = NO_OVERHEADS,
     ) -> None:
         self.now = self._link = self._began = self._host = self._fed = now
-        self._sizes, self._resident, self._rate, self._launch = sizes, set(resident), link_rate, launch
-        self._overheads = overheads
-        self._order, self._ring = PrefetchOrder(guess), Ring(ring)
-        self._here: dict[str, _SimulatedArrival] = {}
+        super().__init__(PrefetchOrder(guess), set(resident))
+        self._sizes, self._rate, self._launch, self._overheads = sizes, link_rate, launch, overheads
+        self._ring = Ring(ring)
 
     @property
     def complete(self) -> bool:
         """Whether nothing is left to load: all groups in use are resident, and loaded."""
-        return self._order.known and all(group in self._resident and group in self._here for group in self._order)
+        return self._order.known and all(group in self._resident and group in self._loaded for group in self._order)
 
     @property
     def idle(self) -> float:
@@ -183,13 +184,6 @@ class TransferSimulator:
         self._order.end()
         self._send_ahead()
 
-    def expect(self, groups: Sequence[str]) -> None:
-        """Set the groups that this call needs from now on, in this order."""
-        if self._order.expect(groups):
-            self._send_ahead()
-            self._drop(lambda other: not self._order.awaited(other))
-            self._send_ahead()
-
     def do(self, segment: ComputeSegment) -> None:
         """Run `segment` as soon as the weights that it needs are loaded."""
         group, seconds, launching, waits, _ = segment
@@ -201,7 +195,7 @@ class TransferSimulator:
         if waits:
             self._host = self.now
         if group:
-            self._done(group)
+            self._used_up(group)
 
     def launch(self, seconds: float) -> None:
         """Keep the host busy for `seconds`."""
@@ -226,36 +220,25 @@ class TransferSimulator:
         Each time advances the clocks by `later`. Unless all `groups` are resident and loaded, as many repetitions are
         left out as have been looked at ahead, so that what follows them has not been looked at yet.
         """
-        there = all(group in self._resident and group in self._here for group in groups)
+        there = all(group in self._resident and group in self._loaded for group in groups)
         times = most if there else max(most - self._order.ahead // len(groups), 0)
         if times:
             self._order.skip(times * len(groups), times * len(groups) * (not there))
             self.now, self._host, self._link = (a + times * b for a, b in zip(self.clocks, later, strict=True))
-            for here in self._here.values():
+            for here in self._loaded.values():
                 here.handle += times * later.now
         return times
 
     def _need(self, group: str) -> None:
-        expected = self._order.used(group)
-        if not expected:
-            self._drop(lambda other: self._order.passed(other) and other != group)
-        if group not in self._here and not self._send_if_room(group):
-            self._drop(lambda other: other != group)
-            if not self._send_if_room(group):
-                self._send(group, self.now, None)
-        handle = self._here[group].handle
+        self._use(group)
+        handle = self._loaded[group].handle
         self.now, self._fed = max(self.now, handle), max(self._fed, handle)
 
-    def _done(self, group: str) -> None:
-        if group not in self._resident and not self._order.awaited(group):
-            self._release(group)
-            self._send_ahead()
-
-    def _send_ahead(self) -> None:
-        self._order.look_ahead(self._send_if_room)
+    def _send_beside(self, group: str) -> None:
+        self._send(group, self.now, None)
 
     def _send_if_room(self, group: str) -> bool:
-        if group in self._here:
+        if group in self._loaded:
             return True
         if group in self._resident:
             self._send(group, self._began, None)
@@ -271,16 +254,12 @@ class TransferSimulator:
         if group not in self._resident:
             self._host += self._overheads.streamed - self._overheads.resident
         self._link = max(self._link, after, self._host) + self._sizes[group] / self._rate
-        self._here[group] = _SimulatedArrival(self._link, lease)
+        self._loaded[group] = _SimulatedArrival(self._link, lease)
 
     def _release(self, group: str) -> None:
-        lease = self._here.pop(group).lease
+        lease = self._loaded.pop(group).lease
         if lease is not None:
             self._ring.give_back(lease, self.now)
 
-    def _drop(self, which: Callable[[str], bool]) -> None:
-        idle = [group for group in self._here if group not in self._resident and which(group)]
-        for group in idle:
-            self._release(group)
-        if idle:
-            self._order.look_again()
+    def _idle_in_ring(self) -> Iterator[str]:
+        return (group for group in self._loaded if group not in self._resident)

@@ -23,30 +23,31 @@ from tightfit.apply.weights.weight_groups import WeightGroup, behind_gates, expe
 from tightfit.apply.weights.weight_store import forget_casts
 from tightfit.devices.device import Device
 from tightfit.measure.recorder import Recorder
-from tightfit.plan.prefetch import PrefetchOrder
+from tightfit.plan.prefetch import PrefetchOrder, PrefetchPolicy
 
 __all__ = ["Streamer"]
 
 
-class Streamer:
+class Streamer(PrefetchPolicy[WeightGroup]):
     """Loads `groups`: those named in `resident` once, the others through a ring buffer of `ring` bytes."""
+
+    _loaded: dict[WeightGroup, LoadedGroup]
 
     def __init__(
         self, groups: Sequence[WeightGroup], resident: Collection[str], ring: int, device: Device, recorder: Recorder
     ) -> None:
         self._groups = list(groups)
+        self._pool = DeviceWeightPool(groups, resident, ring, device, recorder)
+        super().__init__(PrefetchOrder(self._groups), self._pool.resident)
         self._device, self._recorder = device, recorder
         self.on_device = False  # whether it may have memory on the device
         self._complete = False  # whether all its memory is allocated
         self._on_freed: Callable[[int], None] | None = None  # in the last call: called with the bytes given up so far
         self._stream = device.copy_stream()
         self._orders: dict[str, PrefetchOrder[WeightGroup]] = {}
-        self._order: PrefetchOrder[WeightGroup] = PrefetchOrder(self._groups)
         self._placeholders = LazyWeights(groups, device, recorder, self.fetch)
         self._behind = behind_gates(self._groups)
         self._entered: Counter[nn.Module] = Counter()  # running forward passes of each gate
-        self._loaded: dict[WeightGroup, LoadedGroup] = {}
-        self._pool = DeviceWeightPool(groups, resident, ring, device, recorder)
         self._fetcher = OnDemandLoader(self._pool, self._stream, recorder)
         self._began: Any = None  # mark of when memory was allocated
 
@@ -113,10 +114,8 @@ class Streamer:
     def expect(self, gates: Sequence[nn.Module]) -> None:
         """Set the order in which `gates` run from now on in this call."""
         groups = [group for gate in gates for group in self._behind[gate]]
-        if self._complete and self._order.expect(groups):
-            self._send_ahead()  # counts loaded groups that are needed soon; the others are dropped
-            self._drop(lambda other: not self._order.awaited(other))
-            self._send_ahead()
+        if self._complete:
+            self.expect_uses(groups)
 
     def enter(self, gate: nn.Module) -> None:
         """Begin a forward pass of `gate`: its groups are in use until `leave`, or none is if this raises."""
@@ -150,18 +149,13 @@ class Streamer:
         if not self._complete:
             self.begin()
         self._device.charge_layer_overhead()
-        expected = self._order.used(group)
-        if not expected:
-            self._drop(lambda other: self._order.passed(other) and other is not group)
-        here = self._loaded.get(group)
-        if here is None:
-            self._send_now(group)
-            here = self._loaded[group]
+        self._use(group)
+        here = self._loaded[group]
         if not here.visible:
             try:
                 here.show(self._placeholders, self._recorder)
             except BaseException:
-                self._leave([group])  # its copy failed: the next user sends it again
+                self._evict(group)  # its copy failed: the next user sends it again
                 raise
         here.users += 1
 
@@ -173,9 +167,7 @@ class Streamer:
             self._placeholders
         )  # resident groups too: fusing a LoRA between two calls writes to what modules have
         del here  # it would keep memory that is freed below
-        if group not in self._pool.resident and not self._order.awaited(group):
-            self._release(group)
-            self._send_ahead()
+        self._used_up(group)
         if self._on_freed is not None:
             self._give_way(self._on_freed)
 
@@ -213,9 +205,6 @@ class Streamer:
 
     # sending
 
-    def _send_ahead(self) -> None:
-        self._order.look_ahead(self._send_if_room)
-
     def _send_if_room(self, group: WeightGroup) -> bool:
         if group in self._loaded:
             return True
@@ -228,13 +217,11 @@ class Streamer:
         return True
 
     def _send_now(self, group: WeightGroup) -> None:
-        """Send `group`, whose use was not predicted; others in the ring that are not in use may be dropped for it."""
         self._recorder.loaded_on_demand(learning=not self._order.known)
-        if self._send_if_room(group):
-            return
-        self._drop(lambda other: other is not group)
-        if not self._send_if_room(group):  # more in use at once than the ring was made for
-            self._send(LoadedGroup(group, self._pool.extra(group.size)), self._stream.mark())
+        super()._send_now(group)
+
+    def _send_beside(self, group: WeightGroup) -> None:
+        self._send(LoadedGroup(group, self._pool.extra(group.size)), self._stream.mark())
 
     def _send(self, here: LoadedGroup, after: Any) -> None:
         group = here.group
@@ -299,8 +286,11 @@ class Streamer:
         """Evict those of `groups` that are on the device, needed or not."""
         for group in groups:
             if group in self._loaded:
-                self._loaded[group].handle.cancel()
-                self._release(group)
+                self._evict(group)
+
+    def _evict(self, group: WeightGroup) -> None:
+        self._loaded[group].handle.cancel()
+        self._release(group)
 
     def _release(self, group: WeightGroup) -> None:
         here = self._loaded.pop(group)
@@ -309,9 +299,5 @@ class Streamer:
         if here.lease is not None:
             self._pool.give_back(here.lease, self._stream.mark())
 
-    def _drop(self, which: Callable[[WeightGroup], bool]) -> None:
-        """Evict groups in the ring that are not in use and for which `which` is true."""
-        idle = [p for p in self._loaded if self._idle(p) and p not in self._pool.resident and which(p)]
-        self._leave(idle)
-        if idle:
-            self._order.look_again()
+    def _idle_in_ring(self) -> Iterator[WeightGroup]:
+        return (group for group in self._loaded if self._idle(group) and group not in self._pool.resident)
