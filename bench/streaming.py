@@ -152,7 +152,8 @@ def rows_of(model: str, card: str, shares: list[float]) -> list[dict[str, Any]]:
                 "compute": compute, "streamed": moved, "link_seconds": moved / link, "steady": steady, "first": first,
                 "to_bound": steady / bound, "to_bound_with_memory": steady / max(bound, memory),
                 "first_to_steady": first / steady, "ring": run.plan.ring_buffer,
-                "resident": len(run.plan.resident_layers), "layers": len(sizes), "card_bytes": size, "peak_weights": run.phase.peak_weights,
+                "resident": len(run.plan.resident_layers), "layers": len(sizes), "card_bytes": size,
+                "peak_weights": run.phase.peak_weights,
                 "peak": run.phase.peak_bytes, "peak_reserved": run.phase.peak_reserved, "weights_out": run.bytes_out,
                 "on_demand": run.phase.on_demand, "notes": run.notes,
             }
