@@ -21,8 +21,6 @@ from tightfit.schema.footprint import (
     Component,
     ComponentCall,
     Footprint,
-    KernelGroup,
-    LayerWork,
     Phase,
     Request,
     StripProfile,
@@ -30,7 +28,7 @@ from tightfit.schema.footprint import (
     Variant,
     WeightBlock,
 )
-from tightfit.schema.machine import Accelerator, Budget, Machine
+from tightfit.schema.machine import Accelerator, Budget, KernelGroup, LayerWork, Machine
 from tightfit.schema.plan import (
     TECHNIQUES,
     ComponentPlan,

@@ -13,7 +13,8 @@ from torch import nn
 from inspection import imprint, relative_error
 from more_pipelines import MORE_CASES
 from tightfit import fit
-from tightfit.apply.activations.cfg_batching import are_equal, batch_cfg_calls
+from tightfit.apply.activations.cfg_batching import batch_cfg_calls
+from tightfit.apply.activations.outputs import are_equal
 from tightfit.apply.method_overrides import override_class_members
 from tiny_pipelines import CASES, TinyCase
 

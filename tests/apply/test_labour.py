@@ -19,7 +19,8 @@ from tightfit.plan.component_cost import ComponentCost
 from tightfit.plan.cost_model import CostModel, strip_seconds_without_weights
 from tightfit.plan.layer_selection import weight_group_sizes
 from tightfit.run.strip_profiles import StripOptionProfiler
-from tightfit.schema.footprint import STRIP_LIMITS, BlockUse, ComponentCall, KernelGroup, StripProfile
+from tightfit.schema.footprint import STRIP_LIMITS, BlockUse, ComponentCall, StripProfile
+from tightfit.schema.machine import KernelGroup
 from tightfit.schema.plan import ComponentPlan
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import Host, SimulatedCard

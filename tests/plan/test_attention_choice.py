@@ -11,8 +11,8 @@ import torch
 
 from tightfit import PlanError
 from tightfit.apply.activations import attention_dispatch
-from tightfit.plan.kernel_choice import choose, score_chunk_bytes
-from tightfit.schema.attention import ATTENTION_NAMES, BACKENDS, AttentionCall, check_attention, torch_kernel
+from tightfit.plan.kernel_choice import choose, score_chunk_bytes, torch_kernel
+from tightfit.schema.attention import ATTENTION_NAMES, BACKENDS, AttentionCall, check_attention
 from tightfit.schema.plan import TECHNIQUES
 from tightfit.simulator import attention as simulated
 

@@ -18,8 +18,6 @@ from tightfit.schema.footprint import (
     Component,
     ComponentCall,
     Footprint,
-    KernelGroup,
-    LayerWork,
     Phase,
     Request,
     StripProfile,
@@ -27,7 +25,7 @@ from tightfit.schema.footprint import (
     Variant,
     WeightBlock,
 )
-from tightfit.schema.machine import Accelerator, Budget, Machine
+from tightfit.schema.machine import Accelerator, Budget, KernelGroup, LayerWork, Machine
 from tightfit.schema.plan import Plan
 from tightfit.units import format_bytes
 

@@ -19,12 +19,11 @@ from tightfit.schema.footprint import (
     Component,
     ComponentCall,
     Footprint,
-    LayerWork,
     Request,
     Variant,
     WeightBlock,
 )
-from tightfit.schema.machine import Accelerator, Budget
+from tightfit.schema.machine import Accelerator, Budget, LayerWork
 from tightfit.schema.plan import ComponentPlan, Granularity, Storage
 
 DONE = phase("denoise", passes_of(component("unet", "denoiser", [MIB], 0), [1], 1, 1), 1)

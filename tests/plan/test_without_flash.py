@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tightfit.plan.kernel_choice import attention_reasons, choose
-from tightfit.schema.attention import AttentionCall, torch_kernel
+from tightfit.plan.kernel_choice import attention_reasons, choose, torch_kernel
+from tightfit.schema.attention import AttentionCall
 from tightfit.schema.footprint import Component
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan

@@ -14,9 +14,9 @@ from torch import nn
 
 from tightfit.apply.activations.activation_offload import offload_waiting_activations
 from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
-from tightfit.apply.activations.cfg_batching import batch_cfg_calls
+from tightfit.apply.activations.cfg_batching import batch_or_split
 from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards
-from tightfit.apply.activations.max_batch import chunk_blocks, in_chunks
+from tightfit.apply.activations.max_batch import chunk_blocks
 from tightfit.apply.activations.memory_format import channels_last
 from tightfit.apply.activations.vae_tiling import wrap_vae_methods
 from tightfit.apply.allocator_limits import limit_allocators
@@ -177,7 +177,7 @@ class Fitted:
         manager.stream(name, module, plan, undo)
         if plan.ffn_chunk is not None:
             chunk_feed_forwards(module, plan.ffn_chunk, undo)
-        if _in_parts(plan) and plan.placement == "stream":  # per block: weights are loaded once for all parts
+        if plan.splits_batch and plan.placement == "stream":  # per block: weights are loaded once for all parts
             chunk_blocks(module, plan.max_batch, undo, recorder.note)
         if self.plan.offload_activations and has_skips(module) and not forward:
             offload_waiting_activations(module, device, recorder, undo)
@@ -221,7 +221,7 @@ class Fitted:
 
             return while_followed(run, "__call__" if method == "forward" else method, lambda: session.over)
 
-        members: dict[str, Any] = {HANDLE: self, **self._batched(module, plan, recorder.note)}
+        members: dict[str, Any] = {HANDLE: self, **batch_or_split(module, plan, recorder.note)}
         members["__call__"] = working("forward", members.get("__call__", original.__call__))
         if role == "autoencoder":
             for method, cut in wrap_vae_methods(original, self.plan.vae, device, recorder, undo).items():
@@ -234,21 +234,6 @@ class Fitted:
             # its own code asks while it runs; else the pipeline does, which is on its own device like all its tensors
             members["device"] = property(lambda _: (device if session.at_work(name) else host).torch_device)
         return members
-
-    def _batched(self, module: nn.Module, plan: ComponentPlan, told: Callable[[str], object]) -> dict[str, Any]:
-        """Return the method of `module` that splits batches or joins calls, by name, if the plan asks for that.
-
-        It is `forward`, so that hooks of the user see each call once and whole; `__call__` where torch does not use
-        the class's `forward`, or compiles it.
-        """
-        around = "forward" in vars(module) or module._compiled_call_impl is not None
-        name = "__call__" if around else "forward"
-        usual = method = getattr(type(module), name)
-        if _in_parts(plan) and plan.placement != "stream":
-            method = in_chunks(method, plan.max_batch, told)
-        if plan.cfg == "batched":
-            method = batch_cfg_calls(method, told)
-        return {} if method is usual else {name: method}
 
     def _pipeline_members(self, original: type) -> dict[str, Any]:
         fitted, device = self, self._device
@@ -313,8 +298,3 @@ def _device_of(name: str, plan: Plan, target: Device) -> Device:
     """Return the device on which component `name` runs by `plan`, whose own device is `target`."""
     chosen = plan.device_of(name)
     return target if chosen == plan.device else choose_device(chosen)
-
-
-def _in_parts(plan: ComponentPlan) -> bool:
-    """Whether batches are split."""
-    return plan.max_batch is not None or plan.cfg == "sequential"

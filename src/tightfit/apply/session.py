@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from tightfit.apply.activations.sdpa_patch import AttentionHandler, current_handlers, set_handlers
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
-from tightfit.measure.modules import find_phase
+from tightfit.measure.passes import find_phase
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.footprint import Role
 from tightfit.schema.results import Trace

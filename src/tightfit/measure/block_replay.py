@@ -18,20 +18,24 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tightfit.measure.call_profiler import CallProfiler
-from tightfit.measure.module_equivalence import REPEATS, ModuleEquivalence
+from tightfit.measure.module_equivalence import (
+    COMPARABLE,
+    REPEATS,
+    ModuleEquivalence,
+    input_layouts,
+    is_simulated,
+)
 from tightfit.measure.modules import find_layers, find_role
 from tightfit.measure.passes import OpenCall
 from tightfit.simulator.allocator import AllocatorEvent
 from tightfit.simulator.blocks import Block
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
-from tightfit.simulator.operations import NAME
 from tightfit.simulator.storage import ViewSpec, free_dead_tensors, store_of, tensors_in, view
 
 __all__ = ["BlockReplay"]
 
 TRIALS = 3  # recordings per kind of block in a call: the first may allocate cuBLAS's workspace, which is kept
-_PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 class _Place(NamedTuple):
@@ -42,7 +46,7 @@ class _Place(NamedTuple):
 
     def told(self, layer: str) -> str | None:
         """Return ":" and the path of `layer` relative to the block; "" for no layer, None for one outside."""
-        if layer and not _is_within(layer, self.path):
+        if layer and layer != self.path and not layer.startswith(f"{self.path}."):
             return None
         return layer and f":{layer[len(self.path) :]}"
 
@@ -136,7 +140,7 @@ class BlockReplay:
             if opened is not self._pass:
                 self._pass, self._known, self._equivalence = opened, {}, ModuleEquivalence()
             given, structure = tree_flatten((args, kwargs))
-            layouts = _layouts(given)
+            layouts = input_layouts(given)
             if layouts is None:
                 return usual(*args, **kwargs)
             kind = self._equivalence.of(block), place.layers, structure, layouts
@@ -216,36 +220,6 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
         yield from _blocks(child, f"{prefix}{name}.")
 
 
-def _is_within(layer: str, path: str) -> bool:
-    return layer == path or layer.startswith(f"{path}.")
-
-
-def _is_tensor(value: Any) -> bool:
-    """Whether it is a plain torch.Tensor on a simulated card."""
-    return type(value) is torch.Tensor and value.device.type == NAME
-
-
-def _layouts(given: Sequence[Any]) -> tuple[Any, ...] | None:
-    """A key of the inputs that is equal for equivalent inputs; None where an input cannot be compared."""
-    storages: dict[int, int] = {}
-    found: list[Any] = []
-    for value in given:
-        if _is_tensor(value):
-            store = store_of(value)
-            same = storages.setdefault(store.address, len(storages))
-            numbers = store.fill if store.values is None else store.address  # a tensor with values equals only itself
-            found.append((same, store.values is None, numbers, _look(value)))
-        elif isinstance(value, _PLAIN):
-            found.append((type(value), value))
-        else:
-            return None
-    return tuple(found)
-
-
-def _look(tensor: torch.Tensor) -> ViewSpec:
-    return ViewSpec(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-
 def _events(
     steps: Sequence[AllocatorEvent], ran: Sequence[tuple[int, KernelCost, str | None]]
 ) -> tuple[tuple[_Asked | _Freed | _Ran, ...], dict[int, int]] | None:
@@ -280,15 +254,15 @@ def _done(
 ) -> _Done | None:
     """Combine `events` with how `output` is made of the inputs `given` and the memory `there`; None if it is not."""
     layers, structure = tree_flatten(output)
-    inputs = {id(value): place for place, value in enumerate(given) if _is_tensor(value)}
+    inputs = {id(value): place for place, value in enumerate(given) if is_simulated(value)}
     storages = {store_of(given[place]).address: place for place in inputs.values()}
     kept: dict[int, tuple[int, list[ViewSpec]]] = {}
     outputs: list[Any] = []
     for value in layers:
-        if isinstance(value, _PLAIN):
+        if isinstance(value, COMPARABLE):
             outputs.append(value)
             continue
-        if not _is_tensor(value):
+        if not is_simulated(value):
             return None
         store = store_of(value)
         if store.values is not None or store.fill is not None or store.valueless:
@@ -296,11 +270,11 @@ def _done(
         if id(value) in inputs:
             outputs.append(_InputOutput(inputs[id(value)], None))
         elif store.address in storages and given[storages[store.address]].dtype == value.dtype:
-            outputs.append(_InputOutput(storages[store.address], _look(value)))
+            outputs.append(_InputOutput(storages[store.address], ViewSpec.of(value)))
         elif store.block is not None and store.block.number in there:
             looks = kept.setdefault(store.block.number, (store.size, []))[1]
             outputs.append(_OwnOutput(list(kept).index(store.block.number), len(looks)))
-            looks.append(_look(value))
+            looks.append(ViewSpec.of(value))
         else:
             return None
     if kept.keys() != there.keys():  # memory is kept by something else

@@ -12,8 +12,8 @@ from torch import nn
 
 from tightfit.errors import RunError
 from tightfit.measure.module_equivalence import call_signature
-from tightfit.measure.modules import find_blocks, find_layers, find_parts, find_phase, find_role, weight_tensors
-from tightfit.measure.passes import KernelCounter, OpenBlockUse, OpenCall, OpenPhase
+from tightfit.measure.modules import find_blocks, find_layers, find_parts, find_role, weight_tensors
+from tightfit.measure.passes import KernelCounter, OpenBlockUse, OpenCall, OpenPhase, find_phase
 from tightfit.schema.footprint import Phase
 from tightfit.simulator.allocator import AllocatorEvent
 from tightfit.simulator.allocator_replay import least_capacity, replay, rounded_peak

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["REPEATS", "ModuleEquivalence", "call_signature"]
+from tightfit.simulator.operations import NAME
+from tightfit.simulator.storage import ViewSpec, store_of
+
+__all__ = ["COMPARABLE", "REPEATS", "ModuleEquivalence", "call_signature", "input_layouts", "is_simulated"]
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -19,6 +22,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # attributes of a module that are compared separately, or are equal for all
 _ELSEWHERE = (frozenset(vars(nn.Module())) | {"forward", "_diffusers_hook"}) - {"training"}
 _KNOWN = ("torch.", "diffusers.", "transformers.")  # libraries whose objects are determined by their attributes
+COMPARABLE = (bool, int, float, str, torch.dtype, type(None))  # plain inputs and outputs of equivalent blocks
 REPEATS = "repeats_blocks"  # attribute of functions that replace a block's forward and have the same effect
 
 
@@ -128,3 +132,25 @@ def call_signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
     layers, structure = tree_flatten((args, kwargs))
     shapes = ((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in layers)
     return (str(structure), *shapes)
+
+
+def is_simulated(value: Any) -> bool:
+    """Whether it is a plain torch.Tensor on a simulated card."""
+    return type(value) is torch.Tensor and value.device.type == NAME
+
+
+def input_layouts(given: Sequence[Any]) -> tuple[Any, ...] | None:
+    """A key of a block's inputs that is equal for equivalent inputs; None where an input cannot be compared."""
+    storages: dict[int, int] = {}
+    found: list[Any] = []
+    for value in given:
+        if is_simulated(value):
+            store = store_of(value)
+            same = storages.setdefault(store.address, len(storages))
+            numbers = store.fill if store.values is None else store.address  # a tensor with values equals only itself
+            found.append((same, store.values is None, numbers, ViewSpec.of(value)))
+        elif isinstance(value, COMPARABLE):
+            found.append((type(value), value))
+        else:
+            return None
+    return tuple(found)

@@ -14,8 +14,7 @@ from torch import nn
 from tightfit.errors import PlanError
 from tightfit.measure.shared import give_owners
 from tightfit.schema.footprint import Component, Footprint, Role, WeightBlock
-from tightfit.simulator.allocator import AllocatorEvent
-from tightfit.simulator.allocator_replay import replay
+from tightfit.simulator.allocator_replay import reserved_for
 
 __all__ = [
     "HANDLE",
@@ -25,7 +24,6 @@ __all__ = [
     "find_components",
     "find_layers",
     "find_parts",
-    "find_phase",
     "find_role",
     "has_skips",
     "head_widths",
@@ -78,7 +76,7 @@ def inspect_component(name: str, module: nn.Module) -> Component:
         class_name=type(module).__name__,
         role=find_role(name, module),
         bytes=whole.bytes,
-        allocator_bytes=_allocator_bytes(tensors.values()),
+        allocator_bytes=reserved_for(tensor.nbytes for tensor in tensors.values()),
         dtypes=whole.dtypes,
         blocks=(*blocks, _unit("", list(left.values()))) if blocks else (),
         layers=tuple(_joined(module, {path: _layer(path, parts) for path, parts in layers.items()}, layers)),
@@ -89,11 +87,6 @@ def inspect_component(name: str, module: nn.Module) -> Component:
         has_forward=type(module).forward is not nn.Module.forward or any(True for _ in module.children()),
         head_widths=head_widths(module),
     )
-
-
-def _allocator_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    asked = [AllocatorEvent("malloc", number, tensor.nbytes) for number, tensor in enumerate(tensors)]
-    return replay(asked, 2**60, expandable=True).reserved.peak
 
 
 def _layer(path: str, parts: tuple[nn.Module, ...]) -> WeightBlock:
@@ -198,9 +191,6 @@ def find_role(name: str, module: nn.Module) -> Role:
     return "denoiser"
 
 
-_PHASES: dict[Role, str] = {"encoder": "encode", "denoiser": "denoise", "autoencoder": "decode"}
-
-
 def find_parts(name: str, module: nn.Module) -> dict[str, nn.Module]:
     """Return submodules of the component `name` that a pipeline may call directly, by path.
 
@@ -211,11 +201,6 @@ def find_parts(name: str, module: nn.Module) -> dict[str, nn.Module]:
         return dict(module.named_children())
     blocks = tuple(f"{path}." for path in find_blocks(module))
     return {path: part for path, part in module.named_modules() if path and not path.startswith(blocks)}
-
-
-def find_phase(name: str, role: Role, method: str) -> str:
-    """Return the phase of a pipeline call in which `method` of the component `name` runs."""
-    return method if role == "autoencoder" and method in ("encode", "decode") else _PHASES.get(role, name)
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:

@@ -6,10 +6,18 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightfit.schema.footprint import BlockUse, ComponentCall, KernelGroup, LayerWork, Phase
+from tightfit.schema.footprint import BlockUse, ComponentCall, Phase, Role
+from tightfit.schema.machine import KernelGroup, LayerWork
 from tightfit.simulator.kernel_costs import KernelCost
 
-__all__ = ["KernelCounter", "OpenBlockUse", "OpenCall", "OpenPhase"]
+__all__ = ["KernelCounter", "OpenBlockUse", "OpenCall", "OpenPhase", "find_phase"]
+
+_PHASES: dict[Role, str] = {"encoder": "encode", "denoiser": "denoise", "autoencoder": "decode"}
+
+
+def find_phase(name: str, role: Role, method: str) -> str:
+    """Return the phase of a pipeline call in which `method` of the component `name` runs."""
+    return method if role == "autoencoder" and method in ("encode", "decode") else _PHASES.get(role, name)
 
 
 class KernelCounter:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import psutil
 
 from tightfit.devices.device import Device
 from tightfit.measure.meter import TensorMeter
-from tightfit.schema.results import PhaseTrace, Sample, Trace
+from tightfit.schema.results import Moment, PhaseTrace, Sample, Trace
 from tightfit.units import format_bytes
 
-__all__ = ["UNCOUNTED", "LiveNumbers", "Moment", "Recorder"]
+__all__ = ["UNCOUNTED", "LiveNumbers", "Recorder"]
 
 MAX_SAMPLES = 4096
 FINEST = 0.0005  # minimum seconds between samples, doubled when there are too many
@@ -32,18 +31,6 @@ class LiveNumbers:
     activations: int
     peak_bytes: int
     rss_bytes: int
-
-
-class Moment(NamedTuple):
-    """An unvalidated Sample: there are thousands a second, and validating one takes longer."""
-
-    seconds: float
-    weights: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.activations
 
 
 @dataclass

@@ -23,11 +23,10 @@ from tightfit.schema.footprint import (
     Component,
     ComponentCall,
     Footprint,
-    LayerWork,
     StripProfile,
     StripStageProfile,
 )
-from tightfit.schema.machine import Accelerator
+from tightfit.schema.machine import Accelerator, LayerWork
 from tightfit.schema.plan import Granularity
 
 __all__ = ["CostModel", "strip_seconds_without_weights", "work_in_strips"]

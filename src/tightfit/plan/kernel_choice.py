@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import NamedTuple
 
-from tightfit.schema.attention import BACKENDS, AttentionCall, Kernel, kernel_order, refusal, torch_kernel
+from tightfit.schema.attention import BACKENDS, AttentionCall, Kernel, kernel_order, refusal
 from tightfit.schema.footprint import Component
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan
@@ -13,12 +13,21 @@ from tightfit.units import format_bytes
 
 __all__ = [
     "AttentionChoice",
+    "ChosenKernel",
     "LayoutChoice",
     "attention_reasons",
     "choose",
     "choose_layout",
     "score_chunk_bytes",
+    "torch_kernel",
 ]
+
+
+class ChosenKernel(NamedTuple):
+    """The kernel that torch chooses for a call."""
+
+    kernel: Kernel
+    refused: str | None  # what the kernel tried just before it does not support; None: it was the first
 
 
 class AttentionChoice(NamedTuple):
@@ -26,6 +35,13 @@ class AttentionChoice(NamedTuple):
 
     name: str
     because: str
+
+
+def torch_kernel(call: AttentionCall) -> ChosenKernel:
+    """Return the kernel that torch chooses for `call`: the first that supports it, "math" if no fused one does."""
+    order = kernel_order(call)
+    place = next(place for place, kernel in enumerate(order) if refusal(kernel, call) is None)  # "math" always does
+    return ChosenKernel(order[place], refusal(order[place - 1], call) if place else None)
 
 
 def score_chunk_bytes(device: str) -> int:

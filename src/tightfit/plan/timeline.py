@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tightfit.plan.prefetch import Lease, PrefetchOrder, PrefetchPolicy, Ring
-from tightfit.schema.footprint import KernelGroup
-from tightfit.schema.machine import Accelerator
+from tightfit.schema.machine import Accelerator, KernelGroup
 
 __all__ = [
     "Clocks",

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tightfit.measure.module_equivalence import call_signature
-from tightfit.measure.recorder import Moment, Recorder
+from tightfit.measure.recorder import Recorder
+from tightfit.schema.results import Moment
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
 from tightfit.simulator.operations import NAME

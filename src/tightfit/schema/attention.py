@@ -33,12 +33,10 @@ __all__ = [
     "TORCH_ORDER",
     "AttentionBackend",
     "AttentionCall",
-    "ChosenKernel",
     "Kernel",
     "check_attention",
     "kernel_order",
     "refusal",
-    "torch_kernel",
 ]
 
 Mask = Literal["none", "bool", "additive"]
@@ -129,20 +127,6 @@ class AttentionCall(NamedTuple):
     def score_bytes(self) -> int:
         """Bytes of the whole matrix of scores, which is float32 for half-precision inputs."""
         return self.items * self.heads * self.queries * self.keys * (8 if self.dtype == "float64" else 4)
-
-
-class ChosenKernel(NamedTuple):
-    """The kernel that torch chooses for a call."""
-
-    kernel: Kernel
-    refused: str | None  # what the kernel tried just before it does not support; None: it was the first
-
-
-def torch_kernel(call: AttentionCall) -> ChosenKernel:
-    """Return the kernel that torch chooses for `call`: the first that supports it, "math" if no fused one does."""
-    order = kernel_order(call)
-    place = next(place for place, kernel in enumerate(order) if refusal(kernel, call) is None)  # "math" always does
-    return ChosenKernel(order[place], refusal(order[place - 1], call) if place else None)
 
 
 def kernel_order(call: AttentionCall, asked: tuple[Kernel, ...] = TORCH_ORDER) -> tuple[Kernel, ...]:
@@ -294,9 +278,7 @@ class AttentionBackend:
     title: str
     refusal: Callable[[AttentionCall], str | None]  # what it does not support of a call, in words; None: it does
     package: str | None = None  # import name of the package that it needs
-    technique: str | None = (
-        None  # the lossy technique that it is; None: its numbers are those of torch, but for rounding
-    )
+    technique: str | None = None  # lossy technique that it is; None: its numbers are torch's, but for rounding
     whole_scores: bool = False  # whether it computes the whole matrix of scores at once
 
 

@@ -13,6 +13,7 @@ from pydantic import Field, Strict, model_validator
 
 from tightfit.errors import InputError, RequestError
 from tightfit.schema.base import Count, Positive, Rate, Real, Record
+from tightfit.schema.machine import KernelGroup, LayerWork
 
 __all__ = [
     "OPTIONAL_PARTS",
@@ -22,8 +23,6 @@ __all__ = [
     "ComponentCall",
     "FeatureMaps",
     "Footprint",
-    "KernelGroup",
-    "LayerWork",
     "Phase",
     "Request",
     "Role",
@@ -116,24 +115,6 @@ class Component(Record):
     def main_dtype(self) -> str | None:
         """Dtype of most of its weights; None without weights."""
         return max(self.dtypes, key=lambda dtype: self.dtypes[dtype], default=None)
-
-
-class KernelGroup(Record):
-    """Sums over kernels of one kind and dtype and of similar arithmetic intensity (operations per byte)."""
-
-    kind: Literal["matmul", "convolution", "attention", "memory"]
-    dtype: str
-    operations: Count  # a multiply-add counts as two
-    traffic: Count  # bytes read and written on the device, weights included
-    kernels: Positive  # number of kernels
-
-
-class LayerWork(Record):
-    """Work of one layer without interruption, or between layers (`layer` is "")."""
-
-    layer: str
-    work: tuple[KernelGroup, ...]
-    host_waits: bool = False  # whether the host synchronizes with the device after it
 
 
 class BlockUse(Record):

@@ -1,8 +1,8 @@
-"""Hardware to run on, and budgets that limit its memory. Does not import torch."""
+"""Hardware to run on, the kernels that its rates are for, and budgets that limit its memory. Does not import torch."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from tightfit.errors import PlanError
 from tightfit.schema.base import Count, Positive, Rate, Real, Record, Size
 from tightfit.units import format_bytes
 
-__all__ = ["Accelerator", "Budget", "Machine"]
+__all__ = ["Accelerator", "Budget", "KernelGroup", "LayerWork", "Machine"]
 
 
 class Budget(Record):
@@ -92,6 +92,24 @@ class Accelerator(Record):
             if key in self.arithmetic_rates:
                 return self.arithmetic_rates[key]
         return None
+
+
+class KernelGroup(Record):
+    """Sums over kernels of one kind and dtype and of similar arithmetic intensity (operations per byte)."""
+
+    kind: Literal["matmul", "convolution", "attention", "memory"]
+    dtype: str
+    operations: Count  # a multiply-add counts as two
+    traffic: Count  # bytes read and written on the device, weights included
+    kernels: Positive  # number of kernels
+
+
+class LayerWork(Record):
+    """Work of one layer without interruption, or between layers (`layer` is "")."""
+
+    layer: str
+    work: tuple[KernelGroup, ...]
+    host_waits: bool = False  # whether the host synchronizes with the device after it
 
 
 class Machine(Record):

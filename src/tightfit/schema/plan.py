@@ -175,6 +175,11 @@ class ComponentPlan(Record):
         """What is known of the store of its weights."""
         return STORES[self.offload_to]
 
+    @property
+    def splits_batch(self) -> bool:
+        """Whether batches are split."""
+        return self.max_batch is not None or self.cfg == "sequential"
+
     def moves(self, *, separate: bool) -> bool:
         """Whether weights are loaded and evicted; `separate`: onto a device with memory of its own."""
         return self.placement != "resident" and (separate or not self.store.in_ram)

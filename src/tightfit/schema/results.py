@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -10,7 +10,7 @@ from tightfit.schema.base import Count, Positive, Rate, Real, Record
 from tightfit.schema.plan import Plan, Storage
 from tightfit.units import format_bytes
 
-__all__ = ["CallMeasurement", "PhaseMeasurement", "PhaseTrace", "Prediction", "Sample", "Trace"]
+__all__ = ["CallMeasurement", "Moment", "PhaseMeasurement", "PhaseTrace", "Prediction", "Sample", "Trace"]
 
 
 class Sample(Record):
@@ -19,6 +19,18 @@ class Sample(Record):
     seconds: Real
     weights: Count
     activations: Count
+
+
+class Moment(NamedTuple):
+    """An unvalidated Sample: there are thousands a second, and validating one takes longer."""
+
+    seconds: float
+    weights: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations
 
 
 class PhaseTrace(Record):

@@ -35,7 +35,6 @@ from tightfit.simulator.blocks import (
     chain,
     growable_size,
     idle_run,
-    join,
     range_size,
     round_up,
     rounded,
@@ -113,7 +112,7 @@ class CachingAllocator:
         if block is None:
             raise CardFull(requested, self.capacity, self.allocated.now, self.reserved.now)
         if self._worth_splitting(block, size):
-            self._split(block, size)
+            block.split(size)
         block.used, block.number, block.requested = True, number, requested
         self.allocated.add(block.size)
         self.requested.add(requested)
@@ -204,31 +203,9 @@ class CachingAllocator:
         rest = block.size - size
         return rest >= QUANTUM if block.pool.small or self.expandable else rest > SMALL
 
-    def _split(self, block: Block, size: int) -> None:
-        """Shrink `block` to `size` bytes; it counts as new, and the free remainder has the age that `block` had."""
-        rest = Block(block.address + size, block.size - size, block.stream, block.pool, expandable=block.expandable)
-        rest.made, block.made = block.made, rest.made
-        join(rest, block.after)
-        join(block, rest)
-        block.size = size
-        block.pool.insert(rest)
-
     def _put_back(self, block: Block) -> None:
-        self._merge(block)
+        block.merge_neighbours()
         block.pool.insert(block)
-
-    def _merge(self, block: Block) -> None:
-        """Merge idle neighbours into `block`, which is in no pool."""
-        before, after = block.before, block.after
-        if before is not None and not before.used and before.idle and before.mapped == block.mapped:
-            block.pool.remove(before)
-            block.size += before.size
-            block.address = before.address
-            join(before.before, block)
-        if after is not None and not after.used and after.idle and after.mapped == block.mapped:
-            block.pool.remove(after)
-            block.size += after.size
-            join(block, after.after)
 
     def _collect(self, *, wait: bool = False) -> None:
         """Free blocks whose other streams have passed the point of the free; `wait`: wait for them all."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from tightfit.simulator.allocator import AllocatorEvent, CachingAllocator, CardFull
 from tightfit.simulator.blocks import LARGE_ROUNDING, Block, Counter, growable_size, range_size, rounded, segment_size
 
-__all__ = ["allocator_events_of", "least_capacity", "replay", "rounded_peak"]
+__all__ = ["allocator_events_of", "least_capacity", "replay", "reserved_for", "rounded_peak"]
 
 
 class _Passed:
@@ -30,6 +30,12 @@ def replay(history: Iterable[AllocatorEvent], capacity: int, *, expandable: bool
     allocator = CachingAllocator(capacity, _passed, expandable=expandable)
     _ask(allocator, history)
     return allocator
+
+
+def reserved_for(sizes: Iterable[int]) -> int:
+    """Bytes that an allocator with expandable segments reserves for blocks of these sizes, allocated one by one."""
+    requests = [AllocatorEvent("malloc", number, size) for number, size in enumerate(sizes)]
+    return replay(requests, 2**60, expandable=True).reserved.peak
 
 
 def _passed(stream: int) -> _Passed:

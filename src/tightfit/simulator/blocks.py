@@ -17,7 +17,6 @@ __all__ = [
     "chain",
     "growable_size",
     "idle_run",
-    "join",
     "range_size",
     "round_up",
     "rounded",
@@ -80,6 +79,28 @@ class Block:
     def whole(self) -> bool:
         """Whether it is a whole segment."""
         return self.before is None and self.after is None
+
+    def split(self, size: int) -> None:
+        """Shrink it to `size` bytes; it counts as new, and the free remainder has the age that it had."""
+        rest = Block(self.address + size, self.size - size, self.stream, self.pool, expandable=self.expandable)
+        rest.made, self.made = self.made, rest.made
+        join(rest, self.after)
+        join(self, rest)
+        self.size = size
+        self.pool.insert(rest)
+
+    def merge_neighbours(self) -> None:
+        """Merge idle neighbours into it, while it is in no pool."""
+        before, after = self.before, self.after
+        if before is not None and not before.used and before.idle and before.mapped == self.mapped:
+            self.pool.remove(before)
+            self.size += before.size
+            self.address = before.address
+            join(before.before, self)
+        if after is not None and not after.used and after.idle and after.mapped == self.mapped:
+            self.pool.remove(after)
+            self.size += after.size
+            join(self, after.after)
 
 
 Entry = tuple[int, int, int, Block]  # the unique sort key of a free block, and the block

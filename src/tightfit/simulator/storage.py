@@ -16,7 +16,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -143,6 +143,11 @@ class ViewSpec(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """Return the view that `tensor` is."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def tensors_in(card: SimulatedCard, block: Block, size: int, looks: Sequence[ViewSpec]) -> list[torch.Tensor]:

@@ -12,17 +12,33 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from tightfit.apply.activations.max_batch import Batch, find_batch, why_not_split
-from tightfit.apply.activations.outputs import combine
-from tightfit.errors import RunError
+from tightfit.apply.activations.max_batch import Batch, find_batch, in_chunks, why_not_split
+from tightfit.apply.activations.outputs import agree, are_equal, combine
+from tightfit.schema.plan import ComponentPlan
 
-__all__ = ["agree", "are_equal", "batch_cfg_calls"]
+__all__ = ["batch_cfg_calls", "batch_or_split"]
 
 
 SMALL = 4096  # elements; tensors up to this size are compared by value (timesteps, position tables)
 TOLERANCE = 2.0**-5  # relative to the largest number: above bfloat16 rounding in a whole network
 MOST_KNOWN = 16  # cached pairs of equal tensors
 MISSES = 3  # wrong predictions, after which none is made any more
+
+
+def batch_or_split(module: nn.Module, plan: ComponentPlan, note: Callable[[str], object]) -> dict[str, Any]:
+    """Return the method of `module` that splits batches or joins calls, by name, if the plan asks for that.
+
+    It is `forward`, so that hooks of the user see each call once and whole; `__call__` where torch does not use the
+    class's `forward`, or compiles it.
+    """
+    around = "forward" in vars(module) or module._compiled_call_impl is not None
+    name = "__call__" if around else "forward"
+    usual = method = getattr(type(module), name)
+    if plan.splits_batch and plan.placement != "stream":
+        method = in_chunks(method, plan.max_batch, note)
+    if plan.cfg == "batched":
+        method = batch_cfg_calls(method, note)
+    return {} if method is usual else {name: method}
 
 
 def batch_cfg_calls(
@@ -273,27 +289,3 @@ def _close(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bo
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-
-
-def agree(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
-    """Whether both have the same shape and differ by at most `tolerance` times the largest absolute value of `other`.
-
-    Simulated tensors without values agree if their shapes do.
-    """
-    if one.shape != other.shape:
-        return False
-    if one.numel() == 0:
-        return True
-    try:
-        return bool(((one - other).abs().max() <= tolerance * other.abs().max()).item())
-    except RunError:  # simulated tensors without values
-        return True
-
-
-def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both have the same dtype, device, shape and values; False for simulated tensors without values."""
-    try:
-        alike = one.dtype == other.dtype and one.device == other.device
-        return alike and torch.equal(one, other)
-    except RunError:  # simulated tensors without values
-        return False

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from tightfit.apply.activations.cfg_batching import agree
+from tightfit.apply.activations.outputs import agree
 from tightfit.apply.method_overrides import override_class_members
 from tightfit.measure.modules import compiled_around, find_blocks
 

@@ -1,4 +1,4 @@
-"""Outputs of autoencoder methods → their tensors, and back: plain tensors, tuples, diffusers' outputs."""
+"""Outputs of networks → their tensors, and back: plain tensors, tuples, diffusers' outputs; and whether two agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution, IdentityDistribution
 from diffusers.utils import BaseOutput
 
-__all__ = ["combine", "take_apart"]
+from tightfit.errors import RunError
+
+__all__ = ["agree", "are_equal", "combine", "take_apart"]
 
 
 def combine(outputs: Sequence[Any], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
@@ -48,3 +50,27 @@ def take_apart(output: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torc
 
             return [tensor for parts, _ in apart for tensor in parts], rebuild
     raise TypeError(f"an autoencoder returned {type(output).__name__}, which cannot be joined")
+
+
+def agree(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    """Whether both have the same shape and differ by at most `tolerance` times the largest absolute value of `other`.
+
+    Simulated tensors without values agree if their shapes do.
+    """
+    if one.shape != other.shape:
+        return False
+    if one.numel() == 0:
+        return True
+    try:
+        return bool(((one - other).abs().max() <= tolerance * other.abs().max()).item())
+    except RunError:  # simulated tensors without values
+        return True
+
+
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have the same dtype, device, shape and values; False for simulated tensors without values."""
+    try:
+        alike = one.dtype == other.dtype and one.device == other.device
+        return alike and torch.equal(one, other)
+    except RunError:  # simulated tensors without values
+        return False

@@ -119,23 +119,16 @@ class Streamer(PrefetchPolicy[WeightGroup]):
 
     def enter(self, gate: nn.Module) -> None:
         """Begin a forward pass of `gate`: its groups are in use until `leave`, or none is if this raises."""
-        groups = self._behind[gate]
-        if len(groups) == 1:
-            self._need(groups[0])
-        else:
-            self._need_all(groups)
-        self._entered[gate] += 1
-
-    def _need_all(self, groups: Sequence[WeightGroup]) -> None:
-        used = []
+        used: list[WeightGroup] = []
         try:
-            for group in groups:
+            for group in self._behind[gate]:
                 self._need(group)
                 used.append(group)
         except BaseException:
             for group in used:
                 self._done(group)
             raise
+        self._entered[gate] += 1
 
     def leave(self, gate: nn.Module) -> None:
         """End a forward pass of `gate`; torch calls this too where `enter` failed."""
@@ -163,9 +156,8 @@ class Streamer(PrefetchPolicy[WeightGroup]):
         here = self._loaded.get(group)
         if here is None or not here.let_go():
             return
-        here.hide(
-            self._placeholders
-        )  # resident groups too: fusing a LoRA between two calls writes to what modules have
+        # resident groups too: fusing a LoRA between two calls writes to what modules have
+        here.hide(self._placeholders)
         del here  # it would keep memory that is freed below
         self._used_up(group)
         if self._on_freed is not None:

@@ -28,7 +28,7 @@ from tightfit.apply.activations.strips.long_clips import (
     operations_of,
     short_lengths,
 )
-from tightfit.apply.activations.strips.program import Node, Program, Ref, replace_refs
+from tightfit.apply.activations.strips.program import Node, Program, Ref
 
 __all__ = ["UnsupportedGraph", "capture"]
 
@@ -227,17 +227,12 @@ def _simplified(program: Program) -> Program:
     stands_for: dict[int, int] = {}
     nodes = list(program.nodes)
     for index, node in enumerate(nodes):
-        moved = _moved(node, stands_for)
+        moved = node.renumbered(stands_for)
         nodes[index] = moved = _explicit(_slice(moved, nodes))
         if moved.sources and _does_nothing(moved, nodes):
             stands_for[index] = moved.sources[0]
     outputs = [stands_for.get(index, index) for index in program.outputs]
-    return _compact(nodes, program, outputs)
-
-
-def _moved(node: Node, places: dict[int, int]) -> Node:
-    by = lambda ref: Ref(places.get(ref.node, ref.node))  # noqa: E731
-    return replace(node, args=replace_refs(node.args, by), kwargs=replace_refs(node.kwargs, by))
+    return replace(program, nodes=tuple(nodes), outputs=tuple(outputs)).compacted()
 
 
 def _does_nothing(node: Node, nodes: Sequence[Node]) -> bool:
@@ -297,20 +292,3 @@ def _slice(node: Node, nodes: Sequence[Node]) -> Node:
     starts = [0, *accumulate(sizes)]
     span = starts[node.output], min(starts[node.output + 1], whole)
     return replace(node, op="aten.slice.Tensor", args=(node.args[0], dim, *span), kwargs={}, output=None)
-
-
-def _compact(nodes: Sequence[Node], program: Program, outputs: Sequence[int]) -> Program:
-    """Keep only the inputs and what the outputs need, and renumber."""
-    needed = set(program.inputs) | set(outputs)
-    for index in range(len(nodes) - 1, -1, -1):
-        if index in needed:
-            needed.update(nodes[index].sources)
-    places = {old: new for new, old in enumerate(sorted(needed))}
-    kept = tuple(_moved(nodes[old], places) for old in places)
-    used = {node.name for node in kept if node.op == "constant"}
-    return Program(
-        kept,
-        tuple(places[index] for index in program.inputs),
-        tuple(places[index] for index in outputs),
-        {name: tensor for name, tensor in program.constants.items() if name in used},
-    )

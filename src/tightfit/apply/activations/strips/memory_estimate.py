@@ -8,16 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tightfit.apply.activations.strips.rows import Span
-from tightfit.apply.activations.strips.schedule import BoundaryState, ScheduleStep, StripPeak
+from tightfit.apply.activations.strips.schedule import BoundaryState, ScheduleStep, StripPeak, taken
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
 
-__all__ = ["peak_of", "taken"]
-
-
-def taken(stage: Stage, strip: Sequence[ScheduleStep]) -> dict[int, Span]:
-    """Return the rows that a strip reads of kept maps, by node."""
-    reads = set(stage.reads)
-    return {step.node: step.span for step in strip if step.node in reads and step.span.hi > step.span.lo}
+__all__ = ["peak_of"]
 
 
 def peak_of(

@@ -18,7 +18,8 @@ from tightfit.devices.pinned_pool import PAGE
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.measure.passes import KernelCounter
 from tightfit.plan.default_rates import ANY_CARD
-from tightfit.schema.footprint import KernelGroup, LayerWork, StripStageProfile
+from tightfit.schema.footprint import StripStageProfile
+from tightfit.schema.machine import KernelGroup, LayerWork
 from tightfit.simulator.backend import cards_in_use, use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost

@@ -5,9 +5,10 @@ It is a plain value: it holds no weights (only their names), converts to JSON an
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -77,6 +78,11 @@ class Node:
     def is_view(self) -> bool:
         """Whether its output shares the memory of its first argument."""
         return self.word in _VIEWS
+
+    def renumbered(self, numbers: Mapping[int, int]) -> Node:
+        """Return a copy that takes other nodes: `numbers` has the new index of each that changes."""
+        by = lambda ref: Ref(numbers.get(ref.node, ref.node))  # noqa: E731
+        return replace(self, args=replace_refs(self.args, by), kwargs=replace_refs(self.kwargs, by))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Run it on `tensor`, its only source."""
@@ -160,6 +166,34 @@ class Program:
             for source in dict.fromkeys(node.sources):
                 found[source].append(index)
         return tuple(map(tuple, found))
+
+    def operations(self, index: int) -> int:
+        """Approximate number of additions and multiplications of a heavy node."""
+        node = self.nodes[index]
+        shapes = [self.nodes[source].shape for source in node.sources]
+        if "conv" in node.op:
+            deep = math.prod(shapes[1][1:])
+        elif "attention" in node.op:
+            deep = 2 * shapes[1][-2]
+        else:
+            deep = shapes[0 if "linear" in node.op else -2][-1]
+        return 2 * math.prod(node.shape) * deep
+
+    def compacted(self) -> Program:
+        """Return a copy with only the inputs and what the outputs need, renumbered."""
+        needed = {*self.inputs, *self.outputs}
+        for index in range(len(self.nodes) - 1, -1, -1):
+            if index in needed:
+                needed.update(self.nodes[index].sources)
+        numbers = {old: new for new, old in enumerate(sorted(needed))}
+        kept = tuple(self.nodes[old].renumbered(numbers) for old in numbers)
+        used = {node.name for node in kept if node.op == "constant"}
+        return Program(
+            kept,
+            tuple(numbers[index] for index in self.inputs),
+            tuple(numbers[index] for index in self.outputs),
+            {name: tensor for name, tensor in self.constants.items() if name in used},
+        )
 
 
 def _described(node: Node, sources: Sequence[Node]) -> str:

@@ -14,11 +14,10 @@ from tightfit.apply.activations.strips.feature_maps import (
     InputMapBuffer,
     TensorMapBuffer,
 )
-from tightfit.apply.activations.strips.memory_estimate import taken
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.program_inputs import LiveWeights
 from tightfit.apply.activations.strips.rows import RowSlice, Span, caller
-from tightfit.apply.activations.strips.schedule import ScheduleStep
+from tightfit.apply.activations.strips.schedule import ScheduleStep, taken
 from tightfit.apply.activations.strips.stages import Stage, StageArgument, StageGraph
 from tightfit.apply.activations.strips.statistics import Statistics
 from tightfit.apply.activations.strips.strip_plan import PlannedStage

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tightfit.apply.activations.strips.rows import Needs, Span
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
 
-__all__ = ["BoundaryState", "ScheduleStep", "StripPeak", "make_schedule"]
+__all__ = ["BoundaryState", "ScheduleStep", "StripPeak", "make_schedule", "taken"]
 
 
 class StripPeak(NamedTuple):
@@ -66,6 +66,12 @@ def make_schedule(graph: StageGraph, stage: Stage, count: int, first: int | None
         return _StripPlanner(graph, stage, count, count).strips()
     trial = _StripPlanner(graph, stage, count, min(count, TRIAL))
     return _StripPlanner(graph, stage, count, min(first or count, count), trial.lead(), trial.derived()).strips()
+
+
+def taken(stage: Stage, strip: Sequence[ScheduleStep]) -> dict[int, Span]:
+    """Return the rows that a strip reads of kept maps, by node."""
+    reads = set(stage.reads)
+    return {step.node: step.span for step in strip if step.node in reads and step.span.hi > step.span.lo}
 
 
 class _StageNodes:

@@ -126,18 +126,6 @@ class StageGraph:
         """Whether the node only moves data: rows that two strips share are computed for each of them."""
         return self.program.nodes[index].word in _MOVING
 
-    def operations(self, index: int) -> int:
-        """Approximate number of additions and multiplications of a heavy node."""
-        node = self.program.nodes[index]
-        shapes = [self.program.nodes[source].shape for source in node.sources]
-        if "conv" in node.op:
-            deep = math.prod(shapes[1][1:])
-        elif "attention" in node.op:
-            deep = 2 * shapes[1][-2]
-        else:
-            deep = shapes[0 if "linear" in node.op else -2][-1]
-        return 2 * math.prod(node.shape) * deep
-
     def _ready(self, index: int, place: int) -> int:
         """Return the first stage in which the node's argument is available as it needs it."""
         source = self.program.nodes[index].sources[place]
@@ -298,4 +286,4 @@ class _Planner:
             return node.bytes // 1000
         if math.isinf(self._price):
             return NEVER
-        return int(self._price * self._graph.operations(index))
+        return int(self._price * self._program.operations(index))

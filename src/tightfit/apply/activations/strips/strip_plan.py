@@ -8,9 +8,9 @@ from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tightfit.apply.activations.strips.memory_estimate import peak_of, taken
+from tightfit.apply.activations.strips.memory_estimate import peak_of
 from tightfit.apply.activations.strips.program import Program
-from tightfit.apply.activations.strips.schedule import BoundaryState, ScheduleStep, StripPeak, make_schedule
+from tightfit.apply.activations.strips.schedule import BoundaryState, ScheduleStep, StripPeak, make_schedule, taken
 from tightfit.apply.activations.strips.stages import Stage, StageGraph, find_stages
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.simulator.allocator_replay import allocator_events_of, least_capacity
@@ -100,7 +100,7 @@ class _Draft:
         whose transfer is waited for; and the peak.
         """
         done = (index for stage, *_ in self.stages for index in stage.strips)
-        operations = sum(self.graph.operations(index) for index in done if self.graph.is_compute(index))
+        operations = sum(self.graph.program.operations(index) for index in done if self.graph.is_compute(index))
         beyond = math.ceil(math.log(max(self.peak.device / working, 1), 1.1))
         return operations, beyond, sum(self._waited_for(stage, ahead) for stage, _, ahead in self.stages), self.peak
 
