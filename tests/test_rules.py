@@ -34,8 +34,9 @@ WITHOUT_TORCH += [
     for file in (SRC / folder).glob("[!_]*.py")
 ]
 
-LONGEST_FILE, LONGEST_UNEXPLAINED = 320, 60
-STILL_LONGER: dict[str, int] = {}  # the most it may have; a file that has shrunk below LONGEST_FILE leaves this list
+LONGEST_FILE, LONGEST_UNEXPLAINED = 300, 60
+# the most it may have; a file that has shrunk below LONGEST_FILE leaves this list
+STILL_LONGER: dict[str, int] = {"plan/placement_search.py": 314}
 
 SWITCHES = {"enable_progress_bar"}  # of a library's logging, not of its memory
 

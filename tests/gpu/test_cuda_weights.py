@@ -84,12 +84,12 @@ def test_masters_that_are_cast_in_each_call_stay_page_locked(placement: str) -> 
     fitted = fit(pipe, plan={"components": {"vae": chosen, "unet": chosen}}, device="cuda")
     groups, pinned = fitted._places.of("vae")._streamers["vae"]._groups, []
     look = pipe.vae.decoder.register_forward_hook(
-        lambda *_: pinned.extend(master.is_pinned() for group in groups for master in group.masters)
+        lambda *_: pinned.extend(master.is_pinned() for group in groups for master in group.source_params)
     )
     for each in wanted:
         assert torch.equal(run(pipe, case).cpu(), each)
     look.remove()
-    assert len(pinned) == 2 * sum(len(group.masters) for group in groups)
+    assert len(pinned) == 2 * sum(len(group.source_params) for group in groups)
     assert all(pinned)
     fitted.undo()
     assert not any(weight.is_pinned() for part in (pipe.vae, pipe.unet) for weight in part.parameters())

@@ -42,17 +42,17 @@ class _Place(NamedTuple):
     """A block's path in its component, and its layers by relative path, which are equal for equivalent blocks."""
 
     path: str
-    layers: tuple[str, ...]  # as `told` returns them
+    layers: tuple[str, ...]  # as `relative` returns them
 
-    def told(self, layer: str) -> str | None:
+    def relative(self, layer: str) -> str | None:
         """Return ":" and the path of `layer` relative to the block; "" for no layer, None for one outside."""
         if layer and layer != self.path and not layer.startswith(f"{self.path}."):
             return None
         return layer and f":{layer[len(self.path) :]}"
 
-    def layer(self, told: str) -> str:
-        """Return the full path of a layer that `told` returned."""
-        return told and f"{self.path}{told[1:]}"
+    def layer(self, relative: str) -> str:
+        """Return the full path of a layer that `relative` returned."""
+        return relative and f"{self.path}{relative[1:]}"
 
 
 class _Kernel(NamedTuple):
@@ -61,7 +61,7 @@ class _Kernel(NamedTuple):
     layer: str  # current layer
 
 
-class _Asked(NamedTuple):
+class _Allocated(NamedTuple):
     """An allocation of `size` bytes; a block's allocations are numbered in this order."""
 
     size: int
@@ -74,6 +74,9 @@ class _Freed(NamedTuple):
 class _Ran(NamedTuple):
     work: KernelCost
     layer: str  # relative path
+
+
+_Event = _Allocated | _Freed | _Ran
 
 
 class _InputOutput(NamedTuple):
@@ -93,7 +96,7 @@ class _OwnOutput(NamedTuple):
 class _Done(NamedTuple):
     """The recorded effects of one block."""
 
-    events: tuple[_Asked | _Freed | _Ran, ...]
+    events: tuple[_Event, ...]
     layer: str  # current layer afterwards, relative path
     kept: tuple[tuple[int, int, tuple[ViewSpec, ...]], ...]  # memory of outputs: allocation number, bytes, its views
     outputs: tuple[Any, ...]  # leaves of the output: _InputOutput, _OwnOutput, or plain values
@@ -120,7 +123,7 @@ class BlockReplay:
                 layers = find_layers(module)
                 for path, block in _blocks(module):
                     bare = _Place(path, ())
-                    within = tuple(told for layer in layers if (told := bare.told(layer)) is not None)
+                    within = tuple(relative for layer in layers if (relative := bare.relative(layer)) is not None)
                     self._follow(name, _Place(path, within), block, undo)
 
     def listen(self, ledger: CallProfiler) -> None:
@@ -182,8 +185,8 @@ class BlockReplay:
             kernels = self._kernels[first:]
             if not self._noting:
                 self._kernels.clear()
-        ran = [(each.position - began, each.work, place.told(each.layer)) for each in kernels]
-        layer = place.told(opened.layer)
+        ran = [(each.position - began, each.work, place.relative(each.layer)) for each in kernels]
+        layer = place.relative(opened.layer)
         if self._around() != before or opened is not self._pass or layer is None:
             return output, None
         found = _events(history[began:], ran)
@@ -199,7 +202,7 @@ class BlockReplay:
         card, made = self._card, list[Block]()
         for event in done.events:
             match event:
-                case _Asked():
+                case _Allocated():
                     made.append(card.malloc(event.size))
                 case _Freed():
                     card.allocator.free(made[event.number])
@@ -222,14 +225,14 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
 
 def _events(
     steps: Sequence[AllocatorEvent], ran: Sequence[tuple[int, KernelCost, str | None]]
-) -> tuple[tuple[_Asked | _Freed | _Ran, ...], dict[int, int]] | None:
+) -> tuple[tuple[_Event, ...], dict[int, int]] | None:
     """Return a block's events, from its allocator `steps` and the kernels that `ran`, with the steps before each.
 
     Also return the memory it did not free, as block number → allocation number. None if it cannot be replayed.
     """
-    events: list[_Asked | _Freed | _Ran] = []
+    events: list[_Event] = []
     there: dict[int, int] = {}
-    asked, kernels = 0, deque(ran)
+    allocated, kernels = 0, deque(ran)
     for position, step in enumerate((*steps, None)):
         while kernels and (step is None or kernels[0][0] <= position):
             _, work, layer = kernels.popleft()
@@ -239,9 +242,9 @@ def _events(
         if step is None:
             break
         if step.what == "malloc":
-            there[step.block] = asked
-            asked += 1
-            events.append(_Asked(step.size))
+            there[step.block] = allocated
+            allocated += 1
+            events.append(_Allocated(step.size))
         elif step.what == "free" and step.block in there:
             events.append(_Freed(there.pop(step.block)))
         else:
@@ -250,7 +253,7 @@ def _events(
 
 
 def _done(
-    events: tuple[_Asked | _Freed | _Ran, ...], there: Mapping[int, int], layer: str, given: Sequence[Any], output: Any
+    events: tuple[_Event, ...], there: Mapping[int, int], layer: str, given: Sequence[Any], output: Any
 ) -> _Done | None:
     """Combine `events` with how `output` is made of the inputs `given` and the memory `there`; None if it is not."""
     layers, structure = tree_flatten(output)
@@ -283,12 +286,12 @@ def _done(
     return _Done(events, layer, memory, tuple(outputs), structure)
 
 
-def _output(told: Any, given: Sequence[Any], kept: Sequence[Sequence[torch.Tensor]]) -> Any:
-    match told:
+def _output(recorded: Any, given: Sequence[Any], kept: Sequence[Sequence[torch.Tensor]]) -> Any:
+    match recorded:
         case _InputOutput(place, None):
             return given[place]
         case _InputOutput(place, ViewSpec() as look):
             return view(given[place], look.shape, look.strides, look.offset)
         case _OwnOutput(place, look):
             return kept[place][look]
-    return told
+    return recorded

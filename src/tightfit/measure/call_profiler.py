@@ -124,13 +124,13 @@ class CallProfiler:
         steps, workspaces = self._card.allocator.history, self._card.workspace_numbers
         nobodys = workspaces | self._own.keys()
         there = {number: step for number, step in self._there(begin).items() if number not in nobodys}
-        asked, known = list(there.values()), set(there)
+        events, known = list(there.values()), set(there)
         for step in steps[begin:end]:
             if step.what == "malloc" and step.block not in workspaces:
                 known.add(step.block)
             if step.what == "empty_cache" or step.block in known:
-                asked.append(step)
-        return asked
+                events.append(step)
+        return events
 
     def _there(self, end: int) -> dict[int, AllocatorEvent]:
         """Allocations that are live after `end` steps of the allocator, by block number."""

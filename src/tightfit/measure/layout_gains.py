@@ -35,14 +35,14 @@ def layout_gains(device: Device, seconds: float) -> tuple[dict[str, float], list
     On a CPU in single precision only: without instructions for half precision it takes a hundred times as long.
     """
     halves = () if device.torch_device.type == "cpu" else (torch.float16, torch.bfloat16)
-    asked = [(role, dtype) for role in STACKS for dtype in (torch.float32, *halves)]
+    kinds = [(role, dtype) for role in STACKS for dtype in (torch.float32, *halves)]
     gains: dict[str, float] = {}
     notes = []
     with torch.inference_mode():
-        for role, dtype in asked:
+        for role, dtype in kinds:
             name = f"{role}.{str(dtype).removeprefix('torch.')}"
             try:
-                gains[name] = channels_last_gain(device, role, dtype, seconds / len(asked))
+                gains[name] = channels_last_gain(device, role, dtype, seconds / len(kinds))
             except RuntimeError as error:  # from torch: no kernel, too little memory
                 reason, *_ = str(error).splitlines() or [type(error).__name__]
                 notes.append(f"{device.name}: channels last not measured for {name}: {reason}")

@@ -50,8 +50,8 @@ class ModuleEquivalence:
         now._numbers, now._kept = self._numbers, self._kept
         return now.of(module) == self.of(module)
 
-    def _number(self, told: Hashable) -> int:
-        return self._numbers.setdefault(told, len(self._numbers))
+    def _number(self, signature: Hashable) -> int:
+        return self._numbers.setdefault(signature, len(self._numbers))
 
     def _module(self, module: nn.Module) -> Hashable:
         own = vars(module)
@@ -72,37 +72,37 @@ class ModuleEquivalence:
         return (id(kind), *changes)
 
     def _value(self, value: Any) -> Hashable:
-        told: Hashable
+        signature: Hashable
         match value:
             case _ if isinstance(value, _PLAIN):
-                told = type(value), value
+                signature = type(value), value
             case torch.Tensor():
-                told = tuple(value.shape), value.stride(), value.dtype, value.device
+                signature = tuple(value.shape), value.stride(), value.dtype, value.device
             case nn.Module():
-                told = "module", self.of(value)
+                signature = "module", self.of(value)
             case list() | tuple() | set() | frozenset():
-                told = type(value), tuple(map(self._value, value))
+                signature = type(value), tuple(map(self._value, value))
             case dict():
-                told = type(value), tuple((self._value(key), self._value(each)) for key, each in value.items())
+                signature = type(value), tuple((self._value(key), self._value(each)) for key, each in value.items())
             case functools.partial():
-                told = "partial", self._value(value.func), self._value(value.args), self._value(value.keywords)
+                signature = "partial", self._value(value.func), self._value(value.args), self._value(value.keywords)
             case types.MethodType():
-                told = "method", self._value(value.__func__), self._value(value.__self__)
+                signature = "method", self._value(value.__func__), self._value(value.__self__)
             case types.FunctionType():
-                told = self._function(value)
+                signature = self._function(value)
             case _ if type(value).__module__.startswith(_KNOWN) and hasattr(value, "__dict__"):
-                told = type(value), self._value(vars(value))
+                signature = type(value), self._value(vars(value))
             case _:
                 self._kept.append(value)
-                told = "object", id(value)
-        return told
+                signature = "object", id(value)
+        return signature
 
     def _function(self, function: types.FunctionType) -> Hashable:
         """A key of the code and the closure; for this package's functions, without state cached by the first call."""
         own = _is_own(function)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        told = [self._value(each) for each in cells if each is not function and not (own and _is_memory(each))]
-        return "function", function.__code__, tuple(told)
+        signature = [self._value(each) for each in cells if each is not function and not (own and _is_memory(each))]
+        return "function", function.__code__, tuple(signature)
 
 
 def _is_followed(own: Mapping[str, Any]) -> bool:

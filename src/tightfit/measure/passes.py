@@ -130,8 +130,8 @@ class OpenPhase:
         self._order.append(kind)
         self.peak = max(self.peak, _highest(segments))
 
-    def phase(self, blocks: dict[str, list[str]], room: int) -> Phase:
-        """Return the Phase; `blocks` are all blocks by component, `room` is the allocator bytes for its activations."""
+    def phase(self, blocks: dict[str, list[str]], allocator_bytes: int) -> Phase:
+        """Return the Phase; `blocks` are by component, `allocator_bytes` those an allocator needs for activations."""
         kinds = list(self._kinds)
         used: dict[str, list[set[str]]] = {}
         for component, *_, names in kinds:
@@ -143,7 +143,7 @@ class OpenPhase:
             name=self.name,
             peak=self.peak,
             peak_between_calls=self.outside,
-            allocator_bytes=room,
+            allocator_bytes=allocator_bytes,
             calls=tuple(self._pass(kind) for kind in kinds),
             call_order=tuple(map(kinds.index, self._order)),
             other_work=self.between.workloads(),

@@ -252,9 +252,11 @@ def disk_rate(folder: Path, seconds: float) -> float:
 
     The file has no name where the system supports that, and is unlinked at once where not: no file is left behind.
     """
-    room = shutil.disk_usage(folder).free
-    if room < 4 * FILE:
-        message = f"the disk has {format_bytes(room)} of room, and a file of {format_bytes(FILE)} should not crowd it"
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < 4 * FILE:
+        message = (
+            f"the disk has {format_bytes(free_bytes)} of room, and a file of {format_bytes(FILE)} should not crowd it"
+        )
         raise OSError(errno.ENOSPC, message)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file, mmap.mmap(-1, CHUNK) as chunk:
         chunk[:] = random.Random(0).randbytes(CHUNK)  # no zeros: file systems with compression would store nothing

@@ -282,10 +282,10 @@ class Recorder:
             other_bytes=self._beside,
             rss_peak_bytes=max(self._rss[2], int(self._process.memory_info().rss)),
             lossy=tuple(self._lossy),
-            notes=(*self._notes, *self._told()),
+            notes=(*self._notes, *self._unplanned_events()),
         )
 
-    def _told(self) -> Iterator[str]:
+    def _unplanned_events(self) -> Iterator[str]:
         """Yield sentences about unplanned events."""
         for where, (times, size) in self._ran_out.items():
             yield f"{where}, {times} times: {format_bytes(size)} of resident weights are streamed from then on"

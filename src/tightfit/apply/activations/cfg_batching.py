@@ -42,14 +42,14 @@ def batch_or_split(module: nn.Module, plan: ComponentPlan, note: Callable[[str],
 
 
 def batch_cfg_calls(
-    forward: Callable[..., Any], told: Callable[[str], object] = lambda what: None
+    forward: Callable[..., Any], note: Callable[[str], object] = lambda what: None
 ) -> Callable[..., Any]:
     """Wrap `forward` (network first) to run two calls as one where they are predicted to be the two calls of a step.
 
-    Results are equal up to rounding; activations are those of twice the batch. `told` is called with a sentence where
+    Results are equal up to rounding; activations are those of twice the batch. `note` is called with a sentence where
     the two calls of a step cannot be batched.
     """
-    pairs = _Pairs(told)
+    pairs = _Pairs(note)
 
     @functools.wraps(forward)
     def run(network: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -216,8 +216,8 @@ class _Kept:
 class _Pairs:
     """Observed and predicted calls of one network."""
 
-    def __init__(self, told: Callable[[str], object]) -> None:
-        self._told = told
+    def __init__(self, note: Callable[[str], object]) -> None:
+        self._note = note
         self._misses = 0
         self.forget()
 
@@ -256,7 +256,7 @@ class _Pairs:
         own = {i: (before[i], given[i]) for i in differ if fits and not _equal(before[i], given[i])}
         along = set(map(id, call.along))
         if not fits or any(id(other) not in along for _, other in own.values()):
-            self._told("cfg: the two calls of a step take prompts of different sizes, and are made one by one")
+            self._note("cfg: the two calls of a step take prompts of different sizes, and are made one by one")
             return None
         alone = past.answer()
         if not own or alone is None:
@@ -265,7 +265,7 @@ class _Pairs:
         halves = _halves(first.with_other(call).run(forward))
         if not (_close(_tensors(halves[0]), alone) and _close(_tensors(halves[1]), _tensors(answer))):
             self._misses = MISSES
-            self._told("cfg: the two calls of a step gave other numbers as one, and are made one by one")
+            self._note("cfg: the two calls of a step gave other numbers as one, and are made one by one")
             return None
         return _Pair(call.plain, call.spec, {index: (_Seen(one), _Seen(two)) for index, (one, two) in own.items()})
 

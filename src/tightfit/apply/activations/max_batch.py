@@ -127,12 +127,12 @@ def _processor_of(module: nn.Module) -> Any:
 
 
 def in_chunks(
-    forward: Callable[..., Any], size: int | None, told: Callable[[str], object] = lambda what: None
+    forward: Callable[..., Any], size: int | None, note: Callable[[str], object] = lambda what: None
 ) -> Callable[..., Any]:
     """Wrap `forward` (network first) to run on at most `size` items of the batch at a time; None: on half of it.
 
     Returns what `forward` returns (tensors, tuples, diffusers' outputs); each tensor is written into one of the whole
-    batch. `told` is called with a sentence where a batch stays whole.
+    batch. `note` is called with a sentence where a batch stays whole.
     """
 
     @functools.wraps(forward)
@@ -143,7 +143,7 @@ def in_chunks(
             return forward(network, *args, **kwargs)
         reason = why_not_split(network, batch, args, kwargs)
         if reason is not None:
-            told(_whole(batch, reason))
+            note(_whole(batch, reason))
             return forward(network, *args, **kwargs)
         return _run_chunks(functools.partial(forward, network), batch, most, args, kwargs)
 
@@ -151,7 +151,7 @@ def in_chunks(
 
 
 def chunk_blocks(
-    network: nn.Module, size: int | None, undo: ExitStack, told: Callable[[str], object] = lambda what: None
+    network: nn.Module, size: int | None, undo: ExitStack, note: Callable[[str], object] = lambda what: None
 ) -> None:
     """Run each block of `network` on at most `size` items of the batch at a time; None: on half of it.
 
@@ -171,7 +171,7 @@ def chunk_blocks(
         reason = why_not_split(network, batch, args, kwargs)
         items = 0 if reason else batch.count
         if reason:
-            told(_whole(batch, reason))
+            note(_whole(batch, reason))
 
     def in_turn(forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)

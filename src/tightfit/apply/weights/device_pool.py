@@ -39,10 +39,10 @@ class DeviceWeightPool:
     def _forget(self) -> None:
         self._expected: list[list[WeightGroup]] = []  # resident groups, in chunks not allocated yet
         self._chunks: list[tuple[torch.Tensor, list[WeightGroup]]] = []
-        self._places: dict[WeightGroup, LoadedGroup] = {}
+        self._regions: dict[WeightGroup, LoadedGroup] = {}
         self._known: dict[WeightGroup, dict[int, LoadedGroup]] = {}  # by offset in the ring
         self._ring: Ring | None = None
-        self._ring_room = torch.empty(0, dtype=torch.uint8)
+        self._ring_memory = torch.empty(0, dtype=torch.uint8)
         self._counted = 0
 
     def open(self) -> None:
@@ -77,49 +77,49 @@ class DeviceWeightPool:
         while self._ring is None and not self._take_ring():
             given_up = self.give_up(lambda _: True)
             if not given_up:
-                self._ring_room, self._ring = self.extra(self._ring_size), Ring(self._ring_size)
+                self._ring_memory, self._ring = self.extra(self._ring_size), Ring(self._ring_size)
             left += given_up
         return left
 
     def _take_chunk(self) -> bool:
         """Allocate the next chunk of resident groups; return whether there was memory for it."""
-        room = self._room_or_none(_size(self._expected[0]))
-        if room is None:
+        memory = self._allocate_or_none(_size(self._expected[0]))
+        if memory is None:
             return False
         chunk = self._expected.pop(0)
-        self._chunks.append((room, chunk))
+        self._chunks.append((memory, chunk))
         offset = 0
         for group in chunk:
-            self._places[group] = LoadedGroup(group, room[offset : offset + group.size])
+            self._regions[group] = LoadedGroup(group, memory[offset : offset + group.size])
             offset += _aligned(group)
         return True
 
     def _take_ring(self) -> bool:
-        room = self._room_or_none(self._ring_size)
-        if room is not None:
-            self._ring_room, self._ring = room, Ring(self._ring_size)
-        return room is not None
+        memory = self._allocate_or_none(self._ring_size)
+        if memory is not None:
+            self._ring_memory, self._ring = memory, Ring(self._ring_size)
+        return memory is not None
 
     def extra(self, size: int) -> torch.Tensor:
         """Allocate `size` bytes for a single use; they are not counted here."""
         with self._recorder.uncounted(), torch.inference_mode(False):  # calls in another mode use it too
             return self._device.allocate(size)
 
-    def _room_or_none(self, size: int) -> torch.Tensor | None:
+    def _allocate_or_none(self, size: int) -> torch.Tensor | None:
         try:
-            room = self.extra(size)
+            memory = self.extra(size)
         except torch.OutOfMemoryError:
             return None
         self._count(size)
-        return room
+        return memory
 
     def _count(self, size: int) -> None:
         self._counted += size
         self._recorder.hold(self, self._counted)
 
-    def place(self, group: WeightGroup) -> LoadedGroup | None:
+    def region_of(self, group: WeightGroup) -> LoadedGroup | None:
         """Return the region of the resident `group`; None while it is not allocated."""
-        return self._places.get(group)
+        return self._regions.get(group)
 
     def lease(self, group: WeightGroup) -> LoadedGroup | None:
         """Return a region of the ring for `group`; None while none is free."""
@@ -131,7 +131,7 @@ class DeviceWeightPool:
         if found is None:
             if len(known) >= PLACES:
                 known.clear()
-            region = self._ring_room[lease.offset : lease.offset + group.size]
+            region = self._ring_memory[lease.offset : lease.offset + group.size]
             found = known[lease.offset] = LoadedGroup(group, region)
         found.lease = lease
         return found
@@ -143,13 +143,13 @@ class DeviceWeightPool:
 
     def give_up(self, idle: Callable[[WeightGroup], bool]) -> list[WeightGroup]:
         """Free the latest chunk whose groups are all `idle`; return these groups, which are no longer resident."""
-        for index, (room, groups) in reversed(list(enumerate(self._chunks))):
+        for index, (memory, groups) in reversed(list(enumerate(self._chunks))):
             if all(map(idle, groups)):
                 del self._chunks[index]
                 for group in groups:
-                    del self._places[group]
+                    del self._regions[group]
                     self.resident.remove(group)
-                self._count(-room.nbytes)
+                self._count(-memory.nbytes)
                 return groups
         return []
 
@@ -188,8 +188,8 @@ def _aligned(group: WeightGroup) -> int:
 class OnDemandLoader:
     """Loads weights on demand, and keeps the last group, because its other weights are often read next."""
 
-    def __init__(self, rooms: DeviceWeightPool, stream: CopyStream, recorder: Recorder) -> None:
-        self._pool, self._stream, self._recorder = rooms, stream, recorder
+    def __init__(self, pool: DeviceWeightPool, stream: CopyStream, recorder: Recorder) -> None:
+        self._pool, self._stream, self._recorder = pool, stream, recorder
         self._last: tuple[WeightGroup, list[nn.Parameter]] | None = None
 
     def fetch(self, group: WeightGroup, index: int) -> torch.Tensor:

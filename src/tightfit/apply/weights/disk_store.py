@@ -48,12 +48,12 @@ class DiskStore(WeightStore):
         self._reader, self._stager = reader, stager
         self.stored = tuple(stored)
         self._runs: list[tuple[Extent, int]] = []  # what is read, and its offset in the target
-        places = _runs(stored, self._runs)
+        offsets = _runs(stored, self._runs)
         self._read_size = max((place + _sectors(extent.size) for extent, place in self._runs), default=0)
         self._pieces = [ByteRange(0, 0, self._read_size)]
-        self.layouts = self._read_layouts = _layouts(stored, places)
+        self.layouts = self._read_layouts = _layouts(stored, offsets)
         if aligned:
-            self.layouts = _layouts(stored, _aligned(stored, places, self._pieces))
+            self.layouts = _layouts(stored, _aligned(stored, offsets, self._pieces))
         self._aligned, self.size = aligned, self._pieces[-1].target + self._pieces[-1].size
 
     def send(self, stream: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
@@ -163,14 +163,14 @@ def _remove(handle: int, path: Path) -> None:
 
 def _runs(stored: Sequence[FileTensor], runs: list[tuple[Extent, int]]) -> list[int]:
     """Fill `runs` with extents of whole sectors and their target offsets; return the target offset of each tensor."""
-    places = [0] * len(stored)
+    offsets = [0] * len(stored)
     end = 0  # of the target, in bytes
     for index in sorted(range(len(stored)), key=lambda index: (str(stored[index].path), stored[index].offset)):
         each = stored[index]
         start = each.offset // SECTOR * SECTOR
         if each.offset % each.dtype.itemsize:  # no view can begin there: read by itself, to an aligned offset
             runs.append((Extent(each.path, each.offset, each.size), end))
-            places[index], end = end, end + _sectors(each.size)
+            offsets[index], end = end, end + _sectors(each.size)
             continue
         last, place = runs[-1] if runs else (None, 0)
         if last is not None and last.path == each.path and last.offset % SECTOR == 0 and start <= _end(last):
@@ -179,26 +179,26 @@ def _runs(stored: Sequence[FileTensor], runs: list[tuple[Extent, int]]) -> list[
         else:
             begun, place = start, end
             runs.append((Extent(each.path, begun, each.offset + each.size - begun), place))
-        places[index] = place + each.offset - begun
+        offsets[index] = place + each.offset - begun
         end = place + _sectors(runs[-1][0].size)
-    return places
+    return offsets
 
 
-def _layouts(stored: Sequence[FileTensor], places: Sequence[int]) -> tuple[TensorLayout, ...]:
+def _layouts(stored: Sequence[FileTensor], offsets: Sequence[int]) -> tuple[TensorLayout, ...]:
     return tuple(
-        TensorLayout(place, each.dtype, each.shape, each.strides) for place, each in zip(places, stored, strict=True)
+        TensorLayout(place, each.dtype, each.shape, each.strides) for place, each in zip(offsets, stored, strict=True)
     )
 
 
-def _aligned(stored: Sequence[FileTensor], places: Sequence[int], pieces: list[ByteRange]) -> list[int]:
-    """Fill `pieces` with what is sent of tensors read to `places`; return the target offset of each tensor.
+def _aligned(stored: Sequence[FileTensor], offsets: Sequence[int], pieces: list[ByteRange]) -> list[int]:
+    """Fill `pieces` with what is sent of tensors read to `offsets`; return the target offset of each tensor.
 
     Neighbours at distances that keep both aligned are sent as one piece: mostly all tensors of a file.
     """
     pieces[:] = [ByteRange(0, 0, 0)]
     aligned = [0] * len(stored)
-    for index in sorted(range(len(stored)), key=lambda index: places[index]):
-        begin, size, last = places[index], stored[index].size, pieces[-1]
+    for index in sorted(range(len(stored)), key=lambda index: offsets[index]):
+        begin, size, last = offsets[index], stored[index].size, pieces[-1]
         if last.size and (begin - last.source) % ALIGNMENT == 0 and begin - last.source - last.size < SECTOR:
             pieces[-1] = ByteRange(last.source, last.target, max(last.size, begin - last.source + size))
         else:

@@ -31,7 +31,7 @@ class FileBackedWeights:
 
     def __init__(self) -> None:
         self._entries: dict[int, _FileEntry] = {}  # by id of the shape
-        self._asked: set[int] = set()  # of these, those that the current plan leaves in files
+        self._left_in_files: set[int] = set()  # of these, those that the current plan leaves in files
         self._spills: list[SpillFile] = []
         self._earlier: list[SpillFile] = []  # of earlier plans
         self.keep_in_files = False  # whether weights are left in files, because another plan follows
@@ -41,7 +41,7 @@ class FileBackedWeights:
         if weight is None:
             weight = nn.Parameter(torch.empty(0, dtype=shape.dtype), shape.requires_grad)
         self._entries[id(shape)] = _FileEntry(shape, stored, weight)
-        self._asked.add(id(shape))
+        self._left_in_files.add(id(shape))
         return shape
 
     def shape_of(self, weight: nn.Parameter, like: torch.Tensor, stored: FileTensor) -> nn.Parameter:
@@ -54,7 +54,7 @@ class FileBackedWeights:
         entry = self._entries.get(id(shape))
         if entry is None:
             return None
-        self._asked.add(id(shape))
+        self._left_in_files.add(id(shape))
         return entry.stored
 
     def weight_of(self, shape: nn.Parameter) -> nn.Parameter:
@@ -92,12 +92,12 @@ class FileBackedWeights:
 
     def begin(self) -> None:
         """Begin to apply a plan: record which weights it asks for, and which files it writes."""
-        self._asked.clear()
+        self._left_in_files.clear()
         self._earlier, self._spills = [*self._earlier, *self._spills], []
 
     def tidy(self) -> None:
         """Finish applying a plan: forget weights that it did not ask for, and delete files that are not needed."""
-        self._entries = {key: self._entries[key] for key in self._asked}
+        self._entries = {key: self._entries[key] for key in self._left_in_files}
         needed = {entry.stored.path for entry in self._entries.values()}
         for spill in self._earlier:
             if spill.path in needed:
@@ -149,7 +149,9 @@ class StoreFactory:
     def stores(self, plan: ComponentPlan, undo: ExitStack) -> Callable[[list[nn.Parameter]], WeightStore]:
         """Return a function that makes a store for source parameters of a component that follows `plan`."""
         make = _MAKERS[plan.offload_to](self, undo)
-        return lambda masters: make([part for master in masters for part in plain_parts(master)])
+        return lambda source_params: make(
+            [part for source_param in source_params for part in plain_parts(source_param)]
+        )
 
     def host_stores(self, undo: ExitStack) -> MakeStore:
         """Return what makes a buffer in host memory."""

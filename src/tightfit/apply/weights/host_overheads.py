@@ -42,8 +42,8 @@ def layer_overheads(device: Device, launch_overhead: float) -> HostOverheads:
         network,
         inspect_component("layers", network),
         "layer",
-        lambda masters: HostStore(masters, device),
-        lambda master: master,
+        lambda source_params: HostStore(source_params, device),
+        lambda source_param: source_param,
     )
     with ExitStack() as undo:
         for group in groups:

@@ -52,8 +52,8 @@ class LoadedGroup:
                 self._views = self.group.views(self.region)
             self.weights = away.with_written(self.group, self._views)
         self._versions = versions_of(self.weights)
-        each = zip(self.group.places, away[self.group], self.weights, strict=True)
-        self._seen_at = [(at.table, at.name, gone, weight) for places, gone, weight in each for at in places]
+        each = zip(self.group.slots, away[self.group], self.weights, strict=True)
+        self._seen_at = [(at.table, at.name, gone, weight) for slots, gone, weight in each for at in slots]
         self._others = away.any_written(self.group)
 
     def let_go(self) -> bool:

@@ -150,9 +150,9 @@ class LazyWeights:
         self._absences[group] = [away.lazy_weight for away in self._of[group]]
 
     def _made(self, group: WeightGroup) -> Iterator[OffloadedParameter]:
-        for index, (master, like) in enumerate(zip(group.masters, group.likes, strict=True)):
+        for index, (source_param, like) in enumerate(zip(group.source_params, group.likes, strict=True)):
             away = OffloadedParameter.standing_for(like, self._device.torch_device, self._fetching(group, index))
-            yield nn.Parameter(away, master.requires_grad)  # type: ignore[misc]
+            yield nn.Parameter(away, source_param.requires_grad)  # type: ignore[misc]
 
     def _fetching(self, group: WeightGroup, index: int) -> Callable[[], torch.Tensor]:
         return lambda: self._fetch(group, index)
@@ -183,7 +183,7 @@ class LazyWeights:
     def keep(self, group: WeightGroup) -> None:
         """Write changes by other code to the source parameters, or keep them in RAM where those are in files."""
         self._take_up(group)
-        for away, master in zip(self._of[group], group.masters, strict=True):
+        for away, source_param in zip(self._of[group], group.source_params, strict=True):
             written = away.lazy_weight.written
             if written is None:
                 continue
@@ -191,21 +191,21 @@ class LazyWeights:
                 if not group.store.writable:
                     away.lazy_weight.written = self._device.to_host(written)
                     continue
-                write_back(master, written, self._device)
+                write_back(source_param, written, self._device)
                 self._recorder.moved(bytes_out=written.nbytes)
                 away.lazy_weight.written = None
 
     def _take_up(self, group: WeightGroup) -> None:
         """Take tensors that other code put in place of placeholders (as `module.to(dtype)` may) as new values."""
         if group.store.writable:
-            ours = {*map(id, group.masters), *map(id, self._of[group])}
+            ours = {*map(id, group.source_params), *map(id, self._of[group])}
             for index, there in group.put_by_others(ours):
                 self._of[group][index].lazy_weight.written = there.detach()
 
     def set_aside(self) -> None:
         """Put the placeholders of source parameters without values into the modules."""
         for group in self._valueless():
-            group.show(group.masters, self._of[group])
+            group.show(group.source_params, self._of[group])
 
     def give_back(self, file_weights: FileBackedWeights | None = None) -> None:
         """Load source parameters without values, with changes by other code, and put them into the modules.
@@ -219,21 +219,21 @@ class LazyWeights:
                 continue
             group.fill()
             self._write_back(group)
-            group.show(self._of[group], group.masters)
+            group.show(self._of[group], group.source_params)
 
     def _valueless(self) -> Iterator[WeightGroup]:
         return (group for group in self._of if not group.store.writable)
 
     def _write_back(self, group: WeightGroup) -> None:
         """Write changes by other code to the source parameters, which are loaded."""
-        for away, master in zip(self._of[group], group.masters, strict=True):
+        for away, source_param in zip(self._of[group], group.source_params, strict=True):
             written = away.lazy_weight.written
             if written is None:
                 continue
-            if (written.dtype, written.shape) == (master.dtype, master.shape):
-                master.data.copy_(written)
+            if (written.dtype, written.shape) == (source_param.dtype, source_param.shape):
+                source_param.data.copy_(written)
             else:
-                master.data = written.to(master.device)
+                source_param.data = written.to(source_param.device)
 
 
 def versions_of(weights: Sequence[torch.Tensor]) -> Versions:

@@ -25,18 +25,18 @@ from tightfit.devices.memory import is_out_of_memory
 __all__ = ["retry_blocks_on_oom", "retry_on_oom"]
 
 
-def retry_blocks_on_oom(blocks: dict[str, nn.Module], shed: Callable[[str], bool], undo: ExitStack) -> None:
-    """Let each of `blocks` run again after running out of memory, as long as `shed(name)` frees some."""
+def retry_blocks_on_oom(blocks: dict[str, nn.Module], free_memory: Callable[[str], bool], undo: ExitStack) -> None:
+    """Let each of `blocks` run again after running out of memory, as long as `free_memory(name)` frees some."""
     for name, block in blocks.items():
-        give_way = functools.partial(shed, name)
+        give_way = functools.partial(free_memory, name)
         if block._compiled_call_impl is None:
             undo.callback(override_class_members(block, forward=retry_on_oom(type(block).forward, give_way)))
         else:
-            wrap(block, functools.partial(retry_on_oom, shed=give_way), undo.callback)
+            wrap(block, functools.partial(retry_on_oom, free_memory=give_way), undo.callback)
 
 
-def retry_on_oom(method: Callable[..., Any], shed: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap `method` to run again each time memory runs out, while `shed` frees some and its inputs are unchanged."""
+def retry_on_oom(method: Callable[..., Any], free_memory: Callable[[], bool]) -> Callable[..., Any]:
+    """Wrap `method` to run again when memory runs out, while `free_memory` frees some and its inputs are unchanged."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def retry_on_oom(method: Callable[..., Any], shed: Callable[[], bool]) -> Callab
             if not _unchanged(before, _seen(args, kwargs)):
                 raise failure
             outside = not isinstance(failure, torch.OutOfMemoryError)  # of torch's allocator; its cache may help
-            if not (outside and cached) and not shed():
+            if not (outside and cached) and not free_memory():
                 raise failure
             if outside:
                 release_unused()

@@ -103,9 +103,9 @@ def store_weights(
     compute = getattr(torch, plan.compute_dtype) if plan.compute_dtype else None
     entries = storable_in(module, plan)
     originals = {id(original): original for _, _, original in entries}
-    places = {key: original.device for key, original in originals.items()}
+    devices = {key: original.device for key, original in originals.items()}
     stored: dict[int, StoredWeight] = {}
-    with _put_back_on_failure(originals, places), DiskReader() as reader:
+    with _put_back_on_failure(originals, devices), DiskReader() as reader:
         for key, original in originals.items():
             file = file_weights.where(original)
             _place(original, HOST)
@@ -121,7 +121,7 @@ def store_weights(
         with DiskReader() as reader:
             back = {
                 key: shape
-                if file_weights.keep_in_files and places[key].type in ("cpu", "meta") and not stored[key].written
+                if file_weights.keep_in_files and devices[key].type in ("cpu", "meta") and not stored[key].written
                 else file_weights.filled(shape, reader)
                 for key, shape in kept.items()
             }
@@ -131,7 +131,7 @@ def store_weights(
                 continue  # replaced by other code: keep that
             if parameter.written:
                 value.data.copy_(parameter.widen())
-            _place(value, places[id(original)])
+            _place(value, devices[id(original)])
             owner._parameters[name] = value
         for table, name, loaded, changed in cast:
             if table.get(name) is changed:
@@ -147,12 +147,12 @@ def _place(weight: nn.Parameter, device: torch.device) -> None:
 
 
 @contextmanager
-def _put_back_on_failure(weights: Mapping[int, nn.Parameter], places: Mapping[int, torch.device]) -> Iterator[None]:
+def _put_back_on_failure(weights: Mapping[int, nn.Parameter], devices: Mapping[int, torch.device]) -> Iterator[None]:
     try:
         yield
     except BaseException:
         for key, weight in weights.items():
-            _place(weight, places[key])
+            _place(weight, devices[key])
         raise
 
 

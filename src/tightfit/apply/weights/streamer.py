@@ -54,7 +54,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
     def owned(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that modules may have in place of the groups' weights."""
         for group in self._groups:
-            yield from group.masters
+            yield from group.source_params
             yield from self._placeholders[group]
         for here in self._loaded.values():
             yield from here.weights
@@ -93,7 +93,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
         )
 
     @property
-    def room(self) -> int:
+    def device_bytes(self) -> int:
         """Bytes on the device for this component, with those given up in its last call."""
         return self._pool.whole
 
@@ -185,7 +185,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
                 here.hide(self._placeholders)
             self._placeholders.keep(group)
             if group.store.writable:
-                group.show(self._placeholders[group], group.masters)
+                group.show(self._placeholders[group], group.source_params)
         self._loaded = {}
         forget_casts()
         self._entered.clear()
@@ -201,7 +201,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
         if group in self._loaded:
             return True
         resident = group in self._pool.resident
-        place = self._pool.place(group) if resident else self._pool.lease(group)
+        place = self._pool.region_of(group) if resident else self._pool.lease(group)
         if place is None:
             return False
         after = None if place.lease is None else place.lease.after
@@ -244,7 +244,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
                 self._placeholders.renew(group)
                 if group.store.lock_refused:
                     self._recorder.note("page-locking was refused for weights that had been changed")
-            group.show(group.masters, self._placeholders[group])
+            group.show(group.source_params, self._placeholders[group])
         self._pool.open()
 
     def _take_memory(self) -> None:
@@ -263,7 +263,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
             self._leave(left)
             self._recorder.ran_out("out of memory before a component's first layer", sum(p.size for p in left))
 
-    def shed(self) -> int:
+    def evict_residents(self) -> int:
         """Evict some resident groups that are not in use, for good; return their bytes."""
         left = self._pool.give_up(self._idle)
         self._leave(left)

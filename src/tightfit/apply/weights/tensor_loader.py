@@ -34,7 +34,7 @@ class _Slot(NamedTuple):
 
     table: dict[str, torch.Tensor | None]
     name: str
-    master: torch.Tensor
+    original: torch.Tensor
     copy: torch.Tensor
     version: tuple[Any, ...]
 
@@ -76,34 +76,34 @@ class TensorLoader:
         copies: dict[int, torch.Tensor] = {}
         slots = []
         with self._recorder.uncounted(), torch.inference_mode(False), torch.no_grad():
-            for table, name, master in self._tensors():
-                copy = copies.get(id(master))
+            for table, name, original in self._tensors():
+                copy = copies.get(id(original))
                 if copy is None:
-                    copy = copies[id(master)] = self._copy(master)
-                slots.append(_Slot(table, name, master, copy, version_of(copy)))
+                    copy = copies[id(original)] = self._copy(original)
+                slots.append(_Slot(table, name, original, copy, version_of(copy)))
         return slots
 
     def evict(self) -> None:
         """Put the originals back into the modules and free the copies."""
-        for table, name, master, copy, version in self._slots:
+        for table, name, original, copy, version in self._slots:
             if table.get(name) is not copy:
                 continue  # replaced by other code while it was loaded: keep that
             if version_of(copy) != version:  # e.g. a LoRA was fused in a callback, or the dtype changed
                 with torch.no_grad(), self._recorder.uncounted():
-                    write_back(master, copy.data, self._device)
+                    write_back(original, copy.data, self._device)
                 self._recorder.moved(bytes_out=copy.nbytes)
-            table[name] = master
-        self._move_to_host({id(slot.master) for slot in self._slots})
+            table[name] = original
+        self._move_to_host({id(slot.original) for slot in self._slots})
         self._loaded.difference_update(id(slot.copy) for slot in self._slots)
         self._slots = []
         forget_casts()
         self._recorder.hold(self, 0)
         self.is_loaded = False  # last, so that an interrupted eviction is repeated
 
-    def _move_to_host(self, masters: set[int]) -> None:
+    def _move_to_host(self, originals: set[int]) -> None:
         """Move tensors that other code put on the device in place of weights to host memory."""
         target = self._device.torch_device
-        own, moved = masters | self._loaded, dict[int, torch.Tensor]()
+        own, moved = originals | self._loaded, dict[int, torch.Tensor]()
         for table, name, tensor in self._tensors() if target != HOST else ():
             if id(tensor) in own or tensor.device != target or isinstance(tensor, OffloadedParameter):
                 continue
@@ -121,10 +121,10 @@ class TensorLoader:
             stored = rebuilt(tensor, [self._device.to_host(part) for part in plain_parts(tensor.detach())])
         return nn.Parameter(stored, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stored
 
-    def _copy(self, master: torch.Tensor) -> torch.Tensor:
-        copy = rebuilt(master, [self._device.to_device(part) for part in plain_parts(master.detach())])
-        if isinstance(master, nn.Parameter):
-            return nn.Parameter(copy, requires_grad=master.requires_grad)
+    def _copy(self, original: torch.Tensor) -> torch.Tensor:
+        copy = rebuilt(original, [self._device.to_device(part) for part in plain_parts(original.detach())])
+        if isinstance(original, nn.Parameter):
+            return nn.Parameter(copy, requires_grad=original.requires_grad)
         return copy
 
     def _tensors(self) -> Iterator[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:

@@ -36,13 +36,13 @@ class TensorSlot:
 
 @dataclass(eq=False)
 class WeightGroup:
-    """The source parameters (`masters`) of some modules, each with the `places` where modules look it up."""
+    """The source parameters (`source_params`) of some modules, each with the `slots` where modules look it up."""
 
     name: str
     gates: tuple[nn.Module, ...]  # modules whose forward passes need them; none is inside a compiled one
-    masters: list[nn.Parameter]
-    likes: list[torch.Tensor]  # on "meta", with shapes, strides and dtypes of `masters`
-    places: list[list[TensorSlot]]
+    source_params: list[nn.Parameter]
+    likes: list[torch.Tensor]  # on "meta", with shapes, strides and dtypes of `source_params`
+    slots: list[list[TensorSlot]]
     store: WeightStore
     uses: int = 1  # consecutive uses in each call, as far as known
     unused: Collection[str] = ()  # methods of the component that do not use them, as far as known
@@ -56,16 +56,19 @@ class WeightGroup:
         # .data: with version counters of their own, which show whether other code wrote to a weight
         plain = [layout.view(region).data for layout in self.store.layouts]
         # same requires_grad, or torch's matmul may choose another kernel (float16 on the CPU, also without gradients)
-        return [nn.Parameter(rebuilt(master, plain), master.requires_grad) for master in self.masters]
+        return [
+            nn.Parameter(rebuilt(source_param, plain), source_param.requires_grad)
+            for source_param in self.source_params
+        ]
 
     def keep_up(self) -> bool:
-        """Make a new store if other code gave `masters` other data (e.g. `module.to(dtype)`); return whether it did."""
+        """Make a new store if other code gave `source_params` other data (`module.to(dtype)`); return whether."""
         if not self.store.writable:
             return False
-        plain = [part for master in self.masters for part in plain_parts(master)]
+        plain = [part for source_param in self.source_params for part in plain_parts(source_param)]
         if self.store.holds(plain):
             return False
-        self.store, self.likes = self.store.anew(plain), [_like(master) for master in self.masters]
+        self.store, self.likes = self.store.anew(plain), [_like(source_param) for source_param in self.source_params]
         return True
 
     def unlock_pages(self) -> None:
@@ -75,34 +78,34 @@ class WeightGroup:
     def fill(self) -> None:
         """Read the values of the source parameters from their store."""
         plain = self.store.values()
-        for tensor in (part for master in self.masters for part in plain_parts(master)):
+        for tensor in (part for source_param in self.source_params for part in plain_parts(source_param)):
             tensor.data = copy_with_alignment(plain.pop(0))
 
     def shapes(self, file_weights: FileBackedWeights) -> list[nn.Parameter]:
-        """Return "meta" parameters for `masters`, which are in files; tensor subclasses as they are, empty."""
+        """Return "meta" parameters for `source_params`, which are in files; tensor subclasses as they are, empty."""
         stored = iter(self.store.stored)
         found = []
-        for master, like in zip(self.masters, self.likes, strict=True):
-            where = [next(stored) for _ in plain_parts(master)]
-            plain = plain_parts(master)[0] is master
-            found.append(file_weights.shape_of(master, like, where[0]) if plain else master)
+        for source_param, like in zip(self.source_params, self.likes, strict=True):
+            where = [next(stored) for _ in plain_parts(source_param)]
+            plain = plain_parts(source_param)[0] is source_param
+            found.append(file_weights.shape_of(source_param, like, where[0]) if plain else source_param)
         return found
 
     def put_by_others(self, ours: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield index and tensor of weights that other code replaced (ids not in `ours`), and put `masters` back."""
-        for index, places in enumerate(self.places):
-            for place in places:
-                there = place.table.get(place.name)
+        """Yield index and tensor of weights that other code replaced (ids not in `ours`), and put the source back."""
+        for index, slots in enumerate(self.slots):
+            for slot in slots:
+                there = slot.table.get(slot.name)
                 if there is not None and id(there) not in ours:
                     yield index, there
-                    place.table[place.name] = self.masters[index]
+                    slot.table[slot.name] = self.source_params[index]
 
     def show(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
         """Replace `old` weights by `new` ones in the modules; what other code put there is kept."""
-        for places, was, now in zip(self.places, old, new, strict=True):
-            for place in places:
-                if place.table.get(place.name) is was:
-                    place.table[place.name] = now
+        for slots, was, now in zip(self.slots, old, new, strict=True):
+            for slot in slots:
+                if slot.table.get(slot.name) is was:
+                    slot.table[slot.name] = now
 
 
 def weight_groups_of(
@@ -124,19 +127,22 @@ def weight_groups_of(
     layers, groups, around = find_layers(module), [], {**inside, **compiled_around(module)}
     for name, members in group_layers(component, granularity).items():
         parts = [part for layer in members for part in layers[layer]]
-        masters, places = _places_of(parts)
+        source_params, slots = _params_and_slots(parts)
         owners = parts if name in layers else [module.get_submodule(name)]
         gates = tuple(around.get(id(owner), owner) for owner in owners)
-        likes, store = [_like(master) for master in masters], make_store(masters)
+        likes, store = [_like(source_param) for source_param in source_params], make_store(source_params)
         if not store.writable:
-            masters = [_emptied(master, weight_of(master), of) for master, of in zip(masters, places, strict=True)]
+            source_params = [
+                _emptied(source_param, weight_of(source_param), of)
+                for source_param, of in zip(source_params, slots, strict=True)
+            ]
         without = [
             method
             for method, parts in unused.items()
             if not any(set(parts).isdisjoint(paths_to(member)) for member in members)
         ]
         uses = min(len(members), len(set(gates)))  # a layer that shares its weights counts once
-        groups.append(WeightGroup(name, gates, masters, likes, places, store, uses, without))
+        groups.append(WeightGroup(name, gates, source_params, likes, slots, store, uses, without))
     return groups
 
 
@@ -156,27 +162,27 @@ def expected_in(method: str, groups: Iterable[WeightGroup]) -> Iterator[WeightGr
     return (group for group in used for _ in range(group.uses))
 
 
-def _places_of(parts: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[list[TensorSlot]]]:
-    """Return the parameters that `parts` own, each once, and all places of each."""
-    masters: dict[int, nn.Parameter] = {}
-    places: dict[int, list[TensorSlot]] = {}
+def _params_and_slots(parts: Iterable[nn.Module]) -> tuple[list[nn.Parameter], list[list[TensorSlot]]]:
+    """Return the parameters that `parts` own, each once, and all slots of each."""
+    source_params: dict[int, nn.Parameter] = {}
+    slots: dict[int, list[TensorSlot]] = {}
     for part in parts:
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                masters[id(parameter)] = parameter
-                places.setdefault(id(parameter), []).append(TensorSlot(part._parameters, name))  # type: ignore[arg-type]
-    return list(masters.values()), list(places.values())
+                source_params[id(parameter)] = parameter
+                slots.setdefault(id(parameter), []).append(TensorSlot(part._parameters, name))  # type: ignore[arg-type]
+    return list(source_params.values()), list(slots.values())
 
 
-def _like(master: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(master.shape, master.stride(), dtype=master.dtype, device="meta")
+def _like(source_param: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(source_param.shape, source_param.stride(), dtype=source_param.dtype, device="meta")
 
 
-def _emptied(master: nn.Parameter, weight: nn.Parameter, places: list[TensorSlot]) -> nn.Parameter:
-    """Return `weight`, which is `master` or replaces it, without values, and put it into `places`."""
-    if weight is master:
-        for part in plain_parts(master):
+def _emptied(source_param: nn.Parameter, weight: nn.Parameter, slots: list[TensorSlot]) -> nn.Parameter:
+    """Return `weight`, which is `source_param` or replaces it, without values, and put it into `slots`."""
+    if weight is source_param:
+        for part in plain_parts(source_param):
             part.data = torch.empty(0, dtype=part.dtype)
-    for place in places:
-        place.table[place.name] = weight
+    for slot in slots:
+        slot.table[slot.name] = weight
     return weight

@@ -204,13 +204,13 @@ class WeightOffloader:
             return
         self._streamers[name].end()
         if self._next_call is not None:
-            room = self._streamers[name].room
+            device_bytes = self._streamers[name].device_bytes
             self._evict(name)
-            self._let_come(room)
+            self._let_come(device_bytes)
 
     def free_memory(self, name: str, where: str) -> bool:
         """Evict some weights after `name` ran out of memory, in the block `where`; return whether there were any."""
-        for give_up in (self._send_back, *self._sheds(name)):
+        for give_up in (self._send_back, *self._evictions(name)):
             given_up = give_up()
             if given_up:
                 self._device.release_cache()
@@ -232,26 +232,26 @@ class WeightOffloader:
             return held
 
         beyond = self._device.excess_bytes(highest)
-        for shed in self._sheds(name) if beyond else ():
-            while beyond > 0 and (given_up := shed()):
+        for evict_residents in self._evictions(name) if beyond else ():
+            while beyond > 0 and (given_up := evict_residents()):
                 self._recorder.ran_out("this process held more RAM than it may", given_up)
                 beyond -= given_up
         if beyond:
             self._device.release_cache()
         return held if beyond > 0 else 0
 
-    def _sheds(self, name: str | None) -> list[Callable[[], int]]:
+    def _evictions(self, name: str | None) -> list[Callable[[], int]]:
         first = [self._streamers[name]] if name in self._streamers else []
-        return [streamer.shed for streamer in (*first, *self._streamers.values())]
+        return [streamer.evict_residents for streamer in (*first, *self._streamers.values())]
 
     def _send_back(self) -> int:
         """Evict the component that was prefetched; return the bytes freed."""
         early, self._next_call = self._next_call, None
         if early is None:
             return 0
-        room = self._streamers[early[0]].room
+        device_bytes = self._streamers[early[0]].device_bytes
         self._evict(early[0])
-        return room
+        return device_bytes
 
     def _evict(self, name: str) -> None:
         if self._streamers[name].on_device:

@@ -171,15 +171,15 @@ class HostStore(WeightStore):
         return store
 
 
-def write_back(master: torch.Tensor, written: torch.Tensor, device: Device) -> None:
-    """Write `written`, a changed weight on `device`, to `master` in host memory, in its new dtype and shape."""
+def write_back(original: torch.Tensor, written: torch.Tensor, device: Device) -> None:
+    """Write `written`, a changed weight on `device`, to `original` in host memory, in its new dtype and shape."""
     stored = device.to_host(written)
-    if stored.is_meta and not master.is_meta:  # a simulated card may have only shapes
-        stored = torch.zeros_like(stored, device=master.device)
-    if (stored.dtype, stored.shape) == (master.dtype, master.shape):
-        master.data.copy_(stored)
+    if stored.is_meta and not original.is_meta:  # a simulated card may have only shapes
+        stored = torch.zeros_like(stored, device=original.device)
+    if (stored.dtype, stored.shape) == (original.dtype, original.shape):
+        original.data.copy_(stored)
     else:
-        master.data = stored
+        original.data = stored
 
 
 def version_of(tensor: torch.Tensor) -> tuple[Any, ...]:
