@@ -5,12 +5,21 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from tightfit.plan.layer_selection import paths_to
 from tightfit.schema.footprint import ComponentCall, Footprint
 from tightfit.schema.plan import ComponentPlan, ComponentRun, Reason
 
-__all__ = ["CoResidencyTracker", "method_of", "prefetch_reasons", "schedule_of", "visits"]
+__all__ = [
+    "CoResidencyTracker",
+    "CoResidentGroup",
+    "calls_per_load",
+    "co_resident_groups",
+    "method_of",
+    "prefetch_reasons",
+    "schedule_of",
+]
 
 
 ALTERNATIONS = 4  # switches between two components in one pipeline call, after which both remain on the device
@@ -53,7 +62,34 @@ class CoResidencyTracker:
         return one == other or frozenset((one, other)) in self.pairs
 
 
-def visits(footprint: Footprint) -> dict[str, tuple[int, ...]]:
+class CoResidentGroup(NamedTuple):
+    """Components that are on the device together, and the indices of the phases in which they are."""
+
+    names: tuple[str, ...]
+    phases: tuple[int, ...]
+
+
+def co_resident_groups(footprint: Footprint) -> list[CoResidentGroup]:
+    """Return the groups of components that are on the device together, if none of them is always resident."""
+    order = [phase.calls[index].component for phase in footprint.phases for index in phase.call_order]
+    tracker = CoResidencyTracker()
+    for name in order:
+        tracker.record_run(name)
+    groups = {name: {name} for name in order}
+    for pair in tracker.pairs:
+        together = set().union(*(groups[name] for name in pair))
+        groups |= dict.fromkeys(together, together)
+    distinct = {frozenset(group): tuple(sorted(group, key=order.index)) for group in groups.values()}
+    return [CoResidentGroup(names, _phases_of(footprint, names)) for names in distinct.values()]
+
+
+def _phases_of(footprint: Footprint, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the phases in which any of `names` runs, or no component of this device: what is loaded remains."""
+    running = [{done.component for done in phase.calls} for phase in footprint.phases]
+    return tuple(number for number, used in enumerate(running) if used.intersection(names) or not used)
+
+
+def calls_per_load(footprint: Footprint) -> dict[str, tuple[int, ...]]:
     """Return for each component its number of calls each time that it is loaded, if it is not always resident."""
     tracker, passes = CoResidencyTracker(), dict[str, list[int]]()
     for done in (phase.calls[index] for phase in footprint.phases for index in phase.call_order):
