@@ -133,7 +133,7 @@ def _counted(names: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 def _resident(phase: Phase, plan: Plan) -> bool:
     """Whether the weights of all its components are resident."""
-    return all(plan.components[done.component].placement == "resident" for done in phase.calls)
+    return all(plan.components[call.component].placement == "resident" for call in phase.calls)
 
 
 def _extra_bytes(estimate: PhaseEstimate, peak: int, device: Accelerator, ahead: Sequence[PhaseEstimate]) -> int:
@@ -199,7 +199,7 @@ def calibrate(
     A time scale is the median over all pipeline calls that give one, without first calls if there are others. Of two
     in the middle it is the smaller: disturbances make a call longer.
     """
-    working = {done.component for phase in footprint.phases for done in phase.calls}
+    working = {call.component for phase in footprint.phases for call in phase.calls}
     storages = {name: storage for name, storage in stored.items() if name in working}
     same_storage = [each for each in measurements if each.stored == storages]
     changes, reasons, timed = dict[int, tuple[float, int]](), list[Reason](), True
@@ -258,7 +258,7 @@ def _in(runs: Sequence[object]) -> str:
 
 def _with_time_scale(phase: Phase, time_scale: float) -> Phase:
     """Return `phase` with arithmetic and launches taking `time_scale` times as long."""
-    passes = tuple(done.model_copy(update={"time_scale": time_scale}) for done in phase.calls)
+    passes = tuple(call.model_copy(update={"time_scale": time_scale}) for call in phase.calls)
     return phase.model_copy(update={"calls": passes})
 
 

@@ -78,8 +78,8 @@ def preset_plan(footprint: Footprint, level: int, accelerator: Accelerator) -> P
 
 def host_bytes(plan: Plan, footprint: Footprint) -> int:
     """Return the bytes of weights that `plan` offloads to RAM."""
-    waiting = (c for c in footprint.components if plan.components[c.name].placement != "resident")
-    return sum(c.bytes for c in waiting if plan.components[c.name].store.in_ram)
+    offloaded = (c for c in footprint.components if plan.components[c.name].placement != "resident")
+    return sum(c.bytes for c in offloaded if plan.components[c.name].store.in_ram)
 
 
 def level_rows(

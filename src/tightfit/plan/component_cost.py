@@ -108,14 +108,14 @@ class ComponentCost:
         launching = self.component.small_tensors * self.launch
         return now + launching + self._small_bytes / (self.rate * PAGEABLE)  # they are not page-locked
 
-    def work(self, done: ComponentCall, runs: int, now: float, strip_profile: StripProfile | None = None) -> float:
+    def work(self, call: ComponentCall, runs: int, now: float, strip_profile: StripProfile | None = None) -> float:
         """Return when `runs` consecutive calls end that begin at time `now`, each with `strip_profile`."""
         if self.is_resident or (self._flow is not None and self._flow.complete):
             self.idle = self._cost_model.seconds_without_weights(
-                done, strip_profile, None if self.is_resident else self._granularity
+                call, strip_profile, None if self.is_resident else self._granularity
             )
             return now + runs * self.idle
-        segments = self._cost_model.segments(done, self._granularity)
+        segments = self._cost_model.segments(call, self._granularity)
         if self._flow is None:
             used = {segment.group for segment in segments}
             guess = [name for name in self._cost_model.expected(self._granularity) if name in used]
@@ -131,13 +131,13 @@ class ComponentCost:
             else:
                 seconds.append(
                     work_in_strips(
-                        self._cost_model.timings(strip_profile, done.time_scale, self._granularity),
+                        self._cost_model.timings(strip_profile, call.time_scale, self._granularity),
                         strip_profile.batch_items,
                         self._flow,
                     )
                 )
         later = (
-            self._cost_model.seconds_without_weights(done, strip_profile, self._granularity)
+            self._cost_model.seconds_without_weights(call, strip_profile, self._granularity)
             if self._flow.complete
             else sum(seconds[-2:]) / 2
         )

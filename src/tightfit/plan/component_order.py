@@ -53,9 +53,9 @@ class CoResidencyTracker:
                 self.pairs.append(pair)
         self._last = name
         self.on_device = {other for other in self.on_device if self.share(name, other)}
-        came = name not in self.on_device
+        loaded = name not in self.on_device
         self.on_device.add(name)
-        return came
+        return loaded
 
     def share(self, one: str, other: str) -> bool:
         """Whether both components are on the device together."""
@@ -85,16 +85,16 @@ def co_resident_groups(footprint: Footprint) -> list[CoResidentGroup]:
 
 def _phases_of(footprint: Footprint, names: tuple[str, ...]) -> tuple[int, ...]:
     """Return the phases in which any of `names` runs, or no component of this device: what is loaded remains."""
-    running = [{done.component for done in phase.calls} for phase in footprint.phases]
+    running = [{call.component for call in phase.calls} for phase in footprint.phases]
     return tuple(number for number, used in enumerate(running) if used.intersection(names) or not used)
 
 
 def calls_per_load(footprint: Footprint) -> dict[str, tuple[int, ...]]:
     """Return for each component its number of calls each time that it is loaded, if it is not always resident."""
     tracker, passes = CoResidencyTracker(), dict[str, list[int]]()
-    for done in (phase.calls[index] for phase in footprint.phases for index in phase.call_order):
-        own = passes.setdefault(done.component, [])
-        own += [0] if tracker.record_run(done.component) else []
+    for call in (phase.calls[index] for phase in footprint.phases for index in phase.call_order):
+        own = passes.setdefault(call.component, [])
+        own += [0] if tracker.record_run(call.component) else []
         own[-1] += 1
     return {name: tuple(counts) for name, counts in passes.items()}
 
@@ -112,16 +112,20 @@ def schedule_of(footprint: Footprint) -> tuple[ComponentRun, ...]:
     )
 
 
-def method_of(done: ComponentCall) -> tuple[str, str]:
+def method_of(call: ComponentCall) -> tuple[str, str]:
     """Return the component and the method of a call."""
-    return done.component, done.method if done.method in _METHODS else "forward"
+    return call.component, call.method if call.method in _METHODS else "forward"
 
 
 def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
     """Return the paths of the largest submodules of a component that one of its methods does not use."""
-    passes = (done for phase in footprint.phases for done in phase.calls if method_of(done) == key)
+    passes = (call for phase in footprint.phases for call in phase.calls if method_of(call) == key)
     used = {
-        path for done in passes for use in done.block_uses for turn in use.layer_work for path in paths_to(turn.layer)
+        path
+        for call in passes
+        for use in call.block_uses
+        for layer_work in use.layer_work
+        for path in paths_to(layer_work.layer)
     }
     layers = (layer.name for c in footprint.components if c.name == key[0] for layer in c.layers)
     roots = (next((path for path in paths_to(layer) if path not in used), None) for layer in layers)

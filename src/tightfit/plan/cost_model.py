@@ -39,25 +39,26 @@ class CostModel:
     def __init__(self, component: Component, device: Accelerator) -> None:
         self._device = device
         self._groups = {granularity: _groups(component, granularity) for granularity in ("layer", "block")}
-        self._known: dict[tuple[int, Granularity], tuple[ComponentCall, list[ComputeSegment]]] = {}
+        self._segments: dict[tuple[int, Granularity], tuple[ComponentCall, list[ComputeSegment]]] = {}
         self._timings: dict[tuple[int, float, Granularity | None], tuple[StripProfile, list[StripStageTiming]]] = {}
         self._resident_seconds: dict[tuple[int, float, Granularity | None], tuple[StripProfile, float]] = {}
 
-    def segments(self, done: ComponentCall, granularity: Granularity = "layer") -> list[ComputeSegment]:
+    def segments(self, call: ComponentCall, granularity: Granularity = "layer") -> list[ComputeSegment]:
         """Return the segments of a call in execution order, by the weight group that each needs.
 
         With granularity "block", a block's group is needed from the beginning of the block on.
         """
-        key = id(done), granularity
-        if key not in self._known:
-            self._known[key] = done, self._joined(done, granularity)  # the call is kept, so that its id is not reused
-        return self._known[key][1]
+        key = id(call), granularity
+        if key not in self._segments:
+            # the call is kept, so that its id is not reused
+            self._segments[key] = call, self._joined(call, granularity)
+        return self._segments[key][1]
 
-    def _joined(self, done: ComponentCall, granularity: Granularity) -> list[ComputeSegment]:
+    def _joined(self, call: ComponentCall, granularity: Granularity) -> list[ComputeSegment]:
         groups = self._groups[granularity]
-        uses = ((turn, _group(groups, use, turn.layer)) for use in done.block_uses for turn in use.layer_work)
-        plain = (self._segment(turn, group, granularity)._replace(waits=turn.host_waits) for turn, group in uses)
-        return merge_segments(plain, done.time_scale)
+        uses = ((work, _group(groups, use, work.layer)) for use in call.block_uses for work in use.layer_work)
+        plain = (self._segment(work, group, granularity)._replace(waits=work.host_waits) for work, group in uses)
+        return merge_segments(plain, call.time_scale)
 
     def timings(
         self, strip_profile: StripProfile, time_scale: float, granularity: Granularity | None
@@ -75,7 +76,7 @@ class CostModel:
         return self._timings[key][1]
 
     def seconds_without_weights(
-        self, done: ComponentCall, strip_profile: StripProfile | None = None, granularity: Granularity | None = None
+        self, call: ComponentCall, strip_profile: StripProfile | None = None, granularity: Granularity | None = None
     ) -> float:
         """Return the seconds of a call that waits for no weights, with `strip_profile` (None: as a whole).
 
@@ -83,14 +84,14 @@ class CostModel:
         """
         overhead = self._device.resident_overhead if granularity else 0.0
         if strip_profile is None:
-            return seconds_without_weights(self.segments(done, granularity or "layer"), overhead)
+            return seconds_without_weights(self.segments(call, granularity or "layer"), overhead)
         granularity = granularity if overhead else None
-        key = id(strip_profile), done.time_scale, granularity
+        key = id(strip_profile), call.time_scale, granularity
         if key not in self._resident_seconds:
             self._resident_seconds[key] = (
                 strip_profile,
                 strip_seconds_without_weights(
-                    self.timings(strip_profile, done.time_scale, granularity), strip_profile.batch_items, overhead
+                    self.timings(strip_profile, call.time_scale, granularity), strip_profile.batch_items, overhead
                 ),
             )
         return self._resident_seconds[key][1]
@@ -98,10 +99,9 @@ class CostModel:
     def _timing(self, stage: StripStageProfile, time_scale: float, granularity: Granularity | None) -> StripStageTiming:
         groups = self._groups[granularity] if granularity else {}
 
-        def segments(turns: Iterable[LayerWork], share: float) -> list[ComputeSegment]:
-            return merge_segments(
-                (self._segment(turn, groups.get(turn.layer, ""), granularity) for turn in turns), share
-            )
+        def segments(layer_work: Iterable[LayerWork], share: float) -> list[ComputeSegment]:
+            found = (self._segment(work, groups.get(work.layer, ""), granularity) for work in layer_work)
+            return merge_segments(found, share)
 
         by_runs = groupby(zip(stage.strip_counts, stage.layer_work, strict=True), lambda both: both[0])
         link, out = self._device.link_rate, self._device.link_rate_out or self._device.link_rate
@@ -115,9 +115,9 @@ class CostModel:
             stage.bytes_out / out / stage.strips if out else 0.0,
         )
 
-    def _segment(self, turn: LayerWork, group: str, granularity: Granularity | None) -> ComputeSegment:
-        gate = turn.layer if group and granularity == "layer" else ""
-        return segment_of(turn.work, self._device, group)._replace(layer=gate)
+    def _segment(self, layer_work: LayerWork, group: str, granularity: Granularity | None) -> ComputeSegment:
+        gate = layer_work.layer if group and granularity == "layer" else ""
+        return segment_of(layer_work.work, self._device, group)._replace(layer=gate)
 
     def expected(self, granularity: Granularity) -> list[str]:
         """Return the weight groups in the order of the model: for "layer" once per layer of a group, else once."""
@@ -129,13 +129,13 @@ class CostModel:
 
         None if the footprint has no call of `component`.
         """
-        passes = [done for phase in footprint.phases for done in phase.calls if done.component == component.name]
+        passes = [call for phase in footprint.phases for call in phase.calls if call.component == component.name]
         if not passes:
             return None
         spent = dict.fromkeys((layer.name for layer in component.layers), 0.0)
-        for done in passes:
+        for call in passes:
             needed = None
-            for segment in self.segments(done):
+            for segment in self.segments(call):
                 needed = segment.group or needed
                 if needed is not None:
                     spent[needed] += segment.seconds

@@ -64,10 +64,12 @@ class ParetoFront:
         if node.lower_bound < math.inf:
             heapq.heappush(self._nodes, (node.lower_bound, number, node))
 
-    def _pareto_optimal(self, every: Iterable[Solution]) -> list[Solution]:
+    def _pareto_optimal(self, solutions: Iterable[Solution]) -> list[Solution]:
         """Return the solutions that no other one matches in both time and RAM; if RAM does not count, the fastest."""
         kept: list[Solution] = []
-        for found in sorted(every, key=lambda found: (found.seconds, found.peak, found.variant_search.ram_of(found))):
+        for found in sorted(
+            solutions, key=lambda found: (found.seconds, found.peak, found.variant_search.ram_of(found))
+        ):
             if not kept or (
                 self._minimize_ram and found.variant_search.ram_of(found) < kept[-1].variant_search.ram_of(kept[-1])
             ):

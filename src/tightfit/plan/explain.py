@@ -40,25 +40,25 @@ def explain(
     """
     parts = [(component, plan.components[component.name]) for component in footprint.components]
     reasons: dict[tuple[str, str], list[str]] = {}
-    for said in _pictures(plan.vae, separate=separate):
-        reasons[said] = []
+    for pair in _pictures(plan.vae, separate=separate):
+        reasons[pair] = []
     for component, chosen in parts:
-        for said in _inside(component, chosen, layouts[component.name], separate=separate):
-            reasons.setdefault(said, []).append(component.name)
-    for said in _moves(plan, parts, separate=separate) if moves else ():
-        reasons[said] = []
+        for pair in _inside(component, chosen, layouts[component.name], separate=separate):
+            reasons.setdefault(pair, []).append(component.name)
+    for pair in _moves(plan, parts, separate=separate) if moves else ():
+        reasons[pair] = []
     attention: dict[tuple[str, str], list[str]] = {}
     for component, chosen in parts:
-        for said in attention_reasons(component, chosen, accelerator):
-            attention.setdefault(said, []).append(component.name)
+        for pair in attention_reasons(component, chosen, accelerator):
+            attention.setdefault(pair, []).append(component.name)
     return (*_reasons(reasons), *_reasons(attention, detail=True))
 
 
 def _reasons(reasons: Mapping[tuple[str, str], list[str]], *, detail: bool = False) -> Iterator[Reason]:
     """Yield a Reason for each decision and its reason, with the names of the components that share both."""
     for (decision, because), names in reasons.items():
-        said = decision.replace("{}", ", ".join(names), 1) if names else decision
-        yield Reason(decision=said, because=because, detail=detail)
+        text = decision.replace("{}", ", ".join(names), 1) if names else decision
+        yield Reason(decision=text, because=because, detail=detail)
 
 
 def _pictures(vae: VaePlan, *, separate: bool) -> Said:
@@ -142,18 +142,18 @@ def summarize(plan: Plan, footprint: Footprint) -> str:
 
     Components that it does not name are always on the device.
     """
-    streams, turns = [], []
+    streams, offloaded = [], []
     for role, components in _by_role(footprint).items():
         if any(plan.components[c.name].placement == "stream" for c in components):
             device_bytes = sum(_device_bytes(c, plan.components[c.name]) for c in components)
             share = _share(device_bytes, sum(c.bytes for c in components))
             streams.append(f"{_LABELS[role]} {share}{_source_text(plan, components)}")
         elif any(plan.components[c.name].placement == "offload" for c in components):
-            turns.append(_LABELS[role] + _source_text(plan, components))
-    said = [f"streams {', '.join(streams)}"] if streams else []
-    said += [f"{', '.join(turns)} offloaded"] if turns else []
+            offloaded.append(_LABELS[role] + _source_text(plan, components))
+    sentences = [f"streams {', '.join(streams)}"] if streams else []
+    sentences += [f"{', '.join(offloaded)} offloaded"] if offloaded else []
     stored = sorted({c.storage for c in plan.components.values() if c.storage != "as-loaded"})
-    return "; ".join([*said, *_cuts(plan.vae), *stored]) or "all on the card"
+    return "; ".join([*sentences, *_cuts(plan.vae), *stored]) or "all on the card"
 
 
 def describe_device_weights(plan: Plan, footprint: Footprint, role: str) -> str:
@@ -165,15 +165,15 @@ def describe_device_weights(plan: Plan, footprint: Footprint, role: str) -> str:
     device_bytes = sum(_device_bytes(c, plan.components[c.name]) for c in components)
     placements = {plan.components[c.name].placement for c in components}
     if "stream" in placements:
-        said = f"{format_bytes(device_bytes)} of {format_bytes(whole)}, streamed"
+        text = f"{format_bytes(device_bytes)} of {format_bytes(whole)}, streamed"
     else:
-        said = f"{format_bytes(whole)}, " + ("resident" if placements == {"resident"} else "while running")
-    return "; ".join([said, *(_cuts(plan.vae) if role == "autoencoder" else ())])
+        text = f"{format_bytes(whole)}, " + ("resident" if placements == {"resident"} else "while running")
+    return "; ".join([text, *(_cuts(plan.vae) if role == "autoencoder" else ())])
 
 
 def _by_role(footprint: Footprint) -> dict[str, list[Component]]:
     """Return the components that run in the call by role, in order of first use."""
-    used = dict.fromkeys(done.component for phase in footprint.phases for done in phase.calls)
+    used = dict.fromkeys(call.component for phase in footprint.phases for call in phase.calls)
     known = {component.name: component for component in footprint.components}
     roles: dict[str, list[Component]] = {}
     for name in used:

@@ -190,22 +190,22 @@ class _CallSimulation:
         began, weights = self._now, 0 if phase.call_order else self._streamed_bytes
         strip_profile, widened = self._vae.strip_profile(phase), 0
         for index, group in itertools.groupby(phase.call_order):
-            done = phase.calls[index]
-            cost = self._costs[done.component]
-            if self._tracker.record_run(done.component) and not cost.is_resident:
-                self._record_prefetch(done, cost)
+            call = phase.calls[index]
+            cost = self._costs[call.component]
+            if self._tracker.record_run(call.component) and not cost.is_resident:
+                self._record_prefetch(call, cost)
                 self._now = cost.begin_load(self._now)
             weights, widened = max(weights, self._streamed_bytes), max(widened, cost.widened)
-            self._now = cost.work(done, len(list(group)), self._now, strip_profile)
+            self._now = cost.work(call, len(list(group)), self._now, strip_profile)
             self._last = cost
         self._now += phase.time_scale * seconds_without_weights([segment_of(phase.other_work, self._device)])
         weights += sum(cost.always for cost in self._costs.values())
         return PhaseEstimate(phase.name, self._now - began, weights, (strip_profile or phase).allocator_bytes + widened)
 
-    def _record_prefetch(self, done: ComponentCall, cost: ComponentCost) -> None:
+    def _record_prefetch(self, call: ComponentCall, cost: ComponentCost) -> None:
         if self._last is None or self._last.is_resident or math.isinf(cost.rate):
             return
-        size, key = cost.prefetchable_bytes(self._last.idle), method_of(done)
+        size, key = cost.prefetchable_bytes(self._last.idle), method_of(call)
         self.prefetch_bytes[key] = min(size, self.prefetch_bytes.get(key, size))
 
     @property
@@ -236,7 +236,7 @@ def _variant_on_device(variant: Variant, names: Collection[str]) -> Variant:
 
 
 def _phase_on_device(phase: Phase, after: Phase | None, names: Collection[str], hosts: bool) -> Phase:
-    kept = [index for index, done in enumerate(phase.calls) if done.component in names]
+    kept = [index for index, call in enumerate(phase.calls) if call.component in names]
     if len(kept) == len(phase.calls) and hosts:
         return phase
     if kept:
@@ -244,7 +244,7 @@ def _phase_on_device(phase: Phase, after: Phase | None, names: Collection[str], 
         passes = tuple(phase.calls[index] for index in kept)
         between = phase.other_work if hosts else ()
         return phase.model_copy(update={"calls": passes, "call_order": order, "other_work": between})
-    waiting = (
+    live_bytes = (
         max(
             [
                 phase.peak_between_calls,
@@ -258,14 +258,14 @@ def _phase_on_device(phase: Phase, after: Phase | None, names: Collection[str], 
         ("calls", "call_order", "unused_blocks", "conditional_blocks", "strip_options"), ()
     )
     own = {
-        "peak": waiting,
-        "peak_between_calls": waiting,
-        "allocator_bytes": waiting,
+        "peak": live_bytes,
+        "peak_between_calls": live_bytes,
+        "allocator_bytes": live_bytes,
         "other_work": phase.other_work if hosts else (),
     }
     return phase.model_copy(update=nothing | own)
 
 
-def _live_bytes_at_start(done: ComponentCall) -> int:
+def _live_bytes_at_start(call: ComponentCall) -> int:
     """Return the bytes of activations on the device when a call begins."""
-    return done.block_uses[0].live_bytes_at_start if done.block_uses else 0
+    return call.block_uses[0].live_bytes_at_start if call.block_uses else 0

@@ -74,12 +74,12 @@ class _StoreBounds:
         granularity: Granularity,
     ) -> None:
         def pieces(
-            done: ComponentCall, strip_profile: StripProfile | None, most: float = 0.0
+            call: ComponentCall, strip_profile: StripProfile | None, most: float = 0.0
         ) -> _CallSegments | _StripBounds:
             if strip_profile is None:
-                return _CallSegments(cost_model.segments(done, granularity), sizes)
+                return _CallSegments(cost_model.segments(call, granularity), sizes)
             return _StripBounds(
-                cost_model.timings(strip_profile, done.time_scale, granularity), strip_profile.batch_items, sizes, most
+                cost_model.timings(strip_profile, call.time_scale, granularity), strip_profile.batch_items, sizes, most
             )
 
         self._rate = cost.rate
@@ -98,7 +98,7 @@ class _StoreBounds:
                 most = max(load_seconds, cost_model.seconds_without_weights(first, strip_profile))
                 self._later_calls.append((pieces(first, strip_profile, most), 1))
             others = [(first, count - 1, strip_profile), *later]
-            self._later_calls += [(pieces(done, how), runs) for done, runs, how in others if runs]
+            self._later_calls += [(pieces(call, how), runs) for call, runs, how in others if runs]
 
     def seconds(self, capacity: int) -> float:
         """Return the lower bound if `capacity` bytes of weights can be on the device at a time."""
@@ -199,12 +199,12 @@ def _pieces(segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> lis
     work = sum(segment.seconds for segment in segments) or math.inf
     needed = sum(sizes.get(segment.group, 0) for segment in segments) or math.inf
     pieces: list[list[ComputeSegment]] = []
-    done = 0.0  # share of the time plus share of the bytes: at most 2
+    share = 0.0  # share of the time plus share of the bytes: at most 2
     for segment in segments:
-        if len(pieces) <= done / 2 * PIECES:
+        if len(pieces) <= share / 2 * PIECES:
             pieces.append([])
         pieces[-1].append(segment)
-        done += segment.seconds / work + sizes.get(segment.group, 0) / needed
+        share += segment.seconds / work + sizes.get(segment.group, 0) / needed
     return pieces
 
 

@@ -63,7 +63,7 @@ def _best_case(footprint: Footprint, parts: Sequence[str], *, likely: bool = Fal
     def changed(place: int, phase: Phase) -> Phase:
         if place in denoising:
             return phase.model_copy(update={"allocator_bytes": 0}) if "variants" in parts else phase
-        works = {(done.component, done.method) for done in phase.calls}
+        works = {(call.component, call.method) for call in phase.calls}
         in_strips = len(works) == 1 and roles[phase.calls[0].component] == "autoencoder"
         return _in_strips(phase, strips, likely=likely) if in_strips else phase
 

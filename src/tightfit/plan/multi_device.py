@@ -105,8 +105,8 @@ def _reasons(search: MultiDeviceSearch, found: JointSolution, ram: int | None) -
         if gain is not None:
             because = f"on {name} alone all of it would take {format_seconds(gain)} more"
         names, device = assignment.names, search.members[assignment.member].device
-        said = f"{_listed(names)} compute{'s' * (len(names) == 1)} on {device.name}"
-        yield Reason(decision=said, because=because)
+        text = f"{_listed(names)} compute{'s' * (len(names) == 1)} on {device.name}"
+        yield Reason(decision=text, because=because)
     busy = {assignment.member for assignment, _ in found.shares}
     idle = [member.device.name for number, member in enumerate(search.members) if number not in busy]
     if idle:
@@ -135,9 +135,9 @@ def _too_small(search: MultiDeviceSearch, lossy: Sequence[str], budget: Budget) 
     would += [f"{format_enough(min_ram)} of RAM would do"] if min_ram is not None else []
     would += [f"allow={' or '.join(lossy)} would do"] if lossy else []
     would += ["something smaller may do"]
-    said = f"{footprint.pipeline} cannot do {request} within {_listed(has)}"
+    text = f"{footprint.pipeline} cannot do {request} within {_listed(has)}"
     known = {name: size for name, size in needed.items() if size is not None}
-    return BudgetTooSmall(f"{said}: {'; '.join(would)}", needed_devices=known, needed_ram=min_ram)
+    return BudgetTooSmall(f"{text}: {'; '.join(would)}", needed_devices=known, needed_ram=min_ram)
 
 
 def _listed(words: Collection[str]) -> str:

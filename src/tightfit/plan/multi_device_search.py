@@ -144,12 +144,12 @@ class MultiDeviceSearch:
     @cached_property
     def _groups(self) -> list[frozenset[str]]:
         """Components that share a device: denoisers and all unused ones; autoencoders; each other one by itself."""
-        used = {done.component for phase in self.footprint.phases for done in phase.calls}
+        used = {call.component for phase in self.footprint.phases for call in phase.calls}
         by_role: dict[str, set[str]] = {"denoiser": set()}
         for component in self.footprint.components:
             alone = component.role not in ("denoiser", "autoencoder")
-            place = component.name if alone else component.role
-            by_role.setdefault(place if component.name in used else "denoiser", set()).add(component.name)
+            key = component.name if alone else component.role
+            by_role.setdefault(key if component.name in used else "denoiser", set()).add(component.name)
         return [frozenset(names) for names in by_role.values() if names]
 
     def assignments(self) -> Iterator[tuple[Assignment, ...]]:
@@ -157,7 +157,7 @@ class MultiDeviceSearch:
         for places in self._places(()):
             members = dict.fromkeys(places)
             together = {
-                m: [group for group, place in zip(self._groups, places, strict=True) if place == m] for m in members
+                m: [group for group, member in zip(self._groups, places, strict=True) if member == m] for m in members
             }
             yield tuple(Assignment(m, frozenset().union(*groups), m == places[0]) for m, groups in together.items())
 

@@ -61,9 +61,9 @@ class ComponentWorkload:
     def seconds(self, vae: VaePlan = WHOLE) -> float:
         """Return the seconds that it runs if all weights are on the device."""
         return sum(
-            count * self._cost_model.seconds_without_weights(done, strip_profile)
+            count * self._cost_model.seconds_without_weights(call, strip_profile)
             for runs in self._work(vae)
-            for done, count, strip_profile in runs
+            for call, count, strip_profile in runs
         )
 
     def always(self, *, remains: bool) -> int:
@@ -200,26 +200,25 @@ def _simulated_seconds(cost: ComponentCost, work: Sequence[Runs]) -> float:
     spent = 0.0
     for runs in work:
         spent = spent if cost.is_resident else cost.begin_load(spent)
-        for done, count, strip_profile in runs:
-            spent = cost.work(done, count, spent, strip_profile)
+        for call, count, strip_profile in runs:
+            spent = cost.work(call, count, spent, strip_profile)
     return spent
 
 
 def _work_of(component: Component, footprint: Footprint, vae: VaePlan) -> list[Runs]:
     """Return its calls each time that it is loaded, with the number of consecutive ones and their strip option."""
-    strip_profiles = {id(done): vae.strip_profile(phase) for phase in footprint.phases for done in phase.calls}
-    passes = (phase.calls[index] for phase in footprint.phases for index in phase.call_order)
-    own = (done for done in passes if done.component == component.name)
+    strip_profiles = {id(call): vae.strip_profile(phase) for phase in footprint.phases for call in phase.calls}
+    calls = (phase.calls[index] for phase in footprint.phases for index in phase.call_order)
+    own = (call for call in calls if call.component == component.name)
     work = (list(itertools.islice(own, count)) for count in calls_per_load(footprint).get(component.name, ()))
     return [
-        [(done[0], len(done), strip_profiles[id(done[0])]) for done in map(list, _identical_runs(some))]
-        for some in work
+        [(run[0], len(run), strip_profiles[id(run[0])]) for run in map(list, _identical_runs(some))] for some in work
     ]
 
 
-def _identical_runs(passes: Sequence[ComponentCall]) -> Iterator[Iterator[ComponentCall]]:
+def _identical_runs(calls: Sequence[ComponentCall]) -> Iterator[Iterator[ComponentCall]]:
     """Group consecutive identical calls."""
-    return (group for _, group in itertools.groupby(passes, key=id))
+    return (group for _, group in itertools.groupby(calls, key=id))
 
 
 WorkloadKey = tuple[str, tuple[int, ...]]  # a component's name, and its number of calls each time that it is loaded

@@ -41,12 +41,12 @@ class _MemoryLimits(NamedTuple):
 
     @property
     def described(self) -> str:
-        said = format_bytes(self.size + self.taken if self.whole is None else self.whole)
+        text = format_bytes(self.size + self.taken if self.whole is None else self.whole)
         if self.taken and self.card:
-            said += f", of which other tensors of this process take {format_bytes(self.taken)},"
+            text += f", of which other tensors of this process take {format_bytes(self.taken)},"
         elif self.taken:
-            said += f", while this process holds {format_bytes(self.taken)} before anything is loaded,"
-        return said
+            text += f", while this process holds {format_bytes(self.taken)} before anything is loaded,"
+        return text
 
 
 def make_plan(
@@ -178,15 +178,15 @@ def _too_small(
     needed = search.min_bytes(ram)
     phase = _tightest_phase(search, machine, needed, ram)
     request = footprint.request.described if footprint.request else "this call"
-    said = f"{footprint.pipeline} cannot do {request} within {limits.described} on {device.display_name}"
-    said += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
+    text = f"{footprint.pipeline} cannot do {request} within {limits.described} on {device.display_name}"
+    text += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
     would = [f"{format_enough(needed + taken)} would do, for {phase}"]
     min_ram = search.min_ram(size) if ram is not None else None
     would += [f"{format_enough(min_ram)} of RAM would do"] if min_ram is not None else []
     smaller = [name for name, searches in lossy.items() if any(each.min_bytes(ram) <= size for each in searches)]
     would += [f"allow={' or '.join(smaller)} would do"] if smaller else []
     would += ["something smaller may do"]
-    return BudgetTooSmall(f"{said}: {'; '.join(would)}", needed_bytes=needed + taken, needed_ram=min_ram, phase=phase)
+    return BudgetTooSmall(f"{text}: {'; '.join(would)}", needed_bytes=needed + taken, needed_ram=min_ram, phase=phase)
 
 
 def _tightest_phase(search: DeviceSearch, machine: Machine, needed: int, ram: int | None) -> str | None:

@@ -243,24 +243,24 @@ def _size_of(given: Mapping[str, Any]) -> dict[str, int]:
 
 def shape_of(pipe: Any, request: Request) -> CallShape:
     """Return the shape of `request`, with the pipeline's defaults for fields that are None."""
-    usual = _defaults(pipe)
+    defaults = _defaults(pipe)
 
     def said(name: str) -> Any:
         value = getattr(request, name)
-        default = usual.get(NAMES[name])
+        default = defaults.get(NAMES[name])
         return default if value is None and isinstance(default, int | float) else value
 
     height, width, guidance = said("height"), said("width"), said("guidance")
-    if NAMES["height"] in usual and hasattr(pipe, "default_sample_size"):
+    if NAMES["height"] in defaults and hasattr(pipe, "default_sample_size"):
         height, width = height or usual_side(pipe), width or usual_side(pipe)
-    others = {name: value for name, value in request.arguments.items() if value != usual.get(name)}
+    others = {name: value for name, value in request.arguments.items() if value != defaults.get(name)}
     return CallShape(
         height,
         width,
         said("frames"),
         request.batch,
         None if guidance is None else guidance > 1,
-        frozenset((name, _switched(value, usual.get(name))) for name, value in others.items()),
+        frozenset((name, _switched(value, defaults.get(name))) for name, value in others.items()),
     )
 
 

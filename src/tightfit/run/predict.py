@@ -128,7 +128,7 @@ def _known_cards(names: str | None) -> list[Accelerator]:
     called = [card_called(name) for name in names.split(",")] if names is not None else []
     if len(called) < 2:
         return [known_card(name) for name in called]
-    numbers = [called[: place + 1].count(name) for place, name in enumerate(called)]
+    numbers = [called[: index + 1].count(name) for index, name in enumerate(called)]
     named = [name if number == 1 else f"{name}#{number}" for name, number in zip(called, numbers, strict=True)]
     return [
         known.model_copy(update={"name": name, "product_name": known.name})

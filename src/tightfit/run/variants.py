@@ -78,17 +78,18 @@ def _max_allocator_bytes(phases: tuple[Phase, ...]) -> int:
 
 
 class VariantSimulator:
-    """Repeats the next simulated call of `stage` under variants of its denoisers.
+    """Repeats the next simulated call of `simulation` under variants of its denoisers.
 
     Encoders replay their outputs of the first call, and a repeated call ends after the denoisers.
     """
 
-    def __init__(self, stage: SimulationRun, unable: Collection[tuple[str, str]]) -> None:
+    def __init__(self, simulation: SimulationRun, unable: Collection[tuple[str, str]]) -> None:
         """`unable`: components and methods that cannot run on shapes, and whose batch is not split."""
-        self._stage, self._apart = stage, {name for name, method in unable if method == "forward"}
+        self._simulation, self._apart = simulation, {name for name, method in unable if method == "forward"}
         self._encoders, self._autoencoders = [], []
-        self.replay = BlockReplay(stage.components, stage.card, ExitStack())  # never undone: `stage` has no other user
-        for name, module in stage.components.items():
+        # never undone: `simulation` has no other user
+        self.replay = BlockReplay(simulation.components, simulation.card, ExitStack())
+        for name, module in simulation.components.items():
             role = find_role(name, module)
             if role == "encoder":
                 module.forward = CallReplayer(module)
@@ -103,15 +104,15 @@ class VariantSimulator:
                 if tensor.dtype != dtypes[path]:
                     tensor.data = tensor.data.to(dtypes[path])
         gc.collect()  # garbage of the last call
-        self._stage.card.allocator.empty_cache()
+        self._simulation.card.allocator.empty_cache()
         with ExitStack() as undo:
             self._vary(variant, undo)
-            profiler = before.for_another_call(self._stage.components)
-            profiler.follow(self._stage.components, undo)
+            profiler = before.for_another_call(self._simulation.components)
+            profiler.follow(self._simulation.components, undo)
             self.replay.listen(profiler)
             with contextlib.suppress(_Denoised):
-                self._stage.run(inputs)
-            denoisers = self._stage.denoisers.keys()
+                self._simulation.run(inputs)
+            denoisers = self._simulation.denoisers.keys()
             return tuple(phase for phase in profiler.phases() if denoisers & {done.component for done in phase.calls})
 
     def _vary(self, variant: Variant, undo: ExitStack) -> None:
@@ -121,8 +122,8 @@ class VariantSimulator:
             if hasattr(module, "decode"):
                 vars(module)["decode"] = _ended
                 undo.callback(vars(module).pop, "decode", None)
-        for name, replayer in self._stage.denoisers.items():
-            module = self._stage.components[name]
+        for name, replayer in self._simulation.denoisers.items():
+            module = self._simulation.components[name]
             if variant.ffn_chunk is not None:
                 chunk_feed_forwards(module, variant.ffn_chunk, undo)
             if variant.by_blocks:
