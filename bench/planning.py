@@ -31,13 +31,13 @@ SHARES = "0.15,0.6,1.5"
 CARD = "rtx4090"
 PARTS = (  # module, of which class, what, under which name
     ("tightfit.run.simulate", "SimulationRun", "__init__", "building"),
-    ("tightfit.run.simulate", "SimulationRun", "play", "playing"),
+    ("tightfit.run.simulate", "SimulationRun", "run", "simulating"),
     ("tightfit.measure.call_profiler", "CallProfiler", "phases", "rooms of phases"),
     ("tightfit.run.footprints", "", "measure_variants", "variants, else"),
     ("tightfit.run.strip_profiles", "AutoencoderStripProfiles", "with_strips", "strips, else"),
     ("tightfit.run.strip_profiles", "", "program_of", "programs"),
     ("tightfit.apply.activations.strips.executor", "", "kept_strip_plan", "strip plans"),
-    ("tightfit.apply.activations.strips.strip_plan", "StripPlan", "room", "allocator bytes"),
+    ("tightfit.apply.activations.strips.strip_plan", "StripPlan", "allocator_bytes", "allocator bytes"),
     ("tightfit.run.strip_profiles", "", "profile_stages", "stages"),
 )
 

@@ -127,7 +127,7 @@ def rows_of(model: str, card: str, shares: list[float]) -> list[dict[str, Any]]:
     roomy = accelerator.model_copy(update={"bytes": ROOM})
     parts = find_components(build_known(known_model(model)))
     component = inspect_component(denoiser_of(parts), parts[denoiser_of(parts)])
-    seconds = CostModel(component, accelerator).leaf_seconds(measure_footprint(model), component)
+    seconds = CostModel(component, accelerator).layer_seconds(measure_footprint(model), component)
     there = play(model, roomy, {"placement": "offload"})
     compute, _ = there.step(2)
     beside = there.phase.peak_reserved - component.bytes

@@ -243,12 +243,12 @@ def chart(
     as_json: AsJson = False,
 ) -> None:
     with errors_as_lines(as_json):
-        from tightfit.run.charting import asked_chart, chart_text, check_out, write_chart
+        from tightfit.run.charting import chart_from_options, chart_text, check_out, write_chart
 
         if out is not None:
             check_out(out, levels=level_table is not None)
         with showing_steps() as on_progress:
-            made = asked_chart(models, cards, ram, level_table, on_progress, usual_only=usual_only)
+            made = chart_from_options(models, cards, ram, level_table, on_progress, usual_only=usual_only)
         typer.echo(chart_text(made))
         if out is not None:
             write_chart(made, out)

@@ -7,7 +7,7 @@ import pytest
 from plan.test_planner import CARD, GIB, MIB, component, legs_of, passes_of, phase
 from tightfit.errors import BudgetTooSmall
 from tightfit.plan.chart_cells import cell_of, charted_card, fits_card, host_bytes, level_rows, plan_on, preset_plan
-from tightfit.plan.explain import summarize, there_while_working
+from tightfit.plan.explain import describe_device_weights, summarize
 from tightfit.schema.chart import Cell, ChartedModel, Largest, Preset
 from tightfit.schema.footprint import Footprint, Request, StripProfile
 from tightfit.schema.machine import Accelerator
@@ -152,10 +152,10 @@ def test_a_plan_in_a_few_words(plan: Plan, words: str) -> None:
 
 def test_what_is_there_while_it_works() -> None:
     plan = planned(VaePlan(tile=512), unet=STREAMS, text_encoder=ComponentPlan(placement="offload"))
-    assert there_while_working(plan, FOOTPRINT, "denoiser") == "201 MiB of 1.95 GiB, streamed"
-    assert there_while_working(plan, FOOTPRINT, "encoder") == "801 MiB, while running"
-    assert there_while_working(plan, FOOTPRINT, "autoencoder") == "101 MiB, resident; tiles of 512 px"
-    assert there_while_working(plan, FOOTPRINT, "other") == "none"
+    assert describe_device_weights(plan, FOOTPRINT, "denoiser") == "201 MiB of 1.95 GiB, streamed"
+    assert describe_device_weights(plan, FOOTPRINT, "encoder") == "801 MiB, while running"
+    assert describe_device_weights(plan, FOOTPRINT, "autoencoder") == "101 MiB, resident; tiles of 512 px"
+    assert describe_device_weights(plan, FOOTPRINT, "other") == "none"
 
 
 def test_presets_wait_in_ram_with_what_is_not_resident() -> None:

@@ -26,7 +26,7 @@ from plan.test_planner import (
     seconds,
 )
 from tightfit.errors import BudgetTooSmall
-from tightfit.plan.calibration import SEVERAL, calibrate, measurement_of, most_beside, stored_in
+from tightfit.plan.calibration import SEVERAL, calibrate, max_other_bytes, measurement_of, stored_in
 from tightfit.plan.forecast import add_forecast, simulate
 from tightfit.plan.options import variant_of
 from tightfit.plan.planner import make_plan
@@ -259,7 +259,7 @@ def test_of_several_calls_the_median_tells_times_and_the_highest_peak_bytes() ->
 
 
 def test_what_others_have_on_the_device_is_not_taken_for_activations() -> None:
-    beside = most_beside(CARD) + 1
+    beside = max_other_bytes(CARD) + 1
     trace = call_of(SMALL, WHOLE, CARD, more=GIB, other_bytes=beside)
     assert [one.extra_bytes for one in measurement_of(SMALL, WHOLE, CARD, trace).phases] == [0, 0]
     less = trace.model_copy(update={"other_bytes": beside - 1})

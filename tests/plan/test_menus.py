@@ -29,7 +29,7 @@ def tasks(footprint: Footprint, device: Accelerator, where: WeightLocation) -> I
         for part in called.components:
             if variant is None or part.role == "denoiser":
                 one, other = (
-                    ComponentWorkload(part, called, device).menu(where, {"disk": 2e9}, variant=variant)
+                    ComponentWorkload(part, called, device).option_set(where, {"disk": 2e9}, variant=variant)
                     for _ in range(2)
                 )
                 yield one, other
@@ -41,13 +41,13 @@ def check(footprint: Footprint, device: Accelerator, where: WeightLocation, size
             race = menu.search(size)
             soonest, found, best = race.seconds, menu.within(size), fastest(all_of_it, size)
             assert (found and found.seconds) == (best and pytest.approx(best.seconds, rel=1e-10))
-            assert race.over
+            assert race.done
             if found is None:
                 assert race.seconds == math.inf
             else:
                 assert max(soonest, race.seconds) <= found.seconds
-        for offer in all_of_it.offers:
-            assert offer.seconds <= offer.settled <= offer.option.seconds
+        for offer in all_of_it.lazy_options:
+            assert offer.seconds <= offer.resolved_bound <= offer.option.seconds
             assert offer.streamed_bytes <= offer.option.streamed_bytes
 
 
@@ -78,7 +78,7 @@ def test_few_are_worked_out_often(
 def test_what_no_chance_beats_is_found(footprint: Footprint, size: int, ram: int | None) -> None:
     """Looking at the most promising ones, offer by offer, ends with the best of all that can be done."""
     search, other = (DeviceSearch(footprint, CARD, {"disk": 2e9}, {}) for _ in range(2))
-    every = [branch.find(chance, size) for branch in other.branches for chance in branch.nodes(size, ram)]
+    every = [branch.find(chance, size) for branch in other.variant_searches for chance in branch.nodes(size, ram)]
     found = search.best(size, ram)
     best = min((each[:3] for each in every if each is not None), default=None)
     assert (found and found[:3]) == (best and (pytest.approx(best[0], rel=1e-10), *best[1:]))
@@ -89,7 +89,7 @@ def test_it_is_lazy() -> None:
     part = component("unet", "denoiser", [100 * MIB] * 12, MIB)
     done = passes_of(part, [10**12] * 12, 8, MIB)
     footprint = Footprint(pipeline="Tried", components=(part,), phases=(phase("denoise", done, MIB),))
-    menu = ComponentWorkload(part, footprint, CARD).menu("cpu")
+    menu = ComponentWorkload(part, footprint, CARD).option_set("cpu")
     assert menu.within(4 * GIB) is not None
-    worked_out = [offer for offer in menu.offers if "option" in vars(offer)]
-    assert 0 < len(worked_out) < len(menu.offers) / 2
+    worked_out = [offer for offer in menu.lazy_options if "option" in vars(offer)]
+    assert 0 < len(worked_out) < len(menu.lazy_options) / 2

@@ -65,9 +65,13 @@ def test_what_a_plan_takes_is_known_before_it_is_settled(
     seconds = {leaf.name: 1.0 + 5 * index % 7 for index, leaf in enumerate(part.layers)}
     for sketch in candidates(part, whole, groups, 12, by_blocks=by_blocks):
         settled = ComponentCost(
-            part, sketch.plan(seconds), CPU, CostModel(part, CPU), seconds=seconds
+            part, sketch.resolved_plan(seconds), CPU, CostModel(part, CPU), seconds=seconds
         )  # what is small is always there
-        assert sketch.comes == settled.streamed_bytes if sketch.exact else sketch.comes <= settled.streamed_bytes
+        assert (
+            sketch.streamed_bytes == settled.streamed_bytes
+            if sketch.exact
+            else sketch.streamed_bytes <= settled.streamed_bytes
+        )
 
 
 @settings(deadline=None, max_examples=50)
@@ -80,9 +84,9 @@ def test_no_plan_takes_less_than_the_fewest(
 ) -> None:
     work = [10**9 * (1 + 5 * index % 7) for index in range(len(part.layers))]
     footprint = called(part, passes_of(part, work, 4, MIB))
-    menu = ComponentWorkload(part, footprint, device).menu(where, {"disk": 2e9}, storage, variant)
-    comes = [offer.part.streamed_bytes for offer in menu.offers]
-    assert ComponentWorkload(part, footprint, device).least(where, storage, variant) == min(comes, default=None)
+    menu = ComponentWorkload(part, footprint, device).option_set(where, {"disk": 2e9}, storage, variant)
+    comes = [offer.cost.streamed_bytes for offer in menu.lazy_options]
+    assert ComponentWorkload(part, footprint, device).min_bytes(where, storage, variant) == min(comes, default=None)
 
 
 def test_compiled_blocks_come_as_a_whole() -> None:

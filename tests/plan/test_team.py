@@ -84,9 +84,9 @@ def check_that_nothing_is_better(footprint: Footprint, sizes: tuple[int, int], r
     team = MultiDeviceSearch(footprint, list(map(DeviceBudget, BOTH.accelerators, sizes)), RATES, {})
     every = []
     for posts in team.assignments():
-        fronts = [team.search(post).front(sizes[post.member], ram, sparing=ram is not None) for post in posts]
+        fronts = [team.search(post).front(sizes[post.member], ram, minimize_ram=ram is not None) for post in posts]
         for chosen in itertools.product(*(front.within(math.inf) for front in fronts)):
-            waiting = sum(found.branch.ram_of(found) for found in chosen)
+            waiting = sum(found.variant_search.ram_of(found) for found in chosen)
             if ram is None or waiting <= ram:
                 every.append((sum(f.seconds for f in chosen), sum(f.peak for f in chosen), waiting))
     found = team.best(ram)

@@ -53,14 +53,14 @@ def test_beside_a_card_it_is_exported_in_a_process_of_its_own(
         ({"dtype": "float64"}, InputError, "unknown dtype 'float64'"),
         ({"device": "gpu"}, InputError, "unknown device 'gpu'"),
         ({"name": "transformer"}, PlanError, "unknown component 'transformer'"),
-        ({"asked": Request(height=63, width=64)}, RequestError, "height 63 is not a multiple of 4"),
+        ({"request": Request(height=63, width=64)}, RequestError, "height 63 is not a multiple of 4"),
         ({"model": "nothing"}, InputError, "nothing"),
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_written(
     tiny_model: Path, tmp_path: Path, wrong: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    right = {"model": str(tiny_model), "out": tmp_path / "out.traced", "asked": Request(**SIZE)}
+    right = {"model": str(tiny_model), "out": tmp_path / "out.traced", "request": Request(**SIZE)}
     with pytest.raises(error, match=message):
         export_model(**right | wrong)
     assert [*tmp_path.iterdir()] == []

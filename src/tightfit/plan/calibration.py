@@ -35,7 +35,7 @@ from tightfit.schema.results import CallMeasurement, PhaseMeasurement, PhaseTrac
 from tightfit.schema.stores import NO_RATES, StoreRates
 from tightfit.units import format_bytes
 
-__all__ = ["SEVERAL", "CalibratedFootprint", "calibrate", "measurement_of", "most_beside", "stored_in"]
+__all__ = ["SEVERAL", "CalibratedFootprint", "calibrate", "max_other_bytes", "measurement_of", "stored_in"]
 
 Seen = TypeVar("Seen", PhaseTrace, PhaseMeasurement)
 
@@ -71,7 +71,7 @@ def measurement_of(
     calls get a time scale, because the device runs behind the host.
     """
     footprint = footprint.with_variant(variant_of(footprint, plan))
-    told, first, measured_phase = simulate(footprint, plan, device, store_rates), trace.call == 1, []
+    estimates, first, measured_phase = simulate(footprint, plan, device, store_rates), trace.call == 1, []
     for number, seen in _matched(footprint, trace.phases):
         phase = footprint.phases[number]
         several = len(phase.call_order) >= SEVERAL
@@ -84,12 +84,16 @@ def measurement_of(
                 and not ((several or device.is_cpu) and (first or _resident(phase, plan)))
             ):
                 time_scale = None
-        ahead = told[number + 1 : number + 2] if not first else ()
-        more = _more(told[number], seen.peak_bytes, device, ahead) if trace.other_bytes <= most_beside(device) else 0
+        ahead = estimates[number + 1 : number + 2] if not first else ()
+        more = (
+            _extra_bytes(estimates[number], seen.peak_bytes, device, ahead)
+            if trace.other_bytes <= max_other_bytes(device)
+            else 0
+        )
         measured_phase.append(
             PhaseMeasurement(
-                name=phase.name, runs=seen.runs, predicted_seconds=told[number].seconds, seconds=seen.seconds,
-                predicted_bytes=told[number].peak(device), peak_bytes=seen.peak_bytes,
+                name=phase.name, runs=seen.runs, predicted_seconds=estimates[number].seconds, seconds=seen.seconds,
+                predicted_bytes=estimates[number].peak(device), peak_bytes=seen.peak_bytes,
                 activations=max(seen.peak_bytes - seen.peak_weights, 0), peak_reserved=seen.peak_reserved,
                 time_scale=time_scale, extra_bytes=more,
             )
@@ -102,7 +106,7 @@ def stored_in(plan: Plan) -> dict[str, Storage]:
     return {name: part.storage for name, part in plan.components.items() if part.storage != "as-loaded"}
 
 
-def most_beside(device: Accelerator) -> int:
+def max_other_bytes(device: Accelerator) -> int:
     """Return the bytes that other tensors may take of `device`, cuBLAS's workspace included, in a valid measurement."""
     return needed_bytes(0, 0, device)
 
@@ -129,19 +133,19 @@ def _counted(names: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 def _resident(phase: Phase, plan: Plan) -> bool:
     """Whether the weights of all its components are resident."""
-    return all(plan.components[done.component].placement == "resident" for done in phase.calls)
+    return all(plan.components[call.component].placement == "resident" for call in phase.calls)
 
 
-def _more(told: PhaseEstimate, peak: int, device: Accelerator, ahead: Sequence[PhaseEstimate]) -> int:
+def _extra_bytes(estimate: PhaseEstimate, peak: int, device: Accelerator, ahead: Sequence[PhaseEstimate]) -> int:
     """Return the activation bytes with which the forecast is `peak`, and no segment more; 0 if it already is as high.
 
     Weights loaded `ahead` for the next phase use memory that this one releases: both take no more than the larger.
     """
-    own = told.peak(device)
+    own = estimate.peak(device)
     peak -= max([0, *(one.peak(device) - own for one in ahead)])
     if peak <= own:
         return 0
-    return max(most_weights(round_up(peak), told.allocator_bytes, device) - told.weights, 0)
+    return max(most_weights(round_up(peak), estimate.allocator_bytes, device) - estimate.weights, 0)
 
 
 def _seconds_at(
@@ -157,30 +161,30 @@ def _seconds_at(
     return seconds
 
 
-def _find_time_scale(played: Callable[[float], float], seconds: float) -> float | None:
+def _find_time_scale(simulated: Callable[[float], float], seconds: float) -> float | None:
     """Return the time scale at which a phase takes `seconds`; None if it cannot be determined.
 
     Copies take the same time at any scale. So if a phase takes n times as long as predicted, its arithmetic takes at
     least n times as long; if it is shorter, its arithmetic is faster by at least that factor. This is one bound.
     """
-    plain = played(1.0)
+    plain = simulated(1.0)
     if not plain or not 1 / MOST < seconds / plain < MOST:
         return None
 
-    def follows(time_scale: float, there: float) -> bool:
-        return played(time_scale * (1 + STEP)) - there >= SHARE * STEP * there
+    def follows(time_scale: float, before: float) -> bool:
+        return simulated(time_scale * (1 + STEP)) - before >= SHARE * STEP * before
 
     guess = seconds / plain
     if guess >= 1 and not follows(1.0, plain):  # the larger the scale, the more it follows
         return None
-    if abs(played(guess) / seconds - 1) <= EXACT:
+    if abs(simulated(guess) / seconds - 1) <= EXACT:
         return guess
     low, high = (guess, MOST) if guess >= 1 else (1 / MOST, guess)
-    if not played(low) <= seconds <= played(high):
+    if not simulated(low) <= seconds <= simulated(high):
         return None
     while high / low > 1 + EXACT:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if played(middle) >= seconds else (middle, high)
+        low, high = (low, middle) if simulated(middle) >= seconds else (middle, high)
     return high if guess >= 1 or follows(high, seconds) else None
 
 
@@ -195,17 +199,20 @@ def calibrate(
     A time scale is the median over all pipeline calls that give one, without first calls if there are others. Of two
     in the middle it is the smaller: disturbances make a call longer.
     """
-    working = {done.component for phase in footprint.phases for done in phase.calls}
+    working = {call.component for phase in footprint.phases for call in phase.calls}
     storages = {name: storage for name, storage in stored.items() if name in working}
-    alike = [each for each in measurements if each.stored == storages]
-    changes, reasons, told = dict[int, tuple[float, int]](), list[Reason](), True
+    same_storage = [each for each in measurements if each.stored == storages]
+    changes, reasons, timed = dict[int, tuple[float, int]](), list[Reason](), True
     for number, phase in enumerate(footprint.phases):
         measured_phase = [
-            (each.first_call, one) for each in alike for at, one in _matched(footprint, each.phases) if at == number
+            (each.first_call, one)
+            for each in same_storage
+            for at, one in _matched(footprint, each.phases)
+            if at == number
         ]
         time_scales = [one.time_scale for first, one in measured_phase if one.time_scale and not first]
         time_scales = time_scales or [one.time_scale for _, one in measured_phase if one.time_scale]
-        told = told and bool(time_scales)
+        timed = timed and bool(time_scales)
         time_scale = statistics.median_low(time_scales) if time_scales else 1.0
         time_scale = time_scale if abs(time_scale - 1) > NOTABLE else 1.0
         if time_scale != 1.0:
@@ -219,9 +226,9 @@ def calibrate(
         if more:
             decision = f"{phase.name} takes {format_bytes(max(more))} more than shapes say"
             reasons.append(Reason(decision=decision, because=_in(more)))
-    if alike and not reasons:
-        decision = "times and bytes are what rates and shapes say" if told else "no more bytes than shapes say"
-        reasons.append(Reason(decision=decision, because=_in(alike)))
+    if same_storage and not reasons:
+        decision = "times and bytes are what rates and shapes say" if timed else "no more bytes than shapes say"
+        reasons.append(Reason(decision=decision, because=_in(same_storage)))
     return CalibratedFootprint(_changed(footprint, changes), tuple(reasons))
 
 
@@ -251,11 +258,14 @@ def _in(runs: Sequence[object]) -> str:
 
 def _with_time_scale(phase: Phase, time_scale: float) -> Phase:
     """Return `phase` with arithmetic and launches taking `time_scale` times as long."""
-    passes = tuple(done.model_copy(update={"time_scale": time_scale}) for done in phase.calls)
+    passes = tuple(call.model_copy(update={"time_scale": time_scale}) for call in phase.calls)
     return phase.model_copy(update={"calls": passes})
 
 
 def _with_extra_bytes(phase: Phase, more: int) -> Phase:
     """Return `phase` with `more` bytes for activations, in each of its strip options too."""
-    ways = tuple(way.model_copy(update={"allocator_bytes": way.allocator_bytes + more}) for way in phase.strip_options)
-    return phase.model_copy(update={"allocator_bytes": phase.allocator_bytes + more, "strip_options": ways})
+    strip_options = tuple(
+        profile.model_copy(update={"allocator_bytes": profile.allocator_bytes + more})
+        for profile in phase.strip_options
+    )
+    return phase.model_copy(update={"allocator_bytes": phase.allocator_bytes + more, "strip_options": strip_options})

@@ -20,7 +20,8 @@ __all__ = ["Candidate", "candidates"]
 Seconds = Mapping[str, float] | None  # compute time of each layer
 
 FEW = 8  # most weight groups of which all selections of resident ones are tried
-GIANTS, GIANT = 5, 1.5  # at most GIANTS layers are resident for their size, if GIANT times as large as the next one, …
+OVERSIZED_LAYERS = 5  # at most this many layers are resident for their size, …
+OVERSIZED_RATIO = 1.5  # … if they are at least this many times as large as the next one, …
 SHARES = 4  # … together with none to three fourths of the rest
 AHEAD = (1, 2, 4)  # sizes of the ring buffer: how many of the largest of the rest it holds
 
@@ -28,13 +29,13 @@ AHEAD = (1, 2, 4)  # sizes of the ring buffer: how many of the largest of the re
 class Candidate(NamedTuple):
     """A plan, or what is known of it before resident layers are chosen by their compute times."""
 
-    draft: ComponentPlan
-    comes: int  # bytes of resident layers and ring buffer
-    exact: bool = True  # False: `comes` is a lower bound
-    chosen: Callable[[Seconds], Candidate] | None = None  # returns it with more resident layers
+    plan: ComponentPlan
+    streamed_bytes: int  # bytes of resident layers and ring buffer
+    exact: bool = True  # False: `streamed_bytes` is a lower bound
+    resolve: Callable[[Seconds], Candidate] | None = None  # returns it with more resident layers
 
-    def plan(self, seconds: Seconds) -> ComponentPlan:
-        return self.draft if self.chosen is None else self.chosen(seconds).draft
+    def resolved_plan(self, seconds: Seconds) -> ComponentPlan:
+        return self.plan if self.resolve is None else self.resolve(seconds).plan
 
 
 def candidates(
@@ -58,18 +59,18 @@ def candidates(
         granularities: list[Granularity] = [
             granularity for granularity in groups if _may_move(component, granularity, groups)
         ]
-        streams = {
+        stream_plans = {
             granularity: whole.model_copy(update={"placement": "stream", "granularity": granularity})
             for granularity in granularities
         }
         if by_blocks:
-            yield _all_staying(streams[granularities[0]], groups[granularities[0]])
-        for granularity, draft in streams.items():
-            yield from _sized(component, draft, groups[granularity], count)
+            yield _with_all_resident(stream_plans[granularities[0]], groups[granularities[0]])
+        for granularity, stream_plan in stream_plans.items():
+            yield from _of_sizes(component, stream_plan, groups[granularity], count)
             if len(groups[granularity].sizes) <= FEW and not component.compiled:
-                yield from _any_staying(draft, groups[granularity])
+                yield from _with_any_resident(stream_plan, groups[granularity])
             elif granularity == "layer":
-                yield from _giants_staying(draft, groups[granularity])
+                yield from _with_oversized_resident(stream_plan, groups[granularity])
 
 
 def _may_move(component: Component, granularity: Granularity, groups: Mapping[Granularity, WeightGroupSizes]) -> bool:
@@ -79,49 +80,51 @@ def _may_move(component: Component, granularity: Granularity, groups: Mapping[Gr
     return component.compiled or len(groups["block"].sizes) < len(groups["layer"].sizes)
 
 
-def _sized(component: Component, streams: ComponentPlan, groups: WeightGroupSizes, count: int) -> Iterator[Candidate]:
+def _of_sizes(
+    component: Component, stream_plan: ComponentPlan, groups: WeightGroupSizes, count: int
+) -> Iterator[Candidate]:
     """Yield plans of `count` sizes from the least that a component can stream with to all of it, by equal factors."""
     small_bytes = small_tensor_bytes(component)
-    least, most = small_bytes + groups.least, small_bytes + groups.whole
+    least, most = small_bytes + groups.min_bytes, small_bytes + groups.whole
     sizes = {int(least * (most / least) ** (step / count)) for step in range(count)} if least < most else set()
     for size in sorted(sizes):
-        divided = groups.divide(size - small_bytes)
-        draft = streams.model_copy(update={"weight_memory": size})
-        if divided.spare:
-            yield Candidate(draft, round_up(divided.least), exact=False)
+        split = groups.divide(size - small_bytes)
+        plan = stream_plan.model_copy(update={"weight_memory": size})
+        if split.spare:
+            yield Candidate(plan, round_up(split.min_bytes), exact=False)
         else:
-            yield Candidate(draft, _taken(groups, divided.kept, divided.ring))
+            yield Candidate(plan, _streamed_bytes(groups, split.resident, split.ring))
 
 
-def _any_staying(streams: ComponentPlan, groups: WeightGroupSizes) -> Iterator[Candidate]:
+def _with_any_resident(stream_plan: ComponentPlan, groups: WeightGroupSizes) -> Iterator[Candidate]:
     for count in range(len(groups.sizes)):
         for resident in itertools.combinations(groups.sizes, count):
             for ahead in AHEAD:
-                yield _staying(streams, groups, frozenset(resident), ahead)
+                yield _with_resident(stream_plan, groups, frozenset(resident), ahead)
 
 
-def _all_staying(streams: ComponentPlan, groups: WeightGroupSizes) -> Candidate:
-    plan = streams.model_copy(update={"resident_layers": tuple(groups.sizes), "ring_buffer": 0})
+def _with_all_resident(stream_plan: ComponentPlan, groups: WeightGroupSizes) -> Candidate:
+    plan = stream_plan.model_copy(update={"resident_layers": tuple(groups.sizes), "ring_buffer": 0})
     return Candidate(plan, device_bytes_of(groups.sizes.values(), 0))
 
 
-def _giants_staying(streams: ComponentPlan, layers: WeightGroupSizes) -> Iterator[Candidate]:
+def _with_oversized_resident(stream_plan: ComponentPlan, layers: WeightGroupSizes) -> Iterator[Candidate]:
     """Yield plans in which layers much larger than all others are resident, with some of the rest."""
     sizes = layers.sizes
-    for count in range(1, GIANTS + 1):
-        giants, next_size = frozenset(layers.order[:count]), sizes[layers.order[count]]
-        if sizes[layers.order[count - 1]] < GIANT * next_size:
+    for count in range(1, OVERSIZED_LAYERS + 1):
+        oversized, next_size = frozenset(layers.order[:count]), sizes[layers.order[count]]
+        if sizes[layers.order[count - 1]] < OVERSIZED_RATIO * next_size:
             continue
-        rest = {name: size for name, size in sizes.items() if name not in giants}
+        rest = {name: size for name, size in sizes.items() if name not in oversized}
         for ahead, share in itertools.product(AHEAD, range(SHARES)):
             capacity = max(sum(rest.values()) - ahead * next_size, 0) * share // SHARES
-            yield _with_more(streams, layers, giants, rest, capacity, ahead)
+            yield _with_more_resident(stream_plan, layers, oversized, rest, capacity, ahead)
 
 
-def _with_more(
-    streams: ComponentPlan,
+def _with_more_resident(
+    stream_plan: ComponentPlan,
     layers: WeightGroupSizes,
-    giants: Set[str],
+    oversized: Set[str],
     rest: Mapping[str, int],
     capacity: int,
     ahead: int,
@@ -129,25 +132,25 @@ def _with_more(
     """Return the candidate in which up to `capacity` bytes of the rest are resident, too."""
     largest = max(rest.values())
 
-    def chosen(seconds: Seconds) -> Candidate:
-        return _staying(
-            streams, layers, giants | choose_resident_layers(rest, capacity, ahead * largest, seconds), ahead
+    def resolve(seconds: Seconds) -> Candidate:
+        return _with_resident(
+            stream_plan, layers, oversized | choose_resident_layers(rest, capacity, ahead * largest, seconds), ahead
         )
 
     if capacity < min(rest.values()):
-        return chosen(None)
+        return resolve(None)
     least = layers.whole - sum(rest.values()) + capacity - largest  # less than `largest` is left over
-    return Candidate(streams, round_up(max(least, 0)), exact=False, chosen=chosen)
+    return Candidate(stream_plan, round_up(max(least, 0)), exact=False, resolve=resolve)
 
 
-def _staying(streams: ComponentPlan, groups: WeightGroupSizes, resident: Set[str], ahead: int) -> Candidate:
+def _with_resident(stream_plan: ComponentPlan, groups: WeightGroupSizes, resident: Set[str], ahead: int) -> Candidate:
     """Return the candidate in which exactly these are resident."""
     passing = (groups.sizes[name] for name in groups.order if name not in resident)
     ring = sum(itertools.islice(passing, ahead))
     named = tuple(name for name in groups.sizes if name in resident)
-    plan = streams.model_copy(update={"resident_layers": named, "ring_buffer": ring})
-    return Candidate(plan, _taken(groups, resident, ring))
+    plan = stream_plan.model_copy(update={"resident_layers": named, "ring_buffer": ring})
+    return Candidate(plan, _streamed_bytes(groups, resident, ring))
 
 
-def _taken(groups: WeightGroupSizes, resident: Set[str], ring: int) -> int:
+def _streamed_bytes(groups: WeightGroupSizes, resident: Set[str], ring: int) -> int:
     return device_bytes_of((size for name, size in groups.sizes.items() if name in resident), ring)

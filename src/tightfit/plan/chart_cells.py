@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from tightfit.catalog.cuda import workspace_bytes
 from tightfit.errors import BudgetTooSmall
 from tightfit.plan.default_rates import computer_with
-from tightfit.plan.explain import summarize, there_while_working
+from tightfit.plan.explain import describe_device_weights, summarize
 from tightfit.plan.planner import SPARE, make_plan
 from tightfit.plan.presets import plan_for
 from tightfit.schema.chart import Cell, ChartedCard, ChartedModel, Largest, LevelRow, Preset
@@ -29,8 +29,8 @@ def charted_card(name: str, card: Accelerator) -> ChartedCard:
 
 def plan_on(footprint: Footprint, card: Accelerator, ram: int | None = None) -> Plan:
     """Return the plan for `card` and `ram` bytes of host memory (None: unlimited). Raises as `make_plan` does."""
-    room = charted_card(card.name, card).usable_bytes
-    return make_plan(footprint, computer_with(card), None if ram is None else Budget(device=room, ram=ram))
+    usable_bytes = charted_card(card.name, card).usable_bytes
+    return make_plan(footprint, computer_with(card), None if ram is None else Budget(device=usable_bytes, ram=ram))
 
 
 def fits_card(footprint: Footprint, card: Accelerator, ram: int | None = None) -> bool:
@@ -51,15 +51,15 @@ def cell_of(
     largest: Largest | None = None,
 ) -> Cell:
     """Return the result of `model`, whose usual request has `footprint`, on `card`, which is `accelerator`."""
-    where = {"model": model.name, "card": card.name, "level": _lowest(model.presets, card, accelerator, ram)}
+    fields = {"model": model.name, "card": card.name, "level": _lowest(model.presets, card, accelerator, ram)}
     try:
         plan = plan_on(footprint, accelerator, ram)
     except BudgetTooSmall as error:
-        return Cell(**where, summary=_would_do(error), largest=largest)
+        return Cell(**fields, summary=_would_do(error), largest=largest)
     endless = make_plan(footprint, computer_with(accelerator.model_copy(update={"bytes": _ENDLESS})))
     seconds = _seconds(plan)
     return Cell(
-        **where,
+        **fields,
         summary=summarize(plan, footprint),
         peak_bytes=_peak(plan),
         seconds=seconds,
@@ -78,8 +78,8 @@ def preset_plan(footprint: Footprint, level: int, accelerator: Accelerator) -> P
 
 def host_bytes(plan: Plan, footprint: Footprint) -> int:
     """Return the bytes of weights that `plan` offloads to RAM."""
-    waiting = (c for c in footprint.components if plan.components[c.name].placement != "resident")
-    return sum(c.bytes for c in waiting if plan.components[c.name].store.in_ram)
+    offloaded = (c for c in footprint.components if plan.components[c.name].placement != "resident")
+    return sum(c.bytes for c in offloaded if plan.components[c.name].store.in_ram)
 
 
 def level_rows(
@@ -105,7 +105,7 @@ def _row(
     plan: Plan, footprint: Footprint, level: int | None, needed: int, seconds: float, whole: float, *, fits: bool
 ) -> LevelRow:
     denoiser, encoders, autoencoder = (
-        there_while_working(plan, footprint, role) for role in ("denoiser", "encoder", "autoencoder")
+        describe_device_weights(plan, footprint, role) for role in ("denoiser", "encoder", "autoencoder")
     )
     return LevelRow(
         level=level, needed_bytes=needed, seconds=seconds, speed=whole / seconds if seconds else 1.0,

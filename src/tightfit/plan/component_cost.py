@@ -22,8 +22,8 @@ Group = TypeVar("Group")
 
 SEGMENT = 2 * 2**20  # bytes: the granularity at which an allocator reserves device memory
 CHUNK = 128 * 2**20  # bytes: the largest allocation that the engine makes for several resident weight groups
-KNOWN = 4  # simulated calls, after which each further one is taken to last the mean of the last two, …
-ALIKE = 1e-6  # … or 3, if the last two differ by no more than this fraction
+SIMULATED_CALLS = 4  # simulated calls, after which each further one is taken to last the mean of the last two, …
+TOLERANCE = 1e-6  # … or 3, if the last two differ by no more than this fraction
 
 
 class ComponentCost:
@@ -108,14 +108,14 @@ class ComponentCost:
         launching = self.component.small_tensors * self.launch
         return now + launching + self._small_bytes / (self.rate * PAGEABLE)  # they are not page-locked
 
-    def work(self, done: ComponentCall, runs: int, now: float, way: StripProfile | None = None) -> float:
-        """Return when `runs` consecutive calls end that begin at time `now`, each with the strip option `way`."""
+    def work(self, call: ComponentCall, runs: int, now: float, strip_profile: StripProfile | None = None) -> float:
+        """Return when `runs` consecutive calls end that begin at time `now`, each with `strip_profile`."""
         if self.is_resident or (self._flow is not None and self._flow.complete):
             self.idle = self._cost_model.seconds_without_weights(
-                done, way, None if self.is_resident else self._granularity
+                call, strip_profile, None if self.is_resident else self._granularity
             )
             return now + runs * self.idle
-        segments = self._cost_model.segments(done, self._granularity)
+        segments = self._cost_model.segments(call, self._granularity)
         if self._flow is None:
             used = {segment.group for segment in segments}
             guess = [name for name in self._cost_model.expected(self._granularity) if name in used]
@@ -125,17 +125,19 @@ class ComponentCost:
             )
         self._flow.now = max(self._flow.now, now)
         seconds: list[float] = []
-        while len(seconds) < min(runs, KNOWN) and not self._flow.complete and not _steady(seconds):
-            if way is None:
+        while len(seconds) < min(runs, SIMULATED_CALLS) and not self._flow.complete and not _steady(seconds):
+            if strip_profile is None:
                 seconds.append(self._flow.work(segments))
             else:
                 seconds.append(
                     work_in_strips(
-                        self._cost_model.timings(way, done.time_scale, self._granularity), way.batch_items, self._flow
+                        self._cost_model.timings(strip_profile, call.time_scale, self._granularity),
+                        strip_profile.batch_items,
+                        self._flow,
                     )
                 )
         later = (
-            self._cost_model.seconds_without_weights(done, way, self._granularity)
+            self._cost_model.seconds_without_weights(call, strip_profile, self._granularity)
             if self._flow.complete
             else sum(seconds[-2:]) / 2
         )
@@ -145,7 +147,7 @@ class ComponentCost:
 
 def _steady(seconds: Sequence[float]) -> bool:
     """Whether the last two calls took equally long."""
-    return len(seconds) > 2 and abs(seconds[-1] - seconds[-2]) <= ALIKE * seconds[-1]
+    return len(seconds) > 2 and abs(seconds[-1] - seconds[-2]) <= TOLERANCE * seconds[-1]
 
 
 def chunks(groups: Iterable[Group], size: Callable[[Group], int]) -> Iterator[list[Group]]:

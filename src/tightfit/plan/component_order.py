@@ -5,12 +5,21 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from tightfit.plan.layer_selection import paths_to
 from tightfit.schema.footprint import ComponentCall, Footprint
 from tightfit.schema.plan import ComponentPlan, ComponentRun, Reason
 
-__all__ = ["CoResidencyTracker", "method_of", "prefetch_reasons", "schedule_of", "visits"]
+__all__ = [
+    "CoResidencyTracker",
+    "CoResidentGroup",
+    "calls_per_load",
+    "co_resident_groups",
+    "method_of",
+    "prefetch_reasons",
+    "schedule_of",
+]
 
 
 ALTERNATIONS = 4  # switches between two components in one pipeline call, after which both remain on the device
@@ -44,21 +53,48 @@ class CoResidencyTracker:
                 self.pairs.append(pair)
         self._last = name
         self.on_device = {other for other in self.on_device if self.share(name, other)}
-        came = name not in self.on_device
+        loaded = name not in self.on_device
         self.on_device.add(name)
-        return came
+        return loaded
 
     def share(self, one: str, other: str) -> bool:
         """Whether both components are on the device together."""
         return one == other or frozenset((one, other)) in self.pairs
 
 
-def visits(footprint: Footprint) -> dict[str, tuple[int, ...]]:
+class CoResidentGroup(NamedTuple):
+    """Components that are on the device together, and the indices of the phases in which they are."""
+
+    names: tuple[str, ...]
+    phases: tuple[int, ...]
+
+
+def co_resident_groups(footprint: Footprint) -> list[CoResidentGroup]:
+    """Return the groups of components that are on the device together, if none of them is always resident."""
+    order = [phase.calls[index].component for phase in footprint.phases for index in phase.call_order]
+    tracker = CoResidencyTracker()
+    for name in order:
+        tracker.record_run(name)
+    groups = {name: {name} for name in order}
+    for pair in tracker.pairs:
+        together = set().union(*(groups[name] for name in pair))
+        groups |= dict.fromkeys(together, together)
+    distinct = {frozenset(group): tuple(sorted(group, key=order.index)) for group in groups.values()}
+    return [CoResidentGroup(names, _phases_of(footprint, names)) for names in distinct.values()]
+
+
+def _phases_of(footprint: Footprint, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the phases in which any of `names` runs, or no component of this device: what is loaded remains."""
+    running = [{call.component for call in phase.calls} for phase in footprint.phases]
+    return tuple(number for number, used in enumerate(running) if used.intersection(names) or not used)
+
+
+def calls_per_load(footprint: Footprint) -> dict[str, tuple[int, ...]]:
     """Return for each component its number of calls each time that it is loaded, if it is not always resident."""
     tracker, passes = CoResidencyTracker(), dict[str, list[int]]()
-    for done in (phase.calls[index] for phase in footprint.phases for index in phase.call_order):
-        own = passes.setdefault(done.component, [])
-        own += [0] if tracker.record_run(done.component) else []
+    for call in (phase.calls[index] for phase in footprint.phases for index in phase.call_order):
+        own = passes.setdefault(call.component, [])
+        own += [0] if tracker.record_run(call.component) else []
         own[-1] += 1
     return {name: tuple(counts) for name, counts in passes.items()}
 
@@ -76,16 +112,20 @@ def schedule_of(footprint: Footprint) -> tuple[ComponentRun, ...]:
     )
 
 
-def method_of(done: ComponentCall) -> tuple[str, str]:
+def method_of(call: ComponentCall) -> tuple[str, str]:
     """Return the component and the method of a call."""
-    return done.component, done.method if done.method in _METHODS else "forward"
+    return call.component, call.method if call.method in _METHODS else "forward"
 
 
 def _unused(footprint: Footprint, key: tuple[str, str]) -> tuple[str, ...]:
     """Return the paths of the largest submodules of a component that one of its methods does not use."""
-    passes = (done for phase in footprint.phases for done in phase.calls if method_of(done) == key)
+    passes = (call for phase in footprint.phases for call in phase.calls if method_of(call) == key)
     used = {
-        path for done in passes for use in done.block_uses for turn in use.layer_work for path in paths_to(turn.layer)
+        path
+        for call in passes
+        for use in call.block_uses
+        for layer_work in use.layer_work
+        for path in paths_to(layer_work.layer)
     }
     layers = (layer.name for c in footprint.components if c.name == key[0] for layer in c.layers)
     roots = (next((path for path in paths_to(layer) if path not in used), None) for layer in layers)

@@ -38,64 +38,69 @@ class CostModel:
     def __init__(self, component: Component, device: Accelerator) -> None:
         self._device = device
         self._groups = {granularity: _groups(component, granularity) for granularity in ("layer", "block")}
-        self._known: dict[tuple[int, Granularity], tuple[ComponentCall, list[ComputeSegment]]] = {}
+        self._segments: dict[tuple[int, Granularity], tuple[ComponentCall, list[ComputeSegment]]] = {}
         self._timings: dict[tuple[int, float, Granularity | None], tuple[StripProfile, list[StripStageTiming]]] = {}
-        self._alone: dict[tuple[int, float, Granularity | None], tuple[StripProfile, float]] = {}
+        self._resident_seconds: dict[tuple[int, float, Granularity | None], tuple[StripProfile, float]] = {}
 
-    def segments(self, done: ComponentCall, granularity: Granularity = "layer") -> list[ComputeSegment]:
+    def segments(self, call: ComponentCall, granularity: Granularity = "layer") -> list[ComputeSegment]:
         """Return the segments of a call in execution order, by the weight group that each needs.
 
         With granularity "block", a block's group is needed from the beginning of the block on.
         """
-        key = id(done), granularity
-        if key not in self._known:
-            self._known[key] = done, self._joined(done, granularity)  # the call is kept, so that its id is not reused
-        return self._known[key][1]
+        key = id(call), granularity
+        if key not in self._segments:
+            # the call is kept, so that its id is not reused
+            self._segments[key] = call, self._joined(call, granularity)
+        return self._segments[key][1]
 
-    def _joined(self, done: ComponentCall, granularity: Granularity) -> list[ComputeSegment]:
+    def _joined(self, call: ComponentCall, granularity: Granularity) -> list[ComputeSegment]:
         groups = self._groups[granularity]
-        turns = ((turn, _group(groups, use, turn.layer)) for use in done.block_uses for turn in use.layer_work)
-        plain = (self._segment(turn, group, granularity)._replace(waits=turn.host_waits) for turn, group in turns)
-        return merge_segments(plain, done.time_scale)
+        uses = ((work, _group(groups, use, work.layer)) for use in call.block_uses for work in use.layer_work)
+        plain = (self._segment(work, group, granularity)._replace(waits=work.host_waits) for work, group in uses)
+        return merge_segments(plain, call.time_scale)
 
-    def timings(self, way: StripProfile, time_scale: float, granularity: Granularity | None) -> list[StripStageTiming]:
-        """Return the stages of a call with strip option `way`; without a `granularity`, as if it needed no weights.
+    def timings(
+        self, strip_profile: StripProfile, time_scale: float, granularity: Granularity | None
+    ) -> list[StripStageTiming]:
+        """Return the stages of a call with `strip_profile`; without a `granularity`, as if it needed no weights.
 
         `time_scale` is that of the call.
         """
-        key = id(way), time_scale, granularity
+        key = id(strip_profile), time_scale, granularity
         if key not in self._timings:
-            self._timings[key] = way, [self._timing(stage, time_scale, granularity) for stage in way.stages]
+            self._timings[key] = (
+                strip_profile,
+                [self._timing(stage, time_scale, granularity) for stage in strip_profile.stages],
+            )
         return self._timings[key][1]
 
     def seconds_without_weights(
-        self, done: ComponentCall, way: StripProfile | None = None, granularity: Granularity | None = None
+        self, call: ComponentCall, strip_profile: StripProfile | None = None, granularity: Granularity | None = None
     ) -> float:
-        """Return the seconds of a call that waits for no weights, with strip option `way` (None: untiled).
+        """Return the seconds of a call that waits for no weights, with `strip_profile` (None: as a whole).
 
         With a `granularity`, weights are loaded before it, and each use of a group costs the host `resident_overhead`.
         """
         overhead = self._device.resident_overhead if granularity else 0.0
-        if way is None:
-            return seconds_without_weights(self.segments(done, granularity or "layer"), overhead)
+        if strip_profile is None:
+            return seconds_without_weights(self.segments(call, granularity or "layer"), overhead)
         granularity = granularity if overhead else None
-        key = id(way), done.time_scale, granularity
-        if key not in self._alone:
-            self._alone[key] = (
-                way,
+        key = id(strip_profile), call.time_scale, granularity
+        if key not in self._resident_seconds:
+            self._resident_seconds[key] = (
+                strip_profile,
                 strip_seconds_without_weights(
-                    self.timings(way, done.time_scale, granularity), way.batch_items, overhead
+                    self.timings(strip_profile, call.time_scale, granularity), strip_profile.batch_items, overhead
                 ),
             )
-        return self._alone[key][1]
+        return self._resident_seconds[key][1]
 
     def _timing(self, stage: StripStageProfile, time_scale: float, granularity: Granularity | None) -> StripStageTiming:
         groups = self._groups[granularity] if granularity else {}
 
-        def segments(turns: Iterable[LayerWork], share: float) -> list[ComputeSegment]:
-            return merge_segments(
-                (self._segment(turn, groups.get(turn.layer, ""), granularity) for turn in turns), share
-            )
+        def segments(layer_work: Iterable[LayerWork], share: float) -> list[ComputeSegment]:
+            found = (self._segment(work, groups.get(work.layer, ""), granularity) for work in layer_work)
+            return merge_segments(found, share)
 
         by_runs = groupby(zip(stage.strip_counts, stage.layer_work, strict=True), lambda both: both[0])
         link, out = self._device.link_rate, self._device.link_rate_out or self._device.link_rate
@@ -109,27 +114,27 @@ class CostModel:
             stage.bytes_out / out / stage.strips if out else 0.0,
         )
 
-    def _segment(self, turn: LayerWork, group: str, granularity: Granularity | None) -> ComputeSegment:
-        gate = turn.layer if group and granularity == "layer" else ""
-        return segment_of(turn.work, self._device, group)._replace(layer=gate)
+    def _segment(self, layer_work: LayerWork, group: str, granularity: Granularity | None) -> ComputeSegment:
+        gate = layer_work.layer if group and granularity == "layer" else ""
+        return segment_of(layer_work.work, self._device, group)._replace(layer=gate)
 
     def expected(self, granularity: Granularity) -> list[str]:
         """Return the weight groups in the order of the model: for "layer" once per layer of a group, else once."""
         groups = list(self._groups[granularity].values())
         return groups if granularity == "layer" else list(dict.fromkeys(groups))
 
-    def leaf_seconds(self, footprint: Footprint, component: Component) -> dict[str, float] | None:
+    def layer_seconds(self, footprint: Footprint, component: Component) -> dict[str, float] | None:
         """Return by layer the seconds from when it is needed until the next one is, summed over all kinds of calls.
 
         None if the footprint has no call of `component`.
         """
-        passes = [done for phase in footprint.phases for done in phase.calls if done.component == component.name]
+        passes = [call for phase in footprint.phases for call in phase.calls if call.component == component.name]
         if not passes:
             return None
         spent = dict.fromkeys((layer.name for layer in component.layers), 0.0)
-        for done in passes:
+        for call in passes:
             needed = None
-            for segment in self.segments(done):
+            for segment in self.segments(call):
                 needed = segment.group or needed
                 if needed is not None:
                     spent[needed] += segment.seconds
@@ -145,14 +150,14 @@ def _group(groups: dict[str, str], use: BlockUse, layer: str) -> str:
     return use.block if use.block in groups.values() else groups.get(layer, "")
 
 
-ALIKE = 1e-6  # relative difference up to which strips count as equally long
+TOLERANCE = 1e-6  # relative difference up to which strips count as equally long
 
 
 def strip_seconds_without_weights(timings: Sequence[StripStageTiming], items: int, overhead: float = 0.0) -> float:
     """Return the seconds of a call in strips that waits for no weights; a use of a group costs the host `overhead`."""
-    there = list(dict.fromkeys(segment.group for segment in in_order(timings) if segment.group))
+    groups = list(dict.fromkeys(segment.group for segment in in_order(timings) if segment.group))
     overheads = HostOverheads(resident=overhead)
-    flow = TransferSimulator(there, dict.fromkeys(there, 0), there, 0, float("inf"), overheads=overheads)
+    flow = TransferSimulator(groups, dict.fromkeys(groups, 0), groups, 0, float("inf"), overheads=overheads)
     return work_in_strips(timings, items, flow)
 
 
@@ -168,7 +173,7 @@ def work_in_strips(timings: Sequence[StripStageTiming], items: int, flow: Transf
         maps = _FeatureMapTraffic(flow)
         for timing, then in itertools.zip_longest(timings, timings[1:]):
             maps.work(timing, then)
-        maps.settle()
+        maps.wait_for_offload()
     flow.end()
     return flow.now - began
 
@@ -178,13 +183,13 @@ class _FeatureMapTraffic:
 
     def __init__(self, flow: TransferSimulator) -> None:
         self._flow = flow
-        self._outward = flow.now  # time at which all feature maps offloaded so far have arrived
-        self._there: float | None = None  # time at which the next strip's inputs are loaded; None: not requested
+        self._offloaded_at = flow.now  # time at which all feature maps offloaded so far have arrived
+        self._loaded_at: float | None = None  # time at which the next strip's inputs are loaded; None: not requested
 
     def work(self, timing: StripStageTiming, then: StripStageTiming | None) -> None:
         """Simulate all strips of a stage. If it prefetches, the last one requests the next stage's first inputs."""
         for segment in timing.before_strips:
-            self._flow.do(segment)
+            self._flow.run(segment)
         even, number, clocks = timing.even, 0, [self._clocks]
         strip = timing.strip(0)
         needed = [segment.group for segment in strip if segment.group]
@@ -193,10 +198,10 @@ class _FeatureMapTraffic:
             number += 1
             clocks = [*clocks[-3:], self._clocks]
             if even and _steady(clocks):
-                *later, outward, there = (b - a for a, b in zip(*clocks[-2:], strict=True))
+                *later, offloaded_at, loaded_at = (b - a for a, b in zip(*clocks[-2:], strict=True))
                 skipped = self._flow.skip(needed, timing.strips - 1 - number, Clocks(*later))
-                self._outward += skipped * outward
-                self._there = self._there and self._there + skipped * there
+                self._offloaded_at += skipped * offloaded_at
+                self._loaded_at = self._loaded_at and self._loaded_at + skipped * loaded_at
                 number, clocks = number + skipped, [self._clocks]
             strip = strip if even else timing.strip(number)
         self._strip(timing, strip, then)
@@ -206,27 +211,27 @@ class _FeatureMapTraffic:
     ) -> None:
         """Simulate one strip. If its stage prefetches, it requests the inputs of the strip after it."""
         self._flow.launch(timing.launching)
-        self._flow.wait(self._bring(timing) if self._there is None else self._there)
-        self._there = self._bring(following) if timing.prefetches and following else None
+        self._flow.wait(self._load(timing) if self._loaded_at is None else self._loaded_at)
+        self._loaded_at = self._load(following) if timing.prefetches and following else None
         for segment in strip:
-            self._flow.do(segment)
-        self._flow.wait(self._outward)  # at most one strip is being offloaded
+            self._flow.run(segment)
+        self._flow.wait(self._offloaded_at)  # at most one strip is being offloaded
         if timing.offload_seconds:
-            self._outward = self._flow.now + timing.offload_seconds
+            self._offloaded_at = self._flow.now + timing.offload_seconds
         if not timing.prefetches:
-            self.settle()
+            self.wait_for_offload()
 
-    def _bring(self, timing: StripStageTiming) -> float:
+    def _load(self, timing: StripStageTiming) -> float:
         """Request the inputs of a strip; return when they are loaded."""
-        return self._flow.bring(timing.load_seconds) if timing.load_seconds else self._flow.now
+        return self._flow.copy_in(timing.load_seconds) if timing.load_seconds else self._flow.now
 
-    def settle(self) -> None:
+    def wait_for_offload(self) -> None:
         """Wait until all feature maps are offloaded."""
-        self._flow.wait(self._outward)
+        self._flow.wait(self._offloaded_at)
 
     @property
     def _clocks(self) -> tuple[float, ...]:
-        return *self._flow.clocks, self._outward, self._there or 0.0
+        return *self._flow.clocks, self._offloaded_at, self._loaded_at or 0.0
 
 
 def _steady(clocks: Sequence[tuple[float, ...]]) -> bool:
@@ -234,6 +239,6 @@ def _steady(clocks: Sequence[tuple[float, ...]]) -> bool:
     if len(clocks) < 4:
         return False
     first, second, third = ([b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(clocks))
-    close = ALIKE * third[0]
-    alike = all(max(each) - min(each) <= close for each in zip(first, second, third, strict=True))
-    return alike and max(third) <= third[0] + close
+    close = TOLERANCE * third[0]
+    equal = all(max(each) - min(each) <= close for each in zip(first, second, third, strict=True))
+    return equal and max(third) <= third[0] + close

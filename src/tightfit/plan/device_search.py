@@ -18,64 +18,68 @@ from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Storage
 from tightfit.schema.stores import StoreRates
 
-__all__ = ["DeviceSearch", "ParetoFront", "Stored", "storages_of"]
+__all__ = ["DeviceSearch", "ParetoFront", "Storages", "storages_of"]
 
-Stored = Mapping[str, Storage]
+Storages = Mapping[str, Storage]
 
 
 class ParetoFront:
     """Fastest solutions for every amount of host memory up to a limit, searched most promising first."""
 
-    def __init__(self, nodes: Iterable[SearchNode], size: int, *, sparing: bool) -> None:
-        """Solutions fit `size` bytes of the device; if not `sparing`, only the fastest is kept, whatever its RAM."""
-        self._chances: list[tuple[float, int, SearchNode]] = []
-        self._size, self._sparing = size, sparing
+    def __init__(self, nodes: Iterable[SearchNode], size: int, *, minimize_ram: bool) -> None:
+        """Solutions fit `size` bytes of the device; without `minimize_ram` only the fastest is kept."""
+        self._nodes: list[tuple[float, int, SearchNode]] = []
+        self._size, self._minimize_ram = size, minimize_ram
         self._best: list[Solution] = []
-        for number, chance in enumerate(nodes):
-            self._push(number, chance)
+        for number, node in enumerate(nodes):
+            self._push(number, node)
 
     @property
-    def soonest(self) -> float:
+    def lower_bound(self) -> float:
         """Lower bound of all solutions in seconds, as far as known; infinite if nothing fits."""
-        left = self._chances[0][0] if self._chances else math.inf
+        left = self._nodes[0][0] if self._nodes else math.inf
         return min([left, *(found.seconds for found in self._best)])
 
     @property
     def done(self) -> bool:
         """Whether all nodes have been searched."""
-        return not self._chances
+        return not self._nodes
 
     def within(self, seconds: float) -> list[Solution]:
         """Return all solutions of at most `seconds`, and some slower ones: each slower than the last, with less RAM."""
-        while self._chances and self._chances[0][0] <= seconds:
-            _, number, chance = heapq.heappop(self._chances)
-            if any(self._beats(found, chance) for found in self._best):
+        while self._nodes and self._nodes[0][0] <= seconds:
+            _, number, node = heapq.heappop(self._nodes)
+            if any(self._dominates(found, node) for found in self._best):
                 continue
-            if chance.undecided is None:
-                found = chance.branch.find(chance, self._size)
-                self._best = self._best if found is None else self._leaner([*self._best, found])
+            if node.undecided is None:
+                found = node.variant_search.find(node, self._size)
+                self._best = self._best if found is None else self._pareto_optimal([*self._best, found])
             else:
-                chance.undecided.go_on()
-                self._push(number, chance)
+                node.undecided.step()
+                self._push(number, node)
         return self._best
 
-    def _push(self, number: int, chance: SearchNode) -> None:
+    def _push(self, number: int, node: SearchNode) -> None:
         """Add a node if anything fits; of equally promising ones, that of the lowest number is searched first."""
-        if chance.lower_bound < math.inf:
-            heapq.heappush(self._chances, (chance.lower_bound, number, chance))
+        if node.lower_bound < math.inf:
+            heapq.heappush(self._nodes, (node.lower_bound, number, node))
 
-    def _leaner(self, every: Iterable[Solution]) -> list[Solution]:
-        """Return the solutions that no other one matches in both time and RAM; if not sparing, the fastest."""
+    def _pareto_optimal(self, solutions: Iterable[Solution]) -> list[Solution]:
+        """Return the solutions that no other one matches in both time and RAM; if RAM does not count, the fastest."""
         kept: list[Solution] = []
-        for found in sorted(every, key=lambda found: (found.seconds, found.peak, found.branch.ram_of(found))):
-            if not kept or (self._sparing and found.branch.ram_of(found) < kept[-1].branch.ram_of(kept[-1])):
+        for found in sorted(
+            solutions, key=lambda found: (found.seconds, found.peak, found.variant_search.ram_of(found))
+        ):
+            if not kept or (
+                self._minimize_ram and found.variant_search.ram_of(found) < kept[-1].variant_search.ram_of(kept[-1])
+            ):
                 kept.append(found)
         return kept
 
-    def _beats(self, found: Solution, chance: SearchNode) -> bool:
-        if self._sparing:
-            return found.seconds <= chance.lower_bound and found.branch.ram_of(found) <= chance.ram
-        return found.seconds < chance.lower_bound
+    def _dominates(self, found: Solution, node: SearchNode) -> bool:
+        if self._minimize_ram:
+            return found.seconds <= node.lower_bound and found.variant_search.ram_of(found) <= node.ram
+        return found.seconds < node.lower_bound
 
 
 class DeviceSearch:
@@ -86,53 +90,53 @@ class DeviceSearch:
         footprint: Footprint,
         device: Accelerator,
         store_rates: StoreRates,
-        storages: Stored,
-        known: dict[int, SearchCache] | None = None,
+        storages: Storages,
+        caches: dict[int, SearchCache] | None = None,
     ) -> None:
-        """`known` has earlier results for the same call on devices of equal speed, by variant number (0: usual)."""
+        """`caches` has earlier results for the same call on devices of equal speed, by variant number (0: usual)."""
         self.footprint, self.device, self.store_rates = footprint, device, store_rates
-        self._storages, self._known = storages, {} if known is None else known
+        self._storages, self._caches = storages, {} if caches is None else caches
 
     @cached_property
-    def branches(self) -> list[VariantSearch]:
+    def variant_searches(self) -> list[VariantSearch]:
         """The search for the usual variant, and one for each other variant."""
-        about = self.device, self.store_rates, self._storages
-        known = [self._known.setdefault(number, SearchCache()) for number in range(len(self.footprint.variants) + 1)]
-        usual = VariantSearch(self.footprint, *about, known=known[0])
-        others = zip(self.footprint.variants, known[1:], strict=True)
+        common = self.device, self.store_rates, self._storages
+        caches = [self._caches.setdefault(number, SearchCache()) for number in range(len(self.footprint.variants) + 1)]
+        base = VariantSearch(self.footprint, *common, cache=caches[0])
+        others = zip(self.footprint.variants, caches[1:], strict=True)
         return [
-            usual,
+            base,
             *(
-                VariantSearch(self.footprint.with_variant(other), *about, other, usual, known=menus)
-                for other, menus in others
+                VariantSearch(self.footprint.with_variant(other), *common, other, base, cache=cache)
+                for other, cache in others
             ),
         ]
 
     def best(self, size: int, ram: int | None) -> Solution | None:
         """Return the best within `size` bytes of the device and `ram` of host memory (None: unlimited), if any."""
-        return next(iter(self.front(size, ram, sparing=False).within(math.inf)), None)
+        return next(iter(self.front(size, ram, minimize_ram=False).within(math.inf)), None)
 
-    def front(self, size: int, ram: int | None, *, sparing: bool) -> ParetoFront:
-        """Return the Pareto front within `size` device and `ram` host bytes (None: unlimited); by RAM if `sparing`."""
-        nodes = (chance for branch in self.branches for chance in branch.nodes(size, ram))
-        return ParetoFront(nodes, size, sparing=sparing)
+    def front(self, size: int, ram: int | None, *, minimize_ram: bool) -> ParetoFront:
+        """Return the Pareto front within `size` device and `ram` host bytes (None: unlimited), by `minimize_ram`."""
+        nodes = (node for variant_search in self.variant_searches for node in variant_search.nodes(size, ram))
+        return ParetoFront(nodes, size, minimize_ram=minimize_ram)
 
-    def least(self, ram: int | None) -> int:
+    def min_bytes(self, ram: int | None) -> int:
         """Return the fewest bytes of the device with which anything fits: something always does, from the disk."""
-        leasts = (branch.least(ram) for branch in self.branches)
-        return min(least for least in leasts if least is not None)
+        sizes = (variant_search.min_bytes(ram) for variant_search in self.variant_searches)
+        return min(size for size in sizes if size is not None)
 
-    def tightest(self, size: int, ram: int | None) -> set[str]:
+    def tightest_phases(self, size: int, ram: int | None) -> set[str]:
         """Return the phases that need all of `size` bytes in the combinations that just fit them."""
-        return {name for branch in self.branches for name in branch.tightest(size, ram)}
+        return {name for variant_search in self.variant_searches for name in variant_search.tightest_phases(size, ram)}
 
-    def least_ram(self, size: int) -> int | None:
+    def min_ram(self, size: int) -> int | None:
         """Return the fewest bytes of host memory with which anything fits `size` device bytes; None if nothing does."""
-        leasts = (branch.least_ram(size) for branch in self.branches)
-        return min((least for least in leasts if least is not None), default=None)
+        sizes = (variant_search.min_ram(size) for variant_search in self.variant_searches)
+        return min((ram for ram in sizes if ram is not None), default=None)
 
 
-def storages_of(footprint: Footprint, allowed: Collection[str]) -> Iterator[Stored]:
+def storages_of(footprint: Footprint, allowed: Collection[str]) -> Iterator[Storages]:
     """Yield storages to try in turn: all as loaded; per `allowed` technique, denoisers, encoders, or both narrowed."""
     yield {}
     storages: list[Storage] = ["float8_e4m3fn"] * ("fp8" in allowed) + ["int8"] * ("int8" in allowed)  # type: ignore[assignment]

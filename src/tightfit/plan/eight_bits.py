@@ -35,7 +35,7 @@ def allocator_bytes_by_phase(footprint: Footprint, vae: VaePlan, storages: Mappi
     }
     return [
         (vae.strip_profile(phase) or phase).allocator_bytes
-        + max((widened.get(done.component, 0) for done in phase.calls), default=0)
+        + max((widened.get(call.component, 0) for call in phase.calls), default=0)
         for phase in footprint.phases
     ]
 

@@ -11,7 +11,7 @@ from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, Plan, Reason, VaePlan
 from tightfit.units import format_bytes
 
-__all__ = ["differences", "explain", "summarize", "there_while_working"]
+__all__ = ["describe_device_weights", "differences", "explain", "summarize"]
 
 
 Said = Iterator[tuple[str, str]]  # decisions and reasons; {} stands for the names of the components that share both
@@ -39,26 +39,26 @@ def explain(
     left out without an `accelerator`.
     """
     parts = [(component, plan.components[component.name]) for component in footprint.components]
-    told: dict[tuple[str, str], list[str]] = {}
-    for said in _pictures(plan.vae, separate=separate):
-        told[said] = []
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for pair in _pictures(plan.vae, separate=separate):
+        reasons[pair] = []
     for component, chosen in parts:
-        for said in _inside(component, chosen, layouts[component.name], separate=separate):
-            told.setdefault(said, []).append(component.name)
-    for said in _moves(plan, parts, separate=separate) if moves else ():
-        told[said] = []
+        for pair in _inside(component, chosen, layouts[component.name], separate=separate):
+            reasons.setdefault(pair, []).append(component.name)
+    for pair in _moves(plan, parts, separate=separate) if moves else ():
+        reasons[pair] = []
     attention: dict[tuple[str, str], list[str]] = {}
     for component, chosen in parts:
-        for said in attention_reasons(component, chosen, accelerator):
-            attention.setdefault(said, []).append(component.name)
-    return (*_reasons(told), *_reasons(attention, detail=True))
+        for pair in attention_reasons(component, chosen, accelerator):
+            attention.setdefault(pair, []).append(component.name)
+    return (*_reasons(reasons), *_reasons(attention, detail=True))
 
 
-def _reasons(told: Mapping[tuple[str, str], list[str]], *, detail: bool = False) -> Iterator[Reason]:
+def _reasons(reasons: Mapping[tuple[str, str], list[str]], *, detail: bool = False) -> Iterator[Reason]:
     """Yield a Reason for each decision and its reason, with the names of the components that share both."""
-    for (decision, because), names in told.items():
-        said = decision.replace("{}", ", ".join(names), 1) if names else decision
-        yield Reason(decision=said, because=because, detail=detail)
+    for (decision, because), names in reasons.items():
+        text = decision.replace("{}", ", ".join(names), 1) if names else decision
+        yield Reason(decision=text, because=because, detail=detail)
 
 
 def _pictures(vae: VaePlan, *, separate: bool) -> Said:
@@ -142,37 +142,38 @@ def summarize(plan: Plan, footprint: Footprint) -> str:
 
     Components that it does not name are always on the device.
     """
-    streams, turns = [], []
+    streams, offloaded = [], []
     for role, components in _by_role(footprint).items():
         if any(plan.components[c.name].placement == "stream" for c in components):
-            there = sum(_device_bytes(c, plan.components[c.name]) for c in components)
-            share = _share(there, sum(c.bytes for c in components))
-            streams.append(f"{_LABELS[role]} {share}{_whence(plan, components)}")
+            device_bytes = sum(_device_bytes(c, plan.components[c.name]) for c in components)
+            share = _share(device_bytes, sum(c.bytes for c in components))
+            streams.append(f"{_LABELS[role]} {share}{_source_text(plan, components)}")
         elif any(plan.components[c.name].placement == "offload" for c in components):
-            turns.append(_LABELS[role] + _whence(plan, components))
-    said = [f"streams {', '.join(streams)}"] if streams else []
-    said += [f"{', '.join(turns)} offloaded"] if turns else []
+            offloaded.append(_LABELS[role] + _source_text(plan, components))
+    sentences = [f"streams {', '.join(streams)}"] if streams else []
+    sentences += [f"{', '.join(offloaded)} offloaded"] if offloaded else []
     stored = sorted({c.storage for c in plan.components.values() if c.storage != "as-loaded"})
-    return "; ".join([*said, *_cuts(plan.vae), *stored]) or "all on the card"
+    return "; ".join([*sentences, *_cuts(plan.vae), *stored]) or "all on the card"
 
 
-def there_while_working(plan: Plan, footprint: Footprint, role: str) -> str:
+def describe_device_weights(plan: Plan, footprint: Footprint, role: str) -> str:
     """Return as text which bytes of the components of `role` are on the device while they run, and for how long."""
     components = _by_role(footprint).get(role, [])
     if not components:
         return "none"
-    whole, there = sum(c.bytes for c in components), sum(_device_bytes(c, plan.components[c.name]) for c in components)
+    whole = sum(c.bytes for c in components)
+    device_bytes = sum(_device_bytes(c, plan.components[c.name]) for c in components)
     placements = {plan.components[c.name].placement for c in components}
     if "stream" in placements:
-        said = f"{format_bytes(there)} of {format_bytes(whole)}, streamed"
+        text = f"{format_bytes(device_bytes)} of {format_bytes(whole)}, streamed"
     else:
-        said = f"{format_bytes(whole)}, " + ("resident" if placements == {"resident"} else "while running")
-    return "; ".join([said, *(_cuts(plan.vae) if role == "autoencoder" else ())])
+        text = f"{format_bytes(whole)}, " + ("resident" if placements == {"resident"} else "while running")
+    return "; ".join([text, *(_cuts(plan.vae) if role == "autoencoder" else ())])
 
 
 def _by_role(footprint: Footprint) -> dict[str, list[Component]]:
     """Return the components that run in the call by role, in order of first use."""
-    used = dict.fromkeys(done.component for phase in footprint.phases for done in phase.calls)
+    used = dict.fromkeys(call.component for phase in footprint.phases for call in phase.calls)
     known = {component.name: component for component in footprint.components}
     roles: dict[str, list[Component]] = {}
     for name in used:
@@ -180,7 +181,7 @@ def _by_role(footprint: Footprint) -> dict[str, list[Component]]:
     return roles
 
 
-def _whence(plan: Plan, components: Sequence[Component]) -> str:
+def _source_text(plan: Plan, components: Sequence[Component]) -> str:
     chosen = (plan.components[c.name] for c in components)
     return next((f" from the {c.store.title}" for c in chosen if c.moves(separate=False)), "")
 
@@ -189,11 +190,11 @@ def _device_bytes(component: Component, chosen: ComponentPlan) -> int:
     """Return the bytes of its weights on the device while it runs, ring buffer included."""
     if chosen.placement != "stream":
         return component.bytes
-    settled = resolve_streaming(component, chosen)
-    sizes = weight_group_sizes(component, settled.granularity or "layer", settled)
+    resolved = resolve_streaming(component, chosen)
+    sizes = weight_group_sizes(component, resolved.granularity or "layer", resolved)
     small_bytes = component.bytes - sum(layer.bytes for layer in component.layers)
     return min(
-        small_bytes + (settled.ring_buffer or 0) + sum(sizes[name] for name in settled.resident_layers or ()),
+        small_bytes + (resolved.ring_buffer or 0) + sum(sizes[name] for name in resolved.resident_layers or ()),
         component.bytes,
     )
 

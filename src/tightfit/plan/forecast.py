@@ -22,9 +22,9 @@ __all__ = [
     "PhaseEstimate",
     "add_forecast",
     "add_joint_forecast",
+    "bytes_within",
     "most_weights",
     "needed_bytes",
-    "room_within",
     "share_of",
     "simulate",
     "simulate_jointly",
@@ -53,15 +53,15 @@ class PhaseEstimate(NamedTuple):
 def add_forecast(footprint: Footprint, plan: Plan, device: Accelerator, store_rates: StoreRates = NO_RATES) -> Plan:
     """Return `plan` with the forecast of its first call on `device`, and the bytes of each component to prefetch."""
     call = _CallSimulation(footprint.with_variant(variant_of(footprint, plan)), plan, device, store_rates)
-    told = tuple(PhaseForecast(name=t.name, seconds=t.seconds, peak_bytes=t.peak(device)) for t in call.told)
-    return _foreseen(plan, told, call.early)
+    forecast = tuple(PhaseForecast(name=t.name, seconds=t.seconds, peak_bytes=t.peak(device)) for t in call.estimates)
+    return _with_forecast(plan, forecast, call.prefetch_bytes)
 
 
 def simulate(
     footprint: Footprint, plan: Plan, device: Accelerator, store_rates: StoreRates = NO_RATES
 ) -> tuple[PhaseEstimate, ...]:
     """Return the estimate of each phase, before the margin is added."""
-    return _CallSimulation(footprint.with_variant(variant_of(footprint, plan)), plan, device, store_rates).told
+    return _CallSimulation(footprint.with_variant(variant_of(footprint, plan)), plan, device, store_rates).estimates
 
 
 def add_joint_forecast(
@@ -69,9 +69,9 @@ def add_joint_forecast(
 ) -> Plan:
     """Return `plan` as `add_forecast` does, for components that compute on several `devices`, by name."""
     calls = _calls(footprint, plan, devices, store_rates)
-    told = tuple(_joined(plan.device, phases, devices) for phases in _by_phases(calls))
-    early = {run: size for call in calls.values() for run, size in call.early.items()}
-    return _foreseen(plan, told, early)
+    forecast = tuple(_joint_forecast(plan.device, phases, devices) for phases in _by_phases(calls))
+    prefetch_bytes = {run: size for call in calls.values() for run, size in call.prefetch_bytes.items()}
+    return _with_forecast(plan, forecast, prefetch_bytes)
 
 
 def simulate_jointly(
@@ -91,38 +91,44 @@ def _calls(
 
 
 def _by_phases(calls: Mapping[str, _CallSimulation]) -> list[dict[str, PhaseEstimate]]:
-    phases = zip(*(call.told for call in calls.values()), strict=True)
-    return [dict(zip(calls, told, strict=True)) for told in phases]
+    phases = zip(*(call.estimates for call in calls.values()), strict=True)
+    return [dict(zip(calls, estimates, strict=True)) for estimates in phases]
 
 
-def _foreseen(plan: Plan, told: tuple[PhaseForecast, ...], early: Mapping[tuple[str, str], int]) -> Plan:
-    limited = (run.model_copy(update={"prefetch": early.get((run.component, run.method))}) for run in plan.schedule)
+def _with_forecast(
+    plan: Plan, forecast: tuple[PhaseForecast, ...], prefetch_bytes: Mapping[tuple[str, str], int]
+) -> Plan:
+    limited = (
+        run.model_copy(update={"prefetch": prefetch_bytes.get((run.component, run.method))}) for run in plan.schedule
+    )
     order = tuple(limited)
     reasons = (*plan.reasons, *prefetch_reasons(order, plan.components))
-    return plan.model_copy(update={"forecast": told, "schedule": order, "reasons": reasons})
+    return plan.model_copy(update={"forecast": forecast, "schedule": order, "reasons": reasons})
 
 
-def _joined(host: str, told: Mapping[str, PhaseEstimate], devices: Mapping[str, Accelerator]) -> PhaseForecast:
+def _joint_forecast(
+    host: str, estimates: Mapping[str, PhaseEstimate], devices: Mapping[str, Accelerator]
+) -> PhaseForecast:
     peaks = {
         name: each.peak(devices[name])
-        for name, each in told.items()
+        for name, each in estimates.items()
         if name == host or each.weights or each.allocator_bytes
     }
-    seconds = sum(each.seconds for each in told.values())
-    return PhaseForecast(name=told[host].name, seconds=seconds, peak_bytes=peaks.pop(host), other_devices=peaks)
+    seconds = sum(each.seconds for each in estimates.values())
+    return PhaseForecast(name=estimates[host].name, seconds=seconds, peak_bytes=peaks.pop(host), other_devices=peaks)
 
 
-def needed_bytes(weights: int, room: int, device: Accelerator) -> int:
-    """Return the bytes reserved on `device` for `weights` and activations (`room`), with workspace and margin."""
-    whole = weights + room + _workspace(device)
+def needed_bytes(weights: int, activation_bytes: int, device: Accelerator) -> int:
+    """Return the bytes reserved on `device` for `weights` and `activation_bytes`, with workspace and margin."""
+    whole = weights + activation_bytes + _workspace(device)
     return round_up(whole + max(whole * PERCENT // 100, _page_tail(device)) + _margin(device))
 
 
-def most_weights(size: int, room: int, device: Accelerator) -> int:
-    """Return the most bytes of weights that fit beside `room` bytes of activations in `size`, by `needed_bytes`."""
+def most_weights(size: int, activation_bytes: int, device: Accelerator) -> int:
+    """Return the most bytes of weights that fit beside `activation_bytes` in `size`, by `needed_bytes`."""
     left = size // SEGMENT * SEGMENT - _margin(device)
     whole = min(left - _page_tail(device), ((left + 1) * 100 - 1) // (100 + PERCENT))
-    return whole - room - _workspace(device)
+    return whole - activation_bytes - _workspace(device)
 
 
 def taken_by_others(device: Accelerator) -> int:
@@ -134,7 +140,7 @@ def taken_by_others(device: Accelerator) -> int:
     return taken if taken > _workspace(device) + SEGMENT else 0
 
 
-def room_within(device: Accelerator, size: int) -> int:
+def bytes_within(device: Accelerator, size: int) -> int:
     """Return the bytes for a pipeline if all tensors of this process may take `size` bytes of a card together."""
     return max(min(size, device.bytes) - taken_by_others(device), 0)
 
@@ -170,42 +176,42 @@ class _CallSimulation:
 
     def __init__(self, footprint: Footprint, plan: Plan, device: Accelerator, store_rates: StoreRates) -> None:
         self._device, self._vae = device, plan.vae
-        self._parts = {
+        self._costs = {
             c.name: ComponentCost(c, plan.components[c.name], device, CostModel(c, device), store_rates)
             for c in footprint.components
         }
-        self._activations = CoResidencyTracker()
+        self._tracker = CoResidencyTracker()
         self._now = 0.0
         self._last: ComponentCost | None = None  # the component that ran last
-        self.early: dict[tuple[str, str], int] = {}  # bytes prefetched while the component before finishes
-        self.told = tuple(self._phase(phase) for phase in footprint.phases)
+        self.prefetch_bytes: dict[tuple[str, str], int] = {}  # bytes prefetched while the component before finishes
+        self.estimates = tuple(self._phase(phase) for phase in footprint.phases)
 
     def _phase(self, phase: Phase) -> PhaseEstimate:
-        began, weights = self._now, 0 if phase.call_order else self._there
-        way, widened = self._vae.strip_profile(phase), 0
+        began, weights = self._now, 0 if phase.call_order else self._streamed_bytes
+        strip_profile, widened = self._vae.strip_profile(phase), 0
         for index, group in itertools.groupby(phase.call_order):
-            done = phase.calls[index]
-            part = self._parts[done.component]
-            if self._activations.record_run(done.component) and not part.is_resident:
-                self._foresee_early(done, part)
-                self._now = part.begin_load(self._now)
-            weights, widened = max(weights, self._there), max(widened, part.widened)
-            self._now = part.work(done, len(list(group)), self._now, way)
-            self._last = part
+            call = phase.calls[index]
+            cost = self._costs[call.component]
+            if self._tracker.record_run(call.component) and not cost.is_resident:
+                self._record_prefetch(call, cost)
+                self._now = cost.begin_load(self._now)
+            weights, widened = max(weights, self._streamed_bytes), max(widened, cost.widened)
+            self._now = cost.work(call, len(list(group)), self._now, strip_profile)
+            self._last = cost
         self._now += phase.time_scale * seconds_without_weights([segment_of(phase.other_work, self._device)])
-        weights += sum(part.always for part in self._parts.values())
-        return PhaseEstimate(phase.name, self._now - began, weights, (way or phase).allocator_bytes + widened)
+        weights += sum(cost.always for cost in self._costs.values())
+        return PhaseEstimate(phase.name, self._now - began, weights, (strip_profile or phase).allocator_bytes + widened)
 
-    def _foresee_early(self, done: ComponentCall, part: ComponentCost) -> None:
-        if self._last is None or self._last.is_resident or math.isinf(part.rate):
+    def _record_prefetch(self, call: ComponentCall, cost: ComponentCost) -> None:
+        if self._last is None or self._last.is_resident or math.isinf(cost.rate):
             return
-        size, worker = part.prefetchable_bytes(self._last.idle), method_of(done)
-        self.early[worker] = min(size, self.early.get(worker, size))
+        size, key = cost.prefetchable_bytes(self._last.idle), method_of(call)
+        self.prefetch_bytes[key] = min(size, self.prefetch_bytes.get(key, size))
 
     @property
-    def _there(self) -> int:
+    def _streamed_bytes(self) -> int:
         """Bytes of weights on the device that are not always resident."""
-        return sum(self._parts[name].streamed_bytes for name in self._activations.on_device)
+        return sum(self._costs[name].streamed_bytes for name in self._tracker.on_device)
 
 
 def share_of(footprint: Footprint, names: Collection[str], *, hosts: bool) -> Footprint:
@@ -216,19 +222,21 @@ def share_of(footprint: Footprint, names: Collection[str], *, hosts: bool) -> Fo
     all live activations on one device, so they are rather too many.
     """
     following = itertools.chain(footprint.phases[1:], [None])
-    phases = [_seen(phase, after, names, hosts) for phase, after in zip(footprint.phases, following, strict=True)]
-    variants = tuple(_seen_variant(variant, names) for variant in footprint.variants) if hosts else ()
+    phases = [
+        _phase_on_device(phase, after, names, hosts) for phase, after in zip(footprint.phases, following, strict=True)
+    ]
+    variants = tuple(_variant_on_device(variant, names) for variant in footprint.variants) if hosts else ()
     components = tuple(component for component in footprint.components if component.name in names)
     return footprint.model_copy(update={"components": components, "phases": tuple(phases), "variants": variants})
 
 
-def _seen_variant(variant: Variant, names: Collection[str]) -> Variant:
-    seen = tuple(_seen(phase, None, names, hosts=True) for phase in variant.phases)
+def _variant_on_device(variant: Variant, names: Collection[str]) -> Variant:
+    seen = tuple(_phase_on_device(phase, None, names, hosts=True) for phase in variant.phases)
     return variant.model_copy(update={"phases": seen})
 
 
-def _seen(phase: Phase, after: Phase | None, names: Collection[str], hosts: bool) -> Phase:
-    kept = [index for index, done in enumerate(phase.calls) if done.component in names]
+def _phase_on_device(phase: Phase, after: Phase | None, names: Collection[str], hosts: bool) -> Phase:
+    kept = [index for index, call in enumerate(phase.calls) if call.component in names]
     if len(kept) == len(phase.calls) and hosts:
         return phase
     if kept:
@@ -236,21 +244,28 @@ def _seen(phase: Phase, after: Phase | None, names: Collection[str], hosts: bool
         passes = tuple(phase.calls[index] for index in kept)
         between = phase.other_work if hosts else ()
         return phase.model_copy(update={"calls": passes, "call_order": order, "other_work": between})
-    waiting = (
-        max([phase.peak_between_calls, *map(_given, phase.calls), *map(_given, after.calls if after else ())]) * hosts
+    live_bytes = (
+        max(
+            [
+                phase.peak_between_calls,
+                *map(_live_bytes_at_start, phase.calls),
+                *map(_live_bytes_at_start, after.calls if after else ()),
+            ]
+        )
+        * hosts
     )
     nothing: dict[str, object] = dict.fromkeys(
         ("calls", "call_order", "unused_blocks", "conditional_blocks", "strip_options"), ()
     )
     own = {
-        "peak": waiting,
-        "peak_between_calls": waiting,
-        "allocator_bytes": waiting,
+        "peak": live_bytes,
+        "peak_between_calls": live_bytes,
+        "allocator_bytes": live_bytes,
         "other_work": phase.other_work if hosts else (),
     }
     return phase.model_copy(update=nothing | own)
 
 
-def _given(done: ComponentCall) -> int:
+def _live_bytes_at_start(call: ComponentCall) -> int:
     """Return the bytes of activations on the device when a call begins."""
-    return done.block_uses[0].live_bytes_at_start if done.block_uses else 0
+    return call.block_uses[0].live_bytes_at_start if call.block_uses else 0

@@ -118,10 +118,10 @@ def attention_reasons(
     elif wanted != "auto":
         yield _by_name(wanted, [said for call in calls if (said := refusal(wanted, call)) is not None])
     elif component.role in ("denoiser", "autoencoder") and not chosen.exported and not component.compiled:
-        alike: dict[Kernel, list[AttentionCall]] = {}
+        by_kernel: dict[Kernel, list[AttentionCall]] = {}
         for call in calls:
-            alike.setdefault(torch_kernel(call).kernel, []).append(call)
-        yield from (_by_itself(kernel, those, accelerator) for kernel, those in alike.items())
+            by_kernel.setdefault(torch_kernel(call).kernel, []).append(call)
+        yield from (_by_itself(kernel, those, accelerator) for kernel, those in by_kernel.items())
 
 
 def _foreseen(width: int, component: Component, chosen: ComponentPlan, accelerator: Accelerator) -> AttentionCall:
@@ -180,16 +180,18 @@ def choose_layout(component: Component, chosen: ComponentPlan, accelerator: Acce
     wanted = chosen.channels_last
     if wanted is False:
         return LayoutChoice(False, None)
-    asked, but = ("requested; ", "but ") if wanted else ("", "")
+    requested, but = ("requested; ", "but ") if wanted else ("", "")
     if not component.convolves:
-        return LayoutChoice(bool(wanted), f"{asked}{but}it has no convolutions over pictures")
+        return LayoutChoice(bool(wanted), f"{requested}{but}it has no convolutions over pictures")
     dtype = chosen.compute_dtype or component.main_dtype
     gains = accelerator.channels_last_gains if accelerator else {}
     gain = gains.get(f"{component.role}.{dtype}")
     if gain is None:
         where = accelerator.display_name if accelerator else "this device"
         how = f"in {dtype} on {where}" if gains else f"on {where} (`tightfit machine` there would)"
-        return LayoutChoice(bool(wanted), f"{asked}whether that is faster was not measured {how}")
+        return LayoutChoice(bool(wanted), f"{requested}whether that is faster was not measured {how}")
     if gain >= WORTH:
         return LayoutChoice(True, f"convolutions ran {gain:.2f} × as fast in it on this computer")
-    return LayoutChoice(bool(wanted), f"{asked}{but}convolutions ran only {gain:.2f} × as fast in it on this computer")
+    return LayoutChoice(
+        bool(wanted), f"{requested}{but}convolutions ran only {gain:.2f} × as fast in it on this computer"
+    )

@@ -37,16 +37,16 @@ BLOCKS_FROM = 40  # number of blocks for which there must be memory before whole
 class MemorySplit(NamedTuple):
     """Division of some bytes for weights."""
 
-    kept: frozenset[str]  # groups that are resident because they are large
-    keeping: int  # bytes of these
+    resident: frozenset[str]  # groups that are resident because they are large
+    resident_bytes: int  # bytes of these
     ring: int  # bytes of the ring buffer
     largest: int  # bytes of the largest other group
     spare: int = 0  # bytes for more resident groups
 
     @property
-    def least(self) -> int:
+    def min_bytes(self) -> int:
         """Fewest bytes of it that are used: less than the largest group that passes through is left over."""
-        return self.keeping + self.ring + max(self.spare - self.largest, 0)
+        return self.resident_bytes + self.ring + max(self.spare - self.largest, 0)
 
 
 class WeightGroupSizes:
@@ -62,40 +62,40 @@ class WeightGroupSizes:
         return sorted(self.sizes, key=lambda name: -self.sizes[name])
 
     @property
-    def least(self) -> int:
+    def min_bytes(self) -> int:
         """Fewest bytes with which the groups can be streamed."""
-        return self._divisions[-1].least
+        return self._splits[-1].min_bytes
 
     @property
-    def good(self) -> int:
+    def preferred_bytes(self) -> int:
         """Fewest bytes with which the ring buffer has its preferred size, for AHEAD groups."""
-        return self._divisions[0].least
+        return self._splits[0].min_bytes
 
-    def divide(self, room: int) -> MemorySplit:
-        """Return how `room` bytes are divided. `spare` is negative if they are too few."""
-        if room >= self.whole:
+    def divide(self, capacity: int) -> MemorySplit:
+        """Return how `capacity` bytes are divided. `spare` is negative if they are too few."""
+        if capacity >= self.whole:
             return MemorySplit(frozenset(self.sizes), self.whole, 0, 0)
-        good, *tighter = self._divisions
-        if room >= good.least:
-            return good._replace(spare=room - good.least)
-        for divided in tighter:  # the remaining bytes are for the ring buffer
-            if room >= divided.least:
-                return divided._replace(ring=room - divided.keeping)
-        return good._replace(spare=room - self.least)
+        preferred, *tighter = self._splits
+        if capacity >= preferred.min_bytes:
+            return preferred._replace(spare=capacity - preferred.min_bytes)
+        for split in tighter:  # the remaining bytes are for the ring buffer
+            if capacity >= split.min_bytes:
+                return split._replace(ring=capacity - split.resident_bytes)
+        return preferred._replace(spare=capacity - self.min_bytes)
 
     @cached_property
-    def _divisions(self) -> list[MemorySplit]:
+    def _splits(self) -> list[MemorySplit]:
         """Divisions with a ring buffer for AHEAD of the largest passing groups, down to 1: each in the fewest bytes."""
-        return [self._around(ahead) for ahead in range(AHEAD, 0, -1)]
+        return [self._split(ahead) for ahead in range(AHEAD, 0, -1)]
 
-    def _around(self, ahead: int) -> MemorySplit:
-        count, best, keeping, passing = len(self.order), (self.whole, 0, 0), 0, self.whole
+    def _split(self, ahead: int) -> MemorySplit:
+        count, best, resident_bytes, passing = len(self.order), (self.whole, 0, 0), 0, self.whole
         for number, name in enumerate(self.order):
             size = self.sizes[name]
             ring = min(ahead * size, passing)
-            if keeping + ring < sum(best[:2]):
-                count, best = number, (keeping, ring, size)
-            keeping, passing = keeping + size, passing - size
+            if resident_bytes + ring < sum(best[:2]):
+                count, best = number, (resident_bytes, ring, size)
+            resident_bytes, passing = resident_bytes + size, passing - size
         return MemorySplit(frozenset(self.order[:count]), *best)
 
 
@@ -133,23 +133,23 @@ def resolve_streaming(
     if chosen.resident_layers is not None:
         return _checked(component, chosen.model_copy(update={"granularity": granularity}), sizes)
     groups, small_bytes = WeightGroupSizes(sizes), small_tensor_bytes(component)
-    room = groups.good if chosen.weight_memory is None else chosen.weight_memory - small_bytes
-    if room >= groups.whole:
+    capacity = groups.preferred_bytes if chosen.weight_memory is None else chosen.weight_memory - small_bytes
+    if capacity >= groups.whole:
         return chosen.model_copy(update={"granularity": granularity, "resident_layers": tuple(sizes), "ring_buffer": 0})
-    divided = groups.divide(room)
-    if divided.spare < 0:
-        raise _too_little(component, chosen, small_bytes, small_bytes + groups.least)
-    left = divided.ring + divided.spare
-    ring = divided.ring if chosen.ring_buffer is None else min(chosen.ring_buffer, left)
-    passing = {name: size for name, size in sizes.items() if name not in divided.kept}
+    split = groups.divide(capacity)
+    if split.spare < 0:
+        raise _too_little(component, chosen, small_bytes, small_bytes + groups.min_bytes)
+    left = split.ring + split.spare
+    ring = split.ring if chosen.ring_buffer is None else min(chosen.ring_buffer, left)
+    passing = {name: size for name, size in sizes.items() if name not in split.resident}
     resident = choose_resident_layers(passing, left - ring, ring, _by_group(component, granularity, seconds)).union(
-        divided.kept
+        split.resident
     )
-    if (taken := sum(sizes[name] for name in resident) + ring) > room:
+    if (taken := sum(sizes[name] for name in resident) + ring) > capacity:
         raise PlanError(
             f"{component.name}: a ring of {format_bytes(ring)} cannot take what is larger, and if all that stays, "
-            f"its weights take {format_bytes(small_bytes + taken)}, not {format_bytes(small_bytes + room)}: a ring of "
-            f"{format_bytes(divided.ring)} would do",
+            f"its weights take {format_bytes(small_bytes + taken)}, not {format_bytes(small_bytes + capacity)}: "
+            f"a ring of {format_bytes(split.ring)} would do",
             name=component.name,
             needed_bytes=small_bytes + taken,
         )
@@ -223,11 +223,11 @@ def choose_resident_layers(
         return set()
     work = sizes if seconds is None else seconds
     total, whole = sum(sizes.values()), sum(work[name] for name in sizes)
-    usual = total / whole if whole else 0.0  # bytes per second
-    least, most = 0.0, 1000 * usual
+    average = total / whole if whole else 0.0  # bytes per second
+    least, most = 0.0, 1000 * average
     best = set(sizes) if total <= capacity else {name for name, size in sizes.items() if size > ring}
     groups = [(name, size, work[name]) for name, size in sizes.items()]
-    while most - least > CLOSE * (most + usual):
+    while most - least > CLOSE * (most + average):
         rate = (least + most) / 2
         resident = _late(groups, ring, rate)
         if sum(sizes[name] for name in resident) <= capacity:

@@ -28,38 +28,38 @@ class LowerBounds:
 
     def __init__(
         self,
-        part: ComponentCost,
+        cost: ComponentCost,
         groups: Mapping[Granularity, WeightGroupSizes],
         work: Sequence[Runs],
         cost_model: CostModel,
     ) -> None:
-        """`part` has the placement "offload"; `cost_model` is its cost model."""
-        self._part, self._groups, self._work, self._cost_model = part, groups, work, cost_model
-        self._small = small_tensor_bytes(part.component)
-        self._known: dict[Granularity, _StoreBounds] = {}
+        """`cost` has the placement "offload"; `cost_model` is its cost model."""
+        self._cost, self._groups, self._work, self._cost_model = cost, groups, work, cost_model
+        self._small_bytes = small_tensor_bytes(cost.component)
+        self._bounds: dict[Granularity, _StoreBounds] = {}
 
-    def of(self, plan: ComponentPlan) -> tuple[float, int]:
+    def for_plan(self, plan: ComponentPlan) -> tuple[float, int]:
         """Return lower bounds for `plan`: seconds, and bytes loaded."""
         granularity: Granularity = plan.granularity or "layer"
-        if granularity not in self._known:
-            self._known[granularity] = _StoreBounds(
-                self._part, self._groups[granularity].sizes, self._work, self._cost_model, granularity
+        if granularity not in self._bounds:
+            self._bounds[granularity] = _StoreBounds(
+                self._cost, self._groups[granularity].sizes, self._work, self._cost_model, granularity
             )
         groups = self._groups[granularity]
         if plan.placement == "offload":
-            room = least = groups.whole
+            capacity = min_bytes = groups.whole
         elif plan.resident_layers is None:
-            room = max((plan.weight_memory or 0) - self._small, 0)
-            least = max(room - groups.largest, 0)  # less than `largest` may be left over
+            capacity = max((plan.weight_memory or 0) - self._small_bytes, 0)
+            min_bytes = max(capacity - groups.largest, 0)  # less than `largest` may be left over
         else:
-            room = least = sum(groups.sizes[name] for name in plan.resident_layers) + (plan.ring_buffer or 0)
-        return self._known[granularity].seconds(room), least + (0 if self._part.on_cpu else self._small)
+            capacity = min_bytes = sum(groups.sizes[name] for name in plan.resident_layers) + (plan.ring_buffer or 0)
+        return self._bounds[granularity].seconds(capacity), min_bytes + (0 if self._cost.on_cpu else self._small_bytes)
 
-    def of_part(self, part: ComponentCost) -> float:
-        """Return the lower bound in seconds for `part`, in which resident weights are resolved."""
-        if part.plan.placement == "offload":
-            return self.of(part.plan)[0]
-        return self._known[part.plan.granularity or "layer"].settled(part)
+    def for_cost(self, cost: ComponentCost) -> float:
+        """Return the lower bound in seconds for `cost`, in which resident weights are resolved."""
+        if cost.plan.placement == "offload":
+            return self.for_plan(cost.plan)[0]
+        return self._bounds[cost.plan.granularity or "layer"].resolved_seconds(cost)
 
 
 class _StoreBounds:
@@ -67,53 +67,57 @@ class _StoreBounds:
 
     def __init__(
         self,
-        part: ComponentCost,
+        cost: ComponentCost,
         sizes: Mapping[str, int],
         work: Sequence[Runs],
         cost_model: CostModel,
         granularity: Granularity,
     ) -> None:
-        def pieces(done: ComponentCall, way: StripProfile | None, most: float = 0.0) -> _CallSegments | _StripBounds:
-            if way is None:
-                return _CallSegments(cost_model.segments(done, granularity), sizes)
-            return _StripBounds(cost_model.timings(way, done.time_scale, granularity), way.batch_items, sizes, most)
+        def pieces(
+            call: ComponentCall, strip_profile: StripProfile | None, most: float = 0.0
+        ) -> _CallSegments | _StripBounds:
+            if strip_profile is None:
+                return _CallSegments(cost_model.segments(call, granularity), sizes)
+            return _StripBounds(
+                cost_model.timings(strip_profile, call.time_scale, granularity), strip_profile.batch_items, sizes, most
+            )
 
-        self._rate = part.rate
-        self._first = 0.0  # seconds of the first call each time that it is loaded, in which all weights are loaded
+        self._rate = cost.rate
+        self._first_calls = 0.0  # seconds of the first call of each load, in which all weights are loaded
         self._later_calls: list[
             tuple[_CallSegments | _StripBounds, int]
         ] = []  # later calls, all in strips, and their number
-        for (first, count, way), *later in work:
-            self._first += part.begin_load(0.0)
-            if way is None:
-                self._first += _coming(cost_model.segments(first, granularity), sizes, part)
+        for (first, count, strip_profile), *later in work:
+            self._first_calls += cost.begin_load(0.0)
+            if strip_profile is None:
+                self._first_calls += _first_call_seconds(cost_model.segments(first, granularity), sizes, cost)
             else:
-                coming = _coming(
-                    _one_after_another(cost_model.timings(way, first.time_scale, granularity)), sizes, part
+                load_seconds = _first_call_seconds(
+                    _one_after_another(cost_model.timings(strip_profile, first.time_scale, granularity)), sizes, cost
                 )
-                self._later_calls.append(
-                    (pieces(first, way, max(coming, cost_model.seconds_without_weights(first, way))), 1)
-                )
-            others = [(first, count - 1, way), *later]
-            self._later_calls += [(pieces(done, how), runs) for done, runs, how in others if runs]
+                most = max(load_seconds, cost_model.seconds_without_weights(first, strip_profile))
+                self._later_calls.append((pieces(first, strip_profile, most), 1))
+            others = [(first, count - 1, strip_profile), *later]
+            self._later_calls += [(pieces(call, how), runs) for call, runs, how in others if runs]
 
-    def seconds(self, room: int) -> float:
-        """Return the lower bound if `room` bytes of weights can be on the device at a time."""
-        return self._first + sum(runs * pieces.seconds(room, self._rate) for pieces, runs in self._later_calls)
+    def seconds(self, capacity: int) -> float:
+        """Return the lower bound if `capacity` bytes of weights can be on the device at a time."""
+        later = sum(runs * pieces.seconds(capacity, self._rate) for pieces, runs in self._later_calls)
+        return self._first_calls + later
 
-    def settled(self, part: ComponentCost) -> float:
-        """Return the lower bound for `part`, in which resident weights are resolved."""
-        return self._first + sum(pieces.settled(part, runs) for pieces, runs in self._later_calls)
+    def resolved_seconds(self, cost: ComponentCost) -> float:
+        """Return the lower bound for `cost`, in which resident weights are resolved."""
+        return self._first_calls + sum(pieces.resolved_seconds(cost, runs) for pieces, runs in self._later_calls)
 
 
-def _coming(segments: Sequence[ComputeSegment], sizes: Mapping[str, int], part: ComponentCost) -> float:
+def _first_call_seconds(segments: Sequence[ComputeSegment], sizes: Mapping[str, int], cost: ComponentCost) -> float:
     """Return the least seconds of a first call: before a segment begins, all weights needed so far are loaded."""
-    came, now, there = part.launch * part.rate, 0.0, set[str]()
+    loaded, now, on_device = cost.launch * cost.rate, 0.0, set[str]()
     for segment in segments:
-        if segment.group not in there:
-            there.add(segment.group)
-            came += sizes.get(segment.group, 0)
-        now = max(now, came / part.rate) + segment.seconds
+        if segment.group not in on_device:
+            on_device.add(segment.group)
+            loaded += sizes.get(segment.group, 0)
+        now = max(now, loaded / cost.rate) + segment.seconds
     return now
 
 
@@ -123,27 +127,27 @@ class _CallSegments:
     def __init__(self, segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> None:
         self._segments = segments
         pieces = _pieces(segments, sizes)
-        self._works = [sum(segment.seconds for segment in piece) for piece in pieces]
-        self._wants = [_wanted(pieces[first:], sizes) for first in range(len(pieces))]
+        self._piece_seconds = [sum(segment.seconds for segment in piece) for piece in pieces]
+        self._needed_bytes = [_cumulative_bytes(pieces[first:], sizes) for first in range(len(pieces))]
 
-    def seconds(self, room: int, rate: float) -> float:
-        """Return its least seconds if `room` bytes can be on the device, and others are loaded at `rate` bytes/s."""
-        least = [0.0]  # seconds until each cut
-        for end in range(1, len(self._works) + 1):
+    def seconds(self, capacity: int, rate: float) -> float:
+        """Return its least seconds if `capacity` bytes fit, and others are loaded at `rate` bytes/s."""
+        min_seconds = [0.0]  # seconds until each cut
+        for end in range(1, len(self._piece_seconds) + 1):
             work, longest = 0.0, 0.0
             for first in range(end - 1, -1, -1):
-                work += self._works[first]
-                coming = (self._wants[first][end - first - 1] - room) / rate
-                longest = max(longest, least[first] + max(work, coming))
-            least.append(longest)
-        return least[-1]
+                work += self._piece_seconds[first]
+                load_seconds = (self._needed_bytes[first][end - first - 1] - capacity) / rate
+                longest = max(longest, min_seconds[first] + max(work, load_seconds))
+            min_seconds.append(longest)
+        return min_seconds[-1]
 
-    def settled(self, part: ComponentCost, runs: int) -> float:
-        """Return the least seconds of `runs` consecutive calls for `part`, in which resident weights are resolved.
+    def resolved_seconds(self, cost: ComponentCost, runs: int) -> float:
+        """Return the least seconds of `runs` consecutive calls for `cost`, in which resident weights are resolved.
 
         After the first, each counts as half of two consecutive calls.
         """
-        one, two = two_call_bound(self._segments, part.passing, part.plan.ring_buffer or 0, part.rate)
+        one, two = two_call_bound(self._segments, cost.passing, cost.plan.ring_buffer or 0, cost.rate)
         return one + (runs - 1) * two / 2
 
 
@@ -165,29 +169,29 @@ class _StripBounds:
     def __init__(
         self, timings: Sequence[StripStageTiming], items: int, sizes: Mapping[str, int], most: float = 0.0
     ) -> None:
-        self._items, self._most = items, most
+        self._items, self._other_bound = items, most
         self._rounds: Counter[tuple[float, int]] = Counter()  # seconds and needed bytes of each piece
-        work, wanted, there, last = 0.0, 0, set[str](), ""
+        work, needed, on_device, last = 0.0, 0, set[str](), ""
         for segment in in_order(timings):
-            if segment.group in there and segment.group != last:
-                self._rounds[work, wanted] += 1
-                work, wanted, there = 0.0, 0, set()
+            if segment.group in on_device and segment.group != last:
+                self._rounds[work, needed] += 1
+                work, needed, on_device = 0.0, 0, set()
             if segment.group:
-                if segment.group not in there:
-                    wanted += sizes.get(segment.group, 0)
-                there.add(segment.group)
+                if segment.group not in on_device:
+                    needed += sizes.get(segment.group, 0)
+                on_device.add(segment.group)
                 last = segment.group
             work += segment.seconds
-        self._rounds[work, wanted] += 1
+        self._rounds[work, needed] += 1
 
-    def seconds(self, room: int, rate: float) -> float:
-        """Return its least seconds if `room` bytes can be on the device, and others are loaded at `rate` bytes/s."""
-        rounds = (count * max(work, (wanted - room) / rate) for (work, wanted), count in self._rounds.items())
-        return max(self._most, self._items * sum(rounds))
+    def seconds(self, capacity: int, rate: float) -> float:
+        """Return its least seconds if `capacity` bytes fit, and others are loaded at `rate` bytes/s."""
+        rounds = (count * max(work, (needed - capacity) / rate) for (work, needed), count in self._rounds.items())
+        return max(self._other_bound, self._items * sum(rounds))
 
-    def settled(self, part: ComponentCost, runs: int) -> float:
-        """Return the least seconds of `runs` calls for `part`, in which resident weights are resolved."""
-        return runs * self.seconds(part.weight_memory, part.rate)
+    def resolved_seconds(self, cost: ComponentCost, runs: int) -> float:
+        """Return the least seconds of `runs` calls for `cost`, in which resident weights are resolved."""
+        return runs * self.seconds(cost.weight_memory, cost.rate)
 
 
 def _pieces(segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> list[list[ComputeSegment]]:
@@ -195,25 +199,25 @@ def _pieces(segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> lis
     work = sum(segment.seconds for segment in segments) or math.inf
     needed = sum(sizes.get(segment.group, 0) for segment in segments) or math.inf
     pieces: list[list[ComputeSegment]] = []
-    done = 0.0  # share of the time plus share of the bytes: at most 2
+    share = 0.0  # share of the time plus share of the bytes: at most 2
     for segment in segments:
-        if len(pieces) <= done / 2 * PIECES:
+        if len(pieces) <= share / 2 * PIECES:
             pieces.append([])
         pieces[-1].append(segment)
-        done += segment.seconds / work + sizes.get(segment.group, 0) / needed
+        share += segment.seconds / work + sizes.get(segment.group, 0) / needed
     return pieces
 
 
-def _wanted(pieces: Sequence[Sequence[ComputeSegment]], sizes: Mapping[str, int]) -> list[int]:
+def _cumulative_bytes(pieces: Sequence[Sequence[ComputeSegment]], sizes: Mapping[str, int]) -> list[int]:
     """Return the bytes of weights needed from the first piece to the end of each."""
-    there: set[str] = set()
-    wanted, whole = list[int](), 0
+    on_device: set[str] = set()
+    needed, whole = list[int](), 0
     for piece in pieces:
-        new = {segment.group for segment in piece} - there
-        there |= new
+        new = {segment.group for segment in piece} - on_device
+        on_device |= new
         whole += sum(sizes.get(name, 0) for name in new)
-        wanted.append(whole)
-    return wanted
+        needed.append(whole)
+    return needed
 
 
 class _Use(NamedTuple):

@@ -25,22 +25,22 @@ def missing_parts(
     The plan could be faster or, if nothing fits, need fewer bytes than is known now. Measure the first part first:
     afterwards fewer of the others may be missing. `search` returns the search over all options of a footprint.
     """
-    now = search(footprint)
+    current = search(footprint)
     variants = [part for part in footprint.not_measured if part not in STRIP_LIMITS]
     strips = [
         part
         for part in footprint.not_measured
-        if part in STRIP_LIMITS and (STRIP_LIMITS[part][1] == "device" or not now.device.is_cpu)
+        if part in STRIP_LIMITS and (STRIP_LIMITS[part][1] == "device" or not current.device.is_cpu)
     ]
-    everything = search(_at_best(footprint, [*variants, *strips]))
+    everything = search(_best_case(footprint, [*variants, *strips]))
     fastest = everything.best(size, ram)
-    best = everything.least(ram) if fastest is None else (1 + GAIN) * fastest.seconds
+    best = everything.min_bytes(ram) if fastest is None else (1 + GAIN) * fastest.seconds
 
     def enough(parts: Sequence[str], *, likely: bool = False) -> bool:
         """Whether a plan could be as good with these parts alone as with all, or is `likely` to be."""
-        some = search(_at_best(footprint, parts, likely=likely))
+        some = search(_best_case(footprint, parts, likely=likely))
         if fastest is None:
-            return some.least(ram) <= best
+            return some.min_bytes(ram) <= best
         found = some.best(size, ram)
         return found is not None and found.seconds <= best
 
@@ -55,7 +55,7 @@ def missing_parts(
     return (first, *others)
 
 
-def _at_best(footprint: Footprint, parts: Sequence[str], *, likely: bool = False) -> Footprint:
+def _best_case(footprint: Footprint, parts: Sequence[str], *, likely: bool = False) -> Footprint:
     """Return `footprint` with these unmeasured `parts` as good as they can be, or as they are `likely` to be."""
     roles, denoising = {each.name: each.role for each in footprint.components}, set(footprint.denoiser_phases)
     strips = [STRIP_LIMITS[part] for part in parts if part in STRIP_LIMITS]
@@ -63,7 +63,7 @@ def _at_best(footprint: Footprint, parts: Sequence[str], *, likely: bool = False
     def changed(place: int, phase: Phase) -> Phase:
         if place in denoising:
             return phase.model_copy(update={"allocator_bytes": 0}) if "variants" in parts else phase
-        works = {(done.component, done.method) for done in phase.calls}
+        works = {(call.component, call.method) for call in phase.calls}
         in_strips = len(works) == 1 and roles[phase.calls[0].component] == "autoencoder"
         return _in_strips(phase, strips, likely=likely) if in_strips else phase
 
@@ -71,45 +71,51 @@ def _at_best(footprint: Footprint, parts: Sequence[str], *, likely: bool = False
     return footprint.model_copy(update={"phases": phases})
 
 
-def _in_strips(phase: Phase, some: Sequence[tuple[int, FeatureMaps]], *, likely: bool) -> Phase:
+def _in_strips(phase: Phase, limits: Sequence[tuple[int, FeatureMaps]], *, likely: bool) -> Phase:
     """Return `phase` with the best case of unmeasured strip options, bounded by its measured ones.
 
-    `some` are the (share, feature maps) pairs of these options. Each is taken to be as fast as the slowest measured
+    `limits` are the (share, feature maps) pairs of these options. Each is taken to be as fast as the slowest measured
     option that is no slower, or as no strips at all, with fewer bytes. If `likely`, it also needs as many bytes beside
     its strips as the measured options do.
     """
-    ways, room = list(phase.strip_options), phase.allocator_bytes
+    strip_options, allocator_bytes = list(phase.strip_options), phase.allocator_bytes
     kept = (
-        max((way.allocator_bytes - phase.live_bytes_at_start - way.strip_bytes for way in ways), default=0)
+        max(
+            (
+                strip_option.allocator_bytes - phase.live_bytes_at_start - strip_option.strip_bytes
+                for strip_option in strip_options
+            ),
+            default=0,
+        )
         if likely
         else 0
     )
-    for share, maps in some:
+    for share, maps in limits:
         strips = phase.strip_bytes(share)
         leaner = [
-            way
-            for way in phase.strip_options
-            if way.strip_bytes <= strips and (way.feature_maps, maps) != ("device", "host")
+            strip_option
+            for strip_option in phase.strip_options
+            if strip_option.strip_bytes <= strips and (strip_option.feature_maps, maps) != ("device", "host")
         ]
         faster = [
-            way
-            for way in phase.strip_options
-            if way.strip_bytes >= strips and (way.feature_maps, maps) != ("host", "device")
+            strip_option
+            for strip_option in phase.strip_options
+            if strip_option.strip_bytes >= strips and (strip_option.feature_maps, maps) != ("host", "device")
         ]
         least = max(
             [
                 phase.live_bytes_at_start + kept + strips,
                 phase.peak_between_calls,
-                *(way.allocator_bytes for way in leaner),
+                *(strip_option.allocator_bytes for strip_option in leaner),
             ]
         )
         if faster:
             like = phase.strip_options.index(
-                min(faster, key=lambda way: (way.strip_bytes, way.feature_maps == "device"))
+                min(faster, key=lambda strip_option: (strip_option.strip_bytes, strip_option.feature_maps == "device"))
             )
-            ways[like] = ways[like].model_copy(
-                update={"allocator_bytes": min(ways[like].allocator_bytes, least), "host_bytes": 0}
+            strip_options[like] = strip_options[like].model_copy(
+                update={"allocator_bytes": min(strip_options[like].allocator_bytes, least), "host_bytes": 0}
             )
         else:
-            room = min(room, least)
-    return phase.model_copy(update={"strip_options": tuple(ways), "allocator_bytes": room})
+            allocator_bytes = min(allocator_bytes, least)
+    return phase.model_copy(update={"strip_options": tuple(strip_options), "allocator_bytes": allocator_bytes})

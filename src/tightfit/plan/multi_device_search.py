@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from tightfit.plan.device_search import DeviceSearch, ParetoFront, Stored
+from tightfit.plan.device_search import DeviceSearch, ParetoFront, Storages
 from tightfit.plan.forecast import share_of
 from tightfit.plan.options import SearchCache
 from tightfit.plan.placement_search import Solution
@@ -64,25 +64,26 @@ class MultiDeviceSearch:
         footprint: Footprint,
         members: Sequence[DeviceBudget],
         store_rates: StoreRates,
-        storages: Stored,
+        storages: Storages,
         host: int | None = None,
     ) -> None:
         self.footprint, self.members = footprint, members
         self.store_rates, self._storages, self._host = store_rates, storages, host
         self._kinds = [member.device.model_dump_json(exclude=_OWN) for member in members]
-        self._known: dict[str, dict[int, SearchCache]] = {}
+        self._caches: dict[str, dict[int, SearchCache]] = {}
         self._searches: dict[tuple[str, frozenset[str], bool], DeviceSearch] = {}
-        self._leasts: dict[tuple[int, int | None], int] = {}
+        self._known_min_bytes: dict[tuple[int, int | None], int] = {}
         self._fronts: dict[tuple[int, int, int | None], ParetoFront] = {}
 
-    def search(self, post: Assignment) -> DeviceSearch:
-        """Return the search over the options of `post`; devices of equal speed share it."""
-        kind = self._kinds[post.member]
-        key = kind, post.names, post.hosts
+    def search(self, assignment: Assignment) -> DeviceSearch:
+        """Return the search over the options of `assignment`; devices of equal speed share it."""
+        kind = self._kinds[assignment.member]
+        key = kind, assignment.names, assignment.hosts
         if key not in self._searches:
-            share, device = share_of(self.footprint, post.names, hosts=post.hosts), self.members[post.member].device
-            known = self._known.setdefault(kind, {})
-            self._searches[key] = DeviceSearch(share, device, self.store_rates, self._storages, known)
+            share = share_of(self.footprint, assignment.names, hosts=assignment.hosts)
+            device = self.members[assignment.member].device
+            caches = self._caches.setdefault(kind, {})
+            self._searches[key] = DeviceSearch(share, device, self.store_rates, self._storages, caches)
         return self._searches[key]
 
     def best(self, ram: int | None, alone: int | None = None) -> JointSolution | None:
@@ -90,59 +91,65 @@ class MultiDeviceSearch:
 
         With `alone`, all components compute on the member of this index.
         """
-        assignments = (
+        choices = (
             self.assignments() if alone is None else [(Assignment(alone, frozenset().union(*self._groups), True),)]
         )
-        fronts = [(posts, [self._front(post, ram) for post in posts]) for posts in assignments]
+        fronts = [
+            (assignments, [self._front(assignment, ram) for assignment in assignments]) for assignments in choices
+        ]
         best: JointSolution | None = None
-        for posts, each in sorted(fronts, key=lambda chosen: _soonest(chosen[1])):
-            if _soonest(each) < math.inf and (best is None or _soonest(each) <= best.seconds):
-                best = _best(posts, each, ram, best)
+        for assignments, each in sorted(fronts, key=lambda chosen: _lower_bound(chosen[1])):
+            if _lower_bound(each) < math.inf and (best is None or _lower_bound(each) <= best.seconds):
+                best = _best(assignments, each, ram, best)
         return best
 
     def fits(self, ram: int | None) -> bool:
         """Whether anything fits within the members' bytes and `ram` bytes of host memory (None: unlimited)."""
-        return any(self._fit(posts, ram) for posts in self.assignments())
+        return any(self._fits(assignments, ram) for assignments in self.assignments())
 
-    def least(self, member: int, ram: int | None) -> int | None:
+    def min_bytes(self, member: int, ram: int | None) -> int | None:
         """Return the fewest bytes of `member` with which anything fits, the others unchanged; None if nothing does."""
-        leasts = []
-        for posts in self.assignments():
-            own = [post for post in posts if post.member == member]
-            if own and self._fit([post for post in posts if post.member != member], ram):
-                leasts.append(self._least(own[0], ram))
-        return min(leasts, default=None)
+        sizes = []
+        for assignments in self.assignments():
+            own = [assignment for assignment in assignments if assignment.member == member]
+            if own and self._fits([assignment for assignment in assignments if assignment.member != member], ram):
+                sizes.append(self._min_bytes(own[0], ram))
+        return min(sizes, default=None)
 
-    def least_ram(self) -> int | None:
+    def min_ram(self) -> int | None:
         """Return the fewest bytes of host memory with which anything fits the members' bytes; None if nothing does."""
-        leasts = []
-        for posts in self.assignments():
-            each = [self.search(post).least_ram(self.members[post.member].size) for post in posts]
-            known = [least for least in each if least is not None]
-            leasts += [sum(known)] if len(known) == len(each) else []
-        return min(leasts, default=None)
+        sums = []
+        for assignments in self.assignments():
+            sizes = [
+                self.search(assignment).min_ram(self.members[assignment.member].size) for assignment in assignments
+            ]
+            known = [size for size in sizes if size is not None]
+            sums += [sum(known)] if len(known) == len(sizes) else []
+        return min(sums, default=None)
 
-    def _fit(self, posts: Sequence[Assignment], ram: int | None) -> bool:
-        return all(self._least(post, ram) <= self.members[post.member].size for post in posts)
+    def _fits(self, assignments: Sequence[Assignment], ram: int | None) -> bool:
+        return all(
+            self._min_bytes(assignment, ram) <= self.members[assignment.member].size for assignment in assignments
+        )
 
-    def _least(self, post: Assignment, ram: int | None) -> int:
+    def _min_bytes(self, assignment: Assignment, ram: int | None) -> int:
         """Return the fewest bytes of its device. If RAM is limited, it is needed only for feature maps of strips."""
-        cuts = any(c.role == "autoencoder" and c.name in post.names for c in self.footprint.components)
-        search, limit = self.search(post), ram if ram is None or cuts else 0
+        cuts = any(c.role == "autoencoder" and c.name in assignment.names for c in self.footprint.components)
+        search, limit = self.search(assignment), ram if ram is None or cuts else 0
         key = id(search), limit
-        if key not in self._leasts:
-            self._leasts[key] = search.least(limit)
-        return self._leasts[key]
+        if key not in self._known_min_bytes:
+            self._known_min_bytes[key] = search.min_bytes(limit)
+        return self._known_min_bytes[key]
 
     @cached_property
     def _groups(self) -> list[frozenset[str]]:
         """Components that share a device: denoisers and all unused ones; autoencoders; each other one by itself."""
-        used = {done.component for phase in self.footprint.phases for done in phase.calls}
+        used = {call.component for phase in self.footprint.phases for call in phase.calls}
         by_role: dict[str, set[str]] = {"denoiser": set()}
         for component in self.footprint.components:
             alone = component.role not in ("denoiser", "autoencoder")
-            place = component.name if alone else component.role
-            by_role.setdefault(place if component.name in used else "denoiser", set()).add(component.name)
+            key = component.name if alone else component.role
+            by_role.setdefault(key if component.name in used else "denoiser", set()).add(component.name)
         return [frozenset(names) for names in by_role.values() if names]
 
     def assignments(self) -> Iterator[tuple[Assignment, ...]]:
@@ -150,7 +157,7 @@ class MultiDeviceSearch:
         for places in self._places(()):
             members = dict.fromkeys(places)
             together = {
-                m: [group for group, place in zip(self._groups, places, strict=True) if place == m] for m in members
+                m: [group for group, member in zip(self._groups, places, strict=True) if member == m] for m in members
             }
             yield tuple(Assignment(m, frozenset().union(*groups), m == places[0]) for m, groups in together.items())
 
@@ -166,42 +173,42 @@ class MultiDeviceSearch:
                 tried.add(kind)
                 yield from self._places((*taken, number))
 
-    def _front(self, post: Assignment, ram: int | None) -> ParetoFront:
+    def _front(self, assignment: Assignment, ram: int | None) -> ParetoFront:
         """Return the Pareto front of an assignment's device, over RAM too if that is limited."""
-        search, size = self.search(post), self.members[post.member].size
+        search, size = self.search(assignment), self.members[assignment.member].size
         key = id(search), size, ram
         if key not in self._fronts:
-            self._fronts[key] = search.front(size, ram, sparing=ram is not None)
+            self._fronts[key] = search.front(size, ram, minimize_ram=ram is not None)
         return self._fronts[key]
 
 
-def _soonest(fronts: Sequence[ParetoFront]) -> float:
+def _lower_bound(fronts: Sequence[ParetoFront]) -> float:
     """Return the sum of the fronts' lower bounds, in seconds."""
-    return sum(front.soonest for front in fronts)
+    return sum(front.lower_bound for front in fronts)
 
 
 def _best(
-    posts: Sequence[Assignment], fronts: Sequence[ParetoFront], ram: int | None, best: JointSolution | None
+    assignments: Sequence[Assignment], fronts: Sequence[ParetoFront], ram: int | None, best: JointSolution | None
 ) -> JointSolution | None:
     """Return the best combination of the fronts' solutions, or the `best` so far if none is better.
 
     Each front is searched only up to a time that leaves the others their lower bounds. If there is no solution yet to
     set the limit, the limit is guessed and raised until it is reached.
     """
-    soonest = _soonest(fronts)
-    limit = best.seconds if best else soonest + max(_GUESS * soonest, _SHORTEST)
+    lower_bound = _lower_bound(fronts)
+    limit = best.seconds if best else lower_bound + max(_GUESS * lower_bound, _SHORTEST)
     while True:
-        shares = [front.within((limit - soonest + front.soonest) * (1 + _ROUNDING)) for front in fronts]
+        shares = [front.within((limit - lower_bound + front.lower_bound) * (1 + _ROUNDING)) for front in fronts]
         for chosen in itertools.product(*shares):
-            found = _together(posts, chosen)
+            found = _joint_solution(assignments, chosen)
             if (ram is None or found.ram <= ram) and (best is None or found[:3] < best[:3]):
                 best = found
         if all(front.done for front in fronts) or (best is not None and best.seconds <= limit):
             return best
-        limit = best.seconds if best else soonest + 2 * (limit - soonest)
+        limit = best.seconds if best else lower_bound + 2 * (limit - lower_bound)
 
 
-def _together(posts: Sequence[Assignment], chosen: Sequence[Solution]) -> JointSolution:
+def _joint_solution(assignments: Sequence[Assignment], chosen: Sequence[Solution]) -> JointSolution:
     seconds, peaks = sum(found.seconds for found in chosen), sum(found.peak for found in chosen)
-    ram = sum(found.branch.ram_of(found) for found in chosen)
-    return JointSolution(seconds, peaks, ram, tuple(zip(posts, chosen, strict=True)))
+    ram = sum(found.variant_search.ram_of(found) for found in chosen)
+    return JointSolution(seconds, peaks, ram, tuple(zip(assignments, chosen, strict=True)))

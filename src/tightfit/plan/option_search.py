@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tightfit.plan.component_cost import ComponentCost
 from tightfit.schema.plan import ComponentPlan
 
-__all__ = ["BestOptionSearch", "LazyOption", "Option", "OptionSet"]
+__all__ = ["BestOptionSearch", "LazyOption", "Option", "OptionSet", "fastest_combination"]
 
 ROUNDING = 1e-11  # relative rounding error of sums of the same seconds
 
@@ -37,113 +37,115 @@ class Option(NamedTuple):
 
 
 class LazyOption:
-    """An option whose exact cost is computed on demand; `seconds` and `comes` (bytes) are lower bounds."""
+    """An option whose exact cost is computed on demand; `seconds` and `streamed_bytes` are lower bounds."""
 
     def __init__(
         self,
         seconds: float,
-        comes: int,
-        settle: Callable[[], ComponentCost],
-        least: Callable[[ComponentCost], float],
-        time: Callable[[ComponentCost], float],
+        streamed_bytes: int,
+        resolve: Callable[[], ComponentCost],
+        lower_bound: Callable[[ComponentCost], float],
+        simulate: Callable[[ComponentCost], float],
     ) -> None:
-        """`settle` resolves the plan; `least` then gives a better lower bound; `time`, which is slow, simulates it."""
+        """`resolve` resolves the plan; then `lower_bound` gives a better bound; `simulate`, which is slow, its time."""
         self.seconds = seconds * (1 - ROUNDING)
-        self.streamed_bytes = comes
-        self._settle, self._least, self._time = settle, least, time
+        self.streamed_bytes = streamed_bytes
+        self._resolve, self._lower_bound, self._simulate = resolve, lower_bound, simulate
 
     @cached_property
-    def part(self) -> ComponentCost:
-        return self._settle()
+    def cost(self) -> ComponentCost:
+        return self._resolve()
 
     @cached_property
-    def settled(self) -> float:
+    def resolved_bound(self) -> float:
         """Lower bound in seconds, once the plan is resolved."""
-        return max(self.seconds, self._least(self.part) * (1 - ROUNDING))
+        return max(self.seconds, self._lower_bound(self.cost) * (1 - ROUNDING))
 
     @cached_property
     def option(self) -> Option:
-        part = self.part
-        ram = part.component.bytes if part.plan.store.in_ram and not part.is_resident else 0
-        return Option(part.streamed_bytes, self._time(part), ram, part.always, part.plan)
+        cost = self.cost
+        ram = cost.component.bytes if cost.plan.store.in_ram and not cost.is_resident else 0
+        return Option(cost.streamed_bytes, self._simulate(cost), ram, cost.always, cost.plan)
 
 
 class BestOptionSearch:
     """Search for the fastest option, and of equally fast ones the smallest, that loads at most `size` bytes."""
 
-    def __init__(self, offers: Sequence[LazyOption], size: int) -> None:
-        """`offers` are sorted by their lower bounds in seconds."""
-        self._open = (offer for offer in offers if offer.streamed_bytes <= size)
-        self._next = next(self._open, None)
-        self._settled: list[tuple[float, int, LazyOption]] = []  # heap by lower bound, then by order of arrival
-        self._numbers = itertools.count()
+    def __init__(self, lazy_options: Sequence[LazyOption], size: int) -> None:
+        """`lazy_options` are sorted by their lower bounds in seconds."""
+        self._unresolved = (option for option in lazy_options if option.streamed_bytes <= size)
+        self._next = next(self._unresolved, None)
+        self._resolved: list[tuple[float, int, LazyOption]] = []  # heap by lower bound, then by order of arrival
+        self._counter = itertools.count()
         self._size = size
         self._best: Option | None = None
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         """Whether the best option is known."""
-        return self._left == math.inf or (self._best is not None and self._left > self._best.seconds)
+        left = self._remaining_bound
+        return left == math.inf or (self._best is not None and left > self._best.seconds)
 
     @property
     def seconds(self) -> float:
         """Lower bound of the best option in seconds, as far as known; infinite if nothing fits."""
-        return self._left if self._best is None else min(self._best.seconds * (1 - ROUNDING), self._left)
+        left = self._remaining_bound
+        return left if self._best is None else min(self._best.seconds * (1 - ROUNDING), left)
 
     @property
-    def _left(self) -> float:
+    def _remaining_bound(self) -> float:
         """Lower bound in seconds of all options not yet computed; infinite if all are."""
-        return min(math.inf if self._next is None else self._next.seconds, self._least_settled)
+        return min(math.inf if self._next is None else self._next.seconds, self._least_resolved)
 
     @property
-    def _least_settled(self) -> float:
-        return self._settled[0][0] if self._settled else math.inf
+    def _least_resolved(self) -> float:
+        return self._resolved[0][0] if self._resolved else math.inf
 
-    def go_on(self) -> None:
+    def step(self) -> None:
         """Resolve the plan of one more option, or compute the exact cost of one that is resolved."""
-        if self._next is not None and self._next.seconds <= self._least_settled:
-            offer, self._next = self._next, next(self._open, None)
-            if self._hopeful(offer.seconds, offer.streamed_bytes) and offer.part.streamed_bytes <= self._size:
-                heapq.heappush(self._settled, (offer.settled, next(self._numbers), offer))
-        elif self._settled:
-            seconds, _, offer = heapq.heappop(self._settled)
-            hopeful = self._hopeful(seconds, offer.part.streamed_bytes)
-            if hopeful and (self._best is None or _rank(offer.option) < _rank(self._best)):
-                self._best = offer.option
+        if self._next is not None and self._next.seconds <= self._least_resolved:
+            option, self._next = self._next, next(self._unresolved, None)
+            if self._may_be_best(option.seconds, option.streamed_bytes) and option.cost.streamed_bytes <= self._size:
+                heapq.heappush(self._resolved, (option.resolved_bound, next(self._counter), option))
+        elif self._resolved:
+            seconds, _, option = heapq.heappop(self._resolved)
+            may_be_best = self._may_be_best(seconds, option.cost.streamed_bytes)
+            if may_be_best and (self._best is None or _rank(option.option) < _rank(self._best)):
+                self._best = option.option
 
-    def _hopeful(self, seconds: float, comes: int) -> bool:
+    def _may_be_best(self, seconds: float, streamed_bytes: int) -> bool:
         """Whether an option with these lower bounds may be the best."""
         best = self._best
-        return best is None or seconds < best.seconds * (1 - 2 * ROUNDING) or comes < best.streamed_bytes
+        return best is None or seconds < best.seconds * (1 - 2 * ROUNDING) or streamed_bytes < best.streamed_bytes
 
-    def winner(self) -> Option | None:
+    def run_to_end(self) -> Option | None:
         """Run the search to its end and return the best option; None if nothing fits."""
-        while not self.over:
-            self.go_on()
+        while not self.done:
+            self.step()
         return self._best
 
 
 class OptionSet:
     """All options of one component, searchable by size."""
 
-    def __init__(self, offers: Iterable[LazyOption]) -> None:
-        self.offers = sorted(offers, key=lambda offer: (offer.seconds, offer.streamed_bytes))
-        self._races: dict[int, BestOptionSearch] = {}
+    def __init__(self, lazy_options: Iterable[LazyOption]) -> None:
+        self.lazy_options = sorted(lazy_options, key=lambda option: (option.seconds, option.streamed_bytes))
+        self._searches: dict[int, BestOptionSearch] = {}
 
     def search(self, size: int) -> BestOptionSearch:
         """Return the search among options that load at most `size` bytes; the same object for the same size."""
-        if size not in self._races:
-            self._races[size] = BestOptionSearch(self.offers, size)
-        return self._races[size]
+        if size not in self._searches:
+            self._searches[size] = BestOptionSearch(self.lazy_options, size)
+        return self._searches[size]
 
     def within(self, size: int) -> Option | None:
         """Return the fastest option, the smallest of equals, that loads at most `size` bytes; None if there is none."""
-        return self.search(size).winner()
+        return self.search(size).run_to_end()
 
     def __iter__(self) -> Iterator[Option]:
         """Yield the Pareto-optimal options: each loads more bytes than the one before, and is faster."""
         fastest = math.inf
-        for option in sorted((offer.option for offer in self.offers), key=lambda option: option[:3]):
+        for option in sorted((lazy.option for lazy in self.lazy_options), key=lambda option: option[:3]):
             if option.seconds < fastest:
                 fastest = option.seconds
                 yield option
@@ -151,3 +153,15 @@ class OptionSet:
 
 def _rank(option: Option) -> tuple[float, int, int]:
     return option.seconds, option.streamed_bytes, option.ram
+
+
+def fastest_combination(option_sets: Sequence[OptionSet], most: int) -> tuple[Option, ...] | None:
+    """Return the fastest choice of one option from each set, at most `most` bytes together; None if nothing fits."""
+    if not option_sets:
+        return () if most >= 0 else None
+    if len(option_sets) == 1:
+        option = option_sets[0].within(most)
+        return None if option is None else (option,)
+    together = ((first, fastest_combination(option_sets[1:], most - first.streamed_bytes)) for first in option_sets[0])
+    fitting = [(first, *others) for first, others in together if others is not None]
+    return min(fitting, key=lambda options: sum(option.seconds for option in options), default=None)

@@ -10,8 +10,8 @@ from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.calibration import calibrate
 from tightfit.plan.component_order import schedule_of
 from tightfit.plan.default_rates import with_default_rates
-from tightfit.plan.device_search import DeviceSearch, Stored, storages_of
-from tightfit.plan.forecast import add_forecast, room_within, taken_by_others
+from tightfit.plan.device_search import DeviceSearch, Storages, storages_of
+from tightfit.plan.forecast import add_forecast, bytes_within, taken_by_others
 from tightfit.plan.missing import missing_parts
 from tightfit.plan.multi_device import plan_jointly
 from tightfit.plan.options import SearchCaches
@@ -41,12 +41,12 @@ class _MemoryLimits(NamedTuple):
 
     @property
     def described(self) -> str:
-        said = format_bytes(self.size + self.taken if self.whole is None else self.whole)
+        text = format_bytes(self.size + self.taken if self.whole is None else self.whole)
         if self.taken and self.card:
-            said += f", of which other tensors of this process take {format_bytes(self.taken)},"
+            text += f", of which other tensors of this process take {format_bytes(self.taken)},"
         elif self.taken:
-            said += f", while this process holds {format_bytes(self.taken)} before anything is loaded,"
-        return said
+            text += f", while this process holds {format_bytes(self.taken)} before anything is loaded,"
+        return text
 
 
 def make_plan(
@@ -62,12 +62,12 @@ def make_plan(
     """Return the best plan for `footprint`'s call, within `budget` on `device` of `machine` (None: its first).
 
     A budget for several devices applies to all of them together; `device` is then the one on which denoisers compute
-    (None: the best), and `experiences`, which are of one device, are ignored.
+    (None: the best), and `measurements`, which are of one device, are ignored.
 
     Without a budget: within 95 % of what was free, and on a card at least 512 MiB less. On a CPU, device bytes and RAM
     are the same, and what this process uses already counts; on a card, other tensors of this process do.
-    The plan is lossless if any such plan fits; else it uses lossy techniques of `allow`. `experiences` are measurements
-    of calls like this one on this machine, which correct what shapes and rates give. `workings` is a cache shared with
+    The plan is lossless if any such plan fits; else it uses lossy techniques of `allow`. `measurements` are those
+    of calls like this one on this machine, which correct what shapes and rates give. `cache` is shared with
     other plans of the same call on the same device (None: no cache).
     Raises PlanError for a footprint without a request, unknown devices and techniques, and BudgetTooSmall if nothing
     fits.
@@ -79,23 +79,24 @@ def make_plan(
         return plan_jointly(footprint, machine, budget, allowed, device)
     known = _accelerator(machine, device)
     accelerator, store_rates = with_default_rates(known), default_store_rates(machine, known)
-    room = _room(accelerator, machine, budget)
+    limits = _memory_limits(accelerator, machine, budget)
 
-    def searched(storages: Stored) -> DeviceSearch:
-        told = calibrate(footprint, measurements, storages).footprint
-        worked_out = cache.known(told) if cache is not None and not storages else None
-        return DeviceSearch(told, accelerator, store_rates, storages, worked_out)
+    def search_with(storages: Storages) -> DeviceSearch:
+        calibrated = calibrate(footprint, measurements, storages).footprint
+        caches = cache.caches_for(calibrated) if cache is not None and not storages else None
+        return DeviceSearch(calibrated, accelerator, store_rates, storages, caches)
 
     for storages in storages_of(footprint, allowed):
-        search = searched(storages)
-        found = search.best(room.size, room.ram)
+        search = search_with(storages)
+        found = search.best(limits.size, limits.ram)
         if found is not None:
-            placed = [*found.branch.reasons(found, room.size), *_remarks(known, accelerator, room, budget)]
-            placed += calibrate(footprint, measurements, storages).reasons
-            return _plan(search, machine, budget, room.size, found, placed)
+            reasons = list(found.variant_search.reasons(found, limits.size))
+            reasons += _limit_reasons(known, accelerator, limits, budget)
+            reasons += calibrate(footprint, measurements, storages).reasons
+            return _plan(search, machine, budget, limits.size, found, reasons)
     others = [name for name in ("fp8", "int8") if name not in allowed]
-    lossy = {name: [searched(stored) for stored in storages_of(footprint, [name]) if stored] for name in others}
-    raise _too_small(searched({}), lossy, machine, room)
+    lossy = {name: [search_with(stored) for stored in storages_of(footprint, [name]) if stored] for name in others}
+    raise _too_small(search_with({}), lossy, machine, limits)
 
 
 def find_missing(
@@ -115,15 +116,15 @@ def find_missing(
         return footprint.not_measured
     known = _accelerator(machine, device)
     accelerator, store_rates = with_default_rates(known), default_store_rates(machine, known)
-    room, cache = _room(accelerator, machine, budget), cache or SearchCaches()
+    limits, cache = _memory_limits(accelerator, machine, budget), cache or SearchCaches()
 
-    def search(told: Footprint) -> DeviceSearch:
-        return DeviceSearch(told, accelerator, store_rates, {}, cache.known(told))
+    def search(calibrated: Footprint) -> DeviceSearch:
+        return DeviceSearch(calibrated, accelerator, store_rates, {}, cache.caches_for(calibrated))
 
-    return missing_parts(calibrate(footprint, measurements, {}).footprint, search, room.size, room.ram)
+    return missing_parts(calibrate(footprint, measurements, {}).footprint, search, limits.size, limits.ram)
 
 
-def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _MemoryLimits:
+def _memory_limits(device: Accelerator, machine: Machine, budget: Budget | None) -> _MemoryLimits:
     if device.is_cpu:
         taken = machine.ram_used or 0
         if budget is None:
@@ -131,16 +132,16 @@ def _room(device: Accelerator, machine: Machine, budget: Budget | None) -> _Memo
             return _MemoryLimits(int(free * (1 - SPARE)), None, taken, card=False)
         whole = min(budget.of_cpu, device.bytes)
         return _MemoryLimits(max(whole - taken, 0), None, taken, whole, card=False)
-    free = room_within(device, device.bytes) if device.free is None else device.free
+    free = bytes_within(device, device.bytes) if device.free is None else device.free
     if budget is None:
-        return _MemoryLimits(max(free - _spared(device, free), 0), None)
+        return _MemoryLimits(max(free - _reserved_bytes(device, free), 0), None)
     if budget.device is None:
         return _MemoryLimits(free, budget.ram)
     whole = min(budget.device, device.bytes)
-    return _MemoryLimits(room_within(device, whole), budget.ram, taken_by_others(device), whole)
+    return _MemoryLimits(bytes_within(device, whole), budget.ram, taken_by_others(device), whole)
 
 
-def _spared(device: Accelerator, free: int) -> int:
+def _reserved_bytes(device: Accelerator, free: int) -> int:
     """Return the bytes of `free` that are left unused without a budget.
 
     Kernels and libraries are loaded when they are first used, into memory outside of torch's allocator. If the free
@@ -150,16 +151,18 @@ def _spared(device: Accelerator, free: int) -> int:
     return max(math.ceil(free * SPARE), least)
 
 
-def _remarks(known: Accelerator, rated: Accelerator, room: _MemoryLimits, budget: Budget | None) -> Iterator[Reason]:
+def _limit_reasons(
+    known: Accelerator, rated: Accelerator, limits: _MemoryLimits, budget: Budget | None
+) -> Iterator[Reason]:
     if budget is None:
         because = f"that is {1 - SPARE:.0%} of what was free on {known.display_name}"
-        if not known.is_cpu and known.free is not None and _spared(known, known.free) == SPARE_LEAST:
+        if not known.is_cpu and known.free is not None and _reserved_bytes(known, known.free) == SPARE_LEAST:
             because = f"that leaves {format_bytes(SPARE_LEAST)} of what was free on {known.display_name}"
-        yield Reason(decision=f"{room.described} may be used", because=because)
-    elif room.taken:
-        holds = "other tensors of this process take" if room.card else "this process holds"
-        because = f"{holds} {format_bytes(room.taken)} already"
-        yield Reason(decision=f"{format_bytes(room.size)} are left for the pipeline", because=because)
+        yield Reason(decision=f"{limits.described} may be used", because=because)
+    elif limits.taken:
+        holds = "other tensors of this process take" if limits.card else "this process holds"
+        because = f"{holds} {format_bytes(limits.taken)} already"
+        yield Reason(decision=f"{format_bytes(limits.size)} are left for the pipeline", because=because)
     if known.expandable_refused is not None:
         yield Reason(decision="the allocator's segments are fixed", because=known.expandable_refused)
     if rated != known:
@@ -168,32 +171,32 @@ def _remarks(known: Accelerator, rated: Accelerator, room: _MemoryLimits, budget
 
 
 def _too_small(
-    search: DeviceSearch, lossy: Mapping[str, Sequence[DeviceSearch]], machine: Machine, room: _MemoryLimits
+    search: DeviceSearch, lossy: Mapping[str, Sequence[DeviceSearch]], machine: Machine, limits: _MemoryLimits
 ) -> BudgetTooSmall:
     """Return an error with what would fit: more of the device, more RAM, or a `lossy` technique not allowed so far."""
-    footprint, device, (size, ram, taken, *_) = search.footprint, search.device, room
-    needed = search.least(ram)
+    footprint, device, (size, ram, taken, *_) = search.footprint, search.device, limits
+    needed = search.min_bytes(ram)
     phase = _tightest_phase(search, machine, needed, ram)
-    asked = footprint.request.described if footprint.request else "this call"
-    said = f"{footprint.pipeline} cannot do {asked} within {room.described} on {device.display_name}"
-    said += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
+    request = footprint.request.described if footprint.request else "this call"
+    text = f"{footprint.pipeline} cannot do {request} within {limits.described} on {device.display_name}"
+    text += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
     would = [f"{format_enough(needed + taken)} would do, for {phase}"]
-    waiting = search.least_ram(size) if ram is not None else None
-    would += [f"{format_enough(waiting)} of RAM would do"] if waiting is not None else []
-    smaller = [name for name, searches in lossy.items() if any(each.least(ram) <= size for each in searches)]
+    min_ram = search.min_ram(size) if ram is not None else None
+    would += [f"{format_enough(min_ram)} of RAM would do"] if min_ram is not None else []
+    smaller = [name for name, searches in lossy.items() if any(each.min_bytes(ram) <= size for each in searches)]
     would += [f"allow={' or '.join(smaller)} would do"] if smaller else []
     would += ["something smaller may do"]
-    return BudgetTooSmall(f"{said}: {'; '.join(would)}", needed_bytes=needed + taken, needed_ram=waiting, phase=phase)
+    return BudgetTooSmall(f"{text}: {'; '.join(would)}", needed_bytes=needed + taken, needed_ram=min_ram, phase=phase)
 
 
 def _tightest_phase(search: DeviceSearch, machine: Machine, needed: int, ram: int | None) -> str | None:
     """Return the phase that needs all of `needed` bytes; a plan is made only if the search leaves several."""
-    phases = search.tightest(needed, ram)
+    phases = search.tightest_phases(needed, ram)
     if len(phases) == 1:
         return phases.pop()
     found = search.best(needed, ram)
-    told = _plan(search, machine, None, needed, found).forecast if found else ()
-    return max(told, key=lambda phase: phase.peak_bytes).name if told else None
+    forecast = _plan(search, machine, None, needed, found).forecast if found else ()
+    return max(forecast, key=lambda phase: phase.peak_bytes).name if forecast else None
 
 
 def _accelerator(machine: Machine, device: str | None) -> Accelerator:
@@ -206,7 +209,7 @@ def _accelerator(machine: Machine, device: str | None) -> Accelerator:
 
 def _grows(device: Accelerator, found: Solution, size: int) -> bool:
     if device.is_cpu:
-        return size - found.peak < found.branch.most_room(found.vae)
+        return size - found.peak < found.variant_search.max_allocator_bytes(found.vae)
     return device.expandable_refused is None
 
 
@@ -216,14 +219,14 @@ def _plan(
     budget: Budget | None,
     size: int,
     found: Solution,
-    placed: Sequence[Reason] = (),
+    reasons: Sequence[Reason] = (),
 ) -> Plan:
-    """Return the solution found for `size` bytes as a plan; `placed` says why weights are where they are.
+    """Return the solution found for `size` bytes as a plan; `reasons` says why weights are where they are.
 
     On a CPU, pages are allocated again for every large tensor, which costs time, unless as many bytes are left over as
     its heap may hold unused.
     """
-    footprint, device = found.branch.footprint, search.device
+    footprint, device = found.variant_search.footprint, search.device
     store = default_store(spare_ram=device.is_cpu or bool(budget and budget.ram))
     components = {c.name: idle_plan(c, store) for c in footprint.components}
     components |= {name: option.plan for name, option in found.options}
@@ -236,6 +239,6 @@ def _plan(
     }
     plan = plan_for(
         footprint, device.name, separate=not device.is_cpu, choices=choices, request=footprint.request,
-        pinnable=machine.pinnable or 0, accelerator=device, placed=placed,
+        pinnable=machine.pinnable or 0, accelerator=device, placed=reasons,
     )  # fmt: skip
     return add_forecast(footprint, plan, device, search.store_rates)

@@ -242,7 +242,7 @@ class Ring:
     def take(self, size: int) -> Lease | None:
         """Lease the next `size` bytes in one piece, rounded up to ALIGNMENT; None while older leases are in the way."""
         size = -(-size // ALIGNMENT) * ALIGNMENT
-        while (offset := self._room(size)) is None:
+        while (offset := self._free_offset(size)) is None:
             if not self._leases or not self._leases[0].turn:
                 return None
             oldest = self._leases.popleft()
@@ -257,7 +257,7 @@ class Ring:
         self._turns += 1
         lease.turn, lease.after = self._turns, mark
 
-    def _room(self, size: int) -> int | None:
+    def _free_offset(self, size: int) -> int | None:
         """Return the offset at which `size` bytes fit between the newest lease and the oldest; None if they do not."""
         if not self._leases:
             return 0 if size <= self.size else None

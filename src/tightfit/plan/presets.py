@@ -99,21 +99,21 @@ def _check(plan: Plan, footprint: Footprint) -> None:
 
 def _with_layouts(plan: Plan, layouts: Mapping[str, LayoutChoice]) -> Plan:
     """Return `plan` with the chosen memory formats."""
-    settled = {
+    components = {
         name: chosen.model_copy(update={"channels_last": layouts[name].channels_last})
         for name, chosen in plan.components.items()
     }
-    return plan.model_copy(update={"components": settled})
+    return plan.model_copy(update={"components": components})
 
 
 def _streaming(plan: Plan, footprint: Footprint) -> Plan:
     """Return `plan` with the open fields of streamed components resolved."""
     known = {component.name: component for component in footprint.components}
-    settled = {
+    components = {
         name: resolve_streaming(known[name], chosen) if chosen.placement == "stream" else chosen
         for name, chosen in plan.components.items()
     }
-    return plan.model_copy(update={"components": settled})
+    return plan.model_copy(update={"components": components})
 
 
 def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:

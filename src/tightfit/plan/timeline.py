@@ -168,7 +168,7 @@ class TransferSimulator(PrefetchPolicy[str]):
         began = self.now
         self.begin()
         for segment in segments:
-            self.do(segment)
+            self.run(segment)
         self.end()
         return self.now - began
 
@@ -183,7 +183,7 @@ class TransferSimulator(PrefetchPolicy[str]):
         self._order.end()
         self._send_ahead()
 
-    def do(self, segment: ComputeSegment) -> None:
+    def run(self, segment: ComputeSegment) -> None:
         """Run `segment` as soon as the weights that it needs are loaded."""
         group, seconds, launching, waits, _ = segment
         if group:
@@ -200,7 +200,7 @@ class TransferSimulator(PrefetchPolicy[str]):
         """Keep the host busy for `seconds`."""
         self._host += seconds
 
-    def bring(self, seconds: float) -> float:
+    def copy_in(self, seconds: float) -> float:
         """Copy something else from host memory, in `seconds` of the link; return when it is on the device."""
         self._link = max(self._link, self.now) + seconds
         return self._link
@@ -219,13 +219,13 @@ class TransferSimulator(PrefetchPolicy[str]):
         Each time advances the clocks by `later`. Unless all `groups` are resident and loaded, as many repetitions are
         left out as have been looked at ahead, so that what follows them has not been looked at yet.
         """
-        there = all(group in self._resident and group in self._loaded for group in groups)
-        times = most if there else max(most - self._order.ahead // len(groups), 0)
+        resident = all(group in self._resident and group in self._loaded for group in groups)
+        times = most if resident else max(most - self._order.ahead // len(groups), 0)
         if times:
-            self._order.skip(times * len(groups), times * len(groups) * (not there))
+            self._order.skip(times * len(groups), times * len(groups) * (not resident))
             self.now, self._host, self._link = (a + times * b for a, b in zip(self.clocks, later, strict=True))
-            for here in self._loaded.values():
-                here.handle += times * later.now
+            for arrival in self._loaded.values():
+                arrival.handle += times * later.now
         return times
 
     def _need(self, group: str) -> None:

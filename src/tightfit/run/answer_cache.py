@@ -62,9 +62,9 @@ def _file(kind: type[Record], question: dict[str, Any]) -> Path:
     return cache_folder() / f"{kind.__name__.lower()}s" / f"{key_of(question)}.json"
 
 
-def footprint_question(mark: str, asked: Request, dtype: str | None, *, expandable: bool = True) -> dict[str, Any]:
+def footprint_question(mark: str, request: Request, dtype: str | None, *, expandable: bool = True) -> dict[str, Any]:
     """Return the question of a call's footprint: of the model with this `mark`, computed in `dtype`."""
-    return {"model": mark, "request": asked.to_mapping(), "dtype": dtype, "expandable": expandable}
+    return {"model": mark, "request": request.to_mapping(), "dtype": dtype, "expandable": expandable}
 
 
 def recalled_footprint(question: dict[str, Any], missing: Missing | None = None) -> Footprint | None:

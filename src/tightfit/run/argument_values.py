@@ -83,26 +83,26 @@ class Given(NamedTuple):
     arguments: Mapping[str, Any]  # by the pipeline's parameter names
     device: torch.device
 
-    def simulation_copy(self, there: torch.device) -> dict[str, Any]:
-        """Copy the arguments for a simulation: tensors on the call's device move to `there`; callbacks are left out.
+    def simulation_copy(self, target: torch.device) -> dict[str, Any]:
+        """Copy the arguments for a simulation: tensors on the call's device move to `target`; callbacks are left out.
 
         Long texts are padded to the longest of the same description; large tensors keep only shape and strides.
         """
         given = {name: value for name, value in self.arguments.items() if not name.startswith("callback")}
-        return {name: _simulated(name, value, self.device, there) for name, value in given.items()}
+        return {name: _simulated(name, value, self.device, target) for name, value in given.items()}
 
 
-def _simulated(name: str, value: Any, here: torch.device, there: torch.device) -> Any:
+def _simulated(name: str, value: Any, source: torch.device, target: torch.device) -> Any:
     def inside(item: Any, key: str = name) -> Any:
-        return _simulated(key, item, here, there)
+        return _simulated(key, item, source, target)
 
     copied: Any = value
     if isinstance(value, str):
         copied = _stretched(value) if _is_text(name, value) else value
     elif isinstance(value, torch.Generator):
-        copied = _generator(value, there)
+        copied = _generator(value, target)
     elif isinstance(value, torch.Tensor):
-        copied = _tensor(value, there if value.device == here else value.device, there)
+        copied = _tensor(value, target if value.device == source else value.device, target)
     elif isinstance(value, Image.Image | np.ndarray):
         copied = value.copy()
     elif type(value) in (list, tuple):
@@ -142,20 +142,20 @@ def _stretched(text: str) -> str:
     return filled[: -(-len(text) // LONG_TEXT) * LONG_TEXT]
 
 
-def _generator(generator: torch.Generator, there: torch.device) -> torch.Generator:
+def _generator(generator: torch.Generator, target: torch.device) -> torch.Generator:
     if generator.device.type != "cpu":
-        return torch.Generator(there)
+        return torch.Generator(target)
     double = torch.Generator()
     double.set_state(generator.get_state())
     return double
 
 
-def _tensor(tensor: torch.Tensor, place: torch.device, there: torch.device) -> torch.Tensor:
+def _tensor(tensor: torch.Tensor, place: torch.device, target: torch.device) -> torch.Tensor:
     large, tensor = tensor.numel() > LARGE, tensor.detach()
-    if place == there:
+    if place == target:
         if large or tensor.is_meta:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=there)
-        return tensor.to("cpu", copy=True).to(there)
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target)
+        return tensor.to("cpu", copy=True).to(target)
     if not large:
         return tensor.clone()
     pages = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8)  # takes no memory until it is written

@@ -54,8 +54,8 @@ class CalibrationStore:
             import torch  # not needed to plan for a card that is not installed
 
             by = torch.get_num_threads() if device.is_cpu else torch.version.cuda
-            asked = {"call": dict(question), "on": device.model_dump(mode="json", exclude=_PASSING), "by": by}
-            self._file = _folder() / f"{key_of(asked)}.json"
+            key = {"call": dict(question), "on": device.model_dump(mode="json", exclude=_PASSING), "by": by}
+            self._file = _folder() / f"{key_of(key)}.json"
 
     def read(self) -> tuple[CallMeasurement, ...]:
         """Return the stored measurements, oldest first; none if the file cannot be read."""
@@ -64,11 +64,11 @@ class CalibrationStore:
             return tuple(CallMeasurement.from_mapping(fields) for fields in kept)
         return ()
 
-    def add(self, experience: CallMeasurement) -> None:
-        """Store `experience` and the latest earlier ones, MOST in all."""
+    def add(self, measurement: CallMeasurement) -> None:
+        """Store `measurement` and the latest earlier ones, MOST in all."""
         if self._file is None:
             return
-        kept = [*self.read(), experience][-MOST:]
+        kept = [*self.read(), measurement][-MOST:]
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._file) as partial:
@@ -111,9 +111,9 @@ class PlanningInputs(NamedTuple):
 
 
 def measured(
-    measurer: Measurer, asked: Request, call: Any, limits: Limits, machine: Callable[[], Machine]
+    measurer: Measurer, request: Request, call: Any, limits: Limits, machine: Callable[[], Machine]
 ) -> PlanningInputs:
-    """Measure the `call` with the request `asked` (None: with dummy arguments), as far as a plan within `limits` needs.
+    """Measure the `call` with this `request` (None: with dummy arguments), as far as a plan within `limits` needs.
 
     `machine` is called after the measurement, because free memory may change meanwhile.
     """
@@ -121,12 +121,12 @@ def measured(
     cache = SearchCaches()
 
     def planning_inputs(footprint: Footprint) -> PlanningInputs:
-        there = machine()
+        current = machine()
         return PlanningInputs(
-            footprint, there, CalibrationStore(measurer.question(asked), there.accelerators[0]), call, cache
+            footprint, current, CalibrationStore(measurer.question(request), current.accelerators[0]), call, cache
         )
 
-    return planning_inputs(measurer.measure(asked, call, lambda bare: planning_inputs(bare).missing(limits)))
+    return planning_inputs(measurer.measure(request, call, lambda bare: planning_inputs(bare).missing(limits)))
 
 
 def _folder() -> Path:

@@ -30,24 +30,24 @@ class CalibrationRecorder:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._bases: dict[Request, PlanningInputs] = {}
-        self._learned: Counter[Request] = Counter()
+        self._inputs_by_request: dict[Request, PlanningInputs] = {}
+        self._recorded: Counter[Request] = Counter()
 
     def studies(self, plan: Plan, planning_inputs: PlanningInputs) -> None:
         """Set the inputs of `plan`, and of every other plan for the same request."""
         if plan.request is not None:
-            self._bases[plan.request] = planning_inputs
+            self._inputs_by_request[plan.request] = planning_inputs
 
     def ended(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan, trace: Trace) -> None:
         """Record a finished call of `pipe` with these arguments, which ran under `plan` throughout."""
-        planning_inputs = self._bases.get(plan.request) if plan.request else None
-        if planning_inputs is None or plan.request is None or self._learned[plan.request] == MOST:
+        planning_inputs = self._inputs_by_request.get(plan.request) if plan.request else None
+        if planning_inputs is None or plan.request is None or self._recorded[plan.request] == MOST:
             return
         if plan.budget is not None and plan.budget.devices:
             return  # a measurement describes a single device
-        asked = request_of(pipe, args, kwargs)
+        request = request_of(pipe, args, kwargs)
         disturbed = set(trace.notes) - {UNCOUNTED} or torch._C._autograd._profiler_enabled()
-        if asked is None or disturbed or shape_of(pipe, asked) != shape_of(pipe, plan.request):
+        if request is None or disturbed or shape_of(pipe, request) != shape_of(pipe, plan.request):
             return
-        self._learned[plan.request] += 1
+        self._recorded[plan.request] += 1
         planning_inputs.learn(plan, trace, spread=self._device.runs_ahead)

@@ -22,11 +22,11 @@ __all__ = [
     "OURS",
     "CallShape",
     "Prompt",
-    "asked_by",
     "call_arguments",
     "dummy_inputs",
     "given_to",
     "request_of",
+    "request_of_example",
     "shape_of",
     "size_multiple",
     "usual_side",
@@ -112,8 +112,8 @@ def _check_size(pipe: Any, request: Request) -> None:
                 f"{side} {pixels} is not a multiple of {multiple}, as this model needs: {near} would do",
                 **{side: pixels, "multiple": multiple},
             )
-    usual = usual_side(pipe)
-    area = (request.height or usual) * (request.width or usual) * (request.frames or 1) * request.batch
+    default = usual_side(pipe)
+    area = (request.height or default) * (request.width or default) * (request.frames or 1) * request.batch
     needed, ram = area * 3 * 4, ram_bytes()
     if needed > ram:
         raise RequestError(
@@ -166,7 +166,7 @@ def request_of(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Req
     return Request(**found, batch=max(batch, 1), arguments=arguments)
 
 
-def asked_by(pipe: Any, example: Mapping[str, Any]) -> Request:
+def request_of_example(pipe: Any, example: Mapping[str, Any]) -> Request:
     """Return the Request of an example call's arguments. RequestError if `pipe` does not accept them."""
     request = request_of(pipe, (), example)
     if request is None:
@@ -198,7 +198,7 @@ def given_to(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
     return given
 
 
-def _described(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+def _described(given: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the arguments that have no field of a request and are not the default. Callbacks are left out."""
     found = {
         name: described(name, value)
@@ -207,7 +207,9 @@ def _described(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, 
     }
     if found.get("output_type") != "latent":  # other types are converted on the host
         found.pop("output_type", None)
-    return {n: value for n, value in found.items() if value != usual.get(n) and (n not in _USUAL or value != _USUAL[n])}
+    return {
+        n: value for n, value in found.items() if value != default.get(n) and (n not in _USUAL or value != _USUAL[n])
+    }
 
 
 def _prompts(given: Mapping[str, Any]) -> int:
@@ -241,24 +243,24 @@ def _size_of(given: Mapping[str, Any]) -> dict[str, int]:
 
 def shape_of(pipe: Any, request: Request) -> CallShape:
     """Return the shape of `request`, with the pipeline's defaults for fields that are None."""
-    usual = _defaults(pipe)
+    defaults = _defaults(pipe)
 
     def said(name: str) -> Any:
         value = getattr(request, name)
-        default = usual.get(NAMES[name])
+        default = defaults.get(NAMES[name])
         return default if value is None and isinstance(default, int | float) else value
 
     height, width, guidance = said("height"), said("width"), said("guidance")
-    if NAMES["height"] in usual and hasattr(pipe, "default_sample_size"):
+    if NAMES["height"] in defaults and hasattr(pipe, "default_sample_size"):
         height, width = height or usual_side(pipe), width or usual_side(pipe)
-    others = {name: value for name, value in request.arguments.items() if value != usual.get(name)}
+    others = {name: value for name, value in request.arguments.items() if value != defaults.get(name)}
     return CallShape(
         height,
         width,
         said("frames"),
         request.batch,
         None if guidance is None else guidance > 1,
-        frozenset((name, _switched(value, usual.get(name))) for name, value in others.items()),
+        frozenset((name, _switched(value, defaults.get(name))) for name, value in others.items()),
     )
 
 
@@ -266,9 +268,9 @@ def _defaults(pipe: Any) -> dict[str, Any]:
     return {name: each.default for name, each in inspect.signature(type(pipe).__call__).parameters.items()}
 
 
-def _switched(value: bool | int | float | str | None, usual: Any) -> bool | int | str | None:
+def _switched(value: bool | int | float | str | None, default: Any) -> bool | int | str | None:
     """Reduce a scale to what it switches: 0 (off), 1 (above 0), 2 (above 1: one more denoiser call)."""
-    if isinstance(value, float) or (isinstance(value, int) and isinstance(usual, float)):
+    if isinstance(value, float) or (isinstance(value, int) and isinstance(default, float)):
         return (value > 0) + (value > 1)
     return value
 

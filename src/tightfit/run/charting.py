@@ -23,9 +23,9 @@ from tightfit.units import parse_bytes
 __all__ = [
     "CARDS",
     "LEVELS",
+    "ProgressCallback",
     "Sources",
-    "Told",
-    "asked_chart",
+    "chart_from_options",
     "chart_of",
     "chart_text",
     "check_out",
@@ -39,7 +39,7 @@ __all__ = [
 CARDS = ("gtx1650", "rtx2060", "rtx4060", "rtx3080", "rtx3060", "rtx4080", "rtx4090", "rtx5090", "rtx6000-ada", "h100")
 TABLE_CARD = "rtx4090"
 
-Told = Callable[[str, int, int], None]  # name of the current step, steps done, total steps
+ProgressCallback = Callable[[str, int, int], None]  # name of the current step, steps done, total steps
 
 
 class Sources(NamedTuple):
@@ -55,7 +55,7 @@ def chart_of(
     ram: int | None = None,
     *,
     usual_only: bool = False,
-    on_progress: Told = lambda what, done, total: None,
+    on_progress: ProgressCallback = lambda what, done, total: None,
     sources: Sources | None = None,
 ) -> Chart:
     """Chart `models` of the catalog (none: all) on `cards` (none: CARDS) with `ram` bytes of RAM (None: unlimited).
@@ -65,14 +65,14 @@ def chart_of(
     names = list(dict.fromkeys(map(model_called, models))) or list(model_names())
     known = {name: known_card(name) for name in dict.fromkeys(map(card_called, cards or CARDS))}
     columns = sorted((charted_card(name, card) for name, card in known.items()), key=lambda card: card.bytes)
-    asked = {name: known_model(name).request for name in names}
-    larger = {name: 0 if usual_only else len(rungs_above(usual)) for name, usual in asked.items()}
+    requests = {name: known_model(name).request for name in names}
+    larger = {name: 0 if usual_only else len(rungs_above(usual)) for name, usual in requests.items()}
     steps = {name: len(LEVELS) + 1 + more for name, more in larger.items()}
     rows, cells, before = [], [], 0
     for name in names:
         progress = _Progress(on_progress, before, sum(steps.values()))
         work = _ModelRow(
-            name, asked[name], columns, known, ram, sources or Sources(_measured, simulated_preset), progress
+            name, requests[name], columns, known, ram, sources or Sources(_measured, simulated_preset), progress
         )
         rows.append(work.model)
         cells += work.cells(larger=not usual_only)
@@ -86,7 +86,7 @@ def level_table(
     cards: Sequence[str] = (),
     ram: int | None = None,
     *,
-    on_progress: Told = lambda what, done, total: None,
+    on_progress: ProgressCallback = lambda what, done, total: None,
     sources: Sources | None = None,
 ) -> LevelTable:
     """Return levels 0–3 of `model`, simulated on the card in `cards` (none: an RTX 4090), and the plan made for it.
@@ -97,25 +97,25 @@ def level_table(
     if len(cards) > 1:
         raise InputError(f"a level table is of one card, not of {len(cards)}: {', '.join(cards)}", cards=list(cards))
     card = card_called(cards[0] if cards else TABLE_CARD)
-    accelerator, asked = known_card(card), known_model(name).request
-    ask, progress = sources or Sources(_measured, simulated_preset), _Progress(on_progress, 0, len(LEVELS) + 1)
-    progress.next(f"{name}, {asked.described}")
-    footprint = ask.footprint(name, asked)
+    accelerator, request = known_card(card), known_model(name).request
+    functions, progress = sources or Sources(_measured, simulated_preset), _Progress(on_progress, 0, len(LEVELS) + 1)
+    progress.next(f"{name}, {request.described}")
+    footprint = functions.footprint(name, request)
     presets = []
     for level in LEVELS:
         progress.next(f"{name}, level {level}")
-        presets.append(ask.preset(name, level, footprint, accelerator))
+        presets.append(functions.preset(name, level, footprint, accelerator))
     column = charted_card(card, accelerator)
     rows = tuple(level_rows(footprint, column, accelerator, presets, ram))
-    return LevelTable(model=name, request=asked, card=column, rows=rows)
+    return LevelTable(model=name, request=request, card=column, rows=rows)
 
 
-def asked_chart(
+def chart_from_options(
     models: str | None,
     cards: str | None,
     ram: str | None,
     level_table_of: str | None,
-    on_progress: Told,
+    on_progress: ProgressCallback,
     *,
     usual_only: bool = False,
 ) -> Chart | LevelTable:
@@ -134,7 +134,7 @@ def _names(words: str | None) -> list[str]:
 
 @dataclass
 class _Progress:
-    on_progress: Told
+    on_progress: ProgressCallback
     done: int
     total: int
 
@@ -173,19 +173,19 @@ class _ModelRow:
             self._progress.next(f"{self._name}, level {level}")
             yield self._sources.preset(self._name, level, self._footprint, ANY_CARD)
 
-    def _fitting(self, asked: Request, cards: Collection[str]) -> set[str]:
-        footprint = self._footprint if asked == self._usual else self._measured(asked)
+    def _fitting(self, request: Request, cards: Collection[str]) -> set[str]:
+        footprint = self._footprint if request == self._usual else self._measured(request)
         return {card for card in cards if fits_card(footprint, self._known[card], self._ram)}
 
-    def _measured(self, asked: Request) -> Footprint:
-        self._progress.next(f"{self._name}, {asked.described}")
-        return self._sources.footprint(self._name, asked)
+    def _measured(self, request: Request) -> Footprint:
+        self._progress.next(f"{self._name}, {request.described}")
+        return self._sources.footprint(self._name, request)
 
 
-def _measured(model: str, asked: Request) -> Footprint:
+def _measured(model: str, request: Request) -> Footprint:
     from tightfit.run.footprints import measure_footprint
 
-    return measure_footprint(model, asked)
+    return measure_footprint(model, request)
 
 
 LEVELS = (0, 1, 2, 3)
@@ -199,14 +199,14 @@ def simulated_preset(model: str, level: int, footprint: Footprint, accelerator: 
     return cached(Preset, question, lambda: _simulated(model, level, footprint, endless, usual))
 
 
-def _simulated(model: str, level: int, footprint: Footprint, accelerator: Accelerator, asked: Request) -> Preset:
+def _simulated(model: str, level: int, footprint: Footprint, accelerator: Accelerator, request: Request) -> Preset:
     from tightfit.run.simulate import SimulationRun, unlimited_card
     from tightfit.simulator.allocator_replay import least_capacity
 
     with unlimited_card(accelerator) as card:
-        stage = SimulationRun(model, card, {"level": level}, asked)
-        stage.run()
-        plan, trace = stage.fitted.plan, stage.fitted.report().trace
+        simulation = SimulationRun(model, card, {"level": level}, request)
+        simulation.run()
+        plan, trace = simulation.fitted.plan, simulation.fitted.report().trace
         return Preset(
             level=level,
             needed_bytes=least_capacity(card.allocator.history, expandable=plan.expandable_segments),

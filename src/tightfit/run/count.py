@@ -46,34 +46,35 @@ def counted(
     """
     host = machine or computer_with(accelerator)
     shares = not accelerator.is_cpu
-    usual = choices["device"] if others and "device" in choices else "cuda:0" if shares else "cpu"
+    default = choices["device"] if others and "device" in choices else "cuda:0" if shares else "cpu"
     plan = plan_for(
-        footprint, usual, separate=shares, choices=choices, request=footprint.request,
+        footprint, default, separate=shares, choices=choices, request=footprint.request,
         pinnable=host.pinnable or 0, accelerator=accelerator,
     )  # fmt: skip
     devices = (
         {each.name: with_default_rates(each) for each in (accelerator, *others)}
         if others
-        else {usual: with_default_rates(accelerator)}
+        else {default: with_default_rates(accelerator)}
     )
-    said = {phase.name: phase.seconds for phase in plan.forecast}
+    planned_seconds = {phase.name: phase.seconds for phase in plan.forecast}
     phases, now = list[PhaseTrace](), 0.0
-    played = simulate_jointly(footprint, plan, devices, default_store_rates(host, accelerator))
-    for phase, told in zip(footprint.with_variant(variant_of(footprint, plan)).phases, played, strict=True):
-        own, there = told[plan.device], {name: each.weights + each.allocator_bytes for name, each in told.items()}
-        seconds = said.get(phase.name, sum(each.seconds for each in told.values()))
+    simulated = simulate_jointly(footprint, plan, devices, default_store_rates(host, accelerator))
+    for phase, estimates in zip(footprint.with_variant(variant_of(footprint, plan)).phases, simulated, strict=True):
+        own = estimates[plan.device]
+        peaks = {name: each.weights + each.allocator_bytes for name, each in estimates.items()}
+        seconds = planned_seconds.get(phase.name, sum(each.seconds for each in estimates.values()))
         phases.append(
             PhaseTrace(
-                name=phase.name, start=now, seconds=seconds, peak_bytes=there.pop(plan.device),
+                name=phase.name, start=now, seconds=seconds, peak_bytes=peaks.pop(plan.device),
                 peak_weights=own.weights, peak_reserved=own.peak(devices[plan.device]), runs=len(phase.call_order),
-                other_devices=there,
+                other_devices=peaks,
             )
         )  # fmt: skip
         now += seconds
     name = card or accelerator.product_name or accelerator.name
     capacities = {each: capacity_of(plan, known, host.ram_used or 0) for each, known in devices.items()}
     elsewhere = {each: capacities[each] for each in plan.devices if each != plan.device}
-    fits = [told[each].peak(devices[each]) <= capacities[each] for told in played for each in plan.devices]
+    fits = [estimates[each].peak(devices[each]) <= capacities[each] for estimates in simulated for each in plan.devices]
     return Prediction(
         model=title,
         card=name,
@@ -97,5 +98,5 @@ def capacity_of(plan: Plan, accelerator: Accelerator, taken: int = 0) -> int:
     if accelerator.is_cpu:
         most = min(budget.of_cpu, accelerator.bytes) if budget else accelerator.bytes
         return max(most - taken, 1)
-    asked = (budget.of(accelerator.name) if budget else None) or accelerator.bytes
-    return max(min(asked, accelerator.bytes - CONTEXT), 1)
+    budgeted = (budget.of(accelerator.name) if budget else None) or accelerator.bytes
+    return max(min(budgeted, accelerator.bytes - CONTEXT), 1)

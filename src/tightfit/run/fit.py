@@ -15,8 +15,8 @@ from tightfit.apply.other_offloading import refuse_offloaded
 from tightfit.devices.device import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE
-from tightfit.run.call_arguments import asked_by
-from tightfit.run.plan_options import BudgetLike, asked_for, limits_for
+from tightfit.run.call_arguments import request_of_example
+from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.replanning import Replanner
 from tightfit.run.unmeasured import plan_until_called
@@ -77,8 +77,8 @@ def fit(
     """
     limits = limits_for(budget, ram, allow, level, plan)
     if limits is not None:
-        asked = asked_for(request, example)
-        return _fit_within(pipe, plan_target_of(limits, device), asked, example, count_activations)
+        planned = request_to_plan(request, example)
+        return _fit_within(pipe, plan_target_of(limits, device), planned, example, count_activations)
     return fitting.fit(
         pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations
     )
@@ -94,12 +94,12 @@ def _fit_within(
     if isinstance(pipe, nn.Module):
         raise PlanError(f"a budget is for a whole pipeline: give a single {type(pipe).__name__} a level or a plan")
     refuse_offloaded(pipe)
-    asked = request if example is None else asked_by(pipe, example)
+    call_request = request if example is None else request_of_example(pipe, example)
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()
     replanner = Replanner(pipe, plan_target)
-    plan = plan_until_called(pipe, plan_target) if asked is None else replanner.plan(pipe, asked, example)
+    plan = plan_until_called(pipe, plan_target) if call_request is None else replanner.plan(pipe, call_request, example)
     target = plan_target.host_of(plan)
     fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner)
     fitted.tell(replanner.calibration_recorder)

@@ -68,10 +68,10 @@ def measure_footprint(
     Raises InputError for what cannot be measured, ModelError for an invalid folder, RequestError for what the pipeline
     does not accept, PlanError for a pipeline that follows a plan (undo first) and for weights in a custom format.
     """
-    asked = request if isinstance(request, Request) else Request.from_mapping(request or {})
+    parsed = request if isinstance(request, Request) else Request.from_mapping(request or {})
     if isinstance(subject, str | Path):
         model, mark = resolve_model(str(subject))
-        return _kept(mark, asked, inputs, model, _checked(dtype))
+        return _kept(mark, parsed, inputs, model, _checked(dtype))
     if dtype is not None:
         raise InputError(f"a {type(subject).__name__} that is loaded has its own dtype: leave dtype={dtype} out")
     module, method = (subject.__self__, subject.__name__) if inspect.ismethod(subject) else (subject, "forward")
@@ -83,7 +83,7 @@ def measure_footprint(
             )
         return _measure_module(meta_copy(module), method, inputs)
     find_components(subject)  # PlanError if it has none
-    return _kept(fingerprint(subject), asked, inputs, subject)
+    return _kept(fingerprint(subject), parsed, inputs, subject)
 
 
 class Measurer:
@@ -99,17 +99,19 @@ class Measurer:
         self._model, self._mark = resolve_model(str(subject)) if named else (meta_copy(subject), fingerprint(subject))
         self._dtype, self._expandable = _checked(dtype), expandable
 
-    def measure(self, asked: Request, call: Given | CallLog | None = None, missing: Missing | None = None) -> Footprint:
-        """Return the footprint of the `call` with the request `asked` (None: with dummy arguments).
+    def measure(
+        self, request: Request, call: Given | CallLog | None = None, missing: Missing | None = None
+    ) -> Footprint:
+        """Return the footprint of the `call` with this `request` (None: with dummy arguments).
 
         Strip options and variants, which take most of the time, are measured only while `missing` names them for the
         footprint so far (None: all of them).
         """
-        return _kept(self._mark, asked, call, self._model, self._dtype, expandable=self._expandable, missing=missing)
+        return _kept(self._mark, request, call, self._model, self._dtype, expandable=self._expandable, missing=missing)
 
-    def question(self, asked: Request) -> dict[str, Any] | None:
+    def question(self, request: Request) -> dict[str, Any] | None:
         """Return the cache question of a footprint; None if it is not cached."""
-        return footprint_question(self._mark, asked, self._dtype, expandable=self._expandable) if self._mark else None
+        return footprint_question(self._mark, request, self._dtype, expandable=self._expandable) if self._mark else None
 
 
 def _checked(dtype: str | None) -> str | None:
@@ -120,7 +122,7 @@ def _checked(dtype: str | None) -> str | None:
 
 def _kept(
     mark: str,
-    asked: Request,
+    request: Request,
     inputs: Any,
     model: Any,
     dtype: str | None = None,
@@ -132,19 +134,19 @@ def _kept(
 
     InputError if extra arguments are not a mapping by name.
     """
-    whole = isinstance(inputs, Given | CallLog)  # a call, which `asked` describes
+    whole = isinstance(inputs, Given | CallLog)  # a call, which `request` describes
     if inputs is not None and not whole and not isinstance(inputs, Mapping):
         raise InputError(f"a pipeline's inputs go by name, not as {type(inputs).__name__}", kind=type(inputs).__name__)
 
     def measure(missing: Missing) -> Footprint:
         try:
-            return _measure_call(model, asked, inputs, dtype, expandable, missing)
+            return _measure_call(model, request, inputs, dtype, expandable, missing)
         except Exception:  # a network that needs tensor values: its logged parts are called instead
             if not isinstance(inputs, CallLog):
                 raise
             plain = without_hooks(_untouched(model))
-            unable = _find_unable(plain, asked, inputs, dtype)
-            return _measure_call(plain, asked, inputs, dtype, expandable, missing, unable)
+            unable = _find_unable(plain, request, inputs, dtype)
+            return _measure_call(plain, request, inputs, dtype, expandable, missing, unable)
 
     def measured(missing: Missing) -> Footprint:
         return measure(missing).model_copy(update={"from_call_log": isinstance(inputs, CallLog)})
@@ -152,7 +154,7 @@ def _kept(
     wanted = missing or (lambda footprint: footprint.not_measured)
     if (inputs and not whole) or not mark:
         return measured(wanted)
-    question = footprint_question(mark, asked, dtype, expandable=expandable)
+    question = footprint_question(mark, request, dtype, expandable=expandable)
     known = lookup(Footprint, question)
     if known is None:
         return keep_footprint(measured(wanted), question)
@@ -167,8 +169,8 @@ def _collecting_rarely() -> Iterator[None]:
 
     Existing objects are frozen meanwhile: libraries have a million of them.
     """
-    usual, frozen = gc.get_threshold(), gc.get_freeze_count()
-    gc.set_threshold(10 * usual[0], *usual[1:])
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.set_threshold(10 * before[0], *before[1:])
     if not frozen:  # unfreeze would also undo an earlier freeze by other code
         gc.freeze()
     try:
@@ -176,13 +178,13 @@ def _collecting_rarely() -> Iterator[None]:
     finally:
         if not frozen:
             gc.unfreeze()
-        gc.set_threshold(*usual)
+        gc.set_threshold(*before)
 
 
 @_collecting_rarely()
 def _measure_call(
     model: Any,
-    asked: Request,
+    request: Request,
     inputs: CallInputs,
     dtype: str | None,
     expandable: bool,
@@ -191,38 +193,42 @@ def _measure_call(
 ) -> Footprint:
     precision, work = getattr(torch, dtype) if dtype else None, ProgressTracker(PLAYING)
     with unlimited_card(ANY_CARD) as card:
-        stage = SimulationRun(_untouched(model), card, {"level": 0}, asked, precision, unable)
-        ledger, player = CallProfiler(card, expandable=expandable), VariantSimulator(stage, unable)
+        simulation = SimulationRun(_untouched(model), card, {"level": 0}, request, precision, unable)
+        profiler, simulator = CallProfiler(card, expandable=expandable), VariantSimulator(simulation, unable)
         with ExitStack() as undo:
-            calls = AutoencoderStripProfiles(stage.components, undo, expandable=expandable)
-            ledger.follow(stage.components, undo)
-            player.replay.listen(ledger)
+            strip_profiles = AutoencoderStripProfiles(simulation.components, undo, expandable=expandable)
+            profiler.follow(simulation.components, undo)
+            simulator.replay.listen(profiler)
             work.did(BUILDING)
-            stage.run(inputs)
-            made = inspect_pipeline(stage.pipe)
-            phases = ledger.phases()
+            simulation.run(inputs)
+            made = inspect_pipeline(simulation.pipe)
+            phases = profiler.phases()
         work.did(PLAYING - BUILDING)
         expected: set[str] = set()
-        footprint = made.model_copy(update={"request": stage.request, "phases": phases, "not_measured": OPTIONAL_PARTS})
+        footprint = made.model_copy(
+            update={"request": simulation.request, "phases": phases, "not_measured": OPTIONAL_PARTS}
+        )
         while wanted := missing(footprint):
             work.expect(sum(SIZES[part] for part in wanted if part not in expected))
             expected.update(wanted)
             before = footprint.not_measured
             if (part := wanted[0]) in STRIP_LIMITS:
-                footprint = calls.with_strips(footprint, part)
+                footprint = strip_profiles.with_strips(footprint, part)
             else:
-                variants = measure_variants(footprint, lambda each: player.phases(each, inputs, ledger))
+                variants = measure_variants(footprint, lambda each: simulator.phases(each, inputs, profiler))
                 left = tuple(other for other in footprint.not_measured if other != part)
                 footprint = footprint.model_copy(update={"variants": variants, "not_measured": left})
             work.did(sum(SIZES[part] for part in set(before).difference(footprint.not_measured)))
         return footprint
 
 
-def _find_unable(model: Any, asked: Request, log: CallLog, dtype: str | None) -> set[tuple[str, str]]:
+def _find_unable(model: Any, request: Request, log: CallLog, dtype: str | None) -> set[tuple[str, str]]:
     """Return the components and methods of a logged call that cannot run on shapes alone."""
     with unlimited_card(ANY_CARD) as card:
-        stage = SimulationRun(_untouched(model), card, {"level": 0}, asked, getattr(torch, dtype) if dtype else None)
-        return stage.find_unable(log)
+        simulation = SimulationRun(
+            _untouched(model), card, {"level": 0}, request, getattr(torch, dtype) if dtype else None
+        )
+        return simulation.find_unable(log)
 
 
 def _untouched(model: Any) -> Any:
@@ -237,10 +243,10 @@ def _measure_module(double: nn.Module, method: str, inputs: Inputs) -> Footprint
         fit(double, level=0, device="simulated:0")
         given = [_placed(value, dtype) for value in args]
         named = {name: _placed(value, dtype) for name, value in kwargs.items()}
-        ledger = CallProfiler(card)
-        ledger.follow({"model": double}, undo)
+        profiler = CallProfiler(card)
+        profiler.follow({"model": double}, undo)
         (double if method == "forward" else getattr(double, method))(*given, **named)
-        return inspect_pipeline(double).model_copy(update={"phases": ledger.phases()})
+        return inspect_pipeline(double).model_copy(update={"phases": profiler.phases()})
 
 
 def _placed(value: Any, dtype: torch.dtype) -> Any:

@@ -145,10 +145,10 @@ class Job:
 
     def summary(self) -> dict[str, Any]:
         """Return what `--json` prints. Predictions are null if the plan has no forecast."""
-        report, told = self.report.to_mapping(), {phase.name: phase for phase in self.report.plan.forecast}
-        peaks = {name: phase.peak_bytes for name, phase in told.items()}
+        report, forecast = self.report.to_mapping(), {phase.name: phase for phase in self.report.plan.forecast}
+        peaks = {name: phase.peak_bytes for name, phase in forecast.items()}
         phases = [{**phase, "predicted_peak_bytes": peaks.get(phase["name"])} for phase in report["phases"]]
-        seconds = sum(phase.seconds for phase in told.values()) if told else None
+        seconds = sum(phase.seconds for phase in forecast.values()) if forecast else None
         return report | {
             "predicted": {"peak_bytes": max(peaks.values(), default=None), "seconds": seconds},
             "phases": phases,
@@ -163,16 +163,16 @@ _CARD = Accelerator(name="any card", kind="simulated", bytes=1)  # shapes do not
 def export_model(
     model: str | None,
     out: Path,
-    asked: Request | None = None,
+    request: Request | None = None,
     *,
     name: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
     inputs: Mapping[str, Any] | None = None,
 ) -> ExportedFile:
-    """Export the denoiser of `model` (folder or hub id; None: the demo model) for the request `asked` to `out`.
+    """Export the denoiser of `model` (folder or hub id; None: the demo model) for `request` to `out`.
 
-    Only configurations are read. Fields that `asked` leaves open have the pipeline's defaults; `inputs` are further
+    Only configurations are read. Fields that `request` leaves open have the pipeline's defaults; `inputs` are further
     arguments of its call, by name: a negative prompt, or the prompt if its length in tokens matters. `dtype` is the
     compute dtype (default: that of `tightfit run` on `device`: float32 on the CPU, else as stored). `name` selects one
     of several denoisers.
@@ -185,11 +185,11 @@ def export_model(
     on_cpu = choose_device(device).torch_device.type == "cpu"
     check_writable(out)
     folder = find_model(model)
-    request = asked or Request()
+    request = request or Request()
     if model is None:
         request = demo_request(request)
-    usual = "float32" if on_cpu else stored_dtype(folder.components)
-    exported_file = _export(folder, getattr(torch, dtype or usual), request, name, inputs)
+    default = "float32" if on_cpu else stored_dtype(folder.components)
+    exported_file = _export(folder, getattr(torch, dtype or default), request, name, inputs)
     exported_file.save(out)
     return exported_file
 
@@ -201,10 +201,10 @@ def _export(
     pipe = build_folder(folder, dtype)
     module = find_denoiser(pipe, name)
     with unlimited_card(_CARD) as card:
-        stage = SimulationRun(pipe, card, {"level": 0}, request)
-        given = first_call(module, lambda: stage.run(inputs))
+        simulation = SimulationRun(pipe, card, {"level": 0}, request)
+        given = first_call(module, lambda: simulation.run(inputs))
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), given)
         del given
-        stage.fitted.undo()
+        simulation.fitted.undo()
         del module.forward  # set by the simulation
     return export_module(module, *args, **kwargs)

@@ -18,7 +18,7 @@ from tightfit.checkpoint.lazy_loading import LazyCheckpoint, build_lazily
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.run.models import DTYPES, find_model, stored_dtype
-from tightfit.run.plan_options import BudgetLike, asked_for, limits_for
+from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import PlannedFolder, plan_within
 from tightfit.run.replanning import Replanner
@@ -74,7 +74,7 @@ def load(
     if plan_target is not None:
         if folder is None:
             raise PlanError(f"a budget is for a whole pipeline: give the network in {path} a level or a plan")
-        made = plan_within(path, asked_for(request, example), plan_target, dtype, example)
+        made = plan_within(path, request_to_plan(request, example), plan_target, dtype, example)
         return load_made(folder, dtype, plan_target, made, count_activations=count_activations)
     checkpoint = build_lazily(path, folder, getattr(torch, dtype))
     decided = decide(checkpoint.pipe, choices, request, target)

@@ -73,8 +73,8 @@ class PassReplayer:
         self._passes[key] += 1
         number = self._passes[key]
         if number in watched:
-            output, seen = _watched(lambda: self._forward(*args, **kwargs), self._recorder, self._card)
-            self._known.setdefault(key, []).append(seen)
+            output, recorded = _watched(lambda: self._forward(*args, **kwargs), self._recorder, self._card)
+            self._known.setdefault(key, []).append(recorded)
             return output
         if number < watched[0]:
             return self._forward(*args, **kwargs)
@@ -125,12 +125,12 @@ def _copy_of(value: Any) -> Callable[[], Any]:
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def _repeat(seen: _RecordedPass, recorder: Recorder, card: SimulatedCard) -> Any:
-    recorder.repeat(seen.moments)
-    card.timeline.run(card.stream, "compute", seen.nanoseconds)
-    card.live.reach(seen.above)
-    recorder.moved(bytes_in=seen.bytes_in, bytes_out=seen.bytes_out)
-    return _placed(seen.output, torch.device(NAME, card.index))
+def _repeat(recorded: _RecordedPass, recorder: Recorder, card: SimulatedCard) -> Any:
+    recorder.repeat(recorded.moments)
+    card.timeline.run(card.stream, "compute", recorded.nanoseconds)
+    card.live.reach(recorded.above)
+    recorder.moved(bytes_in=recorded.bytes_in, bytes_out=recorded.bytes_out)
+    return _placed(recorded.output, torch.device(NAME, card.index))
 
 
 def _watched(work: Callable[[], Any], recorder: Recorder, card: SimulatedCard) -> tuple[Any, _RecordedPass]:
@@ -150,7 +150,7 @@ def _watched(work: Callable[[], Any], recorder: Recorder, card: SimulatedCard) -
     finally:
         card.kernel_callbacks.remove(watch)
     above, counter.peak = counter.peak - before, max(counter.peak, highest)
-    seen = _RecordedPass(
+    recorded = _RecordedPass(
         _placed(output, torch.device("meta")),
         card.now - begun,
         above,
@@ -158,7 +158,7 @@ def _watched(work: Callable[[], Any], recorder: Recorder, card: SimulatedCard) -
         card.bytes_out - crossed[1],
         _few(moments),
     )
-    return output, seen
+    return output, recorded
 
 
 def _few(moments: list[Moment]) -> tuple[Moment, ...]:

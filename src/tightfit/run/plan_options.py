@@ -22,12 +22,12 @@ __all__ = [
     "RUN_EXAMPLES",
     "BudgetLike",
     "Limits",
-    "asked_for",
     "call_request",
     "demo_request",
     "limits_for",
     "limits_of",
     "plan_fields",
+    "request_to_plan",
 ]
 
 
@@ -77,7 +77,7 @@ def limits_for(
     return None
 
 
-def asked_for(request: Request | Mapping[str, Any] | None, example: Mapping[str, Any] | None) -> Request | None:
+def request_to_plan(request: Request | Mapping[str, Any] | None, example: Mapping[str, Any] | None) -> Request | None:
     """Return the request to plan for; None if there is none, or an `example` instead. PlanError for both."""
     if request is not None and example is not None:
         raise PlanError(f"give request={request} or example={list(example)}, the arguments of a call: not both")
@@ -117,10 +117,10 @@ def limits_of(budget: str | None, ram: str | None, allow: list[str], choices: Ma
     return Limits(_budget(None if budget is None else _named_sizes(budget), ram), check_techniques(allow))
 
 
-def call_request(choices: dict[str, Any], negative: str | None = None, **asked: Any) -> Request:
+def call_request(choices: dict[str, Any], negative: str | None = None, **fields: Any) -> Request:
     """Return the request of the options, merged over the plan's own `request`, which is removed from `choices`."""
     given = choices.pop("request", None) or {}
-    options = {field: value for field, value in asked.items() if value is not None}
+    options = {field: value for field, value in fields.items() if value is not None}
     if options.get("batch") == 1:
         del options["batch"]  # the default: does not override
     request = Request.from_mapping(given | options if isinstance(given, dict) else given)
@@ -151,9 +151,9 @@ def _drop_derived(choices: dict[str, Any], paths: list[list[str]]) -> None:
     for path in paths:
         chosen = components.get(path[1]) if isinstance(components, dict) and len(path) == 3 else None
         if path[0] == "components" and isinstance(chosen, dict):
-            for settled in _DERIVED_FIELDS.get(path[2], ()):
-                if [*path[:2], settled] not in paths:
-                    chosen.pop(settled, None)
+            for derived in _DERIVED_FIELDS.get(path[2], ()):
+                if [*path[:2], derived] not in paths:
+                    chosen.pop(derived, None)
 
 
 def _value(change: str, text: str) -> Any:

@@ -25,7 +25,7 @@ from tightfit.measure.rates import Progress, measure_rates
 from tightfit.progress import showing
 from tightfit.run.argument_values import Given
 from tightfit.run.calibration import PlanningInputs, forget, measured
-from tightfit.run.call_arguments import asked_by
+from tightfit.run.call_arguments import request_of_example
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_target import PlanTarget
 from tightfit.run.unmeasured import plan_unmeasured, with_reason
@@ -53,7 +53,7 @@ _RATES = (
 def measured_machine(*, again: bool = False, on_progress: Progress = lambda name, done, total: None) -> Machine:
     """Return this computer: its devices, its memory that is free now, and its rates.
 
-    Rates are measured if none are cached, or if `again`: this takes up to 20 s, and `told` is called at each step.
+    Rates are measured if none are cached, or if `again`: this takes up to 20 s, and `on_progress` called at each step.
     `again` also deletes the stored measurements of calls.
     """
     if again:
@@ -171,25 +171,26 @@ def plan_within(
 
     On a CPU the budget includes what this process holds already, so garbage of the measurement is freed first.
     """
-    asked, given = request or Request(), None
+    call_request, given = request or Request(), None
     if example is not None:
         kind = getattr(diffusers, check_folder(path).pipeline_class)
-        asked, given = asked_by(object.__new__(kind), example), Given(example, plan_target.devices[0].torch_device)
+        call_request = request_of_example(object.__new__(kind), example)
+        given = Given(example, plan_target.devices[0].torch_device)
     try:
         measurer = Measurer(path, dtype, expandable=plan_target.expandable)
         with showing("planning", {}):
             planning_inputs = measured(
-                measurer, asked, given, plan_target.limits, lambda: machine_now(*plan_target.devices)
+                measurer, call_request, given, plan_target.limits, lambda: machine_now(*plan_target.devices)
             )
     except InputError as error:
         if request is not None or not isinstance(error, RequestError):
             raise
-        return _unmeasured(path, asked, plan_target, dtype, error)
+        return _unmeasured(path, call_request, plan_target, dtype, error)
     except Exception as error:  # raised by third-party code
-        return _unmeasured(path, asked, plan_target, dtype, error)
+        return _unmeasured(path, call_request, plan_target, dtype, error)
     return PlannedFolder(planning_inputs.plan(plan_target.limits), planning_inputs)
 
 
-def _unmeasured(path: Path, asked: Request, plan_target: PlanTarget, dtype: str, error: Exception) -> PlannedFolder:
+def _unmeasured(path: Path, request: Request, plan_target: PlanTarget, dtype: str, error: Exception) -> PlannedFolder:
     pipe = build_folder(check_folder(path), getattr(torch, dtype))
-    return PlannedFolder(with_reason(plan_unmeasured(pipe, plan_target), asked, error), None)
+    return PlannedFolder(with_reason(plan_unmeasured(pipe, plan_target), request, error), None)

@@ -33,13 +33,13 @@ def forecast(
     model: str | None,
     card: str | None,
     choices: dict[str, Any],
-    asked: Request,
+    request: Request,
     say: Say,
     limits: Limits | None = None,
     *,
     simulated: bool = False,
 ) -> Prediction:
-    """Predict the call `asked` of `model` (a known one, a folder, a hub id; None: the demo model).
+    """Predict the call `request` of `model` (a known one, a folder, a hub id; None: the demo model).
 
     It runs under `choices` of Plan fields, or under the plan made within `limits`; on the known `card`, or several with
     commas between; if `card` is None, on this computer's first device, or on those that the budget names. Slow steps
@@ -51,7 +51,7 @@ def forecast(
     which, mark = resolve_model(model)
     chosen = limits is None and bool(choices)
     title = which if isinstance(which, str) else model
-    asked = demo_request(asked) if model is None else asked
+    request = demo_request(request) if model is None else request
     several = len(known) > 1
     fields = {name: value for name, value in choices.items() if several or name != "device"} or {"level": 0}
     Plan.from_mapping(fields)
@@ -65,13 +65,13 @@ def forecast(
         called = [each.name for each in (accelerator, *others)]
         limits = _among(called if others or not known else [card_called(card or "")], limits)
         with say("planning"):
-            footprint = _kept_footprint(which, mark, (accelerator, *others), asked, limits)
-            fields, time_scales = _planned(which, (accelerator, *others), asked, limits, own, footprint)
+            footprint = _kept_footprint(which, mark, (accelerator, *others), request, limits)
+            fields, time_scales = _planned(which, (accelerator, *others), request, limits, own, footprint)
     name = title or "the demo model"
     card = " and ".join(each.name for each in (accelerator, *others)) if others else card and card_called(card)
     if reads_disk(fields):
         with say("counting"):
-            measured = footprint or _measurer(which, accelerator).measure(asked)
+            measured = footprint or _measurer(which, accelerator).measure(request)
             found = counted(measured, accelerator, fields, others=others, title=name, card=card, machine=own)
         return found.model_copy(update={"rates": _rates(accelerator, own, time_scales)})
 
@@ -80,11 +80,11 @@ def forecast(
             from tightfit.run.simulate import simulate_call
 
             return simulate_call(
-                which, accelerator, fields, asked, others=others, title=name, card=card, time_scales=time_scales
+                which, accelerator, fields, request, others=others, title=name, card=card, time_scales=time_scales
             )
 
     on = card if known else [each.to_mapping() | {"free": None} for each in (accelerator, *others)]
-    question = {"model": mark, "title": title, "card": on, "choices": fields, "request": asked.to_mapping()}
+    question = {"model": mark, "title": title, "card": on, "choices": fields, "request": request.to_mapping()}
     question["paces"] = time_scales
     if known and footprint is not None and not simulated:
         found = lookup(Prediction, question) or counted(
@@ -95,7 +95,7 @@ def forecast(
     instead = None
     if chosen and not found.fits and not others:
         with say("looking for what would fit"):
-            instead = _instead(which, accelerator, asked, own, mark)
+            instead = _instead(which, accelerator, request, own, mark)
     return found.model_copy(update={"rates": _rates(accelerator, own, time_scales), "would_fit": instead})
 
 
@@ -108,11 +108,13 @@ def _rates(
     return "learned" if time_scales else "measured" if accelerator.arithmetic_rates else "guessed"
 
 
-def _instead(which: str | ModelFolder, accelerator: Accelerator, asked: Request, own: Machine | None, mark: str) -> str:
+def _instead(
+    which: str | ModelFolder, accelerator: Accelerator, request: Request, own: Machine | None, mark: str
+) -> str:
     """A sentence on what would fit on `accelerator`."""
     try:
-        kept = _kept_footprint(which, mark, (accelerator,), asked, Limits(None))
-        fields, _ = _planned(which, (accelerator,), asked, Limits(None), own, kept)
+        kept = _kept_footprint(which, mark, (accelerator,), request, Limits(None))
+        fields, _ = _planned(which, (accelerator,), request, Limits(None), own, kept)
     except BudgetTooSmall as error:
         return str(error)
     plan = Plan.from_mapping(fields)
@@ -126,7 +128,7 @@ def _known_cards(names: str | None) -> list[Accelerator]:
     called = [card_called(name) for name in names.split(",")] if names is not None else []
     if len(called) < 2:
         return [known_card(name) for name in called]
-    numbers = [called[: place + 1].count(name) for place, name in enumerate(called)]
+    numbers = [called[: index + 1].count(name) for index, name in enumerate(called)]
     named = [name if number == 1 else f"{name}#{number}" for name, number in zip(called, numbers, strict=True)]
     return [
         known.model_copy(update={"name": name, "product_name": known.name})
@@ -159,7 +161,7 @@ def _among(names: Sequence[str], limits: Limits) -> Limits:
 def _planned(
     which: str | ModelFolder,
     accelerators: Sequence[Accelerator],
-    asked: Request,
+    request: Request,
     limits: Limits,
     own: Machine | None,
     footprint: Footprint | None,
@@ -169,16 +171,17 @@ def _planned(
 
     first, *others = accelerators
     measurer = _measurer(which, first) if footprint is None or own is not None else None
-    past = CalibrationStore(measurer.question(asked) if measurer and own is not None and not others else None, first)
+    question = measurer.question(request) if measurer and own is not None and not others else None
+    calibration_store = CalibrationStore(question, first)
     machine = own if own is not None and first.is_cpu else computer_with(*accelerators)
     machine = machine.model_copy(update={"accelerators": machine.accelerators[: len(accelerators)]})
     if others:
         limits = limits._replace(budget=_for_each(machine.accelerators, limits.budget))
-    workings = SearchCaches()
-    missing = lambda bare: PlanningInputs(bare, machine, past, None, workings).missing(limits)  # noqa: E731
-    measured = footprint if measurer is None else measurer.measure(asked, None, missing)
+    cache = SearchCaches()
+    missing = lambda bare: PlanningInputs(bare, machine, calibration_store, None, cache).missing(limits)  # noqa: E731
+    measured = footprint if measurer is None else measurer.measure(request, None, missing)
     assert measured is not None
-    planning_inputs = PlanningInputs(measured, machine, past, None, workings)
+    planning_inputs = PlanningInputs(measured, machine, calibration_store, None, cache)
     plan = planning_inputs.plan(limits)
     left_out = {"request"} if others else {"device", "request"}
     return plan.model_dump(mode="json", exclude=left_out), {} if others else planning_inputs.time_scales(plan)
@@ -195,7 +198,7 @@ def _for_each(accelerators: Sequence[Accelerator], budget: Budget | None) -> Bud
 
 
 def _kept_footprint(
-    which: str | ModelFolder, mark: str, accelerators: Sequence[Accelerator], asked: Request, limits: Limits
+    which: str | ModelFolder, mark: str, accelerators: Sequence[Accelerator], request: Request, limits: Limits
 ) -> Footprint | None:
     """The footprint that `_measurer` would find in the cache for a plan within `limits`; does not measure."""
     dtype, expandable = _dtype(which, accelerators[0]), accelerators[0].expandable_refused is None
@@ -207,14 +210,14 @@ def _kept_footprint(
             limits
         )
 
-    question = footprint_question(mark, asked, dtype, expandable=expandable)
+    question = footprint_question(mark, request, dtype, expandable=expandable)
     return recalled_footprint(question, missing if len(accelerators) == 1 else None) if mark else None
 
 
 def _dtype(which: str | ModelFolder, accelerator: Accelerator) -> str | None:
     """Compute dtype of `tightfit run` on `accelerator`; None: a known model's usual one."""
-    usual = None if isinstance(which, str) else stored_dtype(which.components)
-    return "float32" if accelerator.is_cpu else usual
+    default = None if isinstance(which, str) else stored_dtype(which.components)
+    return "float32" if accelerator.is_cpu else default
 
 
 def _measurer(which: str | ModelFolder, accelerator: Accelerator) -> Measurer:

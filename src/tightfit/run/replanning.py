@@ -50,7 +50,7 @@ class Replanner:
         self._unmeasured = plan_unmeasured(pipe, plan_target)  # for calls that cannot be measured
         self._measurer = _measurer(pipe, plan_target)
         self._machine: Machine | None = None  # as before the pipeline followed any plan
-        self._bases: dict[CallShape, PlanningInputs] = {}
+        self._inputs_by_shape: dict[CallShape, PlanningInputs] = {}
         self._plans: dict[CallShape, Plan] = {}
         self.calibration_recorder = CalibrationRecorder(self._devices[0])
         self._logs: dict[CallShape, CallLog] = {}  # of finished calls that were not measured before
@@ -60,7 +60,7 @@ class Replanner:
             shape = shape_of(pipe, made.plan.request)
             self._plans[shape] = made.plan
             if made.planning_inputs is not None:
-                self._bases[shape] = made.planning_inputs
+                self._inputs_by_shape[shape] = made.planning_inputs
                 self._resident_on(made.plan)
                 self.calibration_recorder.studies(made.plan, made.planning_inputs)
 
@@ -79,9 +79,11 @@ class Replanner:
     def _new(self, request: Request, shape: CallShape, given: Mapping[str, Any] | None) -> Plan:
         log = self._logs.pop(shape, None)
         try:
-            known = self._bases.get(shape)
+            known = self._inputs_by_shape.get(shape)
             planning_inputs = (
-                self._suited(request, known) if known else self._planning_inputs(request, log or self._call(given))
+                self._with_missing_parts(request, known)
+                if known
+                else self._planning_inputs(request, log or self._call(given))
             )
         except RequestError as error:
             if given is None and request != Request():
@@ -95,7 +97,7 @@ class Replanner:
             if not planning_inputs.footprint.from_call_log:
                 raise
             return self._level_3(request, error)
-        self._bases[shape] = planning_inputs = planning_inputs._replace(
+        self._inputs_by_shape[shape] = planning_inputs = planning_inputs._replace(
             cache=None
         )  # intermediate results of one plan take memory
         self._resident_on(plan)
@@ -120,7 +122,7 @@ class Replanner:
             raise self._measurer
         return measured(self._measurer, request, call, self._limits, self._machine_once_free)
 
-    def _suited(self, request: Request, planning_inputs: PlanningInputs) -> PlanningInputs:
+    def _with_missing_parts(self, request: Request, planning_inputs: PlanningInputs) -> PlanningInputs:
         """`planning_inputs`, with those missing parts measured that a plan within the current limits needs."""
         if isinstance(self._measurer, Exception) or not planning_inputs.missing(self._limits):
             return planning_inputs
@@ -140,15 +142,15 @@ class Replanner:
 
         A plan that offloads nothing and splits nothing is also kept for calls that need no more than its own request.
         """
-        asked = request_of(pipe, args, kwargs)
-        if asked is None:
+        request = request_of(pipe, args, kwargs)
+        if request is None:
             return None
-        shape, planned = shape_of(pipe, asked), None if now.request is None else shape_of(pipe, now.request)
+        shape, planned = shape_of(pipe, request), None if now.request is None else shape_of(pipe, now.request)
         if planned is not None:
             known = shape == planned and shape not in self._logs
             if known or (_is_whole(now) and _is_within(shape, planned)):
                 return None
-        return self.plan(pipe, asked, given_to(pipe, args, kwargs))
+        return self.plan(pipe, request, given_to(pipe, args, kwargs))
 
     def log_for(self, now: Plan, device: Device, activations: Callable[[], int]) -> CallLog | None:
         """Return a log for a call that could not be measured beforehand, at its first time; else None."""
@@ -170,23 +172,25 @@ class Replanner:
         BudgetTooSmall.
         """
         assert now.request is not None
-        shape, told = shape_of(pipe, now.request), now.predicted_peak(now.device)
-        if shape not in self._bases:
+        shape, predicted = shape_of(pipe, now.request), now.predicted_peak(now.device)
+        if shape not in self._inputs_by_shape:
             raise _nothing_less(now, held)
-        planning_inputs = self._bases[shape]
-        more = max(held - (planning_inputs.machine.ram_used or 0) - told, int(told * (1 - LESS)), 1)
+        planning_inputs = self._inputs_by_shape[shape]
+        more = max(held - (planning_inputs.machine.ram_used or 0) - predicted, int(predicted * (1 - LESS)), 1)
         machine = with_less_taken(planning_inputs.machine, {now.device: -more})
-        planning_inputs = self._bases[shape] = self._suited(now.request, planning_inputs._replace(machine=machine))
+        planning_inputs = self._inputs_by_shape[shape] = self._with_missing_parts(
+            now.request, planning_inputs._replace(machine=machine)
+        )
         plan = planning_inputs.plan(self._limits)
-        self._now_on(machine)
+        self._use_machine(machine)
         self._plans = {shape: plan}
-        self.calibration_recorder.studies(plan, self._bases[shape])
+        self.calibration_recorder.studies(plan, self._inputs_by_shape[shape])
         return plan
 
-    def _now_on(self, machine: Machine) -> Machine:
+    def _use_machine(self, machine: Machine) -> Machine:
         """Make later plans for `machine`, and return it."""
         self._machine = machine
-        self._bases = {each: known._replace(machine=machine) for each, known in self._bases.items()}
+        self._inputs_by_shape = {each: known._replace(machine=machine) for each, known in self._inputs_by_shape.items()}
         return machine
 
     def for_less(self, pipe: Any, now: Plan, free: Mapping[str, int], beside: Mapping[str, int]) -> Plan:
@@ -199,10 +203,10 @@ class Replanner:
         assert now.request is not None
         if not now.forecast:
             raise _nothing_less(now, min(free.values()))
-        told = {name: now.predicted_peak(name) for name in free}
-        short = [name for name, size in free.items() if size < told[name]] or list(free)
-        sizes = {name: min(size, int(told[name] * LESS)) if name in short else size for name, size in free.items()}
-        machine = self._now_on(with_taken(self._bases[shape_of(pipe, now.request)].machine, beside))
+        predicted = {name: now.predicted_peak(name) for name in free}
+        short = [name for name, size in free.items() if size < predicted[name]] or list(free)
+        sizes = {name: min(size, int(predicted[name] * LESS)) if name in short else size for name, size in free.items()}
+        machine = self._use_machine(with_taken(self._inputs_by_shape[shape_of(pipe, now.request)].machine, beside))
         others = {each.name: taken_by_others(each) for each in machine.accelerators}
         budget = self._limits.budget or Budget(device=1)
         if budget.devices:
@@ -236,8 +240,10 @@ def _nothing_less(now: Plan, size: int) -> BudgetTooSmall:
 def _bytes_of(pipe: Any, target: Device) -> int:
     """Bytes of the memory of `target` that the pipeline's weights take now."""
     tensors = [tensor for module in find_components(pipe).values() for tensor in weight_tensors(module)]
-    there = [tensor for tensor in tensors if tensor.device == target.torch_device]
-    return sum(round_up(tensor.nbytes, QUANTUM) for tensor in there) if target.separate else resident_bytes(there)
+    on_device = [tensor for tensor in tensors if tensor.device == target.torch_device]
+    if not target.separate:
+        return resident_bytes(on_device)
+    return sum(round_up(tensor.nbytes, QUANTUM) for tensor in on_device)
 
 
 def _is_whole(plan: Plan) -> bool:

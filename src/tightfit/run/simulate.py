@@ -70,7 +70,7 @@ class SimulationRun:
     """A pipeline without weights under a plan on `card`, and on other cards in use if the plan names them.
 
     `model` is a known model's name or a checked folder, both computed in `dtype`, or a live pipeline's meta copy.
-    Fields that `asked` leaves open are those of a known model's usual request, or the pipeline's defaults. InputError
+    Fields that `request` leaves open are those of a known model's usual request, or the pipeline's defaults. InputError
     for unknown names, ModelError for a folder that makes no pipeline, RequestError and PlanError for invalid values.
     """
 
@@ -79,16 +79,16 @@ class SimulationRun:
         model: Any,
         card: SimulatedCard,
         choices: Plan | dict[str, Any],
-        asked: Request,
+        request: Request,
         dtype: torch.dtype | None = None,
         unable: Collection[tuple[str, str]] = (),
     ) -> None:
         """`unable`: components and methods that cannot run on shapes, see `Repeater`."""
         # on a CPU, models that are loaded here compute in float32, as in `tightfit run`
-        self.pipe, usual = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
+        self.pipe, default = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
         self.card = card
         self.pipe.set_progress_bar_config(disable=True)
-        self.request = _filled(self.pipe, asked, usual)
+        self.request = _filled(self.pipe, request, default)
         self.components = find_components(self.pipe)
         self.fitted = fit(self.pipe, plan=choices, request=self.request, device=f"simulated:{card.index}")
         self._repeater = Repeater(self.components, self._device, unable)  # before others replace methods
@@ -103,9 +103,9 @@ class SimulationRun:
 
         `inputs`: extra arguments by name beside the request's, all arguments of a call, or a log of component calls.
         """
-        for memory in self.denoisers.values():
-            memory.forget()
-        with torch.no_grad(), quietly() as said, _draws_kept():
+        for replayer in self.denoisers.values():
+            replayer.forget()
+        with torch.no_grad(), quietly() as messages, _draws_kept():
             if isinstance(inputs, Given):
                 self.pipe(**_as_tensors(self.pipe, inputs.simulation_copy(self._device)))
             elif isinstance(inputs, CallLog):
@@ -113,7 +113,7 @@ class SimulationRun:
                     self._repeater.repeat(done)
             else:
                 self._make_up(inputs or {})
-        return tuple(dict.fromkeys(line for line in said if not any(word in line for word in _EXPECTED)))
+        return tuple(dict.fromkeys(line for line in messages if not any(word in line for word in _EXPECTED)))
 
     def _make_up(self, given: Mapping[str, Any]) -> None:
         pictures, left = dummy_inputs(self.pipe, self.request, given)
@@ -144,8 +144,8 @@ def _as_tensors(pipe: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """`arguments` with tensors as the output type instead of images or arrays, which need values."""
     taken = inspect.signature(type(pipe).__call__).parameters
     if "output_type" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-        usual = taken["output_type"].default if "output_type" in taken else "pil"
-        if arguments.get("output_type", usual) in ("pil", "np", "numpy"):
+        default = taken["output_type"].default if "output_type" in taken else "pil"
+        if arguments.get("output_type", default) in ("pil", "np", "numpy"):
             arguments["output_type"] = "pt"
     return arguments
 
@@ -162,32 +162,32 @@ def _draws_kept() -> Iterator[None]:
             np.random.set_state(others[1])
 
 
-def _filled(pipe: Any, asked: Request, usual: Request) -> Request:
-    """`asked`, with open fields from the model's `usual` request if its pipeline accepts them."""
+def _filled(pipe: Any, request: Request, default: Request) -> Request:
+    """`request`, with open fields from the model's `default` request if its pipeline accepts them."""
     taken = inspect.signature(type(pipe).__call__).parameters
-    fields = {name: value for name, value in usual if value is not None and NAMES.get(name, name) in taken}
-    arguments = {name: value for name, value in usual.arguments.items() if name in taken} | asked.arguments
-    said = {name: value for name, value in asked if value is not None}
-    return Request(**fields | said | {"arguments": arguments})
+    fields = {name: value for name, value in default if value is not None and NAMES.get(name, name) in taken}
+    arguments = {name: value for name, value in default.arguments.items() if name in taken} | request.arguments
+    given = {name: value for name, value in request if value is not None}
+    return Request(**fields | given | {"arguments": arguments})
 
 
 def simulate_call(
     model: str | ModelFolder,
     accelerator: Accelerator,
     choices: dict[str, Any],
-    asked: Request,
+    request: Request,
     *,
     others: Sequence[Accelerator] = (),
     title: str | None = None,
     card: str | None = None,
     time_scales: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """Predict the call `asked` of `model`, a known one's name or a checked folder, under `choices` of Plan fields.
+    """Predict the call `request` of `model`, a known one's name or a checked folder, under `choices` of Plan fields.
 
     It runs on `accelerator`; with `others`, each component runs on the device that the choices name. Fields that
-    `asked` leaves open are those of a known model's usual request, or the pipeline's defaults. The prediction names the
-    model `title` and the accelerators `card`. Phases take `time_scales` times as long, by name. InputError for unknown
-    names, ModelError for a folder that makes no pipeline, RequestError and PlanError for invalid values.
+    `request` leaves open are those of a known model's usual request, or the pipeline's defaults. The prediction names
+    the model `title` and the accelerators `card`. Phases take `time_scales` times as long, by name. InputError for
+    unknown names, ModelError for a folder that makes no pipeline, RequestError and PlanError for invalid values.
     """
     all_of_them, shares = (accelerator, *others), not accelerator.is_cpu  # not on a CPU: a card, named "cuda:0"
     ours = [each.name for each in all_of_them] if others else ["cuda:0" if shares else "cpu"]
@@ -197,16 +197,16 @@ def simulate_call(
         raise PlanError(unknown_name("device", chosen.device, ours), device=chosen.device)
     with unlimited_cards(all_of_them) as cards:
         simulated = cards[ours.index(chosen.device)]
-        stage = SimulationRun(model, simulated, _renamed(chosen, dict(zip(ours, theirs, strict=True))), asked)
-        recorder = stage.fitted.recorder
+        simulation = SimulationRun(model, simulated, _renamed(chosen, dict(zip(ours, theirs, strict=True))), request)
+        recorder = simulation.fitted.recorder
         simulated.kernel_callbacks.append(lambda _: recorder.sample())
         if time_scales:
             simulated.kernel_callbacks.append(
                 lambda _: simulated.set_time_scale(time_scales.get(recorder.live().phase, 1.0))
             )
-        said = stage.run()
+        messages = simulation.run()
     called = dict(zip(theirs, ours, strict=True))
-    plan, trace = _renamed(stage.fitted.plan, called), stage.fitted.report().trace
+    plan, trace = _renamed(simulation.fitted.plan, called), simulation.fitted.report().trace
     capacities = {name: capacity_of(plan, each) for name, each in zip(ours, all_of_them, strict=True)}
     there = zip(cards, capacities.values(), strict=True)
     fits = all(_fits(card, capacity, expandable=plan.expandable_segments) for card, capacity in there)
@@ -218,8 +218,8 @@ def simulate_call(
         other_devices={other: capacity for other, capacity in capacities.items() if other in plan.devices},
         fits=fits,
         plan=plan,
-        trace=_on(trace.model_copy(update={"notes": (*trace.notes, *said)}), name, called),
-        dtype=main_dtype(inspect_pipeline(stage.pipe).components),
+        trace=_on(trace.model_copy(update={"notes": (*trace.notes, *messages)}), name, called),
+        dtype=main_dtype(inspect_pipeline(simulation.pipe).components),
     )
 
 
@@ -237,8 +237,8 @@ def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
     if plan.budget is not None and plan.budget.devices:
         changes["budget"] = plan.budget.model_copy(update={"devices": keyed(plan.budget.devices)})
     if plan.forecast:
-        told = (phase.model_copy(update={"other_devices": keyed(phase.other_devices)}) for phase in plan.forecast)
-        changes["forecast"] = tuple(told)
+        forecast = (phase.model_copy(update={"other_devices": keyed(phase.other_devices)}) for phase in plan.forecast)
+        changes["forecast"] = tuple(forecast)
     return plan.model_copy(update=changes)
 
 

@@ -38,7 +38,7 @@ class StripOptionProfiler:
         alone = lambda x: x[:1] if isinstance(x, torch.Tensor) and x.ndim and len(x) == count else x  # noqa: E731
         layers, form = tree_flatten(tree_map(alone, (tuple(others), kwargs)))  # as in a call: its cache key
         self._program, self.mark, _ = program_of(module, type(module), method, first[:1], layers, form)
-        self._items, self._trials, self._stores = count, OpCostCache(), _stores_of(module)
+        self._items, self._op_costs, self._stores = count, OpCostCache(), _stores_of(module)
 
     @property
     def operations(self) -> int:
@@ -57,13 +57,14 @@ class StripOptionProfiler:
         if maps == "host" and not strip_plan.in_host:
             return None
         made = (self._items - 1) * sum(self._program.nodes[index].bytes for index in self._program.outputs)
-        room = max(beside + made + max(strip_plan.allocator_bytes(expandable=expandable), strips), outside) + PAGES
-        with self._trials.working():
-            stages = tuple(profile_stages(strip_plan, self._trials, self._stores))
+        strip_bytes = max(strip_plan.allocator_bytes(expandable=expandable), strips)
+        allocator_bytes = max(beside + made + strip_bytes, outside) + PAGES
+        with self._op_costs.working():
+            stages = tuple(profile_stages(strip_plan, self._op_costs, self._stores))
         return StripProfile(
             strip_bytes=strips,
             feature_maps=maps,
-            allocator_bytes=room,
+            allocator_bytes=allocator_bytes,
             host_bytes=strip_plan.peak.host,
             batch_items=self._items,
             stages=stages,
@@ -124,15 +125,15 @@ class AutoencoderStripProfiles:
         If the graphs are small (QUICK), other missing strip options are added too: this is faster than to search for
         what else is missing.
         """
-        surveys = [self._survey_of(phase) for phase in footprint.phases]
-        quick = sum(survey.operations for survey in surveys if survey) <= QUICK
+        profilers = [self._profiler_of(phase) for phase in footprint.phases]
+        quick = sum(profiler.operations for profiler in profilers if profiler) <= QUICK
         parts = [other for other in footprint.not_measured if other == part or (quick and other in STRIP_LIMITS)]
-        pairs = zip(footprint.phases, surveys, strict=True)
-        phases = tuple(self._in_strips(phase, survey, parts) for phase, survey in pairs)
+        pairs = zip(footprint.phases, profilers, strict=True)
+        phases = tuple(self._in_strips(phase, profiler, parts) for phase, profiler in pairs)
         left = tuple(other for other in footprint.not_measured if other not in parts)
         return footprint.model_copy(update={"phases": phases, "not_measured": left})
 
-    def _survey_of(self, phase: Phase) -> StripOptionProfiler | None:
+    def _profiler_of(self, phase: Phase) -> StripOptionProfiler | None:
         """Strip profiler of the phase's only kind of component call, if its graph is supported."""
         kinds = {(done.component, done.method) for done in phase.calls}
         if len(kinds) != 1 or not kinds <= self._seen.keys():
@@ -148,18 +149,18 @@ class AutoencoderStripProfiles:
                 self._profilers[kind] = None
         return self._profilers[kind]
 
-    def _in_strips(self, phase: Phase, survey: StripOptionProfiler | None, parts: Iterable[str]) -> Phase:
-        if survey is None:
+    def _in_strips(self, phase: Phase, profiler: StripOptionProfiler | None, parts: Iterable[str]) -> Phase:
+        if profiler is None:
             return phase
         found = []
         for share, maps in map(STRIP_LIMITS.__getitem__, parts):
             strips = phase.strip_bytes(share)
             found.append(
-                survey.profile(
+                profiler.profile(
                     strips, maps, phase.live_bytes_at_start, phase.peak_between_calls, expandable=self._expandable
                 )
             )
-        return phase.with_strip_options(way for way in found if way is not None)
+        return phase.with_strip_options(profile for profile in found if profile is not None)
 
 
 def _shape_of(value: Any) -> Any:

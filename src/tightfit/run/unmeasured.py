@@ -37,24 +37,24 @@ def plan_unmeasured(pipe: Any, plan_target: PlanTarget) -> Plan:
     BudgetTooSmall if weights that cannot be moved take all of the device.
     """
     device, budget = plan_target.devices[0], plan_target.limits.budget
-    room = _room(device, budget)
-    choices: dict[str, Any] = {"level": LEVEL, "vae": {"tile": None, "strips": max(room // STRIP_SHARE, 1)}}
+    free_bytes = _free_bytes(device, budget)
+    choices: dict[str, Any] = {"level": LEVEL, "vae": {"tile": None, "strips": max(free_bytes // STRIP_SHARE, 1)}}
     choices["vae"] |= {"feature_maps": "host"} if device.separate else {}
     store = default_store(spare_ram=budget is not None and not device.separate)
     components = inspect_pipeline(pipe).components
-    choices["components"] = {each.name: _placed(each, room // STAYING, store) for each in components}
-    if (resident := sum(each.bytes for each in components if not each.has_forward)) >= room:
+    choices["components"] = {each.name: _placed(each, free_bytes // STAYING, store) for each in components}
+    if (resident := sum(each.bytes for each in components if not each.has_forward)) >= free_bytes:
         about = f"{format_bytes(resident)} of weights, which the pipeline reads itself, have to stay on {device.name}"
-        raise BudgetTooSmall(f"{about}: more than {format_bytes(room)}", available_bytes=room)
+        raise BudgetTooSmall(f"{about}: more than {format_bytes(free_bytes)}", available_bytes=free_bytes)
     return decide(pipe, choices, None, device).model_copy(update={"budget": budget})
 
 
-def _placed(component: Component, room: int, store: str) -> dict[str, Any]:
+def _placed(component: Component, free_bytes: int, store: str) -> dict[str, Any]:
     chosen = idle_plan(component, store)
     if component.has_forward and component.layers:
         chosen = ComponentPlan(placement="stream", offload_to=store)
         with contextlib.suppress(PlanError):  # too little: the default is the fewest bytes that run well
-            resolve_streaming(component, larger := chosen.model_copy(update={"weight_memory": max(room, 1)}))
+            resolve_streaming(component, larger := chosen.model_copy(update={"weight_memory": max(free_bytes, 1)}))
             chosen = larger
     return chosen.model_dump(mode="json", exclude_unset=True)
 
@@ -80,7 +80,7 @@ def with_reason(plan: Plan, request: Request, error: Exception) -> Plan:
     return plan.model_copy(update={"request": request, "reasons": (reason, *plan.reasons)})
 
 
-def _room(device: Device, budget: Budget | None) -> int:
+def _free_bytes(device: Device, budget: Budget | None) -> int:
     most = None if budget is None else budget.of(device.name) if device.separate else budget.of_cpu
     return most or device.free_bytes()
 

@@ -23,28 +23,28 @@ from tightfit.schema.footprint import Footprint, Phase, Variant
 
 __all__ = ["VariantSimulator", "measure_variants"]
 
-Play = Callable[[Variant], tuple[Phase, ...]]  # returns the denoisers' phases under a variant
+Simulate = Callable[[Variant], tuple[Phase, ...]]  # returns the denoisers' phases under a variant
 GAIN = 0.05  # of the allocator bytes of activations: the least that a variant must save
 SHARES = (8, 32)  # a denoiser's peak over one of these is the limit of feed-forwards' inner activations
 LEAST = 2**20  # bytes, the least such limit
 
 
-def measure_variants(footprint: Footprint, play: Play) -> tuple[Variant, ...]:
-    """Return the variants that save bytes; `play` simulates the call under a variant."""
-    usual = tuple(footprint.phases[place] for place in footprint.denoiser_phases)
-    if not usual:
+def measure_variants(footprint: Footprint, simulate: Simulate) -> tuple[Variant, ...]:
+    """Return the variants that save bytes; `simulate` simulates the call under a variant."""
+    base_phases = tuple(footprint.phases[place] for place in footprint.denoiser_phases)
+    if not base_phases:
         return ()
-    peak = max(phase.peak for phase in usual)
+    peak = max(phase.peak for phase in base_phases)
     sizes = sorted({max(peak // share, LEAST) for share in SHARES}, reverse=True)
-    found = _finer(_room(usual), [{"ffn_chunk": size} for size in sizes], play)
-    room = _room(usual)
+    found = _finer(_max_allocator_bytes(base_phases), [{"ffn_chunk": size} for size in sizes], simulate)
+    allocator_bytes = _max_allocator_bytes(base_phases)
     for parts in _parts(footprint.request.batch if footprint.request else 1):
-        whole = _finer(room, [parts, *({**parts, "ffn_chunk": size} for size in sizes)], play)
+        whole = _finer(allocator_bytes, [parts, *({**parts, "ffn_chunk": size} for size in sizes)], simulate)
         if not whole:
             break
         found += whole
         by_blocks = {**parts, "by_blocks": True}
-        found += _finer(room, [by_blocks, *({**by_blocks, "ffn_chunk": size} for size in sizes)], play)
+        found += _finer(allocator_bytes, [by_blocks, *({**by_blocks, "ffn_chunk": size} for size in sizes)], simulate)
     return tuple(found)
 
 
@@ -58,37 +58,38 @@ def _parts(batch: int) -> Iterator[dict[str, Any]]:
         batch //= 2
 
 
-def _finer(room: int, steps: list[dict[str, Any]], play: Play) -> list[Variant]:
-    """The first of `steps`, each finer than the previous one, for as long as each saves GAIN of `room` bytes."""
+def _finer(allocator_bytes: int, steps: list[dict[str, Any]], simulate: Simulate) -> list[Variant]:
+    """The first of `steps`, each finer than the one before, for as long as each saves GAIN of `allocator_bytes`."""
     found: list[Variant] = []
     with contextlib.suppress(Exception):  # an error here would occur on a card too: no variant
         for step in steps:
             variant = Variant(**step, phases=())
-            variant = variant.model_copy(update={"phases": play(variant)})
-            needed = _room(variant.phases)
-            if needed > (1 - GAIN) * room:
+            variant = variant.model_copy(update={"phases": simulate(variant)})
+            needed = _max_allocator_bytes(variant.phases)
+            if needed > (1 - GAIN) * allocator_bytes:
                 break
             found.append(variant)
-            room = needed
+            allocator_bytes = needed
     return found
 
 
-def _room(phases: tuple[Phase, ...]) -> int:
+def _max_allocator_bytes(phases: tuple[Phase, ...]) -> int:
     return max((phase.allocator_bytes for phase in phases), default=0)
 
 
 class VariantSimulator:
-    """Repeats the next simulated call of `stage` under variants of its denoisers.
+    """Repeats the next simulated call of `simulation` under variants of its denoisers.
 
     Encoders replay their outputs of the first call, and a repeated call ends after the denoisers.
     """
 
-    def __init__(self, stage: SimulationRun, unable: Collection[tuple[str, str]]) -> None:
+    def __init__(self, simulation: SimulationRun, unable: Collection[tuple[str, str]]) -> None:
         """`unable`: components and methods that cannot run on shapes, and whose batch is not split."""
-        self._stage, self._apart = stage, {name for name, method in unable if method == "forward"}
+        self._simulation, self._apart = simulation, {name for name, method in unable if method == "forward"}
         self._encoders, self._autoencoders = [], []
-        self.replay = BlockReplay(stage.components, stage.card, ExitStack())  # never undone: `stage` has no other user
-        for name, module in stage.components.items():
+        # never undone: `simulation` has no other user
+        self.replay = BlockReplay(simulation.components, simulation.card, ExitStack())
+        for name, module in simulation.components.items():
             role = find_role(name, module)
             if role == "encoder":
                 module.forward = CallReplayer(module)
@@ -103,16 +104,16 @@ class VariantSimulator:
                 if tensor.dtype != dtypes[path]:
                     tensor.data = tensor.data.to(dtypes[path])
         gc.collect()  # garbage of the last call
-        self._stage.card.allocator.empty_cache()
+        self._simulation.card.allocator.empty_cache()
         with ExitStack() as undo:
             self._vary(variant, undo)
-            ledger = before.for_another_call(self._stage.components)
-            ledger.follow(self._stage.components, undo)
-            self.replay.listen(ledger)
+            profiler = before.for_another_call(self._simulation.components)
+            profiler.follow(self._simulation.components, undo)
+            self.replay.listen(profiler)
             with contextlib.suppress(_Denoised):
-                self._stage.run(inputs)
-            denoisers = self._stage.denoisers.keys()
-            return tuple(phase for phase in ledger.phases() if denoisers & {done.component for done in phase.calls})
+                self._simulation.run(inputs)
+            denoisers = self._simulation.denoisers.keys()
+            return tuple(phase for phase in profiler.phases() if denoisers & {done.component for done in phase.calls})
 
     def _vary(self, variant: Variant, undo: ExitStack) -> None:
         for encoder in self._encoders:
@@ -121,16 +122,16 @@ class VariantSimulator:
             if hasattr(module, "decode"):
                 vars(module)["decode"] = _ended
                 undo.callback(vars(module).pop, "decode", None)
-        for name, memory in self._stage.denoisers.items():
-            module = self._stage.components[name]
+        for name, replayer in self._simulation.denoisers.items():
+            module = self._simulation.components[name]
             if variant.ffn_chunk is not None:
                 chunk_feed_forwards(module, variant.ffn_chunk, undo)
             if variant.by_blocks:
                 chunk_blocks(module, variant.max_batch, undo)
             elif variant.splits_batch and name not in self._apart:
-                memory.vary(functools.partial(_in_parts, module, variant.max_batch), undo)
+                replayer.vary(functools.partial(_in_parts, module, variant.max_batch), undo)
             if variant.ffn_chunk is None:  # else the first call tests the chunks; tables were built before
-                memory.watch(1, undo)
+                replayer.watch(1, undo)
 
 
 class _Denoised(Exception):
@@ -145,6 +146,6 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return chain(module.named_parameters(), module.named_buffers())
 
 
-def _in_parts(network: nn.Module, size: int | None, usual: Callable[..., Any]) -> Callable[..., Any]:
-    """`usual`, the forward of `network`, on `size` items of a batch at a time (None: half of it)."""
-    return functools.partial(in_chunks(lambda _, *args, **kwargs: usual(*args, **kwargs), size), network)
+def _in_parts(network: nn.Module, size: int | None, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, the forward of `network`, on `size` items of a batch at a time (None: half of it)."""
+    return functools.partial(in_chunks(lambda _, *args, **kwargs: forward(*args, **kwargs), size), network)
