@@ -47,7 +47,7 @@ def check(footprint: Footprint, device: Accelerator, where: WeightLocation, size
             else:
                 assert max(soonest, race.seconds) <= found.seconds
         for offer in all_of_it.lazy_options:
-            assert offer.seconds <= offer.resolved_bound <= offer.option.seconds
+            assert offer.seconds <= offer.option.seconds
             assert offer.streamed_bytes <= offer.option.streamed_bytes
 
 

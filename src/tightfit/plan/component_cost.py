@@ -76,16 +76,6 @@ class ComponentCost:
         return self._device.is_cpu
 
     @cached_property
-    def passing(self) -> dict[str, int]:
-        """Bytes by name of the weight groups that pass through its ring buffer."""
-        return {name: size for name, size in self._sizes.items() if name not in self._resident}
-
-    @property
-    def weight_memory(self) -> int:
-        """Bytes of its resident weight groups and ring buffer together."""
-        return sum(self._sizes.values()) - sum(self.passing.values()) + (self.plan.ring_buffer or 0)
-
-    @cached_property
     def streamed_bytes(self) -> int:
         """Bytes loaded onto the device while it runs, in addition to `always`."""
         if self.is_resident:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from tightfit.plan.component_cost import ComponentCost
 from tightfit.plan.cost_model import CostModel
@@ -14,7 +13,7 @@ from tightfit.plan.timeline import ComputeSegment, StripStageTiming, in_order
 from tightfit.schema.footprint import ComponentCall, StripProfile
 from tightfit.schema.plan import ComponentPlan, Granularity
 
-__all__ = ["LowerBounds", "Runs", "two_call_bound"]
+__all__ = ["LowerBounds", "Runs"]
 
 
 # calls each time that a component is loaded: kind of call, number of consecutive ones, and their strip option
@@ -54,12 +53,6 @@ class LowerBounds:
         else:
             capacity = min_bytes = sum(groups.sizes[name] for name in plan.resident_layers) + (plan.ring_buffer or 0)
         return self._bounds[granularity].seconds(capacity), min_bytes + (0 if self._cost.on_cpu else self._small_bytes)
-
-    def for_cost(self, cost: ComponentCost) -> float:
-        """Return the lower bound in seconds for `cost`, in which resident weights are resolved."""
-        if cost.plan.placement == "offload":
-            return self.for_plan(cost.plan)[0]
-        return self._bounds[cost.plan.granularity or "layer"].resolved_seconds(cost)
 
 
 class _StoreBounds:
@@ -105,10 +98,6 @@ class _StoreBounds:
         later = sum(runs * pieces.seconds(capacity, self._rate) for pieces, runs in self._later_calls)
         return self._first_calls + later
 
-    def resolved_seconds(self, cost: ComponentCost) -> float:
-        """Return the lower bound for `cost`, in which resident weights are resolved."""
-        return self._first_calls + sum(pieces.resolved_seconds(cost, runs) for pieces, runs in self._later_calls)
-
 
 def _first_call_seconds(segments: Sequence[ComputeSegment], sizes: Mapping[str, int], cost: ComponentCost) -> float:
     """Return the least seconds of a first call: before a segment begins, all weights needed so far are loaded."""
@@ -125,7 +114,6 @@ class _CallSegments:
     """A later call in pieces. The host may have launched all of it while weights of the first call were loaded."""
 
     def __init__(self, segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> None:
-        self._segments = segments
         pieces = _pieces(segments, sizes)
         self._piece_seconds = [sum(segment.seconds for segment in piece) for piece in pieces]
         self._needed_bytes = [_cumulative_bytes(pieces[first:], sizes) for first in range(len(pieces))]
@@ -141,14 +129,6 @@ class _CallSegments:
                 longest = max(longest, min_seconds[first] + max(work, load_seconds))
             min_seconds.append(longest)
         return min_seconds[-1]
-
-    def resolved_seconds(self, cost: ComponentCost, runs: int) -> float:
-        """Return the least seconds of `runs` consecutive calls for `cost`, in which resident weights are resolved.
-
-        After the first, each counts as half of two consecutive calls.
-        """
-        one, two = two_call_bound(self._segments, cost.passing, cost.plan.ring_buffer or 0, cost.rate)
-        return one + (runs - 1) * two / 2
 
 
 def _one_after_another(timings: Sequence[StripStageTiming]) -> list[ComputeSegment]:
@@ -189,10 +169,6 @@ class _StripBounds:
         rounds = (count * max(work, (needed - capacity) / rate) for (work, needed), count in self._rounds.items())
         return max(self._other_bound, self._items * sum(rounds))
 
-    def resolved_seconds(self, cost: ComponentCost, runs: int) -> float:
-        """Return the least seconds of `runs` calls for `cost`, in which resident weights are resolved."""
-        return runs * self.seconds(cost.weight_memory, cost.rate)
-
 
 def _pieces(segments: Sequence[ComputeSegment], sizes: Mapping[str, int]) -> list[list[ComputeSegment]]:
     """Cut a call into about PIECES pieces of equal shares of compute time and needed bytes together."""
@@ -218,69 +194,3 @@ def _cumulative_bytes(pieces: Sequence[Sequence[ComputeSegment]], sizes: Mapping
         whole += sum(sizes.get(name, 0) for name in new)
         needed.append(whole)
     return needed
-
-
-class _Use(NamedTuple):
-    """One use of a streamed weight group, with the work until the next use."""
-
-    group: str
-    size: int  # bytes
-    needed: float  # seconds of work that need the group
-    later: float  # seconds of work from then until the next use
-
-
-def two_call_bound(
-    segments: Sequence[ComputeSegment], passing: Mapping[str, int], ring: int, rate: float
-) -> tuple[float, float]:
-    """Return the least seconds until one call, and until two consecutive calls, have ended.
-
-    `passing` weight groups (bytes by name) pass through a ring buffer of `ring` bytes at `rate` bytes per second, in
-    order of use. What fits the ring buffer is loaded at the beginning, and a group that is used again before its bytes
-    are needed for others remains in it.
-    """
-    lead, uses = _uses(segments, passing)
-    following = [*uses, *uses]
-    following.reverse()
-    handles: deque[float] = deque()  # arrival times of what is in the ring buffer, by use
-    arrived, awaited = dict.fromkeys(passing, 0.0), dict.fromkeys(passing, 0)
-    now = link = -math.inf  # what is loaded before the beginning arrives in time
-    free = ring
-
-    def send() -> None:
-        nonlocal link, free
-        while following and (awaited[following[-1].group] or following[-1].size <= free):
-            group, size, _, _ = following.pop()
-            if not awaited[group]:
-                free -= size
-                link = (now if now > link else link) + size / rate
-                arrived[group] = link
-            awaited[group] += 1
-            handles.append(arrived[group])
-
-    send()
-    now, ends = 0.0, list[float]()
-    for _ in range(2):
-        now += lead
-        for group, size, needed, later in uses:
-            handle = handles.popleft()
-            now = (now if now > handle else handle) + needed
-            awaited[group] -= 1
-            if not awaited[group]:
-                free += size
-                send()
-            now += later
-        ends.append(now)
-    return ends[0], ends[1]
-
-
-def _uses(segments: Sequence[ComputeSegment], passing: Mapping[str, int]) -> tuple[float, list[_Use]]:
-    """Return the seconds until the first streamed weight group is needed, and all uses of such groups."""
-    lead, uses = 0.0, list[_Use]()
-    for segment in segments:
-        if segment.group in passing:
-            uses.append(_Use(segment.group, passing[segment.group], segment.seconds, 0.0))
-        elif uses:
-            uses[-1] = uses[-1]._replace(later=uses[-1].later + segment.seconds)
-        else:
-            lead += segment.seconds
-    return lead, uses

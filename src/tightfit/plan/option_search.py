@@ -6,8 +6,6 @@ be the best.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -44,22 +42,16 @@ class LazyOption:
         seconds: float,
         streamed_bytes: int,
         resolve: Callable[[], ComponentCost],
-        lower_bound: Callable[[ComponentCost], float],
         simulate: Callable[[ComponentCost], float],
     ) -> None:
-        """`resolve` resolves the plan; then `lower_bound` gives a better bound; `simulate`, which is slow, its time."""
+        """`resolve` resolves the plan; then `simulate`, which is slow, gives its seconds."""
         self.seconds = seconds * (1 - ROUNDING)
         self.streamed_bytes = streamed_bytes
-        self._resolve, self._lower_bound, self._simulate = resolve, lower_bound, simulate
+        self._resolve, self._simulate = resolve, simulate
 
     @cached_property
     def cost(self) -> ComponentCost:
         return self._resolve()
-
-    @cached_property
-    def resolved_bound(self) -> float:
-        """Lower bound in seconds, once the plan is resolved."""
-        return max(self.seconds, self._lower_bound(self.cost) * (1 - ROUNDING))
 
     @cached_property
     def option(self) -> Option:
@@ -73,10 +65,8 @@ class BestOptionSearch:
 
     def __init__(self, lazy_options: Sequence[LazyOption], size: int) -> None:
         """`lazy_options` are sorted by their lower bounds in seconds."""
-        self._unresolved = (option for option in lazy_options if option.streamed_bytes <= size)
-        self._next = next(self._unresolved, None)
-        self._resolved: list[tuple[float, int, LazyOption]] = []  # heap by lower bound, then by order of arrival
-        self._counter = itertools.count()
+        self._open = (option for option in lazy_options if option.streamed_bytes <= size)
+        self._next = next(self._open, None)
         self._size = size
         self._best: Option | None = None
 
@@ -95,23 +85,18 @@ class BestOptionSearch:
     @property
     def _remaining_bound(self) -> float:
         """Lower bound in seconds of all options not yet computed; infinite if all are."""
-        return min(math.inf if self._next is None else self._next.seconds, self._least_resolved)
-
-    @property
-    def _least_resolved(self) -> float:
-        return self._resolved[0][0] if self._resolved else math.inf
+        return math.inf if self._next is None else self._next.seconds
 
     def step(self) -> None:
-        """Resolve the plan of one more option, or compute the exact cost of one that is resolved."""
-        if self._next is not None and self._next.seconds <= self._least_resolved:
-            option, self._next = self._next, next(self._unresolved, None)
-            if self._may_be_best(option.seconds, option.streamed_bytes) and option.cost.streamed_bytes <= self._size:
-                heapq.heappush(self._resolved, (option.resolved_bound, next(self._counter), option))
-        elif self._resolved:
-            seconds, _, option = heapq.heappop(self._resolved)
-            may_be_best = self._may_be_best(seconds, option.cost.streamed_bytes)
-            if may_be_best and (self._best is None or _rank(option.option) < _rank(self._best)):
-                self._best = option.option
+        """Compute the exact cost of one more option, unless it cannot be the best."""
+        option = self._next
+        if option is None:
+            return
+        self._next = next(self._open, None)
+        if not self._may_be_best(option.seconds, option.streamed_bytes) or option.cost.streamed_bytes > self._size:
+            return
+        if self._may_be_best(option.seconds, option.cost.streamed_bytes):
+            self._best = min(filter(None, (self._best, option.option)), key=_rank)
 
     def _may_be_best(self, seconds: float, streamed_bytes: int) -> bool:
         """Whether an option with these lower bounds may be the best."""

@@ -112,7 +112,6 @@ class ComponentWorkload:
                 seconds,
                 streamed_bytes,
                 resolve,
-                bounds.for_cost if bounds else lambda _: 0.0,
                 lambda cost: _simulated_seconds(cost, work),
             )
 

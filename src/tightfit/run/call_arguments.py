@@ -207,9 +207,7 @@ def _described(given: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str
     }
     if found.get("output_type") != "latent":  # other types are converted on the host
         found.pop("output_type", None)
-    return {
-        n: value for n, value in found.items() if value != default.get(n) and (n not in _USUAL or value != _USUAL[n])
-    }
+    return {n: v for n, v in found.items() if v != default.get(n) and (n not in _USUAL or v != _USUAL[n])}
 
 
 def _prompts(given: Mapping[str, Any]) -> int:
