@@ -35,7 +35,7 @@ def take_apart(model: str) -> dict[str, str]:
         stage = SimulationRun(model, card, {"level": 0}, Request())
         calls = AutoencoderStripProfiles(stage.components, undo, expandable=True)
         stage.run(None)
-        found = calls.take_apart().items()
+        found = calls.profilers().items()
         return {".".join(kind): survey.mark for kind, survey in found if survey is not None}
 
 

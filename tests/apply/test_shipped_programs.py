@@ -52,5 +52,5 @@ def test_nothing_is_exported_for_a_usual_call(
         stage = SimulationRun(model, card, {"level": 0}, Request())
         calls = AutoencoderStripProfiles(stage.components, undo, expandable=True)
         stage.run(None)
-        marks = {".".join(kind): survey and survey.mark for kind, survey in calls.take_apart().items()}
+        marks = {".".join(kind): survey and survey.mark for kind, survey in calls.profilers().items()}
         assert marks == MADE["programs"][model]

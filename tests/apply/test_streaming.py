@@ -15,7 +15,7 @@ from a_few import a_few
 from inspection import assert_same, imprint
 from more_pipelines import MORE_CASES
 from tightfit import fit
-from tightfit.apply.weights import file_weights as housing
+from tightfit.apply.weights import stores as housing
 from tightfit.apply.weights.quantized_tensor import Float8Weight, storable
 from tightfit.devices.copy_stream import LateCopyStream
 from tightfit.devices.device import LoopbackDevice

@@ -12,7 +12,7 @@ import torch
 
 from inspection import assert_same, imprint
 from tightfit.apply.fitting import Fitted
-from tightfit.apply.weights import file_weights
+from tightfit.apply.weights import stores
 from tightfit.apply.weights.weight_store import HostStore, WeightStore
 from tightfit.devices.copy_stream import CopyHandle, CopyStream
 from tightfit.devices.device import CpuDevice, Device, LoopbackDevice
@@ -43,16 +43,16 @@ class CompressedStore(WeightStore):
         return stream.send(target, self._bytes(), after)
 
 
-def compressed_stores(factory: file_weights.StoreFactory, undo: ExitStack) -> file_weights.MakeStore:
+def compressed_stores(factory: stores.StoreFactory, undo: ExitStack) -> stores.MakeStore:
     return CompressedStore
 
 
 @pytest.mark.parametrize("device", [CpuDevice(), LoopbackDevice()], ids=["cpu", "loopback"])
 @pytest.mark.parametrize("placement", ["offload", "stream"])
 def test_a_third_store(monkeypatch: pytest.MonkeyPatch, device: Device, placement: str) -> None:
-    kind = StoreKind("compressed memory", in_ram=False, padding=1024)
+    kind = StoreKind("compressed memory", is_host_memory=False, ram_share=0.9, padding=1024)
     monkeypatch.setitem(STORES, "compressed", kind)  # type: ignore[arg-type] # read-only to the type checker
-    monkeypatch.setitem(file_weights._MAKERS, "compressed", compressed_stores)  # type: ignore[arg-type] # as well
+    monkeypatch.setitem(stores.STORE_MAKERS, "compressed", compressed_stores)  # type: ignore[arg-type] # as well
     case = next(case for case in CASES if case.name == "Flux")
     pipe = case.make()
     wanted = run(pipe, case)

@@ -209,5 +209,5 @@ def test_names() -> None:
 
 
 def test_each_backend_has_a_function_and_a_known_technique() -> None:
-    assert {*attention_dispatch._ATTEND, "chunked"} == {*ATTENTION_NAMES} - {"auto"}
+    assert {*attention_dispatch._ATTEND} == {*ATTENTION_NAMES} - {"auto"}
     assert {backend.technique for backend in BACKENDS.values() if backend.technique} <= TECHNIQUES.keys()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import tightfit
 from tightfit.cli import app
-from tightfit.run.count import reads_disk
+from tightfit.run.count import needs_store_rates
 from tightfit.run.plan_options import limits_of
 from tightfit.run.predict import forecast
 
@@ -57,9 +57,9 @@ def test_fields_that_somebody_chose() -> None:
 
 
 def test_what_stays_is_not_read_again() -> None:
-    assert reads_disk({"components": {"unet": {"offload_to": "disk", "placement": "offload"}}})
-    assert not reads_disk({"components": {"unet": {"offload_to": "disk"}}})
-    assert not reads_disk({"level": 3})
+    assert needs_store_rates({"components": {"unet": {"offload_to": "disk", "placement": "offload"}}})
+    assert not needs_store_rates({"components": {"unet": {"offload_to": "disk"}}})
+    assert not needs_store_rates({"level": 3})
 
 
 QUESTION = ("plan", "sd-1.5", "--card", "rtx3060", "--height", "256", "--width", "256")

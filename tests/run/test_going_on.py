@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from a_few import a_few
 from tightfit import fit, load
 from tightfit.apply.choices import choices_of, decide
-from tightfit.apply.weights import file_weights
+from tightfit.apply.weights import stores as file_weights
 from tightfit.apply.weights.weight_groups import WeightGroup
 from tightfit.measure import build_models as building
 from tightfit.measure.modules import find_components

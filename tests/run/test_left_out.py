@@ -98,7 +98,7 @@ def with_parts(whole: Footprint, parts: Sequence[str]) -> Footprint:
     some = [STRIP_LIMITS[part] for part in parts if part in STRIP_LIMITS]
 
     def kept(phase: Phase) -> Phase:
-        sizes = {(phase.strip_bytes(share), maps) for share, maps in some}
+        sizes = {(phase.strip_limit(divisor), maps) for divisor, maps in some}
         return phase.model_copy(
             update={"strip_options": tuple(w for w in phase.strip_options if (w.strip_bytes, w.feature_maps) in sizes)}
         )

@@ -35,9 +35,9 @@ from tightfit.apply.module_hooks import watch
 from tightfit.apply.other_offloading import refuse_offloaded
 from tightfit.apply.session import Session
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
-from tightfit.apply.weights.file_weights import FileBackedWeights
 from tightfit.apply.weights.oom_retry import retry_on_oom
 from tightfit.apply.weights.quantize import check_kinds, check_storage, left_in_files
+from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
 from tightfit.errors import AlreadyFitted, PlanError, RunError
@@ -228,8 +228,8 @@ class Fitted:
                 members[method] = working(method, cut)
         if hasattr(original, "to"):
             members["to"] = cast_on_host(original.to, lambda: None if session.at_work(name) else manager.dismiss(name))
-        if not plan.store.in_ram and hasattr(original, "save_pretrained"):
-            members["save_pretrained"] = refused(name)
+        if not plan.store.is_host_memory and hasattr(original, "save_pretrained"):
+            members["save_pretrained"] = refused(name, plan.store.title)
         if hasattr(original, "device"):
             # its own code asks while it runs; else the pipeline does, which is on its own device like all its tensors
             members["device"] = property(lambda _: (device if session.at_work(name) else host).torch_device)

@@ -32,9 +32,9 @@ def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
     return {"forward": exported_forward(module, exported_file, compiled)}
 
 
-def refused(name: str) -> Callable[..., None]:
+def refused(name: str, store: str) -> Callable[..., None]:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise RunError(f"{name} cannot be saved while its weights are on the disk: undo() first", name=name)
+        raise RunError(f"{name} cannot be saved while its weights are on the {store}: undo() first", name=name)
 
     return save_pretrained
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tightfit.apply.weights.disk_store import read_stored
-from tightfit.apply.weights.file_weights import FileBackedWeights
+from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.apply.weights.weight_store import FileTensor
 from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, network_folder
 from tightfit.checkpoint.loading import load_pipeline, quietly

@@ -79,7 +79,7 @@ def preset_plan(footprint: Footprint, level: int, accelerator: Accelerator) -> P
 def host_bytes(plan: Plan, footprint: Footprint) -> int:
     """Return the bytes of weights that `plan` offloads to RAM."""
     offloaded = (c for c in footprint.components if plan.components[c.name].placement != "resident")
-    return sum(c.bytes for c in offloaded if plan.components[c.name].store.in_ram)
+    return sum(plan.components[c.name].store.ram_bytes(c.bytes) for c in offloaded)
 
 
 def level_rows(

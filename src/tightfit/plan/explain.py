@@ -106,7 +106,8 @@ def _moves(plan: Plan, parts: Parts, *, separate: bool) -> Said:
     moving = [(component, chosen) for component, chosen in parts if chosen.placement != "resident"]
     able = [(component, chosen) for component, chosen in moving if chosen.moves(separate=separate)]
     if not separate and (len(moving) > len(able) or plan.offload_activations or plan.vae.feature_maps == "host"):
-        names = ", ".join(component.name for component, chosen in moving if chosen.store.in_ram) or "activations"
+        fixed = [component.name for component, chosen in moving if chosen.store.is_host_memory]
+        names = ", ".join(fixed) or "activations"
         yield f"nothing is moved ({names})", "the device computes in host memory"
     phases = [component for component, chosen in able if chosen.placement == "offload"]
     if phases:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import NamedTuple
 
-from tightfit.schema.attention import BACKENDS, AttentionCall, Kernel, kernel_order, refusal
+from tightfit.schema.attention import BACKENDS, AttentionCall, Kernel, kernel_order, unsupported
 from tightfit.schema.footprint import Component
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan
@@ -40,8 +40,8 @@ class AttentionChoice(NamedTuple):
 def torch_kernel(call: AttentionCall) -> ChosenKernel:
     """Return the kernel that torch chooses for `call`: the first that supports it, "math" if no fused one does."""
     order = kernel_order(call)
-    place = next(place for place, kernel in enumerate(order) if refusal(kernel, call) is None)  # "math" always does
-    return ChosenKernel(order[place], refusal(order[place - 1], call) if place else None)
+    place = next(place for place, kernel in enumerate(order) if unsupported(kernel, call) is None)  # "math" always does
+    return ChosenKernel(order[place], unsupported(order[place - 1], call) if place else None)
 
 
 def score_chunk_bytes(device: str) -> int:
@@ -67,7 +67,7 @@ def choose(
         return AttentionChoice("torch", "torch chooses for itself, as was asked for")
     if wanted == "auto":
         return _choose_freely(call, installed, block or score_chunk_bytes(call.device))
-    refused = _refusal(wanted, call, installed)
+    refused = _unsupported(wanted, call, installed)
     if refused is None:
         return AttentionChoice(wanted, f"{BACKENDS[wanted].title} was asked for")
     name, because = _choose_freely(call, installed, block or score_chunk_bytes(call.device))
@@ -83,16 +83,16 @@ def _choose_freely(call: AttentionCall, installed: Container[str], block: int) -
     size = format_bytes(call.score_bytes)
     if call.score_bytes <= block:
         return AttentionChoice("torch", f"no fused kernel takes {refused}, but all scores are only {size}")
-    if (also := refusal("chunked", call)) is not None:
+    if (also := unsupported("chunked", call)) is not None:
         return AttentionChoice("torch", f"only torch takes {also}")
     lossless = (name for name, backend in BACKENDS.items() if backend.package and not backend.technique)
-    name = next((name for name in lossless if _refusal(name, call, installed) is None), "chunked")
+    name = next((name for name in lossless if _unsupported(name, call, installed) is None), "chunked")
     return AttentionChoice(name, f"no fused kernel of torch's takes {refused}, and all scores would be {size}")
 
 
-def _refusal(name: str, call: AttentionCall, installed: Container[str]) -> str | None:
+def _unsupported(name: str, call: AttentionCall, installed: Container[str]) -> str | None:
     missing = BACKENDS[name].package is not None and name not in installed
-    return "anything: it is not installed" if missing else refusal(name, call)
+    return "anything: it is not installed" if missing else unsupported(name, call)
 
 
 # what is known before a run
@@ -116,7 +116,7 @@ def attention_reasons(
     if wanted == "torch":
         yield "attention of {} as torch chooses", "requested, also where that makes all scores at once"
     elif wanted != "auto":
-        yield _by_name(wanted, [said for call in calls if (said := refusal(wanted, call)) is not None])
+        yield _by_name(wanted, [said for call in calls if (said := unsupported(wanted, call)) is not None])
     elif component.role in ("denoiser", "autoencoder") and not chosen.exported and not component.compiled:
         by_kernel: dict[Kernel, list[AttentionCall]] = {}
         for call in calls:

@@ -243,17 +243,17 @@ def choose_resident_layers(
 
 def _late(groups: Sequence[tuple[str, int, float]], ring: int, rate: float) -> set[str]:
     """Return what would not be loaded in time at `rate` bytes per second, in the second of two calls."""
-    begin_load = float(ring)
+    bytes_ahead = float(ring)
     late: set[str] = set()
     for _ in range(2):
         late = set()
         for name, size, seconds in groups:
-            if size <= begin_load:
-                begin_load -= size
+            if size <= bytes_ahead:
+                bytes_ahead -= size
             else:
                 late.add(name)
-            begin_load += rate * seconds
-            begin_load = min(begin_load, ring)
+            bytes_ahead += rate * seconds
+            bytes_ahead = min(bytes_ahead, ring)
     return late
 
 

@@ -74,7 +74,7 @@ def _best_case(footprint: Footprint, parts: Sequence[str], *, likely: bool = Fal
 def _in_strips(phase: Phase, limits: Sequence[tuple[int, FeatureMaps]], *, likely: bool) -> Phase:
     """Return `phase` with the best case of unmeasured strip options, bounded by its measured ones.
 
-    `limits` are the (share, feature maps) pairs of these options. Each is taken to be as fast as the slowest measured
+    `limits` are the (divisor, feature maps) pairs of these options. Each is taken to be as fast as the slowest measured
     option that is no slower, or as no strips at all, with fewer bytes. If `likely`, it also needs as many bytes beside
     its strips as the measured options do.
     """
@@ -90,8 +90,8 @@ def _in_strips(phase: Phase, limits: Sequence[tuple[int, FeatureMaps]], *, likel
         if likely
         else 0
     )
-    for share, maps in limits:
-        strips = phase.strip_bytes(share)
+    for divisor, maps in limits:
+        strips = phase.strip_limit(divisor)
         leaner = [
             strip_option
             for strip_option in phase.strip_options

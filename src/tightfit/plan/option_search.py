@@ -56,7 +56,7 @@ class LazyOption:
     @cached_property
     def option(self) -> Option:
         cost = self.cost
-        ram = cost.component.bytes if cost.plan.store.in_ram and not cost.is_resident else 0
+        ram = 0 if cost.is_resident else cost.plan.store.ram_bytes(cost.component.bytes)
         return Option(cost.streamed_bytes, self._simulate(cost), ram, cost.always, cost.plan)
 
 

@@ -179,7 +179,7 @@ def placement_reason(workload: ComponentWorkload, option: Option, left: int, pha
     if plan.placement == "resident":
         return Reason(decision=f"{name} is resident", because=f"its {whole} fit in every phase")
     free = f"{format_bytes(max(left, 0))} free in {phase}"
-    source = "" if plan.store.in_ram else f" from the {plan.store.title}"
+    source = "" if plan.store.is_host_memory else f" from the {plan.store.title}"
     if plan.placement == "offload":
         return Reason(decision=f"{name} is loaded{source} for its phase", because=f"its {whole} fit into the {free}")
     added_seconds = option.seconds - workload.seconds(vae)

@@ -24,7 +24,7 @@ from tightfit.plan.options import (
     WorkloadKey,
     placement_reason,
 )
-from tightfit.schema.footprint import Footprint, StripProfile, Variant
+from tightfit.schema.footprint import Component, Footprint, StripProfile, Variant
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Reason, Storage, VaePlan
 from tightfit.schema.stores import STORES, StoreRates
@@ -187,10 +187,10 @@ class VariantSearch:
                 yield placed, needed_bytes(whole, 0, self.device)
 
     def _placements(self, *, limited: bool) -> list[_WeightLocations]:
-        """Return all possible weight locations; stores that take no RAM are only tried where that is `limited`."""
+        """Return all possible weight locations; others than host memory are only tried where that is `limited`."""
         if limited not in self._placements_by_limit:
             on_cpu = self.device.is_cpu  # whose memory is RAM
-            stores = (n for n, kind in STORES.items() if (not on_cpu if kind.in_ram else limited or on_cpu))
+            stores = (n for n, kind in STORES.items() if (not on_cpu if kind.is_host_memory else limited or on_cpu))
             locations = [RESIDENT, *stores]
             names = [name for group in self._groups for name in group.names]
             chosen = itertools.product(locations, repeat=len(names))
@@ -206,7 +206,7 @@ class VariantSearch:
             if None in min_bytes:
                 return None
             weights.append(always + sum(size or 0 for size in min_bytes))
-        offloaded = (self.workload(name).component.bytes for name, location in locations.items() if _in_ram(location))
+        offloaded = (_ram_bytes(self.workload(name).component, location) for name, location in locations.items())
         return _WeightLocations(locations, tuple(weights), sum(offloaded))
 
     def _min_bytes(self, name: str, location: WeightLocation) -> int | None:
@@ -295,5 +295,6 @@ class VariantSearch:
         return self.cache.option_sets[key]
 
 
-def _in_ram(location: WeightLocation) -> bool:
-    return location != RESIDENT and STORES[location].in_ram
+def _ram_bytes(component: Component, location: WeightLocation) -> int:
+    """Return the bytes of RAM for the weights of `component` at `location`."""
+    return 0 if location == RESIDENT else STORES[location].ram_bytes(component.bytes)

@@ -123,7 +123,7 @@ def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
     pinnable -= sum(sizes[name] for name, chosen in components.items() if chosen.pinned)
     for name in sorted(components, key=lambda name: components[name].placement != "stream"):
         chosen = components[name]
-        if chosen.placement == "resident" or not chosen.store.in_ram or chosen.pinned is not None:
+        if chosen.placement == "resident" or not chosen.store.is_host_memory or chosen.pinned is not None:
             continue
         pinned = sizes[name] <= pinnable
         pinnable -= sizes[name] * pinned
@@ -136,6 +136,6 @@ def _without_offload(plan: Plan) -> Plan:
     left = dict.fromkeys(("weight_memory", "granularity", "ring_buffer", "resident_layers", "pinned")) | {
         "placement": "resident"
     }
-    stay = {n: c.model_copy(update=left) if c.store.in_ram else c for n, c in plan.components.items()}
+    stay = {n: c.model_copy(update=left) if c.store.is_host_memory else c for n, c in plan.components.items()}
     vae = plan.vae.model_copy(update={"feature_maps": "device"}) if plan.vae.feature_maps == "host" else plan.vae
     return plan.model_copy(update={"components": stay, "offload_activations": False, "vae": vae})

@@ -20,7 +20,7 @@ from tightfit.schema.plan import Plan
 from tightfit.schema.results import PhaseTrace, Prediction, Trace
 from tightfit.schema.stores import default_store_rates
 
-__all__ = ["KNOWN_NOTE", "capacity_of", "counted", "main_dtype", "reads_disk"]
+__all__ = ["KNOWN_NOTE", "capacity_of", "counted", "main_dtype", "needs_store_rates"]
 
 NOTE = "weights are read from the disk: this is computed from the footprint, not simulated, and without bytes moved"
 KNOWN_NOTE = (
@@ -29,8 +29,8 @@ KNOWN_NOTE = (
 )
 
 
-def reads_disk(choices: dict[str, Any]) -> bool:
-    """Whether any component is loaded from disk under `choices` of Plan fields."""
+def needs_store_rates(choices: dict[str, Any]) -> bool:
+    """Whether any component is loaded from a store with a rate of its own under `choices` of Plan fields."""
     parts = Plan.from_mapping(choices).components.values()
     return any(part.moves(separate=False) for part in parts)
 

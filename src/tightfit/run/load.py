@@ -10,8 +10,8 @@ import torch
 
 from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.fitting import Fitted
-from tightfit.apply.weights.file_weights import FileBackedWeights
 from tightfit.apply.weights.quantize import left_in_files
+from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.headers import names_in
 from tightfit.checkpoint.lazy_loading import LazyCheckpoint, build_lazily

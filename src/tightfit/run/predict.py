@@ -12,7 +12,7 @@ from tightfit.errors import BudgetTooSmall, InputError, PlanError, unknown_name
 from tightfit.plan.default_rates import computer_with
 from tightfit.plan.options import SearchCaches
 from tightfit.run.answer_cache import cached, footprint_question, lookup, recalled_footprint
-from tightfit.run.count import KNOWN_NOTE, counted, reads_disk
+from tightfit.run.count import KNOWN_NOTE, counted, needs_store_rates
 from tightfit.run.models import resolve_model, stored_dtype
 from tightfit.run.plan_options import Limits, demo_request
 from tightfit.schema.footprint import Footprint, Request
@@ -69,7 +69,7 @@ def forecast(
             fields, time_scales = _planned(which, (accelerator, *others), request, limits, own, footprint)
     name = title or "the demo model"
     card = " and ".join(each.name for each in (accelerator, *others)) if others else card and card_called(card)
-    if reads_disk(fields):
+    if needs_store_rates(fields):
         with say("counting"):
             measured = footprint or _measurer(which, accelerator).measure(request)
             found = counted(measured, accelerator, fields, others=others, title=name, card=card, machine=own)

@@ -38,7 +38,7 @@ class StripOptionProfiler:
         alone = lambda x: x[:1] if isinstance(x, torch.Tensor) and x.ndim and len(x) == count else x  # noqa: E731
         layers, form = tree_flatten(tree_map(alone, (tuple(others), kwargs)))  # as in a call: its cache key
         self._program, self.mark, _ = program_of(module, type(module), method, first[:1], layers, form)
-        self._items, self._op_costs, self._stores = count, OpCostCache(), _stores_of(module)
+        self._items, self._op_costs, self._layers = count, OpCostCache(), _layer_of_module(module)
 
     @property
     def operations(self) -> int:
@@ -60,7 +60,7 @@ class StripOptionProfiler:
         strip_bytes = max(strip_plan.allocator_bytes(expandable=expandable), strips)
         allocator_bytes = max(beside + made + strip_bytes, outside) + PAGES
         with self._op_costs.working():
-            stages = tuple(profile_stages(strip_plan, self._op_costs, self._stores))
+            stages = tuple(profile_stages(strip_plan, self._op_costs, self._layers))
         return StripProfile(
             strip_bytes=strips,
             feature_maps=maps,
@@ -71,7 +71,7 @@ class StripOptionProfiler:
         )
 
 
-def _stores_of(module: nn.Module) -> dict[str, str]:
+def _layer_of_module(module: nn.Module) -> dict[str, str]:
     """Map the path of each module to the path of the layer that it belongs to."""
     layers = {id(part): layer for layer, parts in find_layers(module).items() for part in parts}
     return {path: layers[id(part)] for path, part in module.named_modules() if id(part) in layers}
@@ -112,7 +112,7 @@ class AutoencoderStripProfiles:
         setattr(module, method, run)
         undo.callback(delattr, module, method)
 
-    def take_apart(self) -> dict[tuple[str, str], StripOptionProfiler | None]:
+    def profilers(self) -> dict[tuple[str, str], StripOptionProfiler | None]:
         """Return the strip profiler of each method called, by (component, method); None if its graph is unsupported.
 
         Exported programs are cached.
@@ -153,8 +153,8 @@ class AutoencoderStripProfiles:
         if profiler is None:
             return phase
         found = []
-        for share, maps in map(STRIP_LIMITS.__getitem__, parts):
-            strips = phase.strip_bytes(share)
+        for divisor, maps in map(STRIP_LIMITS.__getitem__, parts):
+            strips = phase.strip_limit(divisor)
             found.append(
                 profiler.profile(
                     strips, maps, phase.live_bytes_at_start, phase.peak_between_calls, expandable=self._expandable

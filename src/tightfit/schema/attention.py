@@ -36,7 +36,7 @@ __all__ = [
     "Kernel",
     "check_attention",
     "kernel_order",
-    "refusal",
+    "unsupported",
 ]
 
 Mask = Literal["none", "bool", "additive"]
@@ -137,9 +137,9 @@ def kernel_order(call: AttentionCall, asked: tuple[Kernel, ...] = TORCH_ORDER) -
     return (*first, *asked)
 
 
-def refusal(name: str, call: AttentionCall) -> str | None:
+def unsupported(name: str, call: AttentionCall) -> str | None:
     """Return what the backend `name` does not support of `call`, in words; None if it supports the call."""
-    return BACKENDS[name].refusal(call)
+    return BACKENDS[name].unsupported(call)
 
 
 def check_attention(name: str) -> str:
@@ -149,7 +149,7 @@ def check_attention(name: str) -> str:
     return name
 
 
-def _refuse_flash(call: AttentionCall) -> str | None:
+def _not_by_flash(call: AttentionCall) -> str | None:
     if call.device == "cpu":  # torch also calls the CPU's only fused kernel flash
         return (
             _dropout(call)
@@ -169,7 +169,7 @@ def _refuse_flash(call: AttentionCall) -> str | None:
     )
 
 
-def _refuse_efficient(call: AttentionCall) -> str | None:
+def _not_by_efficient(call: AttentionCall) -> str | None:
     major = (call.capability or (0, 0))[0]
     step = {"float32": 4}.get(call.dtype, 8) if major >= 8 else 8 if call.dtype in HALVES and major == 7 else 1
     return (
@@ -179,7 +179,7 @@ def _refuse_efficient(call: AttentionCall) -> str | None:
     )
 
 
-def _refuse_cudnn(call: AttentionCall) -> str | None:
+def _not_by_cudnn(call: AttentionCall) -> str | None:
     widest = max(call.width, call.value_width)
     return (
         _card(call, (8, 0), HALVES)
@@ -191,7 +191,7 @@ def _refuse_cudnn(call: AttentionCall) -> str | None:
     )
 
 
-def _refuse_xformers(call: AttentionCall) -> str | None:
+def _not_by_xformers(call: AttentionCall) -> str | None:
     halves = HALVES if (call.capability or (0, 0)) >= (8, 0) else HALVES[:1]
     return (
         _card(call, (6, 0), ("float32", *halves))
@@ -204,7 +204,7 @@ def _refuse_xformers(call: AttentionCall) -> str | None:
     )
 
 
-def _refuse_sage(call: AttentionCall) -> str | None:
+def _not_by_sage(call: AttentionCall) -> str | None:
     return (
         _card(call, (8, 0), HALVES)
         or (f"compute capability {_version(call)}" if call.capability not in SAGE_CARDS else None)
@@ -276,19 +276,19 @@ class AttentionBackend:
     """A way to compute attention that a plan can name."""
 
     title: str
-    refusal: Callable[[AttentionCall], str | None]  # what it does not support of a call, in words; None: it does
+    unsupported: Callable[[AttentionCall], str | None]  # what it does not support of a call, in words; None: it does
     package: str | None = None  # import name of the package that it needs
     technique: str | None = None  # lossy technique that it is; None: its numbers are torch's, but for rounding
     whole_scores: bool = False  # whether it computes the whole matrix of scores at once
 
 
 BACKENDS: Mapping[str, AttentionBackend] = {
-    "flash": AttentionBackend("torch's flash attention", _refuse_flash),
-    "efficient": AttentionBackend("torch's memory-efficient attention", _refuse_efficient),
-    "cudnn": AttentionBackend("cuDNN's attention", _refuse_cudnn),
+    "flash": AttentionBackend("torch's flash attention", _not_by_flash),
+    "efficient": AttentionBackend("torch's memory-efficient attention", _not_by_efficient),
+    "cudnn": AttentionBackend("cuDNN's attention", _not_by_cudnn),
     "math": AttentionBackend("torch's path of plain products", lambda call: None, whole_scores=True),
-    "xformers": AttentionBackend("xFormers' attention", _refuse_xformers, package="xformers"),
-    "sage": AttentionBackend("SageAttention", _refuse_sage, package="sageattention", technique="sage-attention"),
+    "xformers": AttentionBackend("xFormers' attention", _not_by_xformers, package="xformers"),
+    "sage": AttentionBackend("SageAttention", _not_by_sage, package="sageattention", technique="sage-attention"),
     "chunked": AttentionBackend("chunked attention", _dropout),
 }
 ATTENTION_NAMES = ("auto", "torch", *BACKENDS)

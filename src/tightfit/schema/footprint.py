@@ -214,9 +214,9 @@ class Phase(Record):
         """Bytes of activations on the device before its calls begin: the highest over its kinds of calls."""
         return max((done.block_uses[0].live_bytes_at_start for done in self.calls if done.block_uses), default=0)
 
-    def strip_bytes(self, share: int) -> int:
-        """Return 1/`share` of the bytes that its untiled calls add to those at their start: the limit for strips."""
-        return max((self.peak - self.live_bytes_at_start) // share, 1)
+    def strip_limit(self, divisor: int) -> int:
+        """Return 1/`divisor` of the bytes that its untiled calls add to those at their start: the limit for strips."""
+        return max((self.peak - self.live_bytes_at_start) // divisor, 1)
 
     def with_strip_options(self, ways: Iterable[StripProfile]) -> Phase:
         """Return a copy with `ways` added to its strip options, by descending bytes; its own win over equal ones."""

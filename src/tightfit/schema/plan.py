@@ -182,7 +182,7 @@ class ComponentPlan(Record):
 
     def moves(self, *, separate: bool) -> bool:
         """Whether weights are loaded and evicted; `separate`: onto a device with memory of its own."""
-        return self.placement != "resident" and (separate or not self.store.in_ram)
+        return self.placement != "resident" and (separate or not self.store.is_host_memory)
 
     @property
     def technique(self) -> str | None:
@@ -199,7 +199,7 @@ class ComponentPlan(Record):
     def described(self) -> str:
         """All that differs from the defaults, on one line."""
         parts = [f"on {self.device}"] if self.device else []
-        parts += [self.placement] + ([] if self.store.in_ram else [f"from {self.store.title}"])
+        parts += [self.placement] + ([] if self.store.is_host_memory else [f"from {self.store.title}"])
         if self.ring_buffer is not None and self.resident_layers is not None:
             resident, ring = len(self.resident_layers), format_bytes(self.ring_buffer)
             parts += [f"by {self.granularity}", f"{resident} resident", f"ring buffer of {ring}"]

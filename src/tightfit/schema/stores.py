@@ -6,6 +6,7 @@ subclass of `WeightStore` in apply/weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,28 +32,47 @@ class StoreKind:
     """What is known of a weight store before there are weights in it."""
 
     title: str  # in sentences, after "from the"
-    in_ram: bool  # whether weights there take host memory
+    is_host_memory: bool  # plain tensors in host memory: nothing is loaded where that is the device's own memory
+    ram_share: float  # bytes of RAM that it takes for each byte of weights
     padding: int  # bytes that a layer with a weight and a bias takes on the device in addition, to be aligned there
+    in_files: bool = False  # whether weights that are in files already can stay there
     rate: Callable[[Machine], float | None] = lambda machine: None  # bytes per second; None: as fast as the link
-    guessed_rate: float | None = None  # bytes per second, where it was not measured
+    guessed_rate: float | None = None  # bytes per second on a CPU, where it was not measured
+
+    def ram_bytes(self, size: int) -> int:
+        """Return the bytes of RAM for `size` bytes of weights."""
+        return math.ceil(size * self.ram_share)
 
 
 ORDINARY_DISK = 1e9  # bytes per second
 STORES: Mapping[str, StoreKind] = {
-    "cpu": StoreKind("host memory", in_ram=True, padding=4 * 256),  # for four tensors in a flat buffer
+    "cpu": StoreKind(
+        "host memory",
+        is_host_memory=True,
+        ram_share=1.0,
+        padding=4 * 256,  # of four tensors in a flat buffer
+    ),
     "disk": StoreKind(
-        "disk", in_ram=False, padding=4 * 4096, rate=lambda machine: machine.disk_rate, guessed_rate=ORDINARY_DISK
-    ),  # sectors around each tensor are read too
+        "disk",
+        is_host_memory=False,
+        ram_share=0.0,
+        padding=4 * 4096,  # sectors around each tensor are read too
+        in_files=True,
+        rate=lambda machine: machine.disk_rate,
+        guessed_rate=ORDINARY_DISK,
+    ),
 }
 
 
 def default_store(*, spare_ram: bool) -> str:
-    """Return the first store that takes no host memory if that is to be spared, else the first that is host memory."""
-    return next(name for name, kind in STORES.items() if kind.in_ram != spare_ram)
+    """Return the store that takes the least RAM if that is to be spared, else the first that is host memory."""
+    if spare_ram:
+        return min(STORES, key=lambda name: STORES[name].ram_share)
+    return next(name for name, kind in STORES.items() if kind.is_host_memory)
 
 
 def default_store_rates(machine: Machine, accelerator: Accelerator) -> StoreRates:
-    """Return the rates measured on `machine`; for a CPU, which cannot offload to its own memory, guesses for others."""
+    """Return the rates measured on `machine`; on a CPU, which cannot offload to its own memory, or guesses."""
     guessed = {name: kind.guessed_rate if accelerator.is_cpu else None for name, kind in STORES.items()}
     rates = {name: kind.rate(machine) or guessed[name] for name, kind in STORES.items()}
     return {name: rate for name, rate in rates.items() if rate}

@@ -1,7 +1,7 @@
 """`scaled_dot_product_attention` as torch composes it on CUDA: which kernel runs, and how the mask is converted.
 
 The operation is composite on all devices, but for a device written in Python torch always takes the path of plain
-matrix products, so the kernel is chosen here, by CUDA's rules (in the catalog) and those of
+matrix products, so the kernel is chosen here, by CUDA's rules (`schema/attention.py`) and those of
 aten/src/ATen/native/transformers: attention.cpp, cuda/attention.cu (torch 2.11 to 2.13). A kernel that
 `torch.nn.attention.sdpa_kernel` forbids is not chosen.
 
@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from tightfit.schema.attention import AttentionCall, Kernel, kernel_order, refusal
+from tightfit.schema.attention import AttentionCall, Kernel, kernel_order, unsupported
 from tightfit.simulator.storage import store_of
 
 __all__ = ["attend"]
@@ -154,7 +154,7 @@ def _choose(call: AttentionCall) -> Kernel:
     """Return the first kernel that supports `call`, among those that `sdpa_kernel` allows, in its priority order."""
     asked = tuple(_NAMES[number] for number in torch._C._get_sdp_priority_order() if number in _NAMES)
     for kernel in kernel_order(call, asked):
-        if _ENABLED[kernel]() and refusal(kernel, call) is None:
+        if _ENABLED[kernel]() and unsupported(kernel, call) is None:
             return kernel
     place = "the CPU" if call.capability is None else "compute capability {}.{}".format(*call.capability)
     shape = (call.items, call.heads, call.queries, call.width)

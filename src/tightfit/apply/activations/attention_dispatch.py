@@ -25,16 +25,14 @@ __all__ = ["AttentionDispatcher", "attend_by", "installed_backends", "is_refusal
 
 _REFUSED = (ImportError, NotImplementedError, ValueError, AssertionError)  # raised by packages for unsupported calls
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Settings], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Settings, int], torch.Tensor]
 
 
 def attend_by(
     name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, *, block: int
 ) -> torch.Tensor:
     """Return `scaled_dot_product_attention` by the backend `name`, with at most `block` bytes of scores if chunked."""
-    if name == "chunked":
-        return chunked_attention(query, key, value, *settings, block=block)
-    return _ATTEND[name](query, key, value, settings)
+    return _ATTEND[name](query, key, value, settings, block)
 
 
 def installed_backends() -> set[str]:
@@ -49,15 +47,31 @@ def is_refusal(name: str, error: Exception) -> bool:
     return name in BACKENDS and "No available kernel" in str(error)
 
 
+def _by_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, block: int
+) -> torch.Tensor:
+    return attend_by_torch(query, key, value, settings)
+
+
+def _chunked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, block: int
+) -> torch.Tensor:
+    return chunked_attention(query, key, value, *settings, block=block)
+
+
 def _by_kernel(kernel: SDPBackend) -> Attend:
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings) -> torch.Tensor:
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, block: int
+    ) -> torch.Tensor:
         with sdpa_kernel(kernel):
             return attend_by_torch(query, key, value, settings)
 
     return attend
 
 
-def _by_xformers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings) -> torch.Tensor:
+def _by_xformers(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, block: int
+) -> torch.Tensor:
     operations: Any = importlib.import_module("xformers.ops")
     bias = operations.LowerTriangularMask() if settings.causal else None
     if settings.mask is not None:
@@ -67,7 +81,9 @@ def _by_xformers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, se
     return result.transpose(1, 2)
 
 
-def _by_sage(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings) -> torch.Tensor:
+def _by_sage(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, block: int
+) -> torch.Tensor:
     attend = importlib.import_module("sageattention").sageattn
     said = {"tensor_layout": "HND", "is_causal": settings.causal, "sm_scale": settings.scale}
     result: torch.Tensor = attend(query, key, value, **said)
@@ -85,13 +101,14 @@ def _bias(mask: torch.Tensor, dtype: torch.dtype, keys: int) -> torch.Tensor:
 
 
 _ATTEND: Mapping[str, Attend] = {
-    "torch": attend_by_torch,
+    "torch": _by_torch,
     "flash": _by_kernel(SDPBackend.FLASH_ATTENTION),
     "efficient": _by_kernel(SDPBackend.EFFICIENT_ATTENTION),
     "cudnn": _by_kernel(SDPBackend.CUDNN_ATTENTION),
     "math": _by_kernel(SDPBackend.MATH),
     "xformers": _by_xformers,
     "sage": _by_sage,
+    "chunked": _chunked,
 }
 
 

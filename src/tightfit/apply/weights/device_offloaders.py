@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tightfit.apply.weights.file_weights import FileBackedWeights
+from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.apply.weights.weight_offloader import WeightOffloader
 from tightfit.devices.device import Device
 from tightfit.measure.joint_recorder import JointRecorder

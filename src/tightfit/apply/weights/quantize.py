@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.apply.weights.disk_store import read_like
-from tightfit.apply.weights.file_weights import FileBackedWeights
 from tightfit.apply.weights.quantized_tensor import Entry, Float8Weight, StoredWeight, storable
+from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.apply.weights.weight_store import HOST, plain_parts, rebuilt
 from tightfit.devices.device import Device
 from tightfit.devices.disk import DiskReader
@@ -78,7 +78,7 @@ def left_in_files(network: nn.Module, chosen: ComponentPlan, *, separate: bool) 
     weights = {id(weight) for _, _, weight in storable_in(network, chosen)}
     if chosen.placement == "resident":
         return set() if separate else weights
-    if not chosen.store.in_ram and chosen.compute_dtype is None:  # else all other weights are cast
+    if chosen.store.in_files and chosen.compute_dtype is None:  # else all other weights are cast
         weights |= layer_weights(network)
     return {id(weight) for weight in network.parameters() if weight.is_meta}.intersection(weights)
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from tightfit.apply.weights.file_weights import FileBackedWeights
+from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.apply.weights.weight_store import WeightStore, plain_parts, rebuilt
 from tightfit.devices.memory import copy_with_alignment
 from tightfit.measure.modules import compiled_around, find_layers

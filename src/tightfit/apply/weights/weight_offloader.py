@@ -9,10 +9,10 @@ from torch import nn
 
 from tightfit.apply.activations.ffn_chunking import inside_feed_forwards
 from tightfit.apply.weights.call_order import CallKey, CallOrder
-from tightfit.apply.weights.file_weights import FileBackedWeights, StoreFactory
 from tightfit.apply.weights.oom_retry import retry_blocks_on_oom, retry_on_oom
 from tightfit.apply.weights.quantize import store_weights
 from tightfit.apply.weights.quantized_tensor import StoredWeight
+from tightfit.apply.weights.stores import FileBackedWeights, StoreFactory
 from tightfit.apply.weights.streamer import Streamer
 from tightfit.apply.weights.tensor_loader import TensorLoader
 from tightfit.apply.weights.weight_groups import WeightGroup, weight_groups_of
@@ -82,7 +82,7 @@ class WeightOffloader:
         if plan.storage == "as-loaded":
             return
         self._look_where(name, module)
-        passing = layer_weights(module) if plan.moves(separate=False) else set()
+        passing = layer_weights(module) if plan.store.in_files and plan.placement != "resident" else set()
 
         def aside(original: nn.Parameter, weight: StoredWeight) -> None:
             if id(original) in passing:

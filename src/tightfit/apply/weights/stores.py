@@ -17,7 +17,7 @@ from tightfit.devices.device import Device
 from tightfit.devices.disk import DiskReader
 from tightfit.schema.plan import ComponentPlan
 
-__all__ = ["FileBackedWeights", "StoreFactory"]
+__all__ = ["STORE_MAKERS", "FileBackedWeights", "MakeStore", "StoreFactory"]
 
 
 class _FileEntry(NamedTuple):
@@ -148,7 +148,7 @@ class StoreFactory:
 
     def stores(self, plan: ComponentPlan, undo: ExitStack) -> Callable[[list[nn.Parameter]], WeightStore]:
         """Return a function that makes a store for source parameters of a component that follows `plan`."""
-        make = _MAKERS[plan.offload_to](self, undo)
+        make = STORE_MAKERS[plan.offload_to](self, undo)
         return lambda source_params: make(
             [part for source_param in source_params for part in plain_parts(source_param)]
         )
@@ -195,7 +195,7 @@ class StoreFactory:
 
 
 # by names in `tightfit.schema.stores.STORES`; called with the factory and where to register what has to be closed
-_MAKERS: Mapping[str, Callable[[StoreFactory, ExitStack], MakeStore]] = {
+STORE_MAKERS: Mapping[str, Callable[[StoreFactory, ExitStack], MakeStore]] = {
     "cpu": StoreFactory.host_stores,
     "disk": StoreFactory.disk_stores,
 }
