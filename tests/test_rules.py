@@ -222,7 +222,9 @@ def test_class_names_are_unique() -> None:
 PRIVATE_WORDS = (  # words that only this project used, and what says the same
     "parcel: weight group", "cargo: weights", "shelf: weights in files", "stint: run", "guest: activation",
     "lap: stage", "pupil: recorder", "berth: slot", "depot: host pool", "aboard: on the device", "pretend: simulated",
-    "rehears: simulate", "hollow: valueless", "grain: granularity",
+    "rehears: simulate", "hollow: valueless", "grain: granularity", "crew: co-resident group", "sketch: candidate",
+    "menu: option set", "giant: oversized layer", "soonest: lower bound", "master: source parameter", "race: search",
+    "survey: profiler", "lesson: measurement", "visitor: workload", "shed: evict", "whence: from",
 )  # fmt: skip
 
 
