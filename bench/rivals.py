@@ -39,7 +39,7 @@ from tightfit.schema.machine import Accelerator, Machine
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.host_memory import mark_valueless
-from tightfit.simulator.operations import SMALL
+from tightfit.simulator.storage import SMALL
 
 NAME = "rivals-simulated"
 ROOM = 2**50

@@ -13,7 +13,7 @@ from simulator.conftest import make_cards  # noqa: F401  a fixture
 from simulator.layouts import CUDA_ONLY, OTHERS, POINTWISE, Layout, pairs
 from tightfit.devices.cuda_support import cuda_count
 from tightfit.devices.simulated import SimulatedDevice
-from tightfit.simulator import operations
+from tightfit.simulator import storage
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.storage import free_dead_tensors
 
@@ -61,7 +61,7 @@ def differences(pair: tuple[Layout, Layout], card: SimulatedCard) -> Iterator[st
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pair=pairs())
 def test_kernels_allocate_what_cudas_do(make_cards, monkeypatch, pair) -> None:  # noqa: F811
-    monkeypatch.setattr(operations, "SMALL", 0)
+    monkeypatch.setattr(storage, "SMALL", 0)
     (card,) = make_cards(values="shapes")
     for device in ("cuda", SimulatedDevice(0).torch_device):  # workspaces that stay, cuBLAS's and cuBLASLt's
         square = torch.zeros(2, 2, device=device)

@@ -17,7 +17,7 @@ from simulator.conftest import make_cards  # noqa: F401  a fixture
 from simulator.layouts import convolved, kernel, pairs
 from tightfit.devices.cuda_support import cuda_count
 from tightfit.devices.simulated import SimulatedDevice
-from tightfit.simulator import operations
+from tightfit.simulator import storage
 from tightfit.simulator.storage import free_dead_tensors
 
 pytestmark = [
@@ -43,7 +43,7 @@ def above(
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pair=pairs(4, 4), length=st.sampled_from((1, 3)), last=st.booleans())
 def test_bytes_of_a_convolution(make_cards, monkeypatch, pair, length, last) -> None:  # noqa: F811
-    monkeypatch.setattr(operations, "SMALL", 0)
+    monkeypatch.setattr(storage, "SMALL", 0)
     (card,) = make_cards(values="shapes")
     found = []
     for device in ("cuda", SimulatedDevice(0).torch_device):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from simulator.conftest import MakeCards
 from tightfit import RunError
-from tightfit.simulator import operations
+from tightfit.simulator import operations, storage
 
 Operation = Callable[[torch.Tensor], Any]
 
@@ -141,7 +141,7 @@ def test_numbers_are_those_of_the_cpu(name: str, value: torch.Tensor, make_cards
 def test_shapes_are_right_without_numbers(
     name: str, value: torch.Tensor, make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "SMALL", 0)
+    monkeypatch.setattr(storage, "SMALL", 0)
     make_cards(values="shapes")
     wanted = list(tensors(OPERATIONS[name](value)))
     for _ in range(2):  # the second time some are remembered

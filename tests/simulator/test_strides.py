@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from simulator.conftest import MakeCards
 from simulator.layouts import CONVOLUTIONS, OTHERS, POINTWISE, Layout, differences, pairs
 from tightfit.devices.simulated import SimulatedDevice
-from tightfit.simulator import operations
+from tightfit.simulator import storage
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -23,7 +23,7 @@ from tightfit.simulator import operations
 def test_strides_are_those_of_kernels(
     make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch, pair: tuple[Layout, Layout]
 ) -> None:
-    monkeypatch.setattr(operations, "SMALL", 0)
+    monkeypatch.setattr(storage, "SMALL", 0)
     make_cards(values="shapes")
     card = SimulatedDevice(0).torch_device
     for _ in range(2):  # the second time they are remembered
@@ -33,7 +33,7 @@ def test_strides_are_those_of_kernels(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs(4, 4))
 def test_convolutions(make_cards: MakeCards, monkeypatch: pytest.MonkeyPatch, pair: tuple[Layout, Layout]) -> None:
-    monkeypatch.setattr(operations, "SMALL", 0)
+    monkeypatch.setattr(storage, "SMALL", 0)
     make_cards(values="shapes")
     assert list(differences(pair, CONVOLUTIONS, "cpu", SimulatedDevice(0).torch_device)) == []
 
