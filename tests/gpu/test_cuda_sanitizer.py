@@ -41,9 +41,7 @@ def test_nothing_is_reported(name: str) -> None:
 
 
 def test_a_missing_wait_is_reported() -> None:
-    plans = ["page-locked", "level 0"]
-    found = {
-        each["plan"]: each["reports"] for each in reports("Flux", "--without", "_CudaCopy.wait_on_device", "--plan", *plans)
-    }
+    words = "Flux", "--without", "_CudaCopy.wait_on_device", "--plan", "page-locked", "level 0"
+    found = {each["plan"]: each["reports"] for each in reports(*words)}
     assert found["page-locked"]
     assert not found["level 0"]
