@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -42,7 +43,8 @@ class _Slot(NamedTuple):
 class TensorLoader:
     """Loads all parameters and buffers of `module`, except those that `without()` returns at that time."""
 
-    _loaded: ClassVar[set[int]] = set()  # ids of the copies of all loaders: components may contain each other
+    # the copies of all loaders by id, while they are loaded: components may contain each other
+    _loaded: ClassVar[WeakValueDictionary[int, torch.Tensor]] = WeakValueDictionary()
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class TensorLoader:
         self.is_loaded = True
         for slot in self._slots:
             slot.table[slot.name] = slot.copy
-            self._loaded.add(id(slot.copy))
+            self._loaded[id(slot.copy)] = slot.copy
         self._bytes = sum({id(slot.copy): slot.copy.nbytes for slot in self._slots}.values())
         self._recorder.hold(self, self._bytes)
         self._recorder.moved(bytes_in=self._bytes)
@@ -94,7 +96,8 @@ class TensorLoader:
                 self._recorder.moved(bytes_out=copy.nbytes)
             table[name] = original
         self._move_to_host({id(slot.original) for slot in self._slots})
-        self._loaded.difference_update(id(slot.copy) for slot in self._slots)
+        for slot in self._slots:
+            self._loaded.pop(id(slot.copy), None)
         self._slots = []
         forget_casts()
         self._recorder.hold(self, 0)
@@ -103,9 +106,10 @@ class TensorLoader:
     def _move_to_host(self, originals: set[int]) -> None:
         """Move tensors that other code put on the device in place of weights to host memory."""
         target = self._device.torch_device
-        own, moved = originals | self._loaded, dict[int, torch.Tensor]()
+        moved: dict[int, torch.Tensor] = {}
         for table, name, tensor in self._tensors() if target != HOST else ():
-            if id(tensor) in own or tensor.device != target or isinstance(tensor, OffloadedParameter):
+            own = id(tensor) in originals or id(tensor) in self._loaded
+            if own or tensor.device != target or isinstance(tensor, OffloadedParameter):
                 continue
             if id(tensor) not in moved:
                 moved[id(tensor)] = self._in_host_memory(tensor)
