@@ -52,8 +52,7 @@ def forecast(
     chosen = limits is None and bool(choices)
     title = which if isinstance(which, str) else model
     request = demo_request(request) if model is None else request
-    several = len(known) > 1
-    fields = {name: value for name, value in choices.items() if several or name != "device"} or {"level": 0}
+    fields = {name: value for name, value in choices.items() if len(known) > 1 or name != "device"} or {"level": 0}
     Plan.from_mapping(fields)
     own = None if known else _own_machine(say)
     accelerator, *others = known or _own_devices(own, limits)

@@ -36,7 +36,7 @@ Granularity = Literal["block", "layer"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
 Cfg = Literal["batched", "sequential"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # which cannot make a Literal of a registry
     OffloadTarget: TypeAlias = str
     Attention: TypeAlias = str
 else:

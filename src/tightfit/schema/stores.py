@@ -72,7 +72,7 @@ def default_store(*, spare_ram: bool) -> str:
 
 
 def default_store_rates(machine: Machine, accelerator: Accelerator) -> StoreRates:
-    """Return the rates measured on `machine`; on a CPU, which cannot offload to its own memory, or guesses."""
+    """Return the rates measured on `machine`, and guesses for a CPU, whose own memory is no store."""
     guessed = {name: kind.guessed_rate if accelerator.is_cpu else None for name, kind in STORES.items()}
     rates = {name: kind.rate(machine) or guessed[name] for name, kind in STORES.items()}
     return {name: rate for name, rate in rates.items() if rate}

@@ -20,27 +20,21 @@ from tightfit.devices.device import Device
 from tightfit.plan.kernel_choice import choose, score_chunk_bytes
 from tightfit.schema.attention import BACKENDS, AttentionCall, check_attention
 
-__all__ = ["AttentionDispatcher", "attend_by", "installed_backends", "is_refusal"]
+__all__ = ["AttentionDispatcher"]
 
 
 _REFUSED = (ImportError, NotImplementedError, ValueError, AssertionError)  # raised by packages for unsupported calls
 
+# of queries, keys, values, the other arguments, and the bytes of scores that may exist at once
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Settings, int], torch.Tensor]
 
 
-def attend_by(
-    name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, *, block: int
-) -> torch.Tensor:
-    """Return `scaled_dot_product_attention` by the backend `name`, with at most `block` bytes of scores if chunked."""
-    return _ATTEND[name](query, key, value, settings, block)
-
-
-def installed_backends() -> set[str]:
+def _installed_backends() -> set[str]:
     """Return the backends whose package can be imported."""
     return {name for name, backend in BACKENDS.items() if backend.package and find_spec(backend.package)}
 
 
-def is_refusal(name: str, error: Exception) -> bool:
+def _is_refusal(name: str, error: Exception) -> bool:
     """Whether `error` means only that the backend `name` does not support a call."""
     if name in BACKENDS and BACKENDS[name].package:
         return isinstance(error, _REFUSED)
@@ -130,7 +124,7 @@ class AttentionDispatcher:
         self._kind, self._capability = _kind_of(device)
         self._flash = device.has_flash()
         self._block = block or score_chunk_bytes(self._kind)
-        self._installed = installed_backends()
+        self._installed = _installed_backends()
         self._tell = tell
         self._choices: dict[Hashable, tuple[str, str | None]] = {}  # backend and message, by call signature
 
@@ -144,13 +138,13 @@ class AttentionDispatcher:
         if said is not None:
             self._tell(said)
         try:
-            result = attend_by(name, query, key, value, settings, block=self._block)
+            result = _ATTEND[name](query, key, value, settings, self._block)
         except Exception as error:
-            if not is_refusal(name, error):
+            if not _is_refusal(name, error):
                 raise
             self._tell(f"{name} refused a call of {tuple(query.shape)}, unexpectedly: {str(error).splitlines()[0]}")
             name = choose(self._describe(query, key, value, settings), block=self._block).name
-            result = attend_by(name, query, key, value, settings, block=self._block)
+            result = _ATTEND[name](query, key, value, settings, self._block)
         self.calls[name] += 1
         return result
 

@@ -200,7 +200,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
     def _send_if_room(self, group: WeightGroup) -> bool:
         if group in self._loaded:
             return True
-        resident = group in self._pool.resident
+        resident = group in self._resident
         place = self._pool.region_of(group) if resident else self._pool.lease(group)
         if place is None:
             return False
@@ -217,7 +217,7 @@ class Streamer(PrefetchPolicy[WeightGroup]):
 
     def _send(self, here: LoadedGroup, after: Any) -> None:
         group = here.group
-        if group not in self._pool.resident:
+        if group not in self._resident:
             self._device.charge_transfer_overhead()
         with self._recorder.uncounted():
             here.handle = group.store.send(self._stream, here.region, after)
@@ -292,4 +292,4 @@ class Streamer(PrefetchPolicy[WeightGroup]):
             self._pool.give_back(here.lease, self._stream.mark())
 
     def _idle_in_ring(self) -> Iterator[WeightGroup]:
-        return (group for group in self._loaded if self._idle(group) and group not in self._pool.resident)
+        return (group for group in self._loaded if self._idle(group) and group not in self._resident)

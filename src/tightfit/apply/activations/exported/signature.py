@@ -168,7 +168,8 @@ def _said(values: Mapping[str, Any], name: str) -> str:
 
 def _other(name: str, here: str, there: str) -> RequestError:
     return RequestError(
-        f"{name} is {here}, the exported denoiser takes {there}: export it again for this request or leave traced out",
+        f"{name} is {here}, the exported denoiser takes {there}: export it again for this request, or leave out the "
+        "plan's field exported",
         input=name,
         given=here,
         exported=there,

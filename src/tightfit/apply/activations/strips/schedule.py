@@ -1,4 +1,7 @@
-"""Bytes that stages in strips take, and what a stage keeps for later ones."""
+"""A stage and a number of strips → the rows that each node computes in each strip, and the rows that it holds.
+
+Also what stages keep for each other, and their peak bytes. Integer arithmetic only: no tensor is used.
+"""
 
 from __future__ import annotations
 
