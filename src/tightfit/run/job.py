@@ -20,6 +20,7 @@ from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, unknown_name
 from tightfit.files import replacing
+from tightfit.plan.default_rates import ANY_CARD
 from tightfit.report.summary import Report
 from tightfit.report.timeline import draw_timeline
 from tightfit.run.call_arguments import Prompt, call_arguments
@@ -32,7 +33,6 @@ from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import plan_within
 from tightfit.run.simulate import SimulationRun, unlimited_card
 from tightfit.schema.footprint import Request
-from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Plan
 
 __all__ = ["Job", "export_model"]
@@ -157,9 +157,6 @@ class Job:
         }
 
 
-_CARD = Accelerator(name="any card", kind="simulated", bytes=1)  # shapes do not depend on the card's bytes and rates
-
-
 def export_model(
     model: str | None,
     out: Path,
@@ -200,7 +197,7 @@ def _export(
     """Simulate a call to get the denoiser's inputs, then export it with these."""
     pipe = build_folder(folder, dtype)
     module = find_denoiser(pipe, name)
-    with unlimited_card(_CARD) as card:
+    with unlimited_card(ANY_CARD) as card:
         simulation = SimulationRun(pipe, card, {"level": 0}, request)
         given = first_call(module, lambda: simulation.run(inputs))
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), given)
