@@ -1,4 +1,4 @@
-"""Atomic file replacement, positioned reads and writes, the cache folder, and digests of the package's code."""
+"""Atomic file replacement, changes of files, positioned reads and writes, the cache folder, digests of the code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["BINARY", "cache_folder", "code_mark", "mark_of_modules", "read_at", "replacing", "write_at"]
+__all__ = ["BINARY", "FileState", "cache_folder", "code_mark", "mark_of_modules", "read_at", "replacing", "write_at"]
 
 BINARY = getattr(os, "O_BINARY", 0)  # without it, Windows opens files in text mode
 _LIBRARIES = ("diffusers", "torch", "transformers")
@@ -65,6 +66,39 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+class FileState(NamedTuple):
+    """What shows that a file is another than it was, or was written to.
+
+    The system sets `changed` at each write, and no program can set it back, as it can `modified`; it is also set where
+    a file's mode, owner or name changes, of which only another number of names is recognized (a file that was replaced,
+    and is still open, has lost one).
+    """
+
+    device: int
+    inode: int
+    size: int | None = None  # None: it is still being written, and only has to be the same file
+    modified: int = 0  # st_mtime_ns
+    changed: int = 0  # st_ctime_ns
+    names: int = 0  # hard links
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileState:
+        return cls(
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink
+        )
+
+    def __str__(self) -> str:
+        times = f"written at {self.modified} ns, changed at {self.changed} ns"
+        return f"{self.size} bytes, {times}, as inode {self.inode}"
+
+    def is_still(self, now: FileState) -> bool:
+        """Whether `now` is the same file with the same content."""
+        if self[:2] != now[:2] or self.size is None:
+            return self[:2] == now[:2]
+        same_time = self.changed == now.changed or self.names != now.names
+        return self.size == now.size and self.modified == now.modified and same_time
 
 
 def read_at(handle: int, view: memoryview, offset: int) -> int:

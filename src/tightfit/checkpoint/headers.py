@@ -16,8 +16,9 @@ from reprlib import repr as _short
 from typing import Any
 
 from tightfit.errors import ModelError
+from tightfit.files import FileState
 
-__all__ = ["file_error", "listed", "mode_of", "names_in", "read_header", "read_index", "read_json"]
+__all__ = ["file_error", "file_state", "listed", "mode_of", "names_in", "read_header", "read_index", "read_json"]
 
 _LARGEST_JSON = 100_000_000  # bytes; also the longest header that safetensors allows
 
@@ -103,6 +104,11 @@ def mode_of(path: Path) -> int:
     with _reading(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return path.stat().st_mode
     return 0
+
+
+def file_state(path: Path) -> FileState:
+    with _reading(path):
+        return FileState.of(path.stat())
 
 
 def names_in(folder: Path) -> list[str]:

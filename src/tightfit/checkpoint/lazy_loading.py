@@ -42,7 +42,8 @@ class LazyCheckpoint:
                 network = self._networks[name]
                 unread = left(name, network)
                 for weight, place in _weights(network, places).values():
-                    where = FileTensor(place.path, place.offset, place.dtype, weight.shape, _strides(weight.shape))
+                    strides = _strides(weight.shape)
+                    where = FileTensor(place.path, place.offset, place.dtype, weight.shape, strides, place.state)
                     if isinstance(weight, nn.Parameter) and id(weight) in unread:
                         file_weights.put(weight, where)
                     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as _short
 from types import SimpleNamespace
@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from tightfit.checkpoint.headers import file_error, listed, read_header, read_index
+from tightfit.checkpoint.headers import file_error, file_state, listed, read_header, read_index
 from tightfit.errors import ModelError
+from tightfit.files import FileState
 
 __all__ = ["NotLazyLoadable", "TensorLocation", "locate_weights", "read_locations"]
 
@@ -46,13 +47,17 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a tensor: `size` bytes of the file `path`, `offset` bytes from its start, in row-major order."""
+    """Location of a tensor: `size` bytes of the file `path`, `offset` bytes from its start, in row-major order.
+
+    `state` is the file's from before its header was read.
+    """
 
     path: Path
     offset: int
     size: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    state: FileState = field(compare=False)
 
 
 class NotLazyLoadable(ModelError):
@@ -85,8 +90,9 @@ def read_locations(files: Sequence[Path], index: Path | None = None) -> dict[str
 
 def _read_file(file: Path) -> dict[str, TensorLocation]:
     """Tensors of one file, which must be stored without overlaps and gaps."""
+    state = file_state(file)
     start, header = read_header(file)
-    places = {name: _read_place(file, start, name, entry) for name, entry in header.items()}
+    places = {name: _read_place(file, state, start, name, entry) for name, entry in header.items()}
     end, last = start, "the header"
     for name, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].size)):
         if place.offset != end:
@@ -96,14 +102,14 @@ def _read_file(file: Path) -> dict[str, TensorLocation]:
     return places
 
 
-def _read_place(file: Path, start: int, name: str, entry: Mapping[str, Any]) -> TensorLocation:
+def _read_place(file: Path, state: FileState, start: int, name: str, entry: Mapping[str, Any]) -> TensorLocation:
     """Location of the tensor that a header's `entry` describes; tensors begin at byte `start` of the file."""
     begin, end = entry["data_offsets"]
     match entry:
         case {"dtype": str(code), "shape": list(shape)} if code in _DTYPES and all(map(_is_count, shape)):
             dtype = _DTYPES[code]
             if math.prod(shape) * dtype.itemsize == end - begin:
-                return TensorLocation(file, start + begin, end - begin, dtype, tuple(shape))
+                return TensorLocation(file, start + begin, end - begin, dtype, tuple(shape), state)
         case {"dtype": str(code)} if code not in _DTYPES:
             what = f"has {_quoted(name)} as {code[:80]!a}: tensors are read as {', '.join(_DTYPES)}"
             raise file_error(file, what, tensor=name)

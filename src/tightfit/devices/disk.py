@@ -21,7 +21,7 @@ from queue import SimpleQueue
 import torch
 
 from tightfit.errors import InputError, ModelError, RunError, TightfitError
-from tightfit.files import BINARY, read_at
+from tightfit.files import BINARY, FileState, read_at
 from tightfit.units import format_bytes
 
 __all__ = ["SECTOR", "DiskReader", "Extent", "Reading"]
@@ -30,6 +30,7 @@ SECTOR = 4096
 # Bytes per system call, for which cancelling waits. From 4 MiB on the rate is the same, but each call ends with a
 # wait for the interpreter lock: 5 ms where another thread is busy in Python.
 STEP = 16 * 2**20
+NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # to open a FIFO would wait for a writer; for files it means nothing
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Extent:
     path: Path
     offset: int
     size: int
+    state: FileState | None = None  # of the file whose bytes are meant; None: whatever it is when it is opened
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,22 @@ class ReadTarget:
 
 
 class DiskFile:
-    """A file that is opened once, and must keep its size and modification time until `close`.
+    """A file that is opened once, and must not be changed until `close`, nor since it was in the `expected` state.
 
-    If the path is replaced by another file, the opened one is still read. OSError where it cannot be opened or read,
-    ModelError where it ended too early or was changed.
+    If the path is replaced by another file later, the opened one is still read. OSError where it cannot be opened or
+    read, ModelError where it ended too early or was changed.
     """
 
     note: str | None = None  # why it is not read with O_DIRECT; None where it is
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, expected: FileState | None = None) -> None:
         self._path = path
-        self._buffered = os.open(path, os.O_RDONLY | BINARY)
-        self._opened = os.fstat(self._buffered)
+        self._buffered = os.open(path, os.O_RDONLY | BINARY | NO_WAIT)
+        self._expected = expected or FileState.of(os.fstat(self._buffered))
         self._direct: int | None = None
         if hasattr(os, "O_DIRECT"):
             try:  # through the handle: the path may refer to another file by now
-                self._direct = os.open(f"/proc/self/fd/{self._buffered}", os.O_RDONLY | os.O_DIRECT)
+                self._direct = os.open(f"/proc/self/fd/{self._buffered}", os.O_RDONLY | os.O_DIRECT | NO_WAIT)
             except OSError as error:
                 self._give_up_direct(error)
 
@@ -78,13 +80,13 @@ class DiskFile:
     def read(self, piece: ReadTarget, done: int) -> tuple[int, int]:
         """Continue reading `piece` after `done` bytes; return the bytes read, and how many of them directly."""
         view, extent = piece.view[done : done + STEP], piece.extent
+        self._check()  # before the read: it may be no file by now
         count, direct = self._read_some(view, extent.offset + done, direct=piece.direct and done % SECTOR == 0)
-        self._check()  # after the read: so the bytes are those of the file as it was opened
+        self._check()  # after the read: so the bytes are those that were expected
         if count == 0:
             raise ModelError(
-                f"{self._path} ends after {self._opened.st_size} bytes: of {extent.size} from {extent.offset} on, only "
-                f"{done} came",
-                path=str(self._path), offset=extent.offset, size=extent.size, came=done,
+                f"{self._path} ends after {self._expected.size} bytes: of {extent.size} from {extent.offset} on, only "
+                f"{done} came", path=str(self._path), offset=extent.offset, size=extent.size, came=done,
             )  # fmt: skip
         return count, direct
 
@@ -105,12 +107,10 @@ class DiskFile:
         return count, 0
 
     def _check(self) -> None:
-        then, now = self._opened, os.fstat(self._buffered)
-        if (then.st_size, then.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+        if not (then := self._expected).is_still(now := FileState.of(os.fstat(self._buffered))):
             raise ModelError(
-                f"{self._path} was changed while it was in use: it had {then.st_size} bytes, written at "
-                f"{then.st_mtime_ns} ns, and now it has {now.st_size}, written at {now.st_mtime_ns} ns",
-                path=str(self._path), inode=then.st_ino, size=then.st_size, size_now=now.st_size,
+                f"{self._path} was changed while it was in use: it had {then}, now it has {now}: load the model again",
+                path=str(self._path), inode=then.inode, size=then.size, size_now=now.size,
             )  # fmt: skip
 
     def _give_up_direct(self, error: OSError) -> None:
@@ -221,7 +221,7 @@ class _ReadQueue:
     """The state that a reader shares with its thread, which must not keep the reader alive."""
 
     def __init__(self) -> None:
-        self.files: dict[Path, DiskFile] = {}
+        self.files: dict[tuple[Path, FileState | None], DiskFile] = {}
         self.bytes_read = self.direct_bytes = 0
         self.seconds_busy = 0.0
         self._lock = threading.RLock()  # a signal handler may call `close` during `take`
@@ -266,11 +266,12 @@ class _ReadQueue:
     def _fill(self, piece: ReadTarget, reading: Reading) -> None:
         self._heed(reading)
         path, done = piece.extent.path, 0
+        file = path, piece.extent.state
         try:
-            if path not in self.files:
-                self.files[path] = DiskFile(path)
+            if file not in self.files:
+                self.files[file] = DiskFile(*file)
             while done < piece.extent.size:
-                count, direct = self.files[path].read(piece, done)
+                count, direct = self.files[file].read(piece, done)
                 self.bytes_read += count
                 self.direct_bytes += direct
                 done += count

@@ -169,16 +169,17 @@ def _runs(stored: Sequence[FileTensor], runs: list[tuple[Extent, int]]) -> list[
         each = stored[index]
         start = each.offset // SECTOR * SECTOR
         if each.offset % each.dtype.itemsize:  # no view can begin there: read by itself, to an aligned offset
-            runs.append((Extent(each.path, each.offset, each.size), end))
+            runs.append((Extent(each.path, each.offset, each.size, each.state), end))
             offsets[index], end = end, end + _sectors(each.size)
             continue
         last, place = runs[-1] if runs else (None, 0)
         if last is not None and last.path == each.path and last.offset % SECTOR == 0 and start <= _end(last):
             begun = last.offset
-            runs[-1] = (Extent(each.path, begun, max(each.offset + each.size, last.offset + last.size) - begun), place)
+            size = max(each.offset + each.size, last.offset + last.size) - begun
+            runs[-1] = (Extent(each.path, begun, size, each.state), place)
         else:
             begun, place = start, end
-            runs.append((Extent(each.path, begun, each.offset + each.size - begun), place))
+            runs.append((Extent(each.path, begun, each.offset + each.size - begun, each.state), place))
         offsets[index] = place + each.offset - begun
         end = place + _sectors(runs[-1][0].size)
     return offsets

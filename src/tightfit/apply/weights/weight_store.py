@@ -19,6 +19,7 @@ from tightfit.apply.weights.pinned_staging import PageLock, Stager
 from tightfit.devices.copy_stream import CopyHandle, CopyStream
 from tightfit.devices.device import Device
 from tightfit.devices.memory import arena, move_into
+from tightfit.files import FileState
 from tightfit.measure.modules import weight_tensors
 
 __all__ = [
@@ -70,6 +71,7 @@ class FileTensor:
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]  # in elements
+    state: FileState | None = None  # of the file, when it was found there
 
     @property
     def size(self) -> int:
