@@ -52,6 +52,23 @@ def test_weights_lie_as_in_a_mapped_file(more: int, dtype: torch.dtype, tmp_path
             assert not value.numel() or value.data_ptr() % 64 == stored[name].offset % 64, name
 
 
+def test_a_file_for_weights_has_no_name_and_is_not_taken_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So nothing is left of it however the process ends; the number of an open file is given to another one later."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with DiskReader() as reader:
+        numbers, stored = [], []
+        for value in (torch.ones(5), torch.zeros(5)):
+            with contextlib.closing(SpillFile()) as spill:
+                numbers.append(spill.path)
+                stored.append(spill.write(value))
+                assert not list(tmp_path.iterdir())
+                assert torch.equal(read_stored(stored[-1], reader), value)
+        assert numbers[0] == numbers[1]
+        assert torch.equal(read_stored(stored[0], reader), torch.ones(5))  # the reader has it open still
+
+
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("more", [0, 8, 16])
 @pytest.mark.parametrize("names", ["abcdefg", "f", "fb", "g", "dca"])

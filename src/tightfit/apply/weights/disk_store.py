@@ -23,7 +23,7 @@ from tightfit.devices.copy_stream import CopyHandle, CopyStream
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
 from tightfit.devices.memory import CACHE_LINE, OWN_MEMORY, arena, copy_with_alignment
 from tightfit.errors import RunError
-from tightfit.files import write_at
+from tightfit.files import FileState, write_at
 
 __all__ = ["DiskStore", "SpillFile", "read_like", "read_stored"]
 
@@ -108,20 +108,24 @@ class _Read(CopyHandle):
 
 
 class SpillFile:
-    """A temporary file for weights that no file has in the layout and dtype used; deleted by `close` or with it."""
+    """A temporary file for weights that no file has in the layout and dtype used; it ends with `close` or with this.
+
+    It has no name, so that nothing is left of it if the process is killed; `path` refers to the open file.
+    """
 
     def __init__(self) -> None:
-        handle, name = tempfile.mkstemp(prefix="tightfit-weights-")
-        self.path = Path(name)
-        self._handle = handle
+        file = tempfile.TemporaryFile(prefix="tightfit-weights-", buffering=0)  # noqa: SIM115 - closed with this
+        self._handle = file.fileno()
+        self.path = Path(file.name if isinstance(file.name, str) else f"/dev/fd/{self._handle}")  # a name: Windows
+        self._state = FileState.of(os.fstat(self._handle))._replace(size=None)  # a closed file's number is used again
         self._end = self._settled = 0
-        self._forget = weakref.finalize(self, _remove, handle, self.path)
+        self.close = weakref.finalize(self, file.close)
 
     def write(self, tensor: torch.Tensor) -> FileTensor:
         """Append the plain, dense `tensor`; return where it is. Raises RunError where the disk is full."""
         flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
         self._end += tensor.data_ptr() % CACHE_LINE
-        stored = FileTensor(self.path, self._end, tensor.dtype, tensor.shape, tensor.stride())
+        stored = FileTensor(self.path, self._end, tensor.dtype, tensor.shape, tensor.stride(), self._state)
         self._write(flat.view(torch.uint8).numpy().data)
         return stored
 
@@ -132,16 +136,12 @@ class SpillFile:
                 done += write_at(self._handle, data[done : done + 2**30], self._end + done)
         except OSError as error:
             raise RunError(
-                f"cannot set {len(data):,} bytes of weights aside in {self.path.parent}: {error.strerror}",
+                f"cannot set {len(data):,} bytes of weights aside in {tempfile.gettempdir()}: {error.strerror}",
                 size=len(data),
             ) from error
         self._end = _sectors(self._end + len(data))
         if self._end - self._settled >= UNSETTLED:
             self._settle()
-
-    def close(self) -> None:
-        """Delete the file."""
-        self._forget()
 
     def finish(self) -> None:
         """Flush everything to the disk and out of the page cache; nothing may be written after that."""
@@ -154,11 +154,6 @@ class SpillFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
         self._settled = self._end
-
-
-def _remove(handle: int, path: Path) -> None:
-    os.close(handle)
-    path.unlink(missing_ok=True)
 
 
 def _runs(stored: Sequence[FileTensor], runs: list[tuple[Extent, int]]) -> list[int]:
