@@ -1,6 +1,17 @@
-"""Entry point of `python -m tightfit`, the same as the command `tightfit`."""
+"""Entry point of `python -m tightfit` and of the command `tightfit`. Signals are handled before all other imports."""
 
-from tightfit.cli import app
+from tightfit.signals import end_on_signals, ignore_signals
+
+
+def main() -> None:
+    end_on_signals()
+    from tightfit.cli import app
+
+    try:
+        app(prog_name="tightfit")
+    finally:
+        ignore_signals()
+
 
 if __name__ == "__main__":
-    app(prog_name="tightfit")
+    main()

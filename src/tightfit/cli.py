@@ -258,20 +258,15 @@ def chart(
 
 
 def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:
-    from tightfit.run.progress import heeding_interrupts, showing_progress
+    from tightfit.run.progress import showing_progress
 
     job.prepare()
     for warning in job.warnings():
         typer.secho(warning, err=True, fg="yellow")
     with say("planning and loading" if job.limits else "loading"):
         job.load()
-    with heeding_interrupts() as check, showing_progress(job.fitted, watch=watch) as on_progress:
-
-        def progress(done: int, total: int) -> None:
-            on_progress(done, total)
-            check()
-
-        table = job.run(progress, profile=profile)
+    with showing_progress(job.fitted, watch=watch) as on_progress:
+        table = job.run(on_progress, profile=profile)
     if table:
         typer.echo(table)
     typer.echo(str(job.report))
@@ -279,7 +274,3 @@ def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:
         typer.echo(f"wrote {path}")
     if as_json:
         typer.echo(json.dumps(job.summary()))
-
-
-if __name__ == "__main__":
-    app()

@@ -6,16 +6,23 @@ import contextlib
 import functools
 import hashlib
 import os
-import tempfile
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
+from tightfit.signals import unfinished
+
+if sys.platform != "win32":
+    import fcntl
+
 __all__ = ["BINARY", "FileState", "cache_folder", "code_mark", "mark_of_modules", "read_at", "replacing", "write_at"]
 
 BINARY = getattr(os, "O_BINARY", 0)  # without it, Windows opens files in text mode
+PREFIX = ".tightfit-"  # of unfinished files
 _LIBRARIES = ("diffusers", "torch", "transformers")
 
 
@@ -50,22 +57,68 @@ def _digest(package: Path, modules: Iterable[Path]) -> str:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which replaces `path` on success and is deleted on an error."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tightfit-", suffix=path.suffix)
-    os.close(handle)
-    partial = Path(name)
+    """Yield a path to write to; what is written replaces `path` on success and is gone after an error.
+
+    Until it is complete it has no name where the system can do that, so a process that is killed leaves nothing.
+    Elsewhere a name that begins with PREFIX is left, which the next process that replaces a file in the folder deletes.
+    """
+    _sweep(path.parent)
+    partial = path.with_name(f"{PREFIX}{os.urandom(8).hex()}")
+    unfinished.add(str(partial))
     try:
-        yield partial
-        partial.chmod(0o666 & ~_umask())
-        partial.replace(path)
+        with _opened(partial) as (handle, written):
+            yield written
+            if written != partial:
+                _link(handle, partial)
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+        unfinished.discard(str(partial))
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+@contextlib.contextmanager
+def _opened(partial: Path) -> Iterator[tuple[int, Path]]:
+    """Yield a new file, locked, and its path: `partial`, or that of an open file that has no name."""
+    written = partial
+    try:
+        handle = os.open(partial.parent, os.O_TMPFILE | os.O_RDWR, 0o666)
+        written = Path(f"/proc/self/fd/{handle}")
+    except (AttributeError, OSError):  # another system, or a file system that cannot
+        handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            _lock(handle)
+        yield handle, written
+    finally:
+        os.close(handle)
+
+
+def _link(handle: int, partial: Path) -> None:
+    """Give the name `partial` to an open file that has none."""
+    source = f"/proc/self/fd/{handle}"
+    try:
+        os.link(source, partial, src_dir_fd=handle, follow_symlinks=True)  # with a folder, or it links the link
+    except OSError:  # a file system that only copies
+        shutil.copyfile(source, partial)
+
+
+@functools.cache
+def _sweep(folder: Path) -> None:
+    """Delete unfinished files that killed processes left in `folder`: those that nobody has locked."""
+    for partial in folder.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            handle = os.open(partial, os.O_RDONLY | BINARY)
+            try:
+                _lock(handle)
+                partial.unlink()
+            finally:
+                os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Lock an open file until it is closed. OSError where another process has it."""
+    if sys.platform != "win32":
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class FileState(NamedTuple):

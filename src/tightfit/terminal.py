@@ -79,8 +79,6 @@ def errors_as_lines(as_json: bool) -> Iterator[None]:
         yield
     except TightfitError as error:
         raise _ended(error, str(error), error.exit_code, as_json, error.facts) from error
-    except KeyboardInterrupt as error:
-        raise _ended(error, "interrupted: no half-written file is left", 130, as_json) from error
     except Exception as error:
         line = f"{type(error).__name__}: {error}"[:500]
         raise _ended(error, line, 1, as_json) from error

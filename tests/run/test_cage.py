@@ -68,7 +68,7 @@ def cage() -> Iterator[Path]:
 
 def tightfit(arguments: list[str], group: Path | None = None) -> tuple[int, str, int]:
     """Exit code, output, and the most memory of `tightfit ARGUMENTS`, as two threads, in a control group."""
-    return python(["-m", "tightfit.cli", *arguments], group)
+    return python(["-m", "tightfit", *arguments], group)
 
 
 def python(arguments: list[str], group: Path | None = None) -> tuple[int, str, int]:

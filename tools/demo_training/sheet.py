@@ -39,4 +39,4 @@ def draw_sheet(pipe: StableDiffusionPipeline, path: Path) -> None:
             spine.set_color("#cccccc")
     figure.tight_layout(h_pad=1.6)
     with replacing(path) as partial:
-        figure.savefig(partial)
+        figure.savefig(partial, format=path.suffix.removeprefix("."))

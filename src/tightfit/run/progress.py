@@ -1,13 +1,10 @@
-"""A progress bar with the time left, and reliable handling of Ctrl-C."""
+"""A progress bar with the time left."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,33 +14,7 @@ from tightfit.apply.fitting import Fitted
 from tightfit.run.generate import Progress as ProgressCallback
 from tightfit.units import format_bytes
 
-__all__ = ["heeding_interrupts", "showing_progress"]
-
-
-@contextlib.contextmanager
-def heeding_interrupts() -> Iterator[Callable[[], None]]:
-    """Handle Ctrl-C as usual, and yield a function that raises KeyboardInterrupt if an earlier one was swallowed.
-
-    Python swallows exceptions raised in callbacks of weak references and in finalizers, of which a run has millions.
-    """
-    seen: list[int] = []
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        signal.default_int_handler(number, frame)
-
-    def check() -> None:
-        if seen:
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can set signal handlers
-        yield check
-        return
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
+__all__ = ["showing_progress"]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import hashlib
 import os
 import platform
 import stat
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from tightfit.apply.activations.exported.file import ExportedFile
 from tightfit.apply.activations.exported.program import ExportedNetwork
 from tightfit.devices.choose import choose_device
 from tightfit.errors import PlanError, RunError
+from tightfit.files import replacing
 
 __all__ = ["CompiledProgram"]
 
@@ -85,20 +85,18 @@ class CompiledProgram:
         self, file: Path, device: torch.device, inputs: list[torch.Tensor], weights: list[torch.Tensor]
     ) -> None:
         began, program = time.perf_counter(), _Lifted(self._program, device)
-        with tempfile.TemporaryDirectory(dir=self._folder) as beside, warnings.catch_warnings():
+        with replacing(file) as partial, partial.open("w+b") as package, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's internal warnings
-            partial = Path(beside) / file.name
             try:
                 with torch.inference_mode(False), torch.no_grad():
                     exported = torch.export.export(program, (inputs, weights), strict=False)
-                    torch._inductor.aoti_compile_and_package(exported, package_path=str(partial))
+                    torch._inductor.aoti_compile_and_package(exported, package_path=package)
             except Exception as error:  # a missing or failing compiler, an unsupported operation
                 cause = str(error).strip().splitlines() or [type(error).__name__]
                 kind = self._exported_file.manifest.class_name
                 raise RunError(
                     f"{kind} cannot be compiled here: {cause[0]:.300}: leave compiled out", name=kind
                 ) from error
-            partial.replace(file)
         self.seconds += time.perf_counter() - began
 
     def _key(self, device: torch.device) -> str:

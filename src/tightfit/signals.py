@@ -1,0 +1,52 @@
+"""Signals that end a command: TERM, HUP and INT → one line on stderr, no unfinished file, exit code 128 + number.
+
+The handler ends the process itself. An exception would get lost where Python and libraries swallow them: in finalizers
+and callbacks of weak references, of which a run has millions, and while modules are imported.
+
+What this imports is loaded by then, or takes no time, so that it is in force before anything else is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from types import FrameType
+
+__all__ = ["end_on_signals", "ignore_signals", "unfinished"]
+
+unfinished: set[str] = set()  # paths of files that are deleted where a signal ends the process
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def end_on_signals() -> None:
+    """End this process at the signals that it does not ignore (as below nohup, or in the background of a shell)."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+def ignore_signals() -> None:
+    """Ignore the signals from now on: everything is done."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    ignore_signals()
+    for path in list(unfinished):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    name = signal.Signals(number).name
+    said = f"interrupted by {name}: no half-written file is left"
+    clear = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # the line of a progress bar, which hides the cursor
+    _write(2, f"{clear}tightfit: {said}\n")
+    if "--json" in sys.argv:
+        _write(1, f'{{"error": {{"type": "{name}", "message": "{said}"}}}}\n')
+    os._exit(128 + number)
+
+
+def _write(handle: int, text: str) -> None:
+    with contextlib.suppress(OSError):  # closed, or on a full disk
+        os.write(handle, text.encode())
