@@ -172,7 +172,7 @@ def test_the_plan_in_a_picture_makes_the_same_picture_again(tiny_model: Path) ->
 def test_who_watches_sees_plain_lines_where_there_is_no_terminal(tiny_model: Path) -> None:
     *steps, end = run(tiny_model, "a red fox", *SMALL, *PICTURE, "--watch").stderr.splitlines()
     size = r"[\d.]+ (B|.iB)"
-    numbers = f": weights {size}, activations {size}, peak {size}, RSS {size}"
+    numbers = f": weights {size}, activations {size}, peak {size}, RAM {size}"
     assert len(steps) == 2
     for index, line in enumerate(steps, start=1):
         assert re.fullmatch(f"step {index} of 2, denoise{numbers}", line)

@@ -5,6 +5,9 @@ from tightfit.signals import end_on_signals, ignore_signals
 
 def main() -> None:
     end_on_signals()
+    from tightfit.devices.ram_guard import guard_ram
+
+    guard_ram()
     from tightfit.cli import app
 
     try:

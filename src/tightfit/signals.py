@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import NoReturn
 
-__all__ = ["end_on_signals", "ignore_signals", "unfinished"]
+__all__ = ["end_on_signals", "end_process", "ignore_signals", "unfinished"]
 
 unfinished: set[str] = set()  # paths of files that are deleted where a signal ends the process
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -35,16 +36,20 @@ def ignore_signals() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     ignore_signals()
+    name = signal.Signals(number).name
+    end_process(128 + number, name, f"interrupted by {name}: no half-written file is left")
+
+
+def end_process(code: int, kind: str, message: str) -> NoReturn:
+    """End this process at once, with `message` on stderr; with --json also on stdout, as an error of this `kind`."""
     for path in list(unfinished):
         with contextlib.suppress(OSError):
             os.unlink(path)
-    name = signal.Signals(number).name
-    said = f"interrupted by {name}: no half-written file is left"
     clear = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # the line of a progress bar, which hides the cursor
-    _write(2, f"{clear}tightfit: {said}\n")
+    _write(2, f"{clear}tightfit: {message}\n")
     if "--json" in sys.argv:
-        _write(1, f'{{"error": {{"type": "{name}", "message": "{said}"}}}}\n')
-    os._exit(128 + number)
+        _write(1, f'{{"error": {{"type": "{kind}", "message": "{message}"}}}}\n')
+    os._exit(code)
 
 
 def _write(handle: int, text: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import typer
 
+from tightfit.devices.ram_guard import check_ram
 from tightfit.errors import TightfitError
 from tightfit.progress import listening
 from tightfit.units import format_seconds
@@ -76,6 +77,7 @@ def quiet_transformers() -> Iterator[None]:
 def errors_as_lines(as_json: bool) -> Iterator[None]:
     """End the command with one line on stderr and the matching exit code, whatever is raised."""
     try:
+        check_ram()
         yield
     except TightfitError as error:
         raise _ended(error, str(error), error.exit_code, as_json, error.facts) from error

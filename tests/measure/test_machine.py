@@ -23,8 +23,10 @@ from simulator.conftest import ACCELERATOR
 from tightfit import cli, fit
 from tightfit.devices import choose as choice
 from tightfit.devices import device as seam
+from tightfit.devices import ram
 from tightfit.devices.choose import choose_device, find_machine
-from tightfit.devices.device import CpuDevice, LoopbackDevice, pinnable_bytes, ram_bytes, ram_free, ram_limit
+from tightfit.devices.device import CpuDevice, LoopbackDevice
+from tightfit.devices.ram import pinnable_bytes, ram_bytes, ram_free, ram_limit
 from tightfit.files import cache_folder
 from tightfit.measure import rates
 from tightfit.measure.kept_rates import known_accelerator
@@ -367,8 +369,8 @@ def group(folder: Path, **files: object) -> None:
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this process's control groups are looked for: there are none yet."""
-    monkeypatch.setattr(seam, "GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(seam, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(ram, "GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(ram, "OWN_GROUPS", tmp_path / "own")
     return tmp_path / "cgroup"
 
 
@@ -427,8 +429,8 @@ def test_this_computer_as_it_is(groups: Path) -> None:
 def test_windows_page_locks_half_of_the_ram(
     release: str, system: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seam, "ram_free", lambda: 90)
-    monkeypatch.setattr(seam, "ram_bytes", lambda: 100)
+    monkeypatch.setattr(ram, "ram_free", lambda: 90)
+    monkeypatch.setattr(ram, "ram_bytes", lambda: 100)
     monkeypatch.setattr(platform, "release", lambda: release)
     monkeypatch.setattr(platform, "system", lambda: system)
     assert pinnable_bytes() == (90 if share == 1 else 50)

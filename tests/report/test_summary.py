@@ -35,11 +35,11 @@ def budgeted(**budget: int) -> Plan:
 
 
 def test_text_opens_with_the_headline() -> None:
-    assert str(report_of(call=3)).splitlines()[0] == "call 3 on cuda:0: 5.25 s, peak 400 MiB, RSS peak 800 MiB"
+    assert str(report_of(call=3)).splitlines()[0] == "call 3 on cuda:0: 5.25 s, peak 400 MiB, RAM peak 800 MiB"
 
 
 def test_text_leaves_out_an_rss_that_was_not_measured() -> None:
-    assert "RSS" not in str(report_of(rss_peak_bytes=0))
+    assert "RAM" not in str(report_of(rss_peak_bytes=0))
 
 
 def test_text_has_one_aligned_row_per_phase() -> None:

@@ -82,7 +82,8 @@ def python(arguments: list[str], group: Path | None = None) -> tuple[int, str, i
         most = 0
         while process.poll() is None:
             try:
-                most = max(most, psutil.Process(process.pid).memory_info().rss)
+                memory = psutil.Process(process.pid).memory_info()
+                most = max(most, memory.rss - memory.shared)  # pages of files do not count
                 process.wait(0.05)
             except (psutil.Error, subprocess.TimeoutExpired):
                 continue

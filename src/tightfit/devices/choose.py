@@ -7,12 +7,12 @@ import os
 import platform
 from pathlib import Path
 
-import psutil
 import torch
 
 from tightfit.devices.cuda import CudaDevice, current_cuda
 from tightfit.devices.cuda_support import unusable_card, usable_cards
-from tightfit.devices.device import CpuDevice, Device, LoopbackDevice, pinnable_bytes, ram_bytes, ram_free, ram_limit
+from tightfit.devices.device import CpuDevice, Device, LoopbackDevice
+from tightfit.devices.ram import held_bytes, pinnable_bytes, ram_bytes, ram_free, ram_limit
 from tightfit.errors import InputError, unknown_name
 from tightfit.schema.machine import Accelerator, Machine
 
@@ -90,7 +90,7 @@ def find_machine() -> Machine:
         accelerators=tuple(_accelerator(device, device.product_name() or cpu) for device in devices),
         ram=ram_bytes(),
         ram_free=ram_free(),
-        ram_used=psutil.Process().memory_info().rss,
+        ram_used=held_bytes(),
         ram_limit=ram_limit(),
         pinnable=pinnable_bytes() if cards else 0,
         cores=_cores(),

@@ -12,8 +12,9 @@ import torch
 from tightfit.catalog.cuda import PAGE_TAIL
 from tightfit.devices.copy_stream import CopyStream, CudaCopyStream
 from tightfit.devices.cuda_support import mapping_refused
-from tightfit.devices.device import Device, by_windows, pinnable_bytes
+from tightfit.devices.device import Device
 from tightfit.devices.memory import is_out_of_memory
+from tightfit.devices.ram import by_windows, pinnable_bytes
 
 __all__ = ["CudaDevice", "current_cuda", "release_unused"]
 

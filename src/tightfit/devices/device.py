@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 
 from tightfit.devices.copy_stream import CopyStream, HostCopyStream
 from tightfit.devices.memory import arena, map_large_tensors, trim_heap
+from tightfit.devices.ram import group_memory, ram_bytes, ram_free
 from tightfit.errors import InputError
+from tightfit.schema.machine import GROUP_SPARE
 
-__all__ = [
-    "CpuDevice",
-    "Device",
-    "LoopbackDevice",
-    "by_windows",
-    "pinnable_bytes",
-    "ram_bytes",
-    "ram_free",
-    "ram_limit",
-]
-
-GROUPS = Path("/sys/fs/cgroup")  # mount point of control groups
-OWN_GROUPS = Path("/proc/self/cgroup")  # lists the control groups of this process
+__all__ = ["CpuDevice", "Device", "LoopbackDevice"]
 
 
 class Device(ABC):
@@ -155,9 +143,9 @@ class Device(ABC):
         return lambda: None
 
     def excess_bytes(self, held: Callable[[], int]) -> int:
-        """Bytes by which a process that holds `held()` bytes of RAM exceeds its cap; 0 without a cap.
+        """Bytes by which a process that holds `held()` bytes of RAM exceeds what it may hold; 0 without a limit.
 
-        Without a cap `held` is not called.
+        Without a limit `held` is not called.
         """
         return 0
 
@@ -193,7 +181,12 @@ class CpuDevice(Device):
         return lambda: setattr(self, "_most", None)
 
     def excess_bytes(self, held: Callable[[], int]) -> int:
-        return max(held() - self._most, 0) if self._most is not None else 0
+        group = group_memory()
+        if group is None and self._most is None:
+            return 0
+        now = held()
+        beyond_cap = now - self._most if self._most is not None else 0
+        return max(beyond_cap, GROUP_SPARE - group.free if group is not None else 0, 0)
 
     def release_cache(self) -> None:
         trim_heap()
@@ -232,66 +225,3 @@ class LoopbackDevice(Device):
 
     def free_bytes(self) -> int:
         return ram_free()
-
-
-def ram_bytes() -> int:
-    """Bytes of RAM that this process may use: the machine's, or its control group's limit where that is less."""
-    return ram_limit() or psutil.virtual_memory().total
-
-
-def ram_limit() -> int | None:
-    """Lowest limit in bytes of this process's control groups; None where none is below the machine's RAM."""
-    least = min((limit for limit, _ in _limits()), default=None)
-    return least if least is not None and least < psutil.virtual_memory().total else None
-
-
-def ram_free() -> int:
-    """Bytes of RAM that this process could still take without swapping or being killed at a control group's limit."""
-    return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits())]))
-
-
-def pinnable_bytes() -> int:
-    """Upper bound of the bytes that CUDA could page-lock now; without a card `find_machine` reports 0 instead.
-
-    On Linux the driver locks pages by its own means: RLIMIT_MEMLOCK limits mlock() only. Locked pages count as used RAM
-    (of the control group, too), so the bound is the free RAM. Windows lets the driver have about half of the RAM
-    (ComfyUI's model_management.py uses 40 % for it). On WSL, "pinned system memory availability for applications is
-    limited" (NVIDIA's CUDA on WSL guide) without a number: half is the bound there too, and in containers 0.5 to 1 GB
-    has been seen (microsoft/WSL#14078, NVIDIA/nvidia-docker#1725). So callers that page-lock must handle a refusal.
-    """
-    return min(ram_free(), ram_bytes() // 2) if by_windows() else ram_free()
-
-
-def by_windows() -> bool:
-    """Whether the driver is that of Windows, or of WSL."""
-    return platform.system() == "Windows" or "microsoft" in platform.release().lower()
-
-
-def _limits() -> Iterator[tuple[int, int]]:
-    """Yield (limit, used) in bytes for each control group of this process that has a limit.
-
-    Cached pages of files count as unused: the kernel drops them before it refuses memory.
-    """
-    for folder in _groups():
-        for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
-            try:
-                most, taken = (folder / f"memory.{limit}").read_text(), (folder / f"memory.{used}").read_text()
-                kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                prefix = "total_" if "total_cache" in kept else ""  # version 1 counts nested groups in separate fields
-                files = sum(int(kept.get(f"{prefix}{age}_file", 0)) for age in ("active", "inactive"))
-                yield int(most), max(0, int(taken) - files)
-            except (OSError, ValueError):  # a file of the other version, or "max": no limit
-                continue
-
-
-def _groups() -> Iterator[Path]:
-    """Yield the folders of this process's memory control groups, version 2 and version 1, and of their parents.
-
-    In a container the group's path is often the path outside of it, while the mount point is the group itself: folders
-    that do not exist are skipped by the caller, and the last folder always exists.
-    """
-    lines = OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else []
-    paths = {kinds: path for _, kinds, path in (line.split(":", 2) for line in lines)}
-    for root, kind in ((GROUPS, ""), (GROUPS / "memory", "memory")):
-        own = Path(paths.get(kind, "/").lstrip("/"))
-        yield from (root / path for path in (own, *own.parents))

@@ -165,7 +165,7 @@ def map_large_tensors() -> Callable[[], None]:
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of these CPU tensors that are in RAM: of a memory-mapped file, what was read of it so far."""
+    """Bytes of these CPU tensors that are in RAM and cannot be dropped: of a file's memory map, what was changed."""
     spans = sorted({(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors})
     try:
         maps = psutil.Process().memory_maps(grouped=False)
@@ -175,7 +175,7 @@ def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
     for each in maps:
         low, high = (int(address, 16) for address in each.addr.split("-"))
         within = sum(max(min(end, high) - max(begin, low), 0) for begin, end in spans)
-        total += min(within, int(each.rss))
+        total += min(within, int(each.anonymous))
     return total
 
 

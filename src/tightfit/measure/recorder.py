@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import psutil
-
 from tightfit.devices.device import Device
+from tightfit.devices.ram import held_bytes
 from tightfit.measure.meter import TensorMeter
 from tightfit.schema.results import Moment, PhaseTrace, Sample, Trace
 from tightfit.units import format_bytes
@@ -78,7 +77,6 @@ class Recorder:
     _notes: dict[str, None] = field(default_factory=dict)
     _ran_out: dict[str, tuple[int, int]] = field(default_factory=dict)
     _meter: TensorMeter | None = None
-    _process: psutil.Process = field(default_factory=psutil.Process)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -211,12 +209,12 @@ class Recorder:
             phase.peak_weights = max(phase.peak_weights, self.weights)
         self._add(Moment(now, self.weights, max(self._activations, 0)))
         if now - self._rss[0] > RSS_EVERY:
-            rss = int(self._process.memory_info().rss)
+            rss = held_bytes()
             self._rss, self._rss_since = (now, rss, max(rss, self._rss[2])), max(rss, self._rss_since)
 
     def highest_rss(self) -> int:
-        """Peak bytes of RAM (RSS) sampled since the last call of this method."""
-        most, self._rss_since = max(self._rss_since, int(self._process.memory_info().rss)), 0
+        """Peak bytes of RAM that this process held, sampled since the last call of this method."""
+        most, self._rss_since = max(self._rss_since, held_bytes()), 0
         return most
 
     def _add(self, moment: Moment) -> None:
@@ -280,7 +278,7 @@ class Recorder:
             phases=phases,
             samples=tuple(Sample(**moment._asdict()) for moment in moments),
             other_bytes=self._beside,
-            rss_peak_bytes=max(self._rss[2], int(self._process.memory_info().rss)),
+            rss_peak_bytes=max(self._rss[2], held_bytes()),
             lossy=tuple(self._lossy),
             notes=(*self._notes, *self._unplanned_events()),
         )

@@ -18,7 +18,7 @@ from tightfit.plan.options import SearchCaches
 from tightfit.plan.placement_search import Solution
 from tightfit.plan.presets import idle_plan, plan_for
 from tightfit.schema.footprint import Footprint
-from tightfit.schema.machine import Accelerator, Budget, Machine
+from tightfit.schema.machine import GROUP_SPARE, Accelerator, Budget, Machine
 from tightfit.schema.plan import Plan, Reason, check_techniques
 from tightfit.schema.results import CallMeasurement
 from tightfit.schema.stores import default_store, default_store_rates
@@ -38,6 +38,7 @@ class _MemoryLimits(NamedTuple):
     taken: int = 0  # bytes that this process uses already …
     whole: int | None = None  # … out of this many; None: in addition to `size`
     card: bool = True  # False: the device is a CPU, whose bytes are those of the process
+    others: int = 0  # bytes of `taken` that other processes of its control group hold, or are left to them
 
     @property
     def described(self) -> str:
@@ -45,8 +46,13 @@ class _MemoryLimits(NamedTuple):
         if self.taken and self.card:
             text += f", of which other tensors of this process take {format_bytes(self.taken)},"
         elif self.taken:
-            text += f", while this process holds {format_bytes(self.taken)} before anything is loaded,"
+            text += f", while {self.holders} before anything is loaded,"
         return text
+
+    @property
+    def holders(self) -> str:
+        text = f"this process holds {format_bytes(self.taken - self.others)}"
+        return text + f" and {format_bytes(self.others)} are for others in its control group" * bool(self.others)
 
 
 def make_plan(
@@ -129,9 +135,13 @@ def _memory_limits(device: Accelerator, machine: Machine, budget: Budget | None)
         taken = machine.ram_used or 0
         if budget is None:
             free = device.bytes if device.free is None else device.free
-            return _MemoryLimits(int(free * (1 - SPARE)), None, taken, card=False)
+            spare = max(free * SPARE, GROUP_SPARE if machine.ram_limit else 0)
+            return _MemoryLimits(max(int(free - spare), 0), None, taken, card=False)
         whole = min(budget.of_cpu, device.bytes)
-        return _MemoryLimits(max(whole - taken, 0), None, taken, whole, card=False)
+        others = 0
+        if machine.ram_limit and device.free is not None:
+            others = max(whole - taken - max(device.free - GROUP_SPARE, 0), 0)
+        return _MemoryLimits(max(whole - taken - others, 0), None, taken + others, whole, card=False, others=others)
     free = bytes_within(device, device.bytes) if device.free is None else device.free
     if budget is None:
         return _MemoryLimits(max(free - _reserved_bytes(device, free), 0), None)
@@ -160,8 +170,8 @@ def _limit_reasons(
             because = f"that leaves {format_bytes(SPARE_LEAST)} of what was free on {known.display_name}"
         yield Reason(decision=f"{limits.described} may be used", because=because)
     elif limits.taken:
-        holds = "other tensors of this process take" if limits.card else "this process holds"
-        because = f"{holds} {format_bytes(limits.taken)} already"
+        by_tensors = f"other tensors of this process take {format_bytes(limits.taken)}"
+        because = f"{by_tensors if limits.card else limits.holders} already"
         yield Reason(decision=f"{format_bytes(limits.size)} are left for the pipeline", because=because)
     if known.expandable_refused is not None:
         yield Reason(decision="the allocator's segments are fixed", because=known.expandable_refused)

@@ -72,7 +72,7 @@ class Report:
 
     def _headline(self) -> str:
         rss = self.trace.rss_peak_bytes
-        return f"{self.trace}{f', RSS peak {format_bytes(rss)}' if rss else ''}"
+        return f"{self.trace}{f', RAM peak {format_bytes(rss)}' if rss else ''}"
 
     def _quality(self) -> str:
         if self.trace.lossy:

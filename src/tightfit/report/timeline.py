@@ -171,7 +171,7 @@ def _heading(figure: Figure, report: Report, title: str | None) -> None:
     said = shorten(title, 110) if title else f"Memory during call {trace.call} on {trace.device}"
     text = figure.text(LEFT, 0.945, said, fontsize=13, fontweight="bold", va="center", parse_math=False)
     text.set_fontsize(13 * min(1, 0.87 * figure.bbox.width / text.get_window_extent().width))
-    rss = f" · RSS peak {format_bytes(trace.rss_peak_bytes)}" if trace.rss_peak_bytes else ""
+    rss = f" · RAM peak {format_bytes(trace.rss_peak_bytes)}" if trace.rss_peak_bytes else ""
     facts = f"tensor bytes on the device over {format_seconds(trace.seconds)}{rss}"
     figure.text(LEFT, 0.89, facts, color=GREY, va="center", parse_math=False)
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tightfit.apply.activations.vae_tiling import pixels_per_latent
-from tightfit.devices.device import ram_bytes
+from tightfit.devices.ram import ram_bytes
 from tightfit.errors import RequestError, TightfitError, unknown_name
 from tightfit.run.argument_values import GREY, described, dummy_value
 from tightfit.schema.footprint import Request

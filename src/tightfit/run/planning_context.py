@@ -18,6 +18,7 @@ from tightfit.checkpoint.lazy_loading import build_folder
 from tightfit.devices.choose import choose_device, find_machine
 from tightfit.devices.device import Device
 from tightfit.devices.memory import trim_heap
+from tightfit.devices.ram import group_memory, held_bytes
 from tightfit.errors import InputError, RequestError
 from tightfit.files import replacing
 from tightfit.measure.kept_rates import kept_file, known_accelerator, machine_key, read_kept
@@ -111,6 +112,17 @@ def with_less_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:
     if first.is_cpu:
         taken = max((taken or 0) - sizes.get(first.name, 0), 0)
     return machine.model_copy(update={"accelerators": accelerators, "ram_used": taken})
+
+
+def within_group(machine: Machine) -> Machine:
+    """Return `machine` with no more RAM than its control group leaves to this process now, if it has a limit."""
+    group, (first, *others) = group_memory(), machine.accelerators
+    if group is None or not first.is_cpu:
+        return machine
+    most = max(held_bytes() + group.free, 1)
+    free = max(min(first.bytes if first.free is None else first.free, most - (machine.ram_used or 0)), 0)
+    first = first.model_copy(update={"bytes": min(first.bytes, most), "free": free})
+    return machine.model_copy(update={"accelerators": (first, *others), "ram_limit": most})
 
 
 def with_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:

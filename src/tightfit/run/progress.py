@@ -54,8 +54,8 @@ class _Bar(Progress):
 
 
 def _numbers(fitted: Fitted) -> str:
-    """Current phase, bytes on the device, and resident set size, as text."""
+    """Current phase, bytes on the device, and the RAM that this process holds, as text."""
     now = fitted.live()
     weights, activations, peak = map(format_bytes, (now.weights, now.activations, now.peak_bytes))
     rss = format_bytes(now.rss_bytes)
-    return f"{now.phase or 'ready'}: weights {weights}, activations {activations}, peak {peak}, RSS {rss}"
+    return f"{now.phase or 'ready'}: weights {weights}, activations {activations}, peak {peak}, RAM {rss}"

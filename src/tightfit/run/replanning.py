@@ -23,7 +23,7 @@ from tightfit.run.calibration_recorder import CalibrationRecorder
 from tightfit.run.call_arguments import CallShape, given_to, request_of, shape_of
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_target import PlanTarget
-from tightfit.run.planning_context import PlannedFolder, machine_now, with_less_taken, with_taken
+from tightfit.run.planning_context import PlannedFolder, machine_now, with_less_taken, with_taken, within_group
 from tightfit.run.unmeasured import LEVEL, plan_unmeasured, with_reason
 from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Budget, Machine
@@ -168,8 +168,8 @@ class Replanner:
     def for_held(self, pipe: Any, now: Plan, held: int) -> Plan:
         """Return another plan for the request of `now`, under which the process held `held` bytes of RAM.
 
-        The excess over the prediction counts as taken from now on, and at least 5 % of the predicted peak. Raises
-        BudgetTooSmall.
+        The excess over the prediction counts as taken from now on, and at least 5 % of the predicted peak. What its
+        control group has left now is all that there is. Raises BudgetTooSmall.
         """
         assert now.request is not None
         shape, predicted = shape_of(pipe, now.request), now.predicted_peak(now.device)
@@ -177,7 +177,7 @@ class Replanner:
             raise _nothing_less(now, held)
         planning_inputs = self._inputs_by_shape[shape]
         more = max(held - (planning_inputs.machine.ram_used or 0) - predicted, int(predicted * (1 - LESS)), 1)
-        machine = with_less_taken(planning_inputs.machine, {now.device: -more})
+        machine = within_group(with_less_taken(planning_inputs.machine, {now.device: -more}))
         planning_inputs = self._inputs_by_shape[shape] = self._with_missing_parts(
             now.request, planning_inputs._replace(machine=machine)
         )

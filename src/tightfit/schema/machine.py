@@ -10,7 +10,11 @@ from tightfit.errors import PlanError
 from tightfit.schema.base import Count, Positive, Rate, Real, Record, Size
 from tightfit.units import format_bytes
 
-__all__ = ["Accelerator", "Budget", "KernelGroup", "LayerWork", "Machine"]
+__all__ = ["GROUP_SPARE", "Accelerator", "Budget", "KernelGroup", "LayerWork", "Machine"]
+
+# bytes of a control group that plans leave, and from which on resident weights are evicted: that takes time, while
+# another process may take more
+GROUP_SPARE = 32 * 2**20
 
 
 class Budget(Record):

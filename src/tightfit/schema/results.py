@@ -59,7 +59,7 @@ class Trace(Record):
     phases: tuple[PhaseTrace, ...]
     samples: tuple[Sample, ...] = ()
     other_bytes: Count = 0  # bytes allocated on the device, other than this pipeline's weights, when the call began
-    rss_peak_bytes: Count = 0  # peak resident set size of the process
+    rss_peak_bytes: Count = 0  # peak bytes of RAM that the process held; pages of files do not count
     lossy: tuple[str, ...] = ()  # lossy techniques that were used in this call
     notes: tuple[str, ...] = ()  # unplanned events, as sentences
 
