@@ -98,6 +98,18 @@ def test_while_modules_are_imported(delay: float) -> None:
     assert process.returncode == 130
 
 
+@pytest.mark.slow
+def test_at_any_moment(tmp_path: Path) -> None:
+    """40 signals to runs, plans and charts; every fifth time the next run must be right (`bench/signals.py`)."""
+    script = Path(__file__).parents[1] / "bench" / "signals.py"
+    results = tmp_path / "signals.jsonl"
+    command = [sys.executable, str(script), "--count", "40", "--results", str(results)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = {line.partition(": ")[2] for line in said.splitlines()}
+    assert found <= {"clean", "before the first line of tightfit"}, said
+    assert len(results.read_text().splitlines()) == 40 + 40 // 5
+
+
 WRITING = """
 import os
 from pathlib import Path

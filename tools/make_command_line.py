@@ -27,8 +27,9 @@ line of stdout is one JSON object. Errors are one line.
 | --- | --- |
 | 0 | done |
 | 2 | illegal input: an unknown name, a file that is missing or damaged, a request that the pipeline does not take |
-| 3 | it does not fit: the message says how many bytes would |
+| 3 | it does not fit, or a control group has no memory left: the message has the bytes |
 | 1 | anything else |
+| 129, 130, 143 | ended by SIGHUP, Ctrl-C, SIGTERM: one line, no unfinished file |
 """
 
 
