@@ -15,9 +15,10 @@ from a_few import a_few
 from run.test_learning import from_disk
 from run.test_shrinking import MIB, REQUEST, STEPS, draw, large_unet
 from tightfit import Budget, BudgetTooSmall, Request
+from tightfit.devices import ram
 from tightfit.devices.device import CpuDevice
 from tightfit.devices.memory import RamExceeded, trim_heap
-from tightfit.devices.ram import held_bytes
+from tightfit.devices.ram import GroupMemory, held_bytes
 from tightfit.measure.recorder import Recorder
 from tightfit.run.call_arguments import Prompt
 from tightfit.run.job import Job
@@ -56,6 +57,31 @@ def test_somebody_else_in_the_process_takes_memory() -> None:
     after = fitted.report().trace
     assert not after.notes
     assert after.rss_peak_bytes < most
+    fitted.undo()
+    assert torch.equal(draw(pipe), wanted)
+
+
+def test_the_limit_of_the_control_group_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first step, to little more than is held: weights go, and the rest is planned within what is left."""
+    wanted, pipe = draw(large_unet()), large_unet()
+    fitted = tightfit.fit(pipe, ram="20GB", device="cpu", request=REQUEST)
+    assert fitted.plan.components["unet"].placement == "resident"
+    limits: list[int] = []
+    monkeypatch.setattr(ram, "_groups_with_limit", lambda: (GroupMemory(size, held_bytes()) for size in limits))
+
+    def lower(step: int) -> None:
+        if not limits:
+            limits.append(resident_now() + 20 * MIB)
+
+    assert torch.equal(draw(pipe, lower), wanted)
+    assert any("planned anew" in note and "unet: stream" in note for note in fitted.report().trace.notes)
+    assert fitted.plan.components["unet"].offload_to == "disk"
+    assert torch.equal(draw(pipe), wanted)
+    assert held_bytes() < limits[0]
+    limits[0] = 100 * MIB
+    with pytest.raises(BudgetTooSmall, match=r"within 10\d MiB, while this process holds .* would do"):
+        draw(pipe)
+    limits.clear()
     fitted.undo()
     assert torch.equal(draw(pipe), wanted)
 
