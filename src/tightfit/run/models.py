@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -12,6 +13,7 @@ from safetensors import safe_open
 
 from tightfit.catalog.known import model_called, model_names
 from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, check_folder
+from tightfit.checkpoint.headers import read_header
 from tightfit.errors import ModelError
 
 __all__ = ["DTYPES", "find_model", "resolve_model", "stored_dtype"]
@@ -48,7 +50,9 @@ def _fingerprint(folder: ModelFolder) -> str:
     weights = {file for part in folder.components for file in part.weight_files}
     for file in sorted(file for file in folder.path.rglob("*") if file.is_file()):
         digest.update(f"{file.relative_to(folder.path)} {file.stat().st_size}\0".encode())
-        if file not in weights and file.stat().st_size < 10**8 and file.suffix in (".json", ".txt", ".model", ".jinja"):
+        if file in weights:
+            digest.update(json.dumps(read_header(file)).encode())
+        elif file.stat().st_size < 10**8 and file.suffix in (".json", ".txt", ".model", ".jinja"):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
