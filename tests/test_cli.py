@@ -370,6 +370,35 @@ def test_a_failure_nobody_foresaw_is_one_line_too(tiny_model: Path, monkeypatch:
     assert last_line(result) == {"error": {"type": "RuntimeError", "message": "RuntimeError: no space left"}}
 
 
+def test_pictures_of_no_numbers_are_refused(tiny_model: Path) -> None:
+    """They would be black, without a word."""
+    result = tightfit_("run", tiny_model, "a fox", *SMALL, *PICTURE, "--guidance", "1e30", "--json")
+    message = "pixels that are no numbers (NaN), for guidance 1e+30 and 64×64: a smaller guidance, or --dtype float32"
+    assert (result.exit_code, last_line(result)["error"]["type"]) == (1, "RunError")
+    assert message in result.stderr
+    assert files() == []
+
+
+@pytest.mark.parametrize("command", [("run",), ("plan", "--card", "rtx3060")])
+def test_what_fails_in_a_call_names_the_component_and_its_configuration(model: Path, command: tuple[str, ...]) -> None:
+    config = json.loads((model / "scheduler/scheduler_config.json").read_text())
+    (model / "scheduler/scheduler_config.json").write_text(json.dumps(config | {"prediction_type": "x"}))
+    words = ("a fox", *SMALL, *PICTURE) if command == ("run",) else SMALL[:6]
+    result = tightfit_(command[0], model, *command[1:], *words, "--json")
+    assert result.exit_code == 1
+    said = (
+        "StableDiffusionPipeline failed in scheduler (DDIMScheduler, as scheduler/scheduler_config.json describes it)"
+    )
+    assert result.stderr.startswith(f"tightfit: {said}: prediction_type given as x must be one of")
+    assert last_line(result)["error"]["cause"] == "ValueError"
+    assert files() == []
+
+
+def test_a_plan_of_too_many_steps_is_refused_as_a_run_is(tiny_model: Path) -> None:
+    result = tightfit_("plan", tiny_model, "--card", "rtx3060", *SMALL[:4], "--steps", 10**9, "--json")
+    refused(result, "RequestError", r"1000000000 cannot be larger than")
+
+
 # help and usage
 
 

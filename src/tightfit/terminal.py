@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 
 import typer
@@ -82,8 +83,17 @@ def errors_as_lines(as_json: bool) -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise _ended(error, "interrupted: no half-written file is left", 130, as_json) from error
     except Exception as error:
-        line = f"{type(error).__name__}: {error}"[:500]
-        raise _ended(error, line, 1, as_json) from error
+        if found := _explained(error):
+            raise _ended(found, str(found), found.exit_code, as_json, found.facts) from error
+        raise _ended(error, f"{type(error).__name__}: {error}", 1, as_json) from error
+
+
+def _explained(error: Exception) -> TightfitError | None:
+    if "diffusers" not in sys.modules:  # no pipeline was called
+        return None
+    from tightfit.run.call_errors import explained
+
+    return explained(error)
 
 
 def _ended(

@@ -19,7 +19,18 @@ from typing import Any
 
 from tightfit.errors import ModelError
 
-__all__ = ["DTYPES", "file_error", "listed", "mode_of", "names_in", "quoted", "read_header", "read_index", "read_json"]
+__all__ = [
+    "DTYPES",
+    "check_file",
+    "file_error",
+    "listed",
+    "mode_of",
+    "names_in",
+    "quoted",
+    "read_header",
+    "read_index",
+    "read_json",
+]
 
 _LARGEST_JSON = 100_000_000  # bytes; also the longest header that safetensors allows
 DTYPES = {  # bytes of an element
@@ -111,8 +122,7 @@ def quoted(name: str) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    if (size := _size(file)) > _LARGEST_JSON:
-        raise file_error(file, f"has {size:,} bytes, and JSON is read up to {_LARGEST_JSON:,}", file_bytes=size)
+    check_file(file)
     with _reading(file):
         data = file.read_bytes()
     return _parse(file, data)
@@ -137,6 +147,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{quoted(twice)} is there twice")
     return found
+
+
+def check_file(file: Path) -> None:
+    """ModelError unless `file` is a file, or a link to one: not a folder, a pipe, or JSON larger than is ever read."""
+    size = _size(file)
+    if size > _LARGEST_JSON and file.suffix == ".json":
+        raise file_error(file, f"has {size:,} bytes, and JSON is read up to {_LARGEST_JSON:,}", file_bytes=size)
 
 
 def _size(file: Path) -> int:
