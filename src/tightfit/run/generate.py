@@ -14,8 +14,9 @@ import torch
 from tightfit.apply.fitting import Fitted
 from tightfit.errors import RequestError
 from tightfit.report.summary import Report
-from tightfit.run.call_arguments import Prompt, call_arguments
+from tightfit.run.call_arguments import call_arguments
 from tightfit.run.call_errors import explained, refusing_nan
+from tightfit.run.prompt import Prompt
 from tightfit.schema.footprint import Request
 from tightfit.schema.results import PhaseTrace, Sample, Trace
 

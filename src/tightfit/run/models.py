@@ -16,7 +16,7 @@ from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, check_folde
 from tightfit.checkpoint.headers import read_header
 from tightfit.errors import ModelError
 
-__all__ = ["DTYPES", "find_model", "resolve_model", "stored_dtype"]
+__all__ = ["DTYPES", "at_home", "find_model", "resolve_model", "stored_dtype"]
 
 DTYPES = ("bfloat16", "float16", "float32")  # compute dtypes that users may choose
 
@@ -27,17 +27,28 @@ def find_model(name: str | None) -> ModelFolder:
     """Return the checked folder of `name`; None is the demo model. ModelError with one line if there is none."""
     if name is None:
         return check_folder(Path(str(files("tightfit.demo") / "model")))
-    path = Path(name).expanduser()
+    path = at_home(Path(name))
     if path.exists() or not _HUB_ID.fullmatch(name):
         return check_folder(path)
     return check_folder(_download(name))
+
+
+def at_home(path: Path) -> Path:
+    """Return `path` with ~ replaced. ModelError if there is no such user, or the path is longer than any can be."""
+    try:
+        path = path.expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        said = f"{path} is no folder: {getattr(error, 'strerror', None) or error}"
+        raise ModelError(said, path=str(path)) from None
+    return path
 
 
 def resolve_model(name: str | None) -> tuple[str | ModelFolder, str]:
     """Return a known model's name or a checked folder (also of a hub id; None: the demo model), and its cache key."""
     if name in model_names():
         return name, name
-    if name is not None and not Path(name).exists() and "/" not in name:
+    if name is not None and not at_home(Path(name)).exists() and "/" not in name:
         name = model_called(name)
         return name, name
     folder = find_model(name)
