@@ -221,6 +221,7 @@ WRONG: dict[str, tuple[tuple[object, ...], str, str]] = {
     "size": (("--height", 10**9), "RequestError", r"the pictures alone would take .* ask for less"),
     "steps": (("--steps", -1), "RequestError", r"steps must be greater than 0, not -1"),
     "too many steps": (("--steps", 2000), "RequestError", r"2000 cannot be larger than"),
+    "absurd steps": (("--steps", 10**9), "RequestError", r"1000000000 steps are too many: 10,000 at the most"),
     "batch": (("--batch", 0), "RequestError", r"batch must be greater than 0, not 0"),
     "seed": (("--seed", -1), "RequestError", r"seed must be between 0 and .*, not -1"),
     "guidance": (("--guidance", "nan"), "RequestError", r"guidance must be a finite number"),
@@ -238,7 +239,7 @@ WRONG: dict[str, tuple[tuple[object, ...], str, str]] = {
     "request": (("--set", "request.heigth=64"), "RequestError", r"unknown field of Request .* mean 'height'\?"),
     "no request": (("--set", "request=64"), "RequestError", r"a request is a mapping of fields to values, not 64"),
     "no plan": (("--plan", "missing.yaml"), "PlanError", r"cannot read the plan missing.yaml: No such file"),
-    "plan folder": (("--plan", "."), "PlanError", r"cannot read the plan \.: Is a directory"),
+    "plan folder": (("--plan", "."), "PlanError", r"cannot read the plan \.: it is a folder"),
     "plan": (("--plan", "text.yaml"), "PlanError", r"this is neither JSON nor YAML"),
     "plan field": (("--plan", "field.yaml"), "PlanError", r"unknown field of Plan 'levle': did you mean 'level'\?"),
     "plan list": (("--plan", "list.yaml"), "PlanError", r"a plan is a mapping of fields to values, not \[1, 2\]"),
@@ -254,7 +255,7 @@ WRONG: dict[str, tuple[tuple[object, ...], str, str]] = {
     "no png": (("--out", "a.jpg"), "InputError", r"--out a.jpg must be a .png file or a folder that exists"),
     "file": (("--out", "text.yaml/a.png"), "InputError", r"cannot write text.yaml/a.png: Not a directory"),
     "batch folder": (("--out", "folder.png/../a.png", "--batch", 2), "InputError", r"a-0.png: it is a folder"),
-    "long name": (("--out", "x" * 300 + ".png"), "InputError", r"cannot write x+\.png: File name too long"),
+    "long name": (("--out", "x" * 300 + ".png"), "InputError", r"cannot write x+…x+\.png: File name too long"),
 }  # fmt: skip
 
 
@@ -368,6 +369,35 @@ def test_a_failure_nobody_foresaw_is_one_line_too(tiny_model: Path, monkeypatch:
     assert result.exit_code == 1
     assert result.stderr == "tightfit: RuntimeError: no space left\n"
     assert last_line(result) == {"error": {"type": "RuntimeError", "message": "RuntimeError: no space left"}}
+
+
+def test_pictures_of_no_numbers_are_refused(tiny_model: Path) -> None:
+    """They would be black, without a word."""
+    result = tightfit_("run", tiny_model, "a fox", *SMALL, *PICTURE, "--guidance", "1e30", "--json")
+    message = "pixels that are no numbers (NaN), for guidance 1e+30 and 64×64: a smaller guidance, or --dtype float32"
+    assert (result.exit_code, last_line(result)["error"]["type"]) == (1, "RunError")
+    assert message in result.stderr
+    assert files() == []
+
+
+@pytest.mark.parametrize("command", [("run",), ("plan", "--card", "rtx3060")])
+def test_what_fails_in_a_call_names_the_component_and_its_configuration(model: Path, command: tuple[str, ...]) -> None:
+    config = json.loads((model / "scheduler/scheduler_config.json").read_text())
+    (model / "scheduler/scheduler_config.json").write_text(json.dumps(config | {"prediction_type": "x"}))
+    words = ("a fox", *SMALL, *PICTURE) if command == ("run",) else SMALL[:6]
+    result = tightfit_(command[0], model, *command[1:], *words, "--json")
+    assert result.exit_code == 1
+    said = (
+        "StableDiffusionPipeline failed in scheduler (DDIMScheduler, as scheduler/scheduler_config.json describes it)"
+    )
+    assert result.stderr.startswith(f"tightfit: {said}: prediction_type given as x must be one of")
+    assert last_line(result)["error"]["cause"] == "ValueError"
+    assert files() == []
+
+
+def test_a_plan_of_too_many_steps_is_refused_as_a_run_is(tiny_model: Path) -> None:
+    result = tightfit_("plan", tiny_model, "--card", "rtx3060", *SMALL[:4], "--steps", 2000, "--json")
+    refused(result, "RequestError", r"2000 cannot be larger than")
 
 
 # help and usage

@@ -613,7 +613,7 @@ def test_text_of_another_kind_is_refused_in_one_line(text: str) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     binary = tmp_path / "plan.bin"
     binary.write_bytes(b"\xff\xfe\xfa")
-    for path, cause in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory"), (binary, "can't decode")):
+    for path, cause in ((tmp_path / "none", "No such file"), (tmp_path, "it is a folder"), (binary, "can't decode")):
         with pytest.raises(PlanError) as error:
             Plan.fields_from_file(path)
         assert str(error.value).startswith(f"cannot read the plan {path}: ")

@@ -116,8 +116,8 @@ def run(
             choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
         )
         with say("starting"):
-            from tightfit.run.call_arguments import Prompt
             from tightfit.run.job import Job  # imports torch and diffusers, which takes seconds
+            from tightfit.run.prompt import Prompt
 
         job = Job(
             prompt=Prompt(words[-1], random.randrange(2**32) if seed is None else seed, negative),

@@ -27,6 +27,8 @@ __all__ = [
     "unknown_name",
 ]
 
+MOST_NAMES = 100  # in a message
+
 
 class TightfitError(Exception):
     """Base class of all tightfit errors. `facts` holds the numbers and names of the message, for JSON output."""
@@ -67,7 +69,7 @@ class AlreadyFitted(RunError):
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown `name`: with the closest known one, or all of them if none is close.
+    """Return the message for an unknown `name`: with the closest known one, or those known if none is close.
 
     >>> unknown_name("technique", "fp9", ["blended-tiling", "fp8"])
     "unknown technique 'fp9': did you mean 'fp8'?"
@@ -76,4 +78,6 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if near:
         return f"unknown {what} {name!r}: did you mean {near[0]!r}?"
-    return f"unknown {what} {name!r}: there {'is' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}"
+    shown = ", ".join(names[:MOST_NAMES]) or "none"
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"unknown {what} {name!r}: there {'is' if len(names) == 1 else 'are'} {shown}{more}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
@@ -19,7 +21,18 @@ from tightfit.signals import unfinished
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["BINARY", "FileState", "cache_folder", "code_mark", "mark_of_modules", "read_at", "replacing", "write_at"]
+__all__ = [
+    "BINARY",
+    "FileState",
+    "cache_folder",
+    "check_regular",
+    "code_mark",
+    "mark_of_modules",
+    "read_at",
+    "read_regular",
+    "replacing",
+    "write_at",
+]
 
 BINARY = getattr(os, "O_BINARY", 0)  # without it, Windows opens files in text mode
 PREFIX = ".tightfit-"  # of unfinished files
@@ -27,8 +40,11 @@ _LIBRARIES = ("diffusers", "torch", "transformers")
 
 
 def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME/tightfit, or ~/.cache/tightfit."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightfit"
+    """Return $XDG_CACHE_HOME/tightfit, or ~/.cache/tightfit; where there is no home, a path that cannot exist."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightfit"
+    except RuntimeError:  # no HOME, and no entry of this user
+        return Path(os.devnull) / "tightfit"
 
 
 @functools.cache
@@ -55,13 +71,31 @@ def _digest(package: Path, modules: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+def check_regular(path: Path) -> None:
+    """OSError if `path` is there, but a folder, a device or a pipe, whose reader may wait forever."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is no file, but a pipe, a device or the like", str(path))
+
+
+def read_regular(path: Path) -> str:
+    """Return the text of a file. OSError if there is none, or if it is not a regular file, which might never end."""
+    check_regular(path)
+    return path.read_text()
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to; what is written replaces `path` on success and is gone after an error.
 
     Until it is complete it has no name where the system can do that, so a process that is killed leaves nothing.
     Elsewhere a name that begins with PREFIX is left, which the next process that replaces a file in the folder deletes.
+    OSError if `path` is there and not a regular file.
     """
+    check_regular(path)
     _sweep(path.parent)
     partial = path.with_name(f"{PREFIX}{os.urandom(8).hex()}")
     unfinished.add(str(partial))

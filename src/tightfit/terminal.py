@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import re
+import sys
 from collections.abc import Callable, Iterator
 
 import typer
@@ -15,6 +18,8 @@ from tightfit.progress import listening
 from tightfit.units import format_seconds
 
 __all__ = ["errors_as_lines", "log_to_stderr", "quiet_transformers", "say", "showing_steps"]
+
+LONGEST_WORD, LONGEST = 250, 2000  # characters of a word, and of an error's line
 
 
 @contextlib.contextmanager
@@ -75,23 +80,50 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_as_lines(as_json: bool) -> Iterator[None]:
-    """End the command with one line on stderr and the matching exit code, whatever is raised."""
+    """End the command with one line on stderr and the matching exit code, whatever is raised.
+
+    Nothing is said if the reader of stdout, `head` for example, has gone: only the last lines were for it.
+    """
     try:
         check_ram()
         yield
     except TightfitError as error:
         raise _ended(error, str(error), error.exit_code, as_json, error.facts) from error
+    except BrokenPipeError:
+        _give_up_stdout()
     except Exception as error:
-        line = f"{type(error).__name__}: {error}"[:500]
-        raise _ended(error, line, 1, as_json) from error
+        if found := _explained(error):
+            raise _ended(found, str(found), found.exit_code, as_json, found.facts) from error
+        raise _ended(error, f"{type(error).__name__}: {error}", 1, as_json) from error
+
+
+def _give_up_stdout() -> None:
+    """Let stdout lead nowhere: what is still to be written would fail again at the end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _explained(error: Exception) -> TightfitError | None:
+    if "diffusers" not in sys.modules:  # no pipeline was called
+        return None
+    from tightfit.run.call_errors import explained
+
+    return explained(error)
 
 
 def _ended(
     error: BaseException, message: str, code: int, as_json: bool, facts: dict[str, object] | None = None
 ) -> typer.Exit:
-    message = " ".join(message.split())
+    message = _shortened(" ".join(message.split()))
     typer.secho(f"tightfit: {message}", err=True, fg="red")
     if as_json:
-        on_progress = {"type": type(error).__name__, "message": message, **(facts or {})}
-        typer.echo(json.dumps({"error": on_progress}, default=str))
+        known = {name: _shortened(fact) if isinstance(fact, str) else fact for name, fact in (facts or {}).items()}
+        typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": message, **known}}, default=str))
     return typer.Exit(code)
+
+
+def _shortened(text: str) -> str:
+    """`text` with words of more than LONGEST_WORD characters cut in the middle, and at most LONGEST characters."""
+    words = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:100]}…{word[0][-40:]}", text)
+    return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"

@@ -12,6 +12,7 @@ from tightfit.errors import InputError
 
 __all__ = ["format_bytes", "format_enough", "format_seconds", "parse_bytes"]
 
+LONGEST = 1000  # characters of a size: Python reads numbers of up to 4300 digits
 _FACTORS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -28,7 +29,7 @@ def parse_bytes(size: str | int) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         value = size
     else:
-        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+        match = _SIZE.fullmatch(size) if isinstance(size, str) and len(size) <= LONGEST else None
         if match is None or match[2].lower() not in _FACTORS:
             raise InputError(
                 f"{size!r} is not a size: write it like 8GB (10⁹ bytes each) or 8GiB (2³⁰)", size=str(size)

@@ -434,6 +434,27 @@ def test_a_tensor_that_is_none(model: Path, tensor: object) -> None:
     said.encode()
 
 
+U8 = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
+CONTRADICTIONS: dict[str, tuple[object, int, str]] = {
+    "overlap": ({"a": U8, "b": U8 | {"data_offsets": [1, 3]}}, 3, "'b' begin within 'a'"),
+    "gap": ({"a": U8, "b": U8 | {"data_offsets": [3, 5]}}, 5, "'b' begin 1 bytes after 'a'"),
+    "no such dtype": ({"a": U8 | {"dtype": "F4"}}, 2, "has 'a' as 'F4': tensors are read as F64, F32"),
+    "huge": ({"a": U8 | {"shape": [10**9, 10**9, 10**9]}}, 2, "'a' with shape [1000000000, 1000000000, 1000000000] of"),
+    "negative": ({"a": U8 | {"shape": [-1, -2]}}, 2, "'a' with shape [-1, -2] of 'U8' in 2 bytes"),
+    "no shape": ({"a": {"dtype": "U8", "data_offsets": [0, 2]}}, 2, "'a' with shape None of 'U8' in 2 bytes"),
+    "twice": ('{"a": %s, "a": %s}' % ((json.dumps(U8),) * 2), 2, "'a' is there twice"),
+}
+
+
+@pytest.mark.parametrize(("content", "size", "expected"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_a_header_that_contradicts_itself(model: Path, content: object, size: int, expected: str) -> None:
+    """`tightfit plan` reads no more than headers, and refuses what a run would refuse."""
+    (model / UNET).write_bytes(header(content, size))
+    said = complaint(model)
+    assert said.startswith(UNET)
+    assert expected in said
+
+
 MANY = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

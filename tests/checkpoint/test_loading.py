@@ -80,7 +80,7 @@ def complaint(model: Path, dtype: torch.dtype | None = None) -> str:
         load_pipeline(check_folder(model), dtype)
     message = str(caught.value)
     assert "\n" not in message
-    assert str(model) in message
+    assert model.name in message
     json.dumps(caught.value.facts)
     return message
 
@@ -150,7 +150,8 @@ def test_a_class_that_is_no_pipeline(model: Path) -> None:
 
 def test_an_unknown_component_class(model: Path) -> None:
     edit(model / "model_index.json", unet=["diffusers", "UNet2DConditionModl"])
-    assert "`diffusers` has no class `UNet2DConditionModl`" in complaint(model)
+    said = "unknown class of diffusers for unet 'UNet2DConditionModl': did you mean 'UNet2DConditionModel'?"
+    assert f"model_index.json has an {said}" in complaint(model)
 
 
 def test_weights_that_diffusers_would_leave_without_values(model: Path) -> None:
@@ -179,13 +180,6 @@ def test_weights_of_another_shape_for_transformers(model: Path) -> None:
     assert "[3, 3]" in said
 
 
-def test_a_shape_that_contradicts_the_offsets(model: Path) -> None:
-    data = (model / UNET).read_bytes()
-    assert data.count(b'"shape":[8]')
-    (model / UNET).write_bytes(data.replace(b'"shape":[8]', b'"shape":[9]', 1))
-    assert "cannot load" in complaint(model)
-
-
 def test_weights_that_went_away_after_the_check(model: Path) -> None:
     folder = check_folder(model)
     (model / UNET).unlink()
@@ -209,7 +203,7 @@ def test_a_config_of_wrong_types(model: Path) -> None:
 
 def test_a_broken_tokenizer(model: Path) -> None:
     (model / "tokenizer/tokenizer.json").write_text('{"version": "1.0", "model": {"type": "None such"}}')
-    assert f"cannot load {model} as StableDiffusionPipeline: " in complaint(model)
+    assert f"cannot load {model}/tokenizer as CLIPTokenizer: " in complaint(model)
 
 
 CAUSES: list[tuple[Exception, str]] = [

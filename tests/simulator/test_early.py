@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -103,3 +105,23 @@ def test_what_is_given_up_is_free_when_that_is_told(make_cards: MakeCards) -> No
     ((given_up, there),) = told
     assert given_up == sum(group.size for group in groups)
     assert there <= before - given_up + 2048  # activations
+
+
+def test_several_threads_may_be_the_first() -> None:
+    """The device was registered once for each of them, and all but one failed."""
+    program = """
+import threading, tightfit.simulator.backend as backend
+start, failed = threading.Barrier(8), []
+def first():
+    start.wait()
+    try:
+        backend.use_cards(())
+    except Exception as error:
+        failed.append(error)
+threads = [threading.Thread(target=first) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not failed, failed
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -16,12 +16,22 @@ from pathlib import Path
 from reprlib import repr as _short
 from typing import Any
 
-from tightfit.checkpoint.headers import file_error, listed, mode_of, names_in, read_header, read_index, read_json
+from tightfit.checkpoint.headers import (
+    check_file,
+    file_error,
+    listed,
+    mode_of,
+    names_in,
+    read_header,
+    read_index,
+    read_json,
+)
 from tightfit.errors import ModelError, unknown_name
 
 __all__ = ["ComponentFolder", "ModelFolder", "check_folder", "network_folder"]
 
 _STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}  # of each library's weight files
+_READ = (".json", ".txt", ".model", ".jinja", ".safetensors")  # endings of the files that libraries may open
 _WEIGHTLESS = re.compile(r".*(Tokenizer(Fast)?|Scheduler|Processor(Fast)?|FeatureExtractor|Guidance)")
 
 
@@ -144,6 +154,9 @@ def _read_component(root: Path, name: str, library: str, class_name: str) -> Com
     if not configs and not (names and "Tokenizer" in class_name):
         raise file_error(folder, f"has no config.json or other *_config.json for {class_name}, but {listed(names)}",
                      component=name, files=len(names))  # fmt: skip
+    for file in names:
+        if file.endswith(_READ):
+            check_file(folder / file)
     for config in configs:
         _read_config(folder / config, named=config == "config.json" and library == "diffusers")
     return ComponentFolder(name, library, class_name)

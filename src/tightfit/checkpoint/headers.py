@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from reprlib import repr as _short
 from typing import Any
@@ -18,9 +20,25 @@ from typing import Any
 from tightfit.errors import ModelError
 from tightfit.files import FileState
 
-__all__ = ["file_error", "file_state", "listed", "mode_of", "names_in", "read_header", "read_index", "read_json"]
+__all__ = [
+    "DTYPES",
+    "check_file",
+    "file_error",
+    "file_state",
+    "listed",
+    "mode_of",
+    "names_in",
+    "quoted",
+    "read_header",
+    "read_index",
+    "read_json",
+]
 
 _LARGEST_JSON = 100_000_000  # bytes; also the longest header that safetensors allows
+DTYPES = {  # bytes of an element
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
 
 
 def read_index(file: Path) -> dict[str, Path]:
@@ -43,8 +61,8 @@ def read_index(file: Path) -> dict[str, Path]:
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
     """Read a safetensors header: the byte offset of the first tensor, and name → header entry of each tensor.
 
-    The file is 8 bytes of header length, the header in JSON, the tensors. Only its length is checked: ModelError if
-    the header is invalid, or the last tensor does not end where the file ends.
+    The file is 8 bytes of header length, the header in JSON, the tensors. ModelError if the header is invalid, or the
+    tensors do not fill the rest of the file without overlaps and gaps.
     """
     size = _size(file)
     with _reading(file), file.open("rb") as stream:
@@ -61,6 +79,7 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
         state = "truncated" if promised > size else "corrupt"
         raise file_error(file, f"is {state}: its header promises {promised:,} bytes, the file has {size:,}",
                      promised_bytes=promised, file_bytes=size)  # fmt: skip
+    _check_tensors(file, items)
     return 8 + length, items
 
 
@@ -72,23 +91,71 @@ def _end(file: Path, name: str, tensor: object) -> int:
     raise file_error(file, f"is corrupt: its header has {_short(name)} as {_short(tensor)}, without sound data_offsets")
 
 
+def _check_tensors(file: Path, items: Mapping[str, Any]) -> None:
+    """ModelError if a tensor's bytes do not match its shape and dtype, or tensors overlap or leave gaps."""
+    end, last = 0, "the header"
+    for name, tensor in sorted(items.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, stop = tensor["data_offsets"]
+        _check_size(file, name, tensor, stop - begin)
+        if begin != end:
+            where = "within" if begin < end else f"{begin - end:,} bytes after"
+            raise file_error(file, f"is corrupt: its header has {quoted(name)} begin {where} {last}", tensor=name)
+        end, last = stop, quoted(name)
+
+
+def _check_size(file: Path, name: str, tensor: Mapping[str, Any], size: int) -> None:
+    match tensor:
+        case {"dtype": str(code), "shape": list(shape)} if code in DTYPES and all(map(_is_count, shape)):
+            if math.prod(shape) * DTYPES[code] == size:
+                return
+        case {"dtype": str(code)} if code not in DTYPES:
+            what = f"has {quoted(name)} as {code[:80]!a}: tensors are read as {', '.join(DTYPES)}"
+            raise file_error(file, what, tensor=name)
+    stated = f"shape {_short(tensor.get('shape'))} of {_short(tensor.get('dtype'))}"
+    raise file_error(file, f"is corrupt: its header has {quoted(name)} with {stated} in {size:,} bytes", tensor=name)
+
+
+def _is_count(size: object) -> bool:
+    return type(size) is int and size >= 0  # True is an int, too
+
+
+def quoted(name: str) -> str:
+    return ascii(name[:200])
+
+
 def read_json(file: Path) -> dict[str, Any]:
-    if (size := _size(file)) > _LARGEST_JSON:
-        raise file_error(file, f"has {size:,} bytes, and JSON is read up to {_LARGEST_JSON:,}", file_bytes=size)
+    check_file(file)
     with _reading(file):
         data = file.read_bytes()
     return _parse(file, data)
 
 
 def _parse(file: Path, data: bytes) -> dict[str, Any]:
-    what = "is corrupt: its header" if file.suffix == ".safetensors" else "is damaged: it"
+    header = file.suffix == ".safetensors"
+    what = "is corrupt: its header" if header else "is damaged: it"
     try:
-        value = json.loads(data.decode())
+        value = json.loads(data.decode(), object_pairs_hook=_once if header else None)
     except (ValueError, RecursionError) as error:
         raise file_error(file, f"{what} is no JSON ({len(data):,} bytes): {str(error)[:120]}") from error
     if not isinstance(value, dict):
         raise file_error(file, f"{what} must be a JSON object, not {_short(value)}")
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of `pairs`. ValueError if one key is there twice: readers would disagree which one counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{quoted(twice)} is there twice")
+    return found
+
+
+def check_file(file: Path) -> None:
+    """ModelError unless `file` is a file, or a link to one: not a folder, a pipe, or JSON larger than is ever read."""
+    size = _size(file)
+    if size > _LARGEST_JSON and file.suffix == ".json":
+        raise file_error(file, f"has {size:,} bytes, and JSON is read up to {_LARGEST_JSON:,}", file_bytes=size)
 
 
 def _size(file: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Set
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from tightfit.apply.weights.disk_store import read_stored
 from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.apply.weights.weight_store import FileTensor
+from tightfit.checkpoint.configurations import check_configuration, check_configurations, class_of, making
 from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, network_folder
 from tightfit.checkpoint.loading import load_pipeline, quietly
 from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, locate_weights, read_locations
@@ -20,6 +22,10 @@ from tightfit.devices.disk import DiskReader
 from tightfit.measure.build_models import build_network
 
 __all__ = ["LazyCheckpoint", "build_folder", "build_lazily"]
+
+# a network that makes more tensors than that for each stored one, and these, is not the one that was stored: it may
+# have a billion layers
+_TIMES_STORED, _MORE = 10, 1000
 
 
 class LazyCheckpoint:
@@ -56,42 +62,53 @@ def build_lazily(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -> 
 
     Raises ModelError, naming file and tensor, if the files do not match the networks.
     """
-    parts = [network_folder(path)] if folder is None else [part for part in folder.components if part.weight_files]
-    parts = [part for part in parts if "safety" not in part.name]
+    parts = [_single_network(path)] if folder is None else _networks(folder)
     networks, places = {}, {}
     for part in parts:
         here = path if folder is None else path / part.name
-        with quietly():
-            network = _build(here, part, dtype)
+        stored = read_locations(part.weight_files, part.weight_index)
+        network = _build(path, here, part, dtype, len(stored))
         try:
-            places[part.name] = locate_weights(network, read_locations(part.weight_files, part.weight_index), part.name)
+            places[part.name] = locate_weights(network, stored, part.name)
         except NotLazyLoadable:  # only the library's own loader can load it
-            with quietly():
-                network = _kind(part).from_pretrained(str(here), torch_dtype=dtype, local_files_only=True)
+            with quietly(), making(here / "config.json", part.class_name):
+                network = class_of(path, part).from_pretrained(str(here), torch_dtype=dtype, local_files_only=True)
         networks[part.name] = network
     pipe = networks[parts[0].name] if folder is None else load_pipeline(folder, dtype, networks)
     return LazyCheckpoint(pipe, networks, places)
 
 
-def _kind(part: ComponentFolder) -> Any:
-    return getattr(import_module(part.library), part.class_name)
+def _networks(folder: ModelFolder) -> list[ComponentFolder]:
+    """The components with weights, whose configurations are checked here; a safety checker is left out."""
+    with quietly():
+        check_configurations(folder)
+    return [part for part in folder.components if part.weight_files and "safety" not in part.name]
 
 
-def _build(path: Path, part: ComponentFolder, dtype: torch.dtype) -> nn.Module:
-    """Build a network as `from_pretrained` does, but without weights."""
-    kind = _kind(part)
-    with torch.random.fork_rng(devices=[]):
+def _single_network(path: Path) -> ComponentFolder:
+    part = network_folder(path)
+    check_configuration(path / "config.json", class_of(path, part), part)
+    return part
+
+
+def _build(root: Path, path: Path, part: ComponentFolder, dtype: torch.dtype, stored: int) -> nn.Module:
+    """Build a network as `from_pretrained` does, but without weights, of which its files have `stored` ones.
+
+    ModelError if the configuration makes no network, or one that is not at all like the files.
+    """
+    kind, most = class_of(root, part), _TIMES_STORED * stored + _MORE
+    with quietly(), making(path / "config.json", part.class_name), torch.random.fork_rng(devices=[]):
         if part.library != "transformers":
             config = kind.load_config(str(path), local_files_only=True)
-            network = build_network(lambda: kind.from_config(config), dtype)
+            network = build_network(lambda: kind.from_config(config), dtype, most)
             network.register_to_config(_name_or_path=str(path))  # type: ignore[operator]
             return network
         config = kind.config_class.from_pretrained(str(path), local_files_only=True, dtype=dtype)
-        network = build_network(lambda: kind(config), dtype)
-    config._name_or_path = str(path)
-    if (path / "generation_config.json").exists() and hasattr(network, "generation_config"):
-        generation = import_module("transformers").GenerationConfig
-        network.generation_config = generation.from_pretrained(str(path), local_files_only=True)
+        network = build_network(lambda: kind(config), dtype, most)
+        config._name_or_path = str(path)
+        if (path / "generation_config.json").exists() and hasattr(network, "generation_config"):
+            generation = import_module("transformers").GenerationConfig
+            network.generation_config = generation.from_pretrained(str(path), local_files_only=True)
     return network
 
 
@@ -122,19 +139,12 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 def build_folder(folder: ModelFolder, dtype: torch.dtype) -> Any:
     """Build the pipeline of `folder` in `dtype`, with the large tensors of its networks on "meta".
 
-    Raises ModelError if a configuration does not match its class. A safety checker is left out: it needs pixel values.
+    Raises ModelError as `build_lazily`, for the same files. A safety checker is left out: it needs pixel values.
     """
-    networks = {part.name: _build_shapes(folder, part, dtype) for part in folder.components if part.weight_files}
+    networks: dict[str, Any] = {part.name: None for part in folder.components if "safety" in part.name}
+    for part in _networks(folder):
+        stored = read_locations(part.weight_files, part.weight_index)
+        networks[part.name] = _build(folder.path, folder.path / part.name, part, dtype, len(stored))
+        with contextlib.suppress(NotLazyLoadable):
+            locate_weights(networks[part.name], stored, part.name)
     return load_pipeline(folder, dtype, networks)
-
-
-def _build_shapes(folder: ModelFolder, part: ComponentFolder, dtype: torch.dtype) -> Any:
-    if "safety" in part.name:
-        return None
-    kind = getattr(import_module(part.library), part.class_name)
-    path = str(folder.path / part.name)
-    if part.library == "transformers":
-        config = kind.config_class.from_pretrained(path, local_files_only=True)
-        return build_network(lambda: kind(config), dtype)
-    config = kind.load_config(path, local_files_only=True)
-    return build_network(lambda: kind.from_config(config), dtype)

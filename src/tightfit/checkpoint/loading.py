@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import textwrap
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -20,8 +20,9 @@ import torch
 import torch.utils._device
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
+from tightfit.checkpoint.configurations import check_configurations, first_line
 from tightfit.checkpoint.folder import ModelFolder
-from tightfit.errors import ModelError, unknown_name
+from tightfit.errors import ModelError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -45,7 +46,7 @@ def load_pipeline(
     asked = {name: value for name, value in (("dtype", dtype), ("variant", folder.variant)) if value is not None}
     given = networks or {}
     with quietly() as notices:
-        _check_class(folder)
+        check_configurations(folder)
         try:
             # by its own class: DiffusionPipeline looks up optional components on itself, finds none, and loads the
             # weights of those that it was given (Wan's transformer) anyway
@@ -60,30 +61,18 @@ def load_pipeline(
     return pipe
 
 
-def _check_class(folder: ModelFolder) -> None:
-    known = dir(import_module("diffusers"))
-    if folder.pipeline_class not in known:
-        pipelines = [name for name in known if "Pipeline" in name]
-        unknown = unknown_name("pipeline class", folder.pipeline_class, pipelines)
-        raise ModelError(f"{folder.path}/model_index.json has an {unknown}", path=str(folder.path))
-
-
 def _cannot_load(folder: ModelFolder, error: Exception, notices: list[str]) -> ModelError:
     mismatch = _MISMATCH.search("\n".join(notices))
-    cause = f"{mismatch['weight']}: {mismatch['shapes'].strip()}" if mismatch else _first_line(error)
+    cause = f"{mismatch['weight']}: {mismatch['shapes'].strip()}" if mismatch else first_line(error)
+    path, class_name = folder.path, folder.pipeline_class
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "load_sub_model":  # diffusers' function that loads one component
+            part = next(part for part in folder.components if part.name == frame.f_locals["name"])
+            path, class_name = path / part.name, part.class_name
     return ModelError(
-        f"cannot load {folder.path} as {folder.pipeline_class}: {cause}",
-        path=str(folder.path), pipeline_class=folder.pipeline_class, cause=type(error).__name__,
+        f"cannot load {path} as {class_name}: {cause}",
+        path=str(path), class_name=class_name, cause=type(error).__name__,
     )  # fmt: skip
-
-
-def _first_line(error: Exception) -> str:
-    """Message of `error` on one line of at most 300 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
-    if not said or isinstance(error, LookupError):  # a KeyError's message is only the key
-        said = f"{type(error).__name__} {said}".strip()
-    return textwrap.shorten(said, 300, placeholder=" …")
 
 
 def _check_complete(folder: ModelFolder, pipe: DiffusionPipeline, notices: list[str], given: Mapping[str, Any]) -> None:

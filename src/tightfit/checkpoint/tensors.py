@@ -7,14 +7,13 @@ values, NotLazyLoadable is raised, and `from_pretrained` has to load the network
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as _short
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from diffusers import ModelMixin
@@ -23,26 +22,17 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from tightfit.checkpoint.headers import file_error, file_state, listed, read_header, read_index
+from tightfit.checkpoint.headers import DTYPES, file_error, file_state, listed, quoted, read_header, read_index
 from tightfit.errors import ModelError
 from tightfit.files import FileState
 
 __all__ = ["NotLazyLoadable", "TensorLocation", "locate_weights", "read_locations"]
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_OF_TORCH = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+_DTYPES = dict(zip(DTYPES, _OF_TORCH, strict=True))
 
 
 @dataclass(frozen=True)
@@ -81,7 +71,7 @@ def read_locations(files: Sequence[Path], index: Path | None = None) -> dict[str
     for file in files:
         for name, place in _read_file(file).items():
             if name in places:
-                raise file_error(file, f"has {_quoted(name)}, and so has {places[name].path.name}", tensor=name)
+                raise file_error(file, f"has {quoted(name)}, and so has {places[name].path.name}", tensor=name)
             places[name] = place
     if index is not None:
         _check_index(index, places)
@@ -89,41 +79,15 @@ def read_locations(files: Sequence[Path], index: Path | None = None) -> dict[str
 
 
 def _read_file(file: Path) -> dict[str, TensorLocation]:
-    """Tensors of one file, which must be stored without overlaps and gaps."""
+    """Tensors of one file."""
     state = file_state(file)
     start, header = read_header(file)
-    places = {name: _read_place(file, state, start, name, entry) for name, entry in header.items()}
-    end, last = start, "the header"
-    for name, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].size)):
-        if place.offset != end:
-            where = "within" if place.offset < end else f"{place.offset - end:,} bytes after"
-            raise file_error(file, f"is corrupt: its header has {_quoted(name)} begin {where} {last}", tensor=name)
-        end, last = place.offset + place.size, _quoted(name)
+    places = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        places[name] = TensorLocation(file, start + begin, end - begin, dtype, shape, state)
     return places
-
-
-def _read_place(file: Path, state: FileState, start: int, name: str, entry: Mapping[str, Any]) -> TensorLocation:
-    """Location of the tensor that a header's `entry` describes; tensors begin at byte `start` of the file."""
-    begin, end = entry["data_offsets"]
-    match entry:
-        case {"dtype": str(code), "shape": list(shape)} if code in _DTYPES and all(map(_is_count, shape)):
-            dtype = _DTYPES[code]
-            if math.prod(shape) * dtype.itemsize == end - begin:
-                return TensorLocation(file, start + begin, end - begin, dtype, tuple(shape), state)
-        case {"dtype": str(code)} if code not in _DTYPES:
-            what = f"has {_quoted(name)} as {code[:80]!a}: tensors are read as {', '.join(_DTYPES)}"
-            raise file_error(file, what, tensor=name)
-    stated = f"shape {_short(entry.get('shape'))} of {_short(entry.get('dtype'))}"
-    what = f"is corrupt: its header has {_quoted(name)} with {stated} in {end - begin:,} bytes"
-    raise file_error(file, what, tensor=name)
-
-
-def _is_count(size: object) -> bool:
-    return type(size) is int and size >= 0  # True is an int, too
-
-
-def _quoted(name: str) -> str:
-    return ascii(name[:200])
 
 
 def _check_index(index: Path, places: Mapping[str, TensorLocation]) -> None:
@@ -131,13 +95,13 @@ def _check_index(index: Path, places: Mapping[str, TensorLocation]) -> None:
     shards = read_index(index)
     for name, place in places.items():
         if name not in shards:
-            raise file_error(place.path, f"has {_quoted(name)}, which {index.name} does not name", tensor=name)
+            raise file_error(place.path, f"has {quoted(name)}, which {index.name} does not name", tensor=name)
         if shards[name].name != place.path.name:
             where = f"which {index.name} has in {shards[name].name}"
-            raise file_error(place.path, f"has {_quoted(name)}, {where}", tensor=name)
+            raise file_error(place.path, f"has {quoted(name)}, {where}", tensor=name)
     lost = [name for name in shards if name not in places]
     if lost:
-        what = f"has {_quoted(lost[0])} in {shards[lost[0]].name}, where it is not"
+        what = f"has {quoted(lost[0])} in {shards[lost[0]].name}, where it is not"
         raise file_error(index, f"{what} ({len(lost)} of {len(shards)} tensors are lost)", tensors=lost)
 
 
@@ -190,10 +154,10 @@ def _rename_as_transformers(
         if name not in known and source.name in known:
             name, converter = rename_source_key(source.name, [], [], prefix, known)
         if converter is not None and name in known:
-            how = f"transformers computes from {_quoted(source.name)} in {source.place.path.name}"
-            raise NotLazyLoadable(f"{what} has {_quoted(name)}, which {how}", tensor=source.name)
+            how = f"transformers computes from {quoted(source.name)} in {source.place.path.name}"
+            raise NotLazyLoadable(f"{what} has {quoted(name)}, which {how}", tensor=source.name)
         if name in known and name in renamed:
-            both = f"{_quoted(renamed[name].name)} and {_quoted(source.name)}"
+            both = f"{quoted(renamed[name].name)} and {quoted(source.name)}"
             raise file_error(source.place.path, f"has {both}, which are one weight of {what}", tensor=source.name)
         renamed[name] = source
     return renamed
@@ -226,7 +190,7 @@ def _check_names(network: nn.Module, missing: Set[str], stored: Mapping[str, _He
         raise ModelError(f"{said}; its files are {listed(files)}", what=what, missing=needed)
     if unknown:
         first = stored[unknown[0]]
-        said = f"has {_quoted(first.name)}, which is no weight of {what}"
+        said = f"has {quoted(first.name)}, which is no weight of {what}"
         raise file_error(first.place.path, f"{said} ({len(unknown)} such tensors)", tensors=unknown)
     if missing:
         made = f"{type(network).__name__} makes up when it is loaded"
@@ -252,4 +216,4 @@ def _check_kind(weight: torch.Tensor, source: _HeaderEntry, what: str) -> None:
         stated = f"in {place.dtype}, and {what} needs {weight.dtype}"
     else:
         return
-    raise file_error(place.path, f"has {_quoted(source.name)} {stated}", tensor=source.name)
+    raise file_error(place.path, f"has {quoted(source.name)} {stated}", tensor=source.name)

@@ -19,6 +19,7 @@ from tightfit.schema.machine import Accelerator, Machine
 __all__ = ["choose_device", "find_machine", "processor"]
 
 logger = logging.getLogger("tightfit")
+KINDS = ("cpu", "cuda", "loopback", "simulated", "privateuseone")  # of which the last is torch's name of simulated
 _told: set[str] = set()  # reasons why cards are not used that were already logged
 
 
@@ -30,7 +31,10 @@ def choose_device(name: str | torch.device | Device | None = None) -> Device:
     """
     if isinstance(name, Device):
         return name
-    *preferred, last = str("cuda,cpu" if name is None else name).split(",")
+    *preferred, last = names = str("cuda,cpu" if name is None else name).split(",")
+    for each in names:
+        if each.partition(":")[0] not in KINDS:
+            raise InputError(unknown_name("device", each.partition(":")[0], KINDS[:-1]), name=each)
     for each in preferred:
         if each.partition(":")[0] != "cuda" or _card(each) is not None:
             return _device(each)
@@ -41,11 +45,9 @@ def choose_device(name: str | torch.device | Device | None = None) -> Device:
 def _device(name: str) -> Device:
     kind, _, index = name.partition(":")
     match kind:
-        case "cpu":
-            return CpuDevice()
-        case "loopback":
-            return LoopbackDevice()
-        case "simulated" | "privateuseone":  # tightfit's name, or torch's
+        case "cpu" | "loopback" if index in ("", "0"):
+            return CpuDevice() if kind == "cpu" else LoopbackDevice()
+        case "simulated" | "privateuseone":
             from tightfit.devices.simulated import SimulatedDevice  # imported only on demand
 
             return SimulatedDevice(int(index or 0) if (index or "0").isdecimal() else -1)
@@ -55,7 +57,7 @@ def _device(name: str) -> Device:
             cards, reason = len(usable_cards()), unusable_card()
             because = f"; {reason}" if reason else ""
             raise InputError(f"no such device: {name}; this computer has {cards} CUDA cards{because}", cards=cards)
-    raise InputError(unknown_name("device", kind, ("cpu", "cuda", "loopback", "simulated")), name=name)
+    raise InputError(f"no such device: {name}; there is one {kind}", name=name)
 
 
 def _card(name: str) -> CudaDevice | None:

@@ -59,23 +59,28 @@ def build_part(name: str, part: KnownComponent, dtype: torch.dtype | None = None
     )
 
 
-def build_network(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """Return the network that `make` creates, for inference in `dtype`, with its large tensors on "meta"."""
+def build_network(make: Callable[[], nn.Module], dtype: torch.dtype, most: int | None = None) -> nn.Module:
+    """Return the network that `make` creates, for inference in `dtype`, with its large tensors on "meta".
+
+    ModelError as soon as it makes more than `most` tensors.
+    """
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # as when loading: buffers that are in no file are created in it
     try:
-        network = _made(make)
+        network = _made(make, math.inf if most is None else most)
     finally:
         torch.set_default_dtype(usual)
     return _in_dtype(network.eval(), dtype)
 
 
-def _made(make: Callable[[], nn.Module]) -> nn.Module:
+def _made(make: Callable[[], nn.Module], most: float) -> nn.Module:
     try:
-        with _LargeOnMeta(HUGE):
+        with _LargeOnMeta(most, HUGE):
             return make()
+    except ModelError:
+        raise
     except (NotImplementedError, RuntimeError, TypeError, ValueError):  # it may have read values of a huge table
-        with _LargeOnMeta():
+        with _LargeOnMeta(most):
             return make()
 
 
@@ -87,9 +92,9 @@ class _LargeOnMeta(TorchFunctionMode):
     numbers.
     """
 
-    def __init__(self, huge: float = math.inf) -> None:
+    def __init__(self, most: float, huge: float = math.inf) -> None:
         super().__init__()
-        self._huge = huge
+        self._most, self._left, self._huge = most, most, huge
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -97,6 +102,10 @@ class _LargeOnMeta(TorchFunctionMode):
             filled = kwargs.get("tensor", args[0] if args else None)
             if isinstance(filled, torch.Tensor) and filled.is_meta:
                 return filled  # same result as torch's, which takes milliseconds of Python for each
+        if func in _MAKERS:
+            self._left -= 1
+            if self._left < 0:
+                raise ModelError(f"the network has more than {self._most:,} tensors", most=self._most)
         if func in _MAKERS and kwargs.get("device") is None:
             size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
             if math.prod(size) > LARGE:

@@ -19,7 +19,7 @@ import torch
 from tightfit.devices.choose import processor
 from tightfit.devices.device import Device
 from tightfit.errors import InputError
-from tightfit.files import cache_folder
+from tightfit.files import cache_folder, read_regular
 from tightfit.schema.machine import Accelerator, Machine
 
 __all__ = ["kept_file", "known_accelerator", "machine_key", "read_kept"]
@@ -62,7 +62,7 @@ def kept_file() -> Path:
 def read_kept() -> dict[str, Any]:
     """Return the stored fields of Machines, not yet validated, by `machine_key`."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        kept = json.loads(kept_file().read_text())
+        kept = json.loads(read_regular(kept_file()))
         if isinstance(kept, dict):
             return kept
     return {}

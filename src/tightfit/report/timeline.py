@@ -48,6 +48,8 @@ def draw_timeline(report: Report, path: Path, title: str | None = None) -> None:
     kind = path.suffix.lower().removeprefix(".")
     if kind not in ("png", "svg"):
         raise InputError(f"a timeline is written as .png or .svg, not {path.name!r}", path=str(path))
+    if path.exists() and not path.is_file():
+        raise InputError(f"cannot write {path}: it is no file", path=str(path))
     if not path.parent.is_dir():
         raise InputError(f"there is no folder {path.parent} to write {path.name} to", path=str(path))
     with _drawing, style.context(["default", LOOK]):

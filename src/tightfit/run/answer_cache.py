@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tightfit.errors import TightfitError
-from tightfit.files import cache_folder, code_mark, replacing
+from tightfit.files import cache_folder, code_mark, read_regular, replacing
 from tightfit.schema.base import Record
 from tightfit.schema.footprint import Footprint, Request
 
@@ -54,7 +54,7 @@ def keep(answer: Record, question: dict[str, Any]) -> None:
 def lookup(kind: type[Answer], question: dict[str, Any]) -> Answer | None:
     """Return the cached answer to `question`; None if there is none."""
     with contextlib.suppress(OSError, UnicodeDecodeError, TightfitError):
-        return kind.from_text(_file(kind, question).read_text())
+        return kind.from_text(read_regular(_file(kind, question)))
     return None
 
 

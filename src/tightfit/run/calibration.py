@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.errors import TightfitError
-from tightfit.files import cache_folder, replacing
+from tightfit.files import cache_folder, read_regular, replacing
 from tightfit.plan.calibration import calibrate, measurement_of, stored_in
 from tightfit.plan.default_rates import with_default_rates
 from tightfit.plan.options import SearchCaches
@@ -60,7 +60,7 @@ class CalibrationStore:
     def read(self) -> tuple[CallMeasurement, ...]:
         """Return the stored measurements, oldest first; none if the file cannot be read."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError, TightfitError):
-            kept = json.loads(self._file.read_text()) if self._file else []
+            kept = json.loads(read_regular(self._file)) if self._file else []
             return tuple(CallMeasurement.from_mapping(fields) for fields in kept)
         return ()
 

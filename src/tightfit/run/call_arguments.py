@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from tightfit.apply.activations.vae_tiling import pixels_per_latent
 from tightfit.devices.ram import ram_bytes
 from tightfit.errors import RequestError, TightfitError, unknown_name
 from tightfit.run.argument_values import GREY, described, dummy_value
+from tightfit.run.prompt import Prompt
 from tightfit.schema.footprint import Request
 from tightfit.units import format_bytes
 
@@ -44,21 +44,6 @@ NAMES = {
     "negative prompt": "negative_prompt",
 }
 OURS = {theirs: ours for ours, theirs in NAMES.items()}
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Prompt texts, and the seed that makes the call reproducible."""
-
-    text: str
-    seed: int
-    negative: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.text.strip():
-            raise RequestError("the prompt is empty: say what to draw, e.g. 'a red circle on the left'")
-        if not 0 <= self.seed < 2**63:
-            raise RequestError(f"the seed must be between 0 and 2⁶³ - 1, not {self.seed}", seed=self.seed)
 
 
 def call_arguments(pipe: Any, prompt: Prompt, request: Request) -> dict[str, Any]:

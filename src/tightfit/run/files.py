@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import re
-import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from tightfit.errors import InputError
-from tightfit.files import replacing
+from tightfit.errors import InputError, RunError
+from tightfit.files import check_regular, replacing
 
-__all__ = ["check_timeline", "check_writable", "output_paths", "save_pictures"]
+__all__ = ["check_timeline", "check_writable", "output_paths", "save_pictures", "writing"]
+
+MOST = 10_000  # pictures of a call: each is a file that is looked for first
 
 
 def output_paths(out: Path | None, prompt: str, count: int) -> list[Path]:
     """Return the paths of `count` images: `out`, or unused names made from the prompt.
 
     If `out` is a folder, such names are used inside it; a file name is numbered if there are several images.
-    InputError if `out` is neither a .png file nor a folder.
+    InputError if `out` is neither a .png file nor a folder, and for more than MOST.
     """
+    if count > MOST:
+        raise InputError(f"a batch of {count:,} is too many: {MOST:,} at the most", batch=count)
     if out is not None and not os.path.isdir(out):
         if out.suffix.lower() != ".png":
             raise InputError(f"--out {out} must be a .png file or a folder that exists", out=str(out))
@@ -45,13 +48,20 @@ def _numbered(path: Path, count: int) -> list[Path]:
 def check_writable(path: Path) -> None:
     """Raise InputError if `path` cannot be written."""
     try:
-        with contextlib.suppress(FileNotFoundError):  # a missing folder is reported below
-            if stat.S_ISDIR(path.stat().st_mode):
-                raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        check_regular(path)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise InputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}", path=str(path)) from None
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise a failure to write `path`, for example on a full disk, as a RunError that names it."""
+    try:
+        yield
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}", path=str(path)) from None
+        raise RunError(f"cannot write {path}: {error.strerror or error}", path=str(path)) from error
 
 
 def check_timeline(path: Path) -> None:
@@ -73,4 +83,5 @@ def save_pictures(pictures: list[Any], paths: list[Path], metadata: dict[str, st
         for picture, path in zip(pictures, paths, strict=True):
             frames: list[Image.Image] = picture if isinstance(picture, list) else [picture]
             video = {"save_all": True, "append_images": frames[1:], "duration": 125} if len(frames) > 1 else {}
-            frames[0].save(whole.enter_context(replacing(path)), format="PNG", pnginfo=info, **video)
+            with writing(path):
+                frames[0].save(whole.enter_context(replacing(path)), format="PNG", pnginfo=info, **video)

@@ -14,14 +14,15 @@ import torch
 from tightfit.apply.fitting import Fitted
 from tightfit.errors import RequestError
 from tightfit.report.summary import Report
-from tightfit.run.call_arguments import Prompt, call_arguments
+from tightfit.run.call_arguments import call_arguments
+from tightfit.run.call_errors import explained, refusing_nan
+from tightfit.run.prompt import Prompt
 from tightfit.schema.footprint import Request
 from tightfit.schema.results import PhaseTrace, Sample, Trace
 
 __all__ = ["Result", "generate", "with_loading"]
 
 Progress = Callable[[int, int], None]  # steps done, total steps
-_CHECKS = ("check_inputs", "set_timesteps")  # functions of pipelines and schedulers that validate arguments
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,10 @@ class Result:
 
 
 def generate(pipe: Any, fitted: Fitted, prompt: Prompt, request: Request, progress: Progress | None = None) -> Result:
-    """Call `pipe`, which follows `fitted`, once. RequestError for arguments that it does not accept."""
+    """Call `pipe`, which follows `fitted`, once.
+
+    RequestError for arguments that it does not accept, RunError for pictures of NaN.
+    """
     arguments = call_arguments(pipe, prompt, request)
     taken = inspect.signature(type(pipe).__call__).parameters
     if "output_type" in taken:
@@ -45,19 +49,13 @@ def generate(pipe: Any, fitted: Fitted, prompt: Prompt, request: Request, progre
         arguments["callback_on_step_end"] = step_done
     pipe.set_progress_bar_config(disable=True)
     try:
-        output = pipe(**arguments)
+        with refusing_nan(request):
+            output = pipe(**arguments)
     except ValueError as error:
-        if _raised_in(error, _CHECKS):
-            raise RequestError(" ".join(str(error).split())) from error
+        if isinstance(found := explained(error), RequestError):
+            raise found from error
         raise
     return Result(list(output[0]), fitted.report())
-
-
-def _raised_in(error: BaseException, functions: tuple[str, ...]) -> bool:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_name in functions
 
 
 def with_loading(report: Report, seconds: float, weights: int) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,19 +24,22 @@ from tightfit.files import replacing
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.report.summary import Report
 from tightfit.report.timeline import draw_timeline
-from tightfit.run.call_arguments import Prompt, call_arguments
-from tightfit.run.files import check_timeline, check_writable, output_paths, save_pictures
+from tightfit.run.call_arguments import call_arguments
+from tightfit.run.files import check_timeline, check_writable, output_paths, save_pictures, writing
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
 from tightfit.run.load import load, load_made
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.plan_options import Limits, demo_request
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import plan_within
+from tightfit.run.prompt import Prompt
 from tightfit.run.simulate import SimulationRun, unlimited_card
 from tightfit.schema.footprint import Request
 from tightfit.schema.plan import Plan
 
 __all__ = ["Job", "export_model"]
+
+DEMO = "tightfit demo model"
 
 
 @dataclass
@@ -60,7 +64,7 @@ class Job:
         self._plan_target: PlanTarget | None = (
             plan_target_of(self.limits, self.device) if self.limits is not None else None
         )
-        named = self.device or self.choices.get("device")
+        named = self.choices.get("device") if self.device is None else self.device
         self._target: Device = self._plan_target.devices[0] if self._plan_target else choose_device(named)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InputError(unknown_name("dtype", self.dtype, DTYPES), dtype=self.dtype)
@@ -86,8 +90,9 @@ class Job:
         unknown = unknown_words(self.prompt.text) if self.model is None else []
         if not unknown:
             return []
-        words = ", ".join(dict.fromkeys(unknown))
-        return [f"the demo model does not know: {words}. It knows: {', '.join(sorted(WORDS))}"]
+        words = [word[:40] for word in dict.fromkeys(unknown)]
+        more = f" and {len(words) - 20} more" if len(words) > 20 else ""
+        return [f"the demo model does not know: {', '.join(words[:20])}{more}. It knows: {', '.join(sorted(WORDS))}"]
 
     def load(self) -> None:
         """Load the model to run under the plan."""
@@ -130,16 +135,17 @@ class Job:
             "prompt": self.prompt.text,
             "seed": str(self.prompt.seed),
             "plan": self.report.plan.to_json(),
-            "model": self._folder.path.name if self.model else "tightfit demo model",
+            "model": os.fsencode(self._folder.path.name).decode(errors="replace") if self.model else DEMO,
         }
         self._outputs = output_paths(self.out, self.prompt.text, len(pictures))  # names may be taken by now
         save_pictures(pictures, self._outputs, metadata | {"Software": "tightfit"})
         self.written += self._outputs
         if self.timeline is not None:
-            draw_timeline(self.report, self.timeline, self.prompt.text)
+            with writing(self.timeline):
+                draw_timeline(self.report, self.timeline, self.prompt.text)
             self.written.append(self.timeline)
         if self.snapshot is not None:
-            with replacing(self.snapshot) as partial:
+            with writing(self.snapshot), replacing(self.snapshot) as partial:
                 self._target.write_snapshot(partial)
             self.written.append(self.snapshot)
 

@@ -17,7 +17,7 @@ from tightfit.checkpoint.headers import names_in
 from tightfit.checkpoint.lazy_loading import LazyCheckpoint, build_lazily
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
-from tightfit.run.models import DTYPES, find_model, stored_dtype
+from tightfit.run.models import DTYPES, at_home, find_model, stored_dtype
 from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import PlannedFolder, plan_within
@@ -116,7 +116,7 @@ def _fill(checkpoint: LazyCheckpoint, plan: Plan, target: Device) -> FileBackedW
 
 
 def _find(model: str | Path) -> tuple[Path, ModelFolder | None]:
-    path = Path(model).expanduser()
+    path = at_home(Path(model))
     if path.is_dir() and "config.json" in (names := names_in(path)) and "model_index.json" not in names:
         return path, None
     folder = check_folder(path) if isinstance(model, Path) else find_model(model)

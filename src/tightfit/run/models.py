@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -12,9 +13,10 @@ from safetensors import safe_open
 
 from tightfit.catalog.known import model_called, model_names
 from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, check_folder
+from tightfit.checkpoint.headers import read_header
 from tightfit.errors import ModelError
 
-__all__ = ["DTYPES", "find_model", "resolve_model", "stored_dtype"]
+__all__ = ["DTYPES", "at_home", "find_model", "resolve_model", "stored_dtype"]
 
 DTYPES = ("bfloat16", "float16", "float32")  # compute dtypes that users may choose
 
@@ -25,17 +27,28 @@ def find_model(name: str | None) -> ModelFolder:
     """Return the checked folder of `name`; None is the demo model. ModelError with one line if there is none."""
     if name is None:
         return check_folder(Path(str(files("tightfit.demo") / "model")))
-    path = Path(name).expanduser()
+    path = at_home(Path(name))
     if path.exists() or not _HUB_ID.fullmatch(name):
         return check_folder(path)
     return check_folder(_download(name))
+
+
+def at_home(path: Path) -> Path:
+    """Return `path` with ~ replaced. ModelError if there is no such user, or the path is longer than any can be."""
+    try:
+        path = path.expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        said = f"{path} is no folder: {getattr(error, 'strerror', None) or error}"
+        raise ModelError(said, path=str(path)) from None
+    return path
 
 
 def resolve_model(name: str | None) -> tuple[str | ModelFolder, str]:
     """Return a known model's name or a checked folder (also of a hub id; None: the demo model), and its cache key."""
     if name in model_names():
         return name, name
-    if name is not None and not Path(name).exists() and "/" not in name:
+    if name is not None and not at_home(Path(name)).exists() and "/" not in name:
         name = model_called(name)
         return name, name
     folder = find_model(name)
@@ -48,7 +61,9 @@ def _fingerprint(folder: ModelFolder) -> str:
     weights = {file for part in folder.components for file in part.weight_files}
     for file in sorted(file for file in folder.path.rglob("*") if file.is_file()):
         digest.update(f"{file.relative_to(folder.path)} {file.stat().st_size}\0".encode())
-        if file not in weights and file.stat().st_size < 10**8 and file.suffix in (".json", ".txt", ".model", ".jinja"):
+        if file in weights:
+            digest.update(json.dumps(read_header(file)).encode())
+        elif file.stat().st_size < 10**8 and file.suffix in (".json", ".txt", ".model", ".jinja"):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from tightfit.errors import PlanError
+from tightfit.errors import PlanError, RequestError
 from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import Plan, check_techniques
@@ -32,6 +32,7 @@ __all__ = [
 
 
 BudgetLike = Budget | Mapping[str, str | int] | str | int | None  # a budget: bytes, or a mapping for several devices
+MOST_STEPS = 10_000  # schedulers make tables of as many numbers, some of them gigabytes for a billion
 DEMO_DEFAULTS = {"steps": 20, "guidance": 2.5}
 
 
@@ -124,6 +125,8 @@ def call_request(choices: dict[str, Any], negative: str | None = None, **fields:
     if options.get("batch") == 1:
         del options["batch"]  # the default: does not override
     request = Request.from_mapping(given | options if isinstance(given, dict) else given)
+    if (request.steps or 0) > MOST_STEPS:
+        raise RequestError(f"{request.steps} steps are too many: {MOST_STEPS:,} at the most", steps=request.steps)
     if negative is None:
         return request
     return request.model_copy(update={"arguments": request.arguments | {"negative_prompt": "text"}})

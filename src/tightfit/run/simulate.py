@@ -23,10 +23,11 @@ from tightfit.measure.meta_copy import PROMPT
 from tightfit.measure.modules import find_components, find_role, inspect_pipeline
 from tightfit.measure.repeated import Repeater
 from tightfit.run.argument_values import Given
-from tightfit.run.call_arguments import NAMES, Prompt, call_arguments, dummy_inputs
+from tightfit.run.call_arguments import NAMES, call_arguments, dummy_inputs
 from tightfit.run.count import capacity_of, main_dtype
 from tightfit.run.models import stored_dtype
 from tightfit.run.pass_replay import PassReplayer
+from tightfit.run.prompt import Prompt
 from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Plan

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
 from tightfit.errors import InputError, PlanError, unknown_name
+from tightfit.files import read_regular
 from tightfit.units import parse_bytes
 
 __all__ = ["Count", "Positive", "Rate", "Real", "Record", "Size"]
@@ -74,7 +75,7 @@ class Record(BaseModel):
     def fields_from_file(cls, path: str | Path) -> dict[str, Any]:
         """Return the fields in a JSON or YAML file, not yet validated. Raises `error` if it cannot be read."""
         try:
-            return cls.fields_from_text(Path(path).read_text())
+            return cls.fields_from_text(read_regular(Path(path)))
         except (OSError, UnicodeDecodeError) as error:
             cause = getattr(error, "strerror", None) or error
             raise cls.error(f"cannot read the {cls.__name__.lower()} {path}: {cause}", path=str(path)) from None

@@ -12,6 +12,7 @@ functions, which is part of every torch installation, lists which are kernels.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -52,9 +53,17 @@ def cards_in_use() -> tuple[SimulatedCard, ...]:
     return tuple(_cards)
 
 
-@functools.cache
+_installing = threading.Lock()
+
+
 def _install() -> None:
     """Register the device, once per process and never at import: some vendors' backends use the same device type."""
+    with _installing:  # several threads may measure at the same time
+        _install_once()
+
+
+@functools.cache
+def _install_once() -> None:
     taken = torch._C._get_privateuse1_backend_name()
     if taken != NAME or hasattr(torch, NAME):
         raise RunError(f"torch has one device type for backends like {NAME}, and {taken} has taken it", taken=taken)

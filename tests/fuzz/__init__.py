@@ -1,0 +1,1 @@
+"""Random input for the command line: each in a child of a process that has everything loaded."""
