@@ -58,7 +58,7 @@ def test_all_names_in_soon_are_trials() -> None:
 
 
 def test_the_page_has_all_trials_with_their_outcomes() -> None:
-    """A cell may say "–": not tried yet with this version."""
+    """A cell may say "–": a new trial that has not run yet."""
     text = PAGE.read_text()
     for tried in GROUPS.values():
         for trial in tried:
