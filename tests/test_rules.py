@@ -46,7 +46,6 @@ PLAIN_MESSAGES = {
     "fit takes exactly one of level=0…3 and plan=…",
     "the prompt is empty: say what to draw, e.g. 'a red circle on the left'",
     "there is nothing to report yet: call the pipeline first",
-    "this pipeline follows a plan, which says where its weights are: undo() before to()",
     "undo() in the middle of a call: let it end first",
 }
 

@@ -320,8 +320,9 @@ def test_activations_need_not_be_counted() -> None:
 def test_fitted_pipelines_refuse_to_be_moved() -> None:
     pipe = SD.make()
     fit(pipe, level=3, device="loopback")
-    with pytest.raises(AlreadyFitted, match="undo"):
-        pipe.to("cpu")
+    assert pipe.to("cpu") is pipe  # where it runs
+    with pytest.raises(AlreadyFitted, match=r"runs it on cpu: undo\(\) before to\('meta'\)"):
+        pipe.to("meta")
 
 
 def test_no_report_before_the_first_call() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from tightfit.apply.callbacks import raised_by
 from tightfit.apply.output_replay import OutputReplayCache, RngState, without_frames
 from tightfit.apply.session import Session
 from tightfit.devices.device import Device
@@ -28,6 +30,9 @@ logger = logging.getLogger("tightfit")
 
 class ReplannerProtocol(Protocol):
     """Makes other plans for a pipeline."""
+
+    def renew(self, pipe: Any) -> Plan:
+        """Measure `pipe`, which follows no plan, as it is now; return a plan until its next call is planned for."""
 
     def for_call(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], now: Plan) -> Plan | None:
         """Return the plan for a call with these arguments; None where the current plan, `now`, suits it."""
@@ -67,6 +72,13 @@ class PlanHandle(Protocol):
     @property
     def session(self) -> Session: ...
 
+    @property
+    def fitted(self) -> bool: ...
+
+    def keep_up(self, pipe: Any) -> None: ...
+
+    def set_aside(self) -> contextlib.AbstractContextManager[None]: ...
+
     def follow(self, pipe: Any, plan: Plan) -> None: ...
 
     def report(self) -> Report: ...
@@ -76,7 +88,8 @@ class CallRunner:
     """Runs a pipeline's calls on `device`, one after another; `replans` makes other plans (None: the plan is fixed)."""
 
     def __init__(self, device: Device, replans: ReplannerProtocol | None) -> None:
-        self._device, self._replans = device, replans
+        self._device, self.replans = device, replans
+        self.turn: contextlib.AbstractContextManager[Any] = device.turn or threading.RLock()  # held by each call
         self.learner: CallObserver | None = None
         self._held = 0  # bytes of RAM at the end of the last call, if above the limit; else 0
         self._remarks: list[str] = []  # notes for the next call's report
@@ -87,16 +100,20 @@ class CallRunner:
     def make(
         self, handle: PlanHandle, pipe: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return `call(pipe, *args, **kwargs)`, replanned if its request is another, or if memory runs out."""
-        if handle.recorder.running:  # nested in another call
+        """Return `call(pipe, *args, **kwargs)`, replanned if its request is another, or if memory runs out.
+
+        Other threads' calls wait for their turn, so a call while another is running is nested in that.
+        """
+        if handle.recorder.running:
             return self._once(handle, pipe, call, args, kwargs)
-        if self._replans is not None:
-            self._replan_for_request(handle, self._replans, pipe, args, kwargs)
+        handle.keep_up(pipe)
+        if self.replans is not None:
+            self._replan_for_request(handle, self.replans, pipe, args, kwargs)
         suited = handle.plan
-        if self._replans is None or self.finished is None:
+        if self.replans is None or self.finished is None:
             found = self._once(handle, pipe, call, args, kwargs)
         else:
-            found = self._to_the_end(handle, self._replans, self.finished, pipe, call, args, kwargs)
+            found = self._to_the_end(handle, self.replans, self.finished, pipe, call, args, kwargs)
         if handle.plan is suited:
             self._tell(handle, pipe, args, kwargs)
         return found
@@ -120,7 +137,7 @@ class CallRunner:
                 try:
                     return self._once(handle, pipe, call, args, kwargs)
                 except RuntimeError as error:
-                    if not is_out_of_memory(error):
+                    if not is_out_of_memory(error) or raised_by((*args, *kwargs.values()), error):
                         raise
                     failure = without_frames(error, handled)
                 self._before.append(handle.recorder.trace())
@@ -172,7 +189,7 @@ class CallRunner:
     @contextlib.contextmanager
     def _logging(self, handle: PlanHandle, pipe: Any) -> Iterator[None]:
         """Log the component calls of a call that could not be predicted."""
-        if self._replans is None or self._log is not None:
+        if self.replans is None or self._log is not None:
             yield
             return
         recorder, session = handle.recorder, handle.session
@@ -181,14 +198,14 @@ class CallRunner:
             recorder.sample()
             return recorder.live().activations
 
-        self._log = log = self._replans.log_for(handle.plan, self._device, activations)
+        self._log = log = self.replans.log_for(handle.plan, self._device, activations)
         with contextlib.ExitStack() as undo:
             undo.callback(setattr, self, "_log", None)
             if log is not None:
                 log.follow(find_components(pipe), session.at_work, undo)
             yield
         if log is not None:
-            self._replans.logged(pipe, handle.plan, log)
+            self.replans.logged(pipe, handle.plan, log)
 
     def once(self, work: Callable[[], Any], what: tuple[str, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return `work()`, an outermost call of a component's method (`what`), or its output if it is kept."""

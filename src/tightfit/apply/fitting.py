@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +14,29 @@ import torch
 from torch import nn
 
 from tightfit.apply.activations.activation_offload import offload_waiting_activations
-from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
-from tightfit.apply.activations.cfg_batching import batch_or_split
 from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards
 from tightfit.apply.activations.max_batch import chunk_blocks
 from tightfit.apply.activations.memory_format import channels_last
-from tightfit.apply.activations.vae_tiling import wrap_vae_methods
 from tightfit.apply.allocator_limits import limit_allocators
+from tightfit.apply.applied_plan import AppliedPlan, fill_and_close
 from tightfit.apply.call_runner import CallObserver, CallRunner, ReplannerProtocol
+from tightfit.apply.changes import PipelineState
 from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.cross_device import CrossDeviceCall
-from tightfit.apply.method_overrides import (
-    cast_on_host,
-    computing,
-    exported,
-    override_class_members,
-    refused,
-    while_followed,
-)
+from tightfit.apply.members import Members
+from tightfit.apply.method_overrides import exported, override_class_members
 from tightfit.apply.module_hooks import watch
-from tightfit.apply.other_offloading import refuse_offloaded
+from tightfit.apply.other_offloading import refuse_followers, refuse_offloaded
+from tightfit.apply.scheduler_tensors import bring_back
 from tightfit.apply.session import Session
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
-from tightfit.apply.weights.oom_retry import retry_on_oom
 from tightfit.apply.weights.quantize import check_kinds, check_storage, left_in_files
 from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
-from tightfit.errors import AlreadyFitted, PlanError, RunError
+from tightfit.errors import PlanError, RunError
 from tightfit.measure.joint_recorder import JointRecorder
-from tightfit.measure.modules import HANDLE, compiled_around, find_components, find_parts, find_role, has_skips
+from tightfit.measure.modules import HANDLE, find_components, find_parts, has_skips
 from tightfit.measure.recorder import LiveNumbers, Recorder
 from tightfit.measure.shared import give_owners
 from tightfit.report.summary import Report
@@ -66,7 +60,9 @@ def fit(
 ) -> Fitted:
     """Make `pipe` run as a level or a plan says; `tightfit.fit` documents the arguments, and takes budgets too."""
     choices, target = choices_of(level, plan, device)
-    return apply_plan(pipe, decide(pipe, choices, request, target), target, count_activations=count_activations)
+    fitted = apply_plan(pipe, decide(pipe, choices, request, target), target, count_activations=count_activations)
+    fitted.renews(lambda pipe: decide(pipe, choices, request, target))
+    return fitted
 
 
 def apply_plan(
@@ -84,16 +80,16 @@ def apply_plan(
     check_storage(plan)
     refuse_offloaded(pipe)
     earlier = getattr(pipe, HANDLE, None)
+    refuse_followers(pipe, earlier)
     if earlier is not None:
         earlier.undo()
-    for name, module in find_components(pipe).items():
-        if hasattr(module, HANDLE):
-            raise AlreadyFitted(
-                f"{name} already follows the plan of another pipeline: undo() that one first", name=name
-            )
     target = choose_device(device or plan.device)
     check_kinds(find_components(pipe), plan, lambda name: _device_of(name, plan, target))
     return Fitted(pipe, plan, target, count_activations=count_activations, replans=replans)
+
+
+def _nothing() -> None:
+    """The reference to an applied plan where there is none."""
 
 
 class Fitted:
@@ -111,46 +107,67 @@ class Fitted:
     ) -> None:
         """`file_weights`: the weights that are only in files (None: none)."""
         self._device, self._recorder = device, JointRecorder(device, count_activations)
-        self._file_weights = file_weights or FileBackedWeights()
         self._calls = CallRunner(device, replans)
         self._trace: Trace | None = None
-        self._undo: ExitStack | None = None
-        self.follow(pipe, plan)
+        self._applied: Callable[[], AppliedPlan | None] = _nothing
+        self._uncap: Callable[[], object] = _nothing
+        self._renew: Callable[[Any], Plan] = replans.renew if replans is not None else lambda _: self.plan
+        self.follow(pipe, plan, file_weights or FileBackedWeights())
 
-    def follow(self, pipe: Any, plan: Plan) -> None:
-        """Make `pipe`, the same as before, follow `plan` instead; weights that both read from files stay in files."""
-        self._file_weights.keep_in_files = True
+    def follow(self, pipe: Any, plan: Plan, file_weights: FileBackedWeights | None = None) -> None:
+        """Make `pipe`, the same as before, follow `plan` instead; weights that both read from files stay in files.
+
+        `file_weights`: those of the first plan.
+        """
+        before = self._applied()
+        file_weights = file_weights or (FileBackedWeights() if before is None else before.file_weights)
+        file_weights.keep_in_files = True
         try:
             self.undo()
         finally:
-            self._file_weights.keep_in_files = False
+            file_weights.keep_in_files = False
         components = find_components(pipe)
-        with ExitStack() as undo:
+        with ExitStack() as uncap, ExitStack() as undo:
+            undo.callback(setattr, self, "_applied", _nothing)
             give_owners(components.values(), undo.callback)
-            undo.callback(self._clear_file_weights, components.values())
-            self._file_weights.begin()
+            undo.callback(fill_and_close, file_weights, components.values())
+            bring_back(pipe, undo.callback)
+            file_weights.begin()
             devices = self._devices_of(plan)
             self.plan, self.devices = plan, tuple(devices.values())
-            self._places = DeviceOffloaders(plan, devices, self._recorder, self._file_weights)
+            places = DeviceOffloaders(plan, devices, self._recorder, file_weights)
             alone = isinstance(pipe, nn.Module)  # no other component needs the device
-            self._session = Session(self._places, self._recorder, self._finished, self._calls.exceeded, keeps=alone)
-            limit_allocators(plan, devices, undo, self._calls.remark)
+            heard = (self._finished, self._calls.exceeded, self._calls.turn)
+            session = Session(places, self._recorder, *heard, keeps=alone)
+            applied = AppliedPlan(file_weights, places, session, undo)
+            self._applied = weakref.ref(applied)
+            members = Members(self, applied, plan, self._device, self._calls, places, session)
+            limit_allocators(plan, devices, uncap, self._calls.remark)
             for name, module in components.items():
-                chosen, device = plan.components.get(name, ComponentPlan()), devices[plan.device_of(name)]
-                self._fit_component(name, module, chosen, device, undo)
-            if not isinstance(pipe, nn.Module):
-                undo.callback(override_class_members(pipe, **self._pipeline_members(type(pipe)), **{HANDLE: self}))
-            undo.callback(self._session.close)
-            self._undo = undo.pop_all()
-        self._places.settled()
-        self._file_weights.tidy()
+                self._fit_component(name, module, members, devices[plan.device_of(name)], applied)
+            if not alone:
+                undo.callback(override_class_members(pipe, **members.of_pipeline(type(pipe))))
+            undo.callback(session.close)
+            applied.undo = undo.pop_all()
+            self._uncap = release = weakref.finalize(applied, uncap.pop_all().close)
+            release.atexit = False  # the driver may be unloaded by then
+        places.settled()
+        file_weights.tidy()
+        self._state, self._pipe = PipelineState(pipe), weakref.ref(pipe)
 
-    def _clear_file_weights(self, components: Iterable[nn.Module]) -> None:
-        """Load the weights that are only in files, and close the files, unless another plan follows."""
-        if not self._file_weights.keep_in_files:
-            for module in components:
-                self._file_weights.fill(module)
-            self._file_weights.close()
+    def keep_up(self, pipe: Any) -> None:
+        """Follow a plan for the components that `pipe` has now, if they are others. Raises PlanError, AlreadyFitted."""
+        measured = self._calls.replans is not None
+        refuse_offloaded(pipe, measured=measured)
+        if changes := self._state.changes(pipe, sizes=measured):
+            refuse_followers(pipe, self)
+            self.undo()
+            plan = self.plan
+            try:
+                plan = self._renew(pipe)
+            finally:
+                self.follow(pipe, plan)
+            self._calls.remark(f"{', '.join(changes)}: planned anew")
 
     def _devices_of(self, plan: Plan) -> dict[str, Device]:
         """Return the devices on which components run by `plan`, by name, and set up a recorder for each."""
@@ -164,11 +181,12 @@ class Fitted:
         return devices
 
     def _fit_component(
-        self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
+        self, name: str, module: nn.Module, members: Members, device: Device, applied: AppliedPlan
     ) -> None:
-        """Apply layout, storage, placement and activation settings of `plan`; then override methods and add hooks."""
-        manager, recorder = self._places.of(name), self._recorder.of(device.name)
-        self._file_weights.fill(module, left_in_files(module, plan, separate=device.separate))
+        """Apply layout, storage, placement and activation settings; then override methods and add hooks."""
+        plan, undo, session = self.plan.components.get(name, ComponentPlan()), applied.undo, applied.session
+        manager, recorder = applied.places.of(name), self._recorder.of(device.name)
+        applied.file_weights.fill(module, left_in_files(module, plan, separate=device.separate))
         forward = exported(module, plan)  # before any change: it is checked against the module
         if plan.channels_last:
             undo.callback(channels_last(module))
@@ -183,72 +201,13 @@ class Fitted:
             offload_waiting_activations(module, device, recorder, undo)
         if forward:
             undo.callback(override_class_members(module, **forward))
-        undo.callback(override_class_members(module, **self._component_members(name, module, plan, device, undo)))
+        undo.callback(override_class_members(module, **members.of_component(name, module, device, undo)))
         if device is not self._device:
             for child in module.children():
                 crossing = CrossDeviceCall(self._device, device)
-                crossing.watch(child, lambda: not self._session.at_work(name), undo.callback)
+                crossing.watch(child, lambda: not session.at_work(name), undo.callback)
         for part in find_parts(name, module).values():
-            watch(part, functools.partial(self._session.touch, name), None, undo.callback)
-
-    def _component_members(
-        self, name: str, module: nn.Module, plan: ComponentPlan, device: Device, undo: ExitStack
-    ) -> dict[str, Any]:
-        role, original, session = find_role(name, module), type(module), self._session
-        lossy, calls, host = plan.lossy(name), self._calls, self._device
-        recorder, manager = self._recorder.of(device.name), self._places.of(name)
-        dispatcher = AttentionDispatcher(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
-        # compiled modules have chosen their attention kernels, and would be recompiled
-        attends = plan.attention != "auto" or not compiled_around(module)
-
-        def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-            inner = CrossDeviceCall(host, device).around(inner) if device.separate or device is not host else inner
-            inner = retry_on_oom(inner, lambda: manager.free_memory(name, ""))
-
-            @functools.wraps(inner)
-            def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if session.busy:
-                    return work(self, *args, **kwargs)
-                return calls.once(lambda: work(self, *args, **kwargs), (name, method), args, kwargs)
-
-            def work(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                with session.work(name, role, method), dispatcher.working() if attends else nullcontext():
-                    for what in lossy:
-                        recorder.lossy(what)
-                    if plan.compute_dtype:
-                        return computing(functools.partial(inner, self), plan.compute_dtype, args, kwargs)
-                    return inner(self, *args, **kwargs)
-
-            return while_followed(run, "__call__" if method == "forward" else method, lambda: session.over)
-
-        members: dict[str, Any] = {HANDLE: self, **batch_or_split(module, plan, recorder.note)}
-        members["__call__"] = working("forward", members.get("__call__", original.__call__))
-        if role == "autoencoder":
-            for method, cut in wrap_vae_methods(original, self.plan.vae, device, recorder, undo).items():
-                members[method] = working(method, cut)
-        if hasattr(original, "to"):
-            members["to"] = cast_on_host(original.to, lambda: None if session.at_work(name) else manager.dismiss(name))
-        if not plan.store.is_host_memory and hasattr(original, "save_pretrained"):
-            members["save_pretrained"] = refused(name, plan.store.title)
-        if hasattr(original, "device"):
-            # its own code asks while it runs; else the pipeline does, which is on its own device like all its tensors
-            members["device"] = property(lambda _: (device if session.at_work(name) else host).torch_device)
-        return members
-
-    def _pipeline_members(self, original: type) -> dict[str, Any]:
-        fitted, device = self, self._device
-
-        @functools.wraps(original.__call__)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return fitted._calls.make(fitted, self, original.__call__, args, kwargs)
-
-        def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-            raise AlreadyFitted("this pipeline follows a plan, which says where its weights are: undo() before to()")
-
-        here = property(lambda _: device.torch_device)
-        followed = while_followed(call, "__call__", lambda: not self.fitted)
-        others = {"_get_execution_device": lambda _: device.torch_device}  # Cosmos 3 Omni's own would ask a weight
-        return others | {"__call__": followed, "to": to, "device": here, "_execution_device": here}
+            watch(part, functools.partial(session.touch, name), None, undo.callback)
 
     def _finished(self, trace: Trace) -> None:
         self._trace = self._calls.whole(trace)
@@ -257,12 +216,23 @@ class Fitted:
     @property
     def fitted(self) -> bool:
         """Whether the pipeline still follows the plan."""
-        return self._undo is not None
+        return self._applied() is not None
 
     @property
     def session(self) -> Session:
         """The session, which is notified when calls and components begin and end."""
-        return self._session
+        return self._now.session
+
+    @property
+    def _places(self) -> DeviceOffloaders:
+        return self._now.places
+
+    @property
+    def _now(self) -> AppliedPlan:
+        applied = self._applied()
+        if applied is None:
+            raise RunError(f"no pipeline follows the plan for {self.plan.device} any more")
+        return applied
 
     @property
     def recorder(self) -> JointRecorder:
@@ -272,6 +242,23 @@ class Fitted:
     def live(self) -> LiveNumbers:
         """Return numbers of what the pipeline is doing now; may be called from another thread."""
         return self._recorder.live()
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Undo the plan, and follow it again after the context. Raises RunError during a call."""
+        with self._calls.turn:
+            pipe, plan = self._pipe(), self.plan
+            if pipe is None:
+                raise RunError(f"the pipeline that followed the plan for {plan.device} is gone: undo() first")
+            self.undo()
+            try:
+                yield
+            finally:
+                self.follow(pipe, plan)
+
+    def renews(self, decide: Callable[[Any], Plan]) -> None:
+        """Call `decide` for the plan of the pipeline when it has other components."""
+        self._renew = decide
 
     def tell(self, learner: CallObserver) -> None:
         """Notify `learner` of each finished call from now on that ran under one plan."""
@@ -287,11 +274,13 @@ class Fitted:
         """Restore values, dtypes, devices, formats, methods and hooks exactly. Raises RunError during a call."""
         if self._recorder.running:
             raise RunError("undo() in the middle of a call: let it end first")
-        if self._undo is not None:
-            self._undo.close()
-            self._undo = None
-        if self._calls.finished is not None and not self._file_weights.keep_in_files:  # else another plan follows
-            self._calls.finished.close()
+        with self._calls.turn:
+            applied = self._applied()
+            if applied is not None:
+                applied.undo.close()
+                self._uncap()
+            if self._calls.finished and not (applied and applied.file_weights.keep_in_files):  # else a plan follows
+                self._calls.finished.close()
 
 
 def _device_of(name: str, plan: Plan, target: Device) -> Device:

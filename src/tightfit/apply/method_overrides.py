@@ -20,7 +20,7 @@ from tightfit.errors import RunError
 from tightfit.files import cache_folder
 from tightfit.schema.plan import ComponentPlan
 
-__all__ = ["cast_on_host", "computing", "exported", "override_class_members", "refused", "while_followed"]
+__all__ = ["computing", "exported", "override_class_members", "refused", "while_followed"]
 
 
 def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
@@ -39,31 +39,21 @@ def refused(name: str, store: str) -> Callable[..., None]:
     return save_pretrained
 
 
-def while_followed(run: Callable[..., Any], method: str, over: Callable[[], bool]) -> Callable[..., Any]:
+def while_followed(
+    run: Callable[..., Any], method: str, over: Callable[[], bool], turn: contextlib.AbstractContextManager[Any]
+) -> Callable[..., Any]:
     """Wrap `run`, the override of an object's `method`; once `over()` is true, it calls the class's own method instead.
 
     Other code keeps references to such methods to wrap them: `decode = vae.decode; vae.decode = lambda z: decode(z)`.
+    Or another thread's call, which had the `turn`, made the object follow another plan.
     """
 
     @functools.wraps(run)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (getattr(type(self), method) if over() else run)(self, *args, **kwargs)
+        with turn:
+            return (getattr(type(self), method) if over() else run)(self, *args, **kwargs)
 
     return called
-
-
-def cast_on_host(to: Callable[..., Any], leave: Callable[[], object]) -> Callable[..., Any]:
-    """Wrap `module.to`: before a cast, `leave()` evicts the module, so that its source parameters are cast."""
-
-    @functools.wraps(to)
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(RuntimeError, TypeError):  # `to` itself raises for invalid arguments
-            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-            if device is None and dtype is not None:
-                leave()
-        return to(self, *args, **kwargs)
-
-    return run
 
 
 def computing(method: Callable[..., Any], dtype: str, args: Any, kwargs: Any) -> Any:

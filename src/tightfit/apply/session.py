@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tightfit.apply.activations.sdpa_patch import AttentionHandler, current_handlers, set_handlers
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
@@ -28,17 +28,18 @@ class Session:
         recorder: Recorder,
         done: Callable[[Trace], None],
         exceeded: Callable[[int, bool], None],
+        turn: contextlib.AbstractContextManager[Any],
         *,
         keeps: bool = False,
     ) -> None:
         """`done` is called with the trace of each call; `exceeded` with the bytes of RAM that the process held, if
-        above the limit, and whether the call is still running.
+        above the limit, and whether the call is still running; `turn` is held during a call.
         """
         self._places = places
         self._recorder = recorder
         self._done, self._exceeded = done, exceeded
         self._keeps = keeps
-        self._turn = threading.RLock()
+        self._turn = turn
         self._calls = 0  # calls running: 0 or 1
         self._clean = True  # whether the last call was cleaned up
         self.over = False  # whether the pipeline follows another plan, or none, by now

@@ -93,7 +93,7 @@ def _fit_within(
 ) -> Fitted:
     if isinstance(pipe, nn.Module):
         raise PlanError(f"a budget is for a whole pipeline: give a single {type(pipe).__name__} a level or a plan")
-    refuse_offloaded(pipe)
+    refuse_offloaded(pipe, measured=True)
     call_request = request if example is None else request_of_example(pipe, example)
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:

@@ -24,7 +24,7 @@ from tightfit.run.call_arguments import CallShape, given_to, request_of, shape_o
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_target import PlanTarget
 from tightfit.run.planning_context import PlannedFolder, machine_now, with_less_taken, with_taken, within_group
-from tightfit.run.unmeasured import LEVEL, plan_unmeasured, with_reason
+from tightfit.run.unmeasured import LEVEL, plan_unmeasured, plan_until_called, with_reason
 from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Budget, Machine
 from tightfit.schema.plan import Plan
@@ -46,15 +46,9 @@ class Replanner:
 
     def __init__(self, pipe: Any, plan_target: PlanTarget, made: PlannedFolder | None = None) -> None:
         self._limits, self._devices = plan_target
-        self._own = {device.name: _bytes_of(pipe, device) for device in self._devices}
-        self._unmeasured = plan_unmeasured(pipe, plan_target)  # for calls that cannot be measured
-        self._measurer = _measurer(pipe, plan_target)
         self._machine: Machine | None = None  # as before the pipeline followed any plan
-        self._inputs_by_shape: dict[CallShape, PlanningInputs] = {}
-        self._plans: dict[CallShape, Plan] = {}
         self.calibration_recorder = CalibrationRecorder(self._devices[0])
-        self._logs: dict[CallShape, CallLog] = {}  # of finished calls that were not measured before
-        self._tried: set[Request] = set()  # the requests of such calls
+        self._look_at(pipe, plan_target)
         if made is not None and made.plan.request is not None:
             self._machine = self._free_machine()
             shape = shape_of(pipe, made.plan.request)
@@ -63,6 +57,22 @@ class Replanner:
                 self._inputs_by_shape[shape] = made.planning_inputs
                 self._resident_on(made.plan)
                 self.calibration_recorder.studies(made.plan, made.planning_inputs)
+
+    def _look_at(self, pipe: Any, plan_target: PlanTarget) -> None:
+        self._own = {device.name: _bytes_of(pipe, device) for device in self._devices}
+        self._unmeasured = plan_unmeasured(pipe, plan_target)  # for calls that cannot be measured
+        self._measurer = _measurer(pipe, plan_target)
+        self._machine = None
+        self._inputs_by_shape: dict[CallShape, PlanningInputs] = {}
+        self._plans: dict[CallShape, Plan] = {}
+        self._logs: dict[CallShape, CallLog] = {}  # of finished calls that were not measured before
+        self._tried: set[Request] = set()  # the requests of such calls
+
+    def renew(self, pipe: Any) -> Plan:
+        """Measure `pipe`, which follows no plan, as it is now; return a plan until its next call is planned for."""
+        plan_target = PlanTarget(self._limits, self._devices)
+        self._look_at(pipe, plan_target)
+        return plan_until_called(pipe, plan_target)
 
     def plan(self, pipe: Any, request: Request, given: Mapping[str, Any] | None = None) -> Plan:
         """Return the plan for `request`, an earlier or a new one; level 3 if its call cannot be measured.

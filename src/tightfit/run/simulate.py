@@ -34,7 +34,7 @@ from tightfit.schema.plan import Plan
 from tightfit.schema.results import Prediction, Trace
 from tightfit.simulator.allocator import CardFull
 from tightfit.simulator.allocator_replay import replay
-from tightfit.simulator.backend import cards_in_use, use_cards
+from tightfit.simulator.backend import SIMULATING, cards_in_use, use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.operations import NAME
 
@@ -57,14 +57,15 @@ def unlimited_card(like: Accelerator) -> Iterator[SimulatedCard]:
 
 @contextlib.contextmanager
 def unlimited_cards(likes: Sequence[Accelerator]) -> Iterator[list[SimulatedCard]]:
-    """The same for several cards of one computer, numbered from "simulated:0" on."""
-    before, host = cards_in_use(), Host()
-    cards = [SimulatedCard(index, like.model_copy(update={"bytes": ROOM}), host) for index, like in enumerate(likes)]
-    use_cards(cards)
-    try:
-        yield cards
-    finally:
-        use_cards(before)
+    """The same for several cards of one computer, numbered from "simulated:0" on; other threads wait meanwhile."""
+    with SIMULATING:
+        before, host = cards_in_use(), Host()
+        models = [like.model_copy(update={"bytes": ROOM}) for like in likes]
+        use_cards(cards := [SimulatedCard(index, model, host) for index, model in enumerate(models)])
+        try:
+            yield cards
+        finally:
+            use_cards(before)
 
 
 class SimulationRun:

@@ -173,13 +173,14 @@ def free_dead_tensors() -> None:
     """Free the blocks of storages that were released since the last call, in order of release."""
     if not _dead:
         return
-    for life in _dead:
+    dead = _dead[:]
+    del _dead[: len(dead)]  # another thread may have added to it by now
+    for life in dead:
         assert isinstance(life, _StorageRef)
         _lives.discard(life)
         del _stores[life.store.address]
         if life.store.block is not None:
             life.store.card.allocator.free(life.store.block)
-    _dead.clear()
 
 
 def view(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:

@@ -85,12 +85,16 @@ class TensorLoader:
                 slots.append(_Slot(table, name, original, copy, version_of(copy)))
         return slots
 
-    def evict(self) -> None:
-        """Put the originals back into the modules and free the copies."""
+    def evict(self, *, compare: bool = False) -> None:
+        """Put the originals back into the modules and free the copies.
+
+        `compare` their values: writes to `weight.data`, as of a fused LoRA, are not counted by torch.
+        """
         for table, name, original, copy, version in self._slots:
             if table.get(name) is not copy:
                 continue  # replaced by other code while it was loaded: keep that
-            if version_of(copy) != version:  # e.g. a LoRA was fused in a callback, or the dtype changed
+            changed = version_of(copy) != version or (compare and self._differ(copy.data, original))
+            if changed:  # e.g. a LoRA was fused in a callback, or the dtype changed
                 with torch.no_grad(), self._recorder.uncounted():
                     write_back(original, copy.data, self._device)
                 self._recorder.moved(bytes_out=copy.nbytes)
@@ -102,6 +106,13 @@ class TensorLoader:
         forget_casts()
         self._recorder.hold(self, 0)
         self.is_loaded = False  # last, so that an interrupted eviction is repeated
+
+    def _differ(self, copy: torch.Tensor, original: torch.Tensor) -> bool:
+        if type(copy) is not torch.Tensor or original.is_meta:
+            return False
+        with self._recorder.uncounted():
+            stored = self._device.to_host(copy)  # a simulated card may have only shapes
+        return not stored.is_meta and not torch.equal(stored, original)
 
     def _move_to_host(self, originals: set[int]) -> None:
         """Move tensors that other code put on the device in place of weights to host memory."""

@@ -58,7 +58,7 @@ class WeightOffloader:
         if plan.placement == "resident" and self._device.swaps_parameters:
             loader = TensorLoader(module, self._device, self._recorder)
             loader.load()
-            undo.callback(loader.evict)
+            undo.callback(loader.evict, compare=True)
         elif plan.placement == "resident" or not self._device.separate:
             undo.callback(moved(module, self._device.torch_device, self._held))
             self._count(weight_bytes(module), undo)
@@ -126,6 +126,8 @@ class WeightOffloader:
 
     def _give_back(self, name: str) -> None:
         """Load weights of `name` that have no values into memory, or leave them in files where another plan follows."""
+        if name in self._loaders:
+            self._loaders[name].evict()  # also what other code put on the device since the last call
         goes_on = self._file_weights.keep_in_files and name not in self._elsewhere
         self._streamers[name].give_back(self._file_weights if goes_on else None)
 
@@ -260,9 +262,11 @@ class WeightOffloader:
             self._loaders[name].evict()
 
     def dismiss(self, name: str) -> None:
-        """Evict the weights of `name`, whichever component runs next: other code is about to change them all."""
+        """Evict the weights of `name`, and all that other code put beside them: it is about to change them all."""
         if name in self._streamers:
             self._evict(name)
+        if name in self._loaders:
+            self._loaders[name].evict()
 
     def evict_small(self) -> None:
         """Evict small tensors, so that the next call searches the modules for new weights."""

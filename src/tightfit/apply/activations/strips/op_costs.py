@@ -20,7 +20,7 @@ from tightfit.measure.passes import KernelCounter
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.schema.footprint import StripStageProfile
 from tightfit.schema.machine import KernelGroup, LayerWork
-from tightfit.simulator.backend import cards_in_use, use_cards
+from tightfit.simulator.backend import SIMULATING, cards_in_use, use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
 
@@ -96,16 +96,17 @@ class OpCostCache:
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Add the simulated card to those in use: operations are only tried inside."""
-        before = cards_in_use()
-        self._card = SimulatedCard(len(before), ANY_CARD.model_copy(update={"bytes": ENDLESS}), Host())
-        use_cards((*before, self._card))
-        try:
-            device = SimulatedDevice(self._card.index)
-            self._place = device.torch_device
-            with torch.no_grad(), AttentionDispatcher("auto", device).working():
-                yield
-        finally:
-            use_cards(before)
+        with SIMULATING:
+            before = cards_in_use()
+            self._card = SimulatedCard(len(before), ANY_CARD.model_copy(update={"bytes": ENDLESS}), Host())
+            use_cards((*before, self._card))
+            try:
+                device = SimulatedDevice(self._card.index)
+                self._place = device.torch_device
+                with torch.no_grad(), AttentionDispatcher("auto", device).working():
+                    yield
+            finally:
+                use_cards(before)
 
     def outcome(self, key: Hashable, layouts: Sequence[OpLayout], prepare: Prepare) -> _Outcome:
         """Return the outcome of the operation that `prepare` makes of tensors with these `layouts`; cached by `key`."""

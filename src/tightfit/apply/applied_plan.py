@@ -1,0 +1,36 @@
+"""What is kept of a plan for as long as somebody has the pipeline, or one of its components."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import nn
+
+from tightfit.apply.session import Session
+from tightfit.apply.weights.device_offloaders import DeviceOffloaders
+from tightfit.apply.weights.stores import FileBackedWeights
+
+__all__ = ["AppliedPlan", "fill_and_close"]
+
+
+@dataclass(eq=False)
+class AppliedPlan:
+    """What a plan did to a pipeline, and how to undo it. The pipeline and its components keep it, not their handle.
+
+    So a pipeline that nobody has any more is freed, though its handle is kept.
+    """
+
+    file_weights: FileBackedWeights
+    places: DeviceOffloaders
+    session: Session
+    undo: ExitStack
+
+
+def fill_and_close(file_weights: FileBackedWeights, components: Iterable[nn.Module]) -> None:
+    """Load the weights that are only in files, and close the files, unless another plan follows."""
+    if not file_weights.keep_in_files:
+        for module in components:
+            file_weights.fill(module)
+        file_weights.close()

@@ -1,0 +1,113 @@
+"""What overrides the methods and properties of a pipeline and of its components while they follow a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
+from tightfit.apply.activations.cfg_batching import batch_or_split
+from tightfit.apply.activations.vae_tiling import wrap_vae_methods
+from tightfit.apply.call_runner import CallRunner, PlanHandle
+from tightfit.apply.copies import copying
+from tightfit.apply.cross_device import CrossDeviceCall
+from tightfit.apply.method_overrides import computing, refused, while_followed
+from tightfit.apply.session import Session
+from tightfit.apply.switches import module_switches, pipeline_switches
+from tightfit.apply.weights.device_offloaders import DeviceOffloaders
+from tightfit.apply.weights.oom_retry import retry_on_oom
+from tightfit.devices.device import Device
+from tightfit.measure.modules import HANDLE, compiled_around, find_role
+from tightfit.schema.plan import ComponentPlan, Plan
+
+__all__ = ["Members"]
+
+
+@dataclass(frozen=True)
+class Members:
+    """Makes the members of a pipeline on `device` and of its components, which follow `plan` by this `handle`.
+
+    All keep `applied`, which undoes the plan: also a component that is only in another pipeline by now.
+    """
+
+    handle: PlanHandle
+    applied: object
+    plan: Plan
+    device: Device
+    calls: CallRunner
+    places: DeviceOffloaders
+    session: Session
+
+    def of_component(self, name: str, module: nn.Module, device: Device, undo: ExitStack) -> dict[str, Any]:
+        """Return the members of `module`, the component `name`, which runs on `device`."""
+        role, original, session = find_role(name, module), type(module), self.session
+        plan, calls, host = self.plan.components.get(name, ComponentPlan()), self.calls, self.device
+        lossy, recorder, manager = plan.lossy(name), self.handle.recorder.of(device.name), self.places.of(name)
+        dispatcher = AttentionDispatcher(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
+        # compiled modules have chosen their attention kernels, and would be recompiled
+        attends = plan.attention != "auto" or not compiled_around(module)
+
+        def working(method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+            inner = CrossDeviceCall(host, device).around(inner) if device.separate or device is not host else inner
+            inner = retry_on_oom(inner, lambda: manager.free_memory(name, ""))
+
+            @functools.wraps(inner)
+            def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if session.busy:
+                    return work(self, *args, **kwargs)
+                return calls.once(lambda: work(self, *args, **kwargs), (name, method), args, kwargs)
+
+            def work(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                with session.work(name, role, method), dispatcher.working() if attends else nullcontext():
+                    for what in lossy:
+                        recorder.lossy(what)
+                    if plan.compute_dtype:
+                        return computing(functools.partial(inner, self), plan.compute_dtype, args, kwargs)
+                    return inner(self, *args, **kwargs)
+
+            own = "__call__" if method == "forward" else method
+            return while_followed(run, own, lambda: session.over, calls.turn)
+
+        def here() -> torch.device:
+            """Its own code asks while it runs; else the pipeline does, which is on its own device like its tensors."""
+            return (device if session.at_work(name) else host).torch_device
+
+        def leave() -> None:
+            if not session.at_work(name):
+                manager.dismiss(name)
+
+        members: dict[str, Any] = {**self._kept(), **batch_or_split(module, plan, recorder.note)}
+        members["__call__"] = working("forward", members.get("__call__", original.__call__))
+        if role == "autoencoder":
+            for method, cut in wrap_vae_methods(original, self.plan.vae, device, recorder, undo).items():
+                members[method] = working(method, cut)
+        if not plan.store.is_host_memory and hasattr(original, "save_pretrained"):
+            members["save_pretrained"] = refused(name, plan.store.title)
+        if hasattr(original, "device"):
+            members["device"] = property(lambda _: here())
+        members |= module_switches(name, original, here, leave, measured=calls.replans is not None)
+        return members | copying(self.handle.set_aside)
+
+    def _kept(self) -> dict[str, Any]:
+        return {HANDLE: self.handle, f"{HANDLE}_applied": self.applied}
+
+    def of_pipeline(self, original: type) -> dict[str, Any]:
+        """Return the members of a pipeline of the class `original`."""
+        handle, calls, device = self.handle, self.calls, self.device.torch_device
+
+        @functools.wraps(original.__call__)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return calls.make(handle, self, original.__call__, args, kwargs)
+
+        here = property(lambda _: device)
+        followed = while_followed(call, "__call__", lambda: not handle.fitted, calls.turn)
+        members = {**self._kept(), "__call__": followed, "device": here, "_execution_device": here}
+        members |= copying(handle.set_aside)
+        # Cosmos 3 Omni's own would ask a weight
+        return members | {"_get_execution_device": lambda _: device} | pipeline_switches(original, device)

@@ -1,0 +1,56 @@
+"""Many threads call one fitted pipeline, each with sizes of its own: right pictures, and no more memory at the end."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+
+from together.trials import SIZES
+from together.ways import BUDGET, DISK, LEVEL, MIB, Way, draw, made
+
+pytestmark = pytest.mark.usefixtures("shared_footprints")
+
+GROWTH = 32 * MIB  # of the process, from a quarter of the calls to the last
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("way", "threads", "calls"),
+    [
+        pytest.param(BUDGET, 3, 3, id="budget, briefly"),
+        pytest.param(LEVEL, 8, 200, id="level", marks=slow),
+        pytest.param(BUDGET, 8, 50, id="budget", marks=slow),
+        pytest.param(DISK, 8, 200, id="disk", marks=slow),
+    ],
+)
+def test_threads_draw_their_pictures_in_flat_memory(way: Way, threads: int, calls: int) -> None:
+    plain = made(way.scale)
+    expected = {size: draw(plain, size) for size in SIZES}
+    del plain
+    with way.ready():
+        pipe = made(way.scale)
+        fitted = way.fit(pipe)
+        resident: list[int] = []
+
+        def work(number: int) -> None:
+            sizes = random.Random(number)
+            for _ in range(calls):
+                size = sizes.choice(SIZES)
+                found = draw(pipe, size)
+                error = (found - expected[size]).abs().max() / expected[size].abs().max()
+                assert error <= way.tolerance
+                resident.append(psutil.Process().memory_info().rss)
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, range(threads)))
+        assert len(resident) == threads * calls
+        if calls >= 50:  # else most are first calls, which measure
+            assert max(resident[-threads:]) <= max(resident[: len(resident) // 4]) + GROWTH
+        weights = fitted.live().weights
+        fitted.undo()
+        assert fitted.live().weights == 0 <= weights
+        assert torch.equal(draw(pipe), expected[SIZES[0]])

@@ -1,0 +1,67 @@
+"""Every trial of trials.py comes out as it says, in each way; docs/works-together.md has the same outcomes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from together.trials import GROUPS
+from together.ways import WAYS, Trial, Way, outcome
+
+pytestmark = [
+    pytest.mark.usefixtures("shared_footprints"),
+    pytest.mark.filterwarnings("ignore"),  # of diffusers, peft and transformers, about what is tried
+]
+
+PAGE = Path(__file__).parents[2] / "docs" / "works-together.md"
+SOON = {  # in `make test`, by the way; all others in `make test-slow`
+    "level": (
+        "loaded and fused after, undone without a call", "`module.to(module.device)`", "`module.to('cpu')`",
+        "scheduler used by itself after `undo`", "`pipe.to('meta')`", "run out of memory themselves",
+    ),
+    "budget": (
+        "loaded with an image encoder after", "three threads ask for three sizes at once",
+        "text encoder replaced after", "run out of memory themselves", "`enable_layerwise_casting`",
+    ),
+    "disk": (
+        "`copy.deepcopy` of the pipeline and of its U-Net", "`pickle` of the pipeline and of its U-Net",
+        "`enable_group_offload`, to disk", "pipeline dropped, handle kept: memory is freed",
+        "two pipelines with the same parts, both fitted", "pipe.enable_model_cpu_offload",
+    ),
+}  # fmt: skip
+
+
+def trials() -> list[object]:
+    return [
+        pytest.param(
+            trial, way, id=f"{group}-{trial.name}-{way.name}",
+            marks=() if trial.name in SOON[way.name] else pytest.mark.slow,
+        )
+        for group, tried in GROUPS.items()
+        for trial in tried
+        for way in WAYS.values()
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("trial", "way"), trials())
+def test_it_is_right_or_refused_by_name(trial: Trial, way: Way) -> None:
+    found = outcome(trial, way)
+    said = trial.refused.get(way.name)
+    assert found == "right" if said is None else re.match(said, found, re.DOTALL), found
+
+
+def test_all_names_in_soon_are_trials() -> None:
+    names = [trial.name for tried in GROUPS.values() for trial in tried]
+    assert set().union(*SOON.values()) <= set(names)
+
+
+def test_the_page_has_all_trials_with_their_outcomes() -> None:
+    """A cell may say "–": a new trial that has not run yet."""
+    text = PAGE.read_text()
+    for tried in GROUPS.values():
+        for trial in tried:
+            cells = [f"(–|{'refused' if name in trial.refused else 'right'})" for name in WAYS]
+            row = r" \| ".join([re.escape(trial.name), *cells])
+            assert re.search(row, text), f"{trial.name}: run tools/make_together.py"

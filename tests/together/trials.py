@@ -1,0 +1,657 @@
+"""Everything that was tried beside tightfit: a new row of "What works together" is one entry of GROUPS."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import tempfile
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import accelerate
+import diffusers
+import pytest
+import torch
+from diffusers.hooks import apply_group_offloading
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from PIL import Image
+
+from more_pipelines import MORE_CASES
+from recipes.unets_parts import vision
+from tiny_pipelines import CASES, CLIP_WIDTH, PIXELS
+from together.ways import ROUNDING, WAYS, Fit, Script, Trial, draw, made
+
+HERE = torch.device("cpu")
+FUSED = 1e-5  # a fused LoRA is added to the weights in float32 instead of to what they give
+
+Pictures = list[torch.Tensor]
+
+# LoRA
+
+
+@functools.cache
+def lora(scale: int) -> dict[str, torch.Tensor]:
+    """A LoRA of the U-Net and the text encoder that visibly changes the picture."""
+    pipe, state = made(scale), dict[str, torch.Tensor]()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for name, targets in (("unet", ["to_q", "to_v", "conv1"]), ("text_encoder", ["q_proj", "v_proj"])):
+            part = getattr(pipe, name)
+            part.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False), "made")
+            kept = get_peft_model_state_dict(part, adapter_name="made")
+            state |= {f"{name}.{key}": value.clone() for key, value in kept.items()}
+    return state
+
+
+def scale_of(pipe: Any) -> int:
+    return int(pipe.text_encoder.config.hidden_size) // CLIP_WIDTH
+
+
+def load(pipe: Any) -> None:
+    pipe.load_lora_weights(dict(lora(scale_of(pipe))), adapter_name="made")
+
+
+def steps(*names: str) -> Script:
+    """Do each step of LORA in turn, and draw after each; "fit" and "undo" are tightfit's, "draw" only draws."""
+
+    def script(pipe: Any, fit: Fit) -> Pictures:
+        found, handle = Pictures(), None
+        for name in names:
+            if name == "fit":
+                handle = fit(pipe)
+            elif name == "undo":
+                assert handle is not None
+                handle.undo()
+            elif name.startswith("only "):
+                LORA[name.removeprefix("only ")](pipe)
+                continue
+            else:
+                LORA[name](pipe)
+            found.append(draw(pipe))
+        return found
+
+    return script
+
+
+LORA: dict[str, Callable[[Any], object]] = {
+    "load": load,
+    "weaker": lambda pipe: pipe.set_adapters("made", 0.5),
+    "off": lambda pipe: pipe.disable_lora(),
+    "on": lambda pipe: pipe.enable_lora(),
+    "fuse": lambda pipe: pipe.fuse_lora(),
+    "unfuse": lambda pipe: pipe.unfuse_lora(),
+    "unload": lambda pipe: pipe.unload_lora_weights(),
+    "delete": lambda pipe: pipe.delete_adapters("made"),
+    "to host": lambda pipe: pipe.set_lora_device(["made"], "cpu"),
+    "to device": lambda pipe: pipe.set_lora_device(["made"], pipe.device),
+}
+
+
+def lora_in_a_callback(pipe: Any, fit: Fit) -> Pictures:
+    load(pipe)
+    fit(pipe)
+
+    def weaker(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        pipe.set_adapters("made", 1 - step / 4)
+        return {}
+
+    def fuse(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 1:
+            pipe.fuse_lora()
+        return {}
+
+    return [draw(pipe, callback_on_step_end=weaker), draw(pipe, callback_on_step_end=fuse), draw(pipe)]
+
+
+def load_in_a_callback(pipe: Any, fit: Fit) -> Pictures:
+    handle = fit(pipe)
+
+    def there(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 0:
+            load(pipe)
+        return {}
+
+    found = [draw(pipe), draw(pipe, callback_on_step_end=there), draw(pipe)]
+    handle.undo()
+    return [*found, draw(pipe)]
+
+
+# IP-Adapter
+
+
+def adapter(pipe: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """An IP-Adapter for the pipeline's U-Net, in the format of its files."""
+    seeded, width = torch.Generator().manual_seed(4), pipe.unet.config.cross_attention_dim
+
+    def some(*shape: int) -> torch.Tensor:
+        return 0.2 * torch.randn(shape, generator=seeded)
+
+    layers = {}
+    cross = [name for name in pipe.unet.attn_processors if name.endswith("attn2.processor")]
+    for index, name in enumerate(cross):
+        keys = pipe.unet.get_submodule(name.removesuffix(".processor")).to_k
+        for kind in ("to_k_ip", "to_v_ip"):
+            layers[f"{2 * index + 1}.{kind}.weight"] = some(*keys.weight.shape)
+    projection = {"proj.weight": some(4 * width, width), "proj.bias": some(4 * width)}
+    projection |= {"norm.weight": torch.ones(width), "norm.bias": some(width)}
+    return {"image_proj": projection, "ip_adapter": layers}
+
+
+def load_adapter(pipe: Any) -> None:
+    pipe.load_ip_adapter(adapter(pipe), subfolder=None, weight_name=None, image_encoder_folder=None)
+    pipe.unet.eval()
+
+
+def embeds(pipe: Any) -> dict[str, Any]:
+    width = pipe.unet.config.cross_attention_dim
+    made_up = torch.randn(2, 1, width, generator=torch.Generator().manual_seed(5))
+    return {"ip_adapter_image_embeds": [made_up]}
+
+
+def ip_adapter(pipe: Any, fit: Fit) -> Pictures:
+    handle = fit(pipe)
+    found = [draw(pipe)]
+    load_adapter(pipe)
+    found.append(draw(pipe, **embeds(pipe)))
+    pipe.set_ip_adapter_scale(0.4)
+    found.append(draw(pipe, **embeds(pipe)))
+    pipe.unload_ip_adapter()
+    found.append(draw(pipe))
+    load_adapter(pipe)
+    handle.undo()
+    return [*found, draw(pipe, **embeds(pipe))]
+
+
+def ip_adapter_before(pipe: Any, fit: Fit) -> Pictures:
+    load_adapter(pipe)
+    handle = fit(pipe)
+    found = [draw(pipe, **embeds(pipe))]
+    pipe.unload_ip_adapter()
+    found.append(draw(pipe))
+    handle.undo()
+    return [*found, draw(pipe)]
+
+
+def ip_adapter_with_encoder(pipe: Any, fit: Fit) -> Pictures:
+    """The adapter brings its own image encoder, after `fit`."""
+    handle = fit(pipe)
+    draw(pipe)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        parts = vision(scale_of(pipe))
+    pipe.register_modules(**{name: part.eval() if hasattr(part, "eval") else part for name, part in parts.items()})
+    load_adapter(pipe)
+    noise = torch.rand(3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(7))
+    picture = Image.fromarray((noise.permute(1, 2, 0) * 255).byte().numpy())
+    found = [draw(pipe, ip_adapter_image=picture), draw(pipe, ip_adapter_image=picture)]
+    handle.undo()
+    return [*found, draw(pipe, ip_adapter_image=picture)]
+
+
+# what moves and casts
+
+
+def each_part(change: Callable[[Any], object]) -> Script:
+    """`change` each component after `fit`, before the first call and after it."""
+
+    def script(pipe: Any, fit: Fit) -> Pictures:
+        handle = fit(pipe)
+        found = Pictures()
+        for _ in range(2):
+            for name in ("text_encoder", "unet", "vae"):
+                change(getattr(pipe, name))
+            found.append(draw(pipe))
+        handle.undo()
+        return [*found, draw(pipe)]
+
+    return script
+
+
+def switch(throw: Callable[[Any], object]) -> Script:
+    """`throw` a switch of the pipeline after `fit`."""
+
+    def script(pipe: Any, fit: Fit) -> Pictures:
+        handle = fit(pipe)
+        found = [draw(pipe)]
+        throw(pipe)
+        found.append(draw(pipe))
+        handle.undo()
+        return [*found, draw(pipe)]
+
+    return script
+
+
+def before(throw: Callable[[Any], object]) -> Script:
+    """`throw` a switch of the pipeline before `fit`."""
+
+    def script(pipe: Any, fit: Fit) -> Pictures:
+        throw(pipe)
+        handle = fit(pipe)
+        found = [draw(pipe), draw(pipe)]
+        handle.undo()
+        return [*found, draw(pipe)]
+
+    return script
+
+
+def to_itself(part: Any) -> None:
+    part.to(part.device)
+
+
+def by_model(pipe: Any) -> None:
+    _, hook = accelerate.cpu_offload_with_hook(pipe.unet, HERE)
+    pipe._all_hooks = [hook]
+
+
+def by_layer(pipe: Any) -> None:
+    accelerate.cpu_offload(pipe.unet, HERE)
+
+
+def by_group(pipe: Any) -> None:
+    apply_group_offloading(pipe.unet, HERE, HERE, offload_type="leaf_level")
+
+
+def casting(pipe: Any) -> None:
+    pipe.unet.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+
+
+# parts shared, added and replaced
+
+
+def other(pipe: Any, name: str, seed: int = 9) -> Any:
+    """A component like `name` of `pipe` with other weights."""
+    part = getattr(pipe, name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return (type(part).from_config(part.config) if hasattr(part, "from_config") else type(part)(part.config)).eval()
+
+
+def replaced(*names: str) -> Script:
+    def script(pipe: Any, fit: Fit) -> Pictures:
+        others = {name: other(pipe, name) for name in names}
+        handle = fit(pipe)
+        found = [draw(pipe)]
+        for name, part in others.items():
+            before = getattr(pipe, name)
+            setattr(pipe, name, part)
+            found.append(draw(pipe))
+            setattr(pipe, name, before)
+            found.append(draw(pipe))
+            setattr(pipe, name, part)
+        found.append(draw(pipe))
+        handle.undo()
+        return [*found, draw(pipe)]
+
+    return script
+
+
+def new_scheduler(pipe: Any, fit: Fit) -> Pictures:
+    handle, found = fit(pipe), Pictures()
+    for kind in (diffusers.EulerDiscreteScheduler, diffusers.DPMSolverMultistepScheduler):
+        pipe.scheduler = kind.from_config(pipe.scheduler.config)
+        found.append(draw(pipe))
+    handle.undo()
+    return [*found, draw(pipe)]
+
+
+CONTROLLED = next(case for case in MORE_CASES if case.name == "StableDiffusionControlNet")
+EDGES = Image.effect_noise((PIXELS, PIXELS), 64).convert("RGB")
+
+
+def controlled(scale: int) -> Any:
+    pipe: Any = CONTROLLED.make(scale)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def controlnet(pipe: Any, fit: Fit) -> Pictures:
+    """Another ControlNet, then both, then the first one."""
+    first, second = pipe.controlnet, other(pipe, "controlnet")
+    for layer in (*second.controlnet_down_blocks, second.controlnet_mid_block):
+        torch.nn.init.constant_(layer.weight, 0.1)
+    handle = fit(pipe)
+    found = [draw(pipe, image=EDGES)]
+    pipe.controlnet = second
+    found.append(draw(pipe, image=EDGES))
+    pipe.controlnet = diffusers.MultiControlNetModel([first, second])
+    found.append(draw(pipe, image=[EDGES, EDGES]))
+    pipe.controlnet = first
+    found.append(draw(pipe, image=EDGES))
+    handle.undo()
+    return [*found, draw(pipe, image=EDGES)]
+
+
+def controlnet_beside(pipe: Any, fit: Fit) -> Pictures:
+    """A pipeline with the parts of a fitted one and a ControlNet of its own."""
+    net = controlled(scale_of(pipe)).controlnet
+    handle = fit(pipe)
+    both = diffusers.StableDiffusionControlNetPipeline(**pipe.components, controlnet=net, requires_safety_checker=False)
+    both.set_progress_bar_config(disable=True)
+    both.to(pipe.device)
+    found = [draw(both, image=EDGES), draw(pipe), draw(both, image=EDGES)]
+    handle.undo()
+    both.to("cpu")
+    return [*found, draw(both, image=EDGES), draw(pipe)]
+
+
+def picture_to_picture(pipe: Any) -> Any:
+    twin = diffusers.StableDiffusionImg2ImgPipeline.from_pipe(pipe)
+    twin.set_progress_bar_config(disable=True)
+    return twin
+
+
+def redraw(pipe: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found = pipe(
+            "a fox", image=EDGES, num_inference_steps=4, strength=0.7, output_type="pt",
+            generator=torch.Generator().manual_seed(4),
+        )  # fmt: skip
+    pictures: torch.Tensor = found[0]
+    return pictures.cpu().clone()
+
+
+def shared(pipe: Any, fit: Fit) -> Pictures:
+    """Two pipelines with the same parts, one of which is fitted; both go on after undo."""
+    twin = picture_to_picture(pipe)
+    handle = fit(pipe)
+    found = [draw(pipe), redraw(twin), draw(pipe)]
+    handle.undo()
+    return [*found, redraw(twin), draw(pipe)]
+
+
+def both_fitted(pipe: Any, fit: Fit) -> Pictures:
+    twin = picture_to_picture(pipe)
+    fit(pipe)
+    fit(twin)
+    return [draw(pipe), redraw(twin)]
+
+
+def two_on_one_card(pipe: Any, fit: Fit) -> Pictures:
+    """Two pipelines with their own parts, in turns."""
+    second = made(scale_of(pipe))
+    second.unet = other(pipe, "unet")
+    handles = [fit(pipe), fit(second)]
+    found = [draw(pipe), draw(second), draw(pipe, PIXELS // 2), draw(second)]
+    handles[0].undo()
+    found += [draw(pipe), draw(second)]
+    handles[1].undo()
+    return [*found, draw(second)]
+
+
+def noise_after(pipe: Any, fit: Fit) -> Pictures:
+    """The scheduler's own methods, after undo."""
+    scheduler = pipe.scheduler
+    handle = fit(pipe)
+    found, one = [draw(pipe)], torch.ones(1, 4, 4, 4)
+    redraw(picture_to_picture(pipe))
+    handle.undo()
+    tables = [value for value in vars(scheduler).values() if isinstance(value, torch.Tensor)]
+    assert {table.device for table in tables} == {HERE}
+    return [*found, scheduler.add_noise(one, one, scheduler.timesteps[:1])]
+
+
+# callbacks, threads, copies
+
+
+def failing_callback(pipe: Any, fit: Fit) -> Pictures:
+    """A user's function runs out of memory: the call raises that, once, and the next one is as before."""
+    handle, calls = fit(pipe), list[int]()
+    found = [draw(pipe)]
+    plan = getattr(handle, "plan", None)
+
+    def fail(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        calls.append(step)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB: of the user's own")
+
+    with pytest.raises(torch.OutOfMemoryError, match="of the user's own"):
+        draw(pipe, callback_on_step_end=fail)
+    assert calls == [0]
+    found.append(draw(pipe))
+    assert getattr(handle, "plan", None) == plan
+    return found
+
+
+def previews(pipe: Any, fit: Fit) -> Pictures:
+    """Each step's latents are decoded in a callback, and changed."""
+    fit(pipe)
+    found = Pictures()
+
+    def look(pipe: Any, step: int, _: Any, values: dict[str, Any]) -> dict[str, Any]:
+        with torch.no_grad():
+            found.append(pipe.vae.decode(values["latents"] / 8, return_dict=False)[0].cpu().clone())
+        return {"latents": values["latents"] * 0.9}
+
+    found.append(draw(pipe, callback_on_step_end=look))
+    return [*found, draw(pipe)]
+
+
+def nested(pipe: Any, fit: Fit) -> Pictures:
+    fit(pipe)
+    found = Pictures()
+
+    def inner(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 2:
+            found.append(draw(pipe))
+        return {}
+
+    found.append(draw(pipe, callback_on_step_end=inner))
+    return [*found, draw(pipe)]
+
+
+SIZES = (PIXELS, PIXELS // 2, 2 * PIXELS)
+
+
+def threads(pipe: Any, fit: Fit) -> Pictures:
+    """Three threads ask for pictures of three sizes at once, twice each."""
+    handle = fit(pipe)
+    if not handle.fitted:
+        return [draw(pipe, size) for size in SIZES]
+    with ThreadPoolExecutor(len(SIZES)) as pool:
+        found = list(pool.map(lambda size: draw(pipe, size), [*SIZES, *SIZES]))
+    assert all(torch.equal(one, other) for one, other in zip(found[:3], found[3:], strict=True))
+    return found[:3]
+
+
+def threads_of_two(pipe: Any, fit: Fit) -> Pictures:
+    """Two pipelines, each in a thread of its own."""
+    second = made(scale_of(pipe))
+    second.unet = other(pipe, "unet")
+    handles = [fit(pipe), fit(second)]
+    work = [(each, size) for size in SIZES[:2] for each in (pipe, second)]
+    if not handles[0].fitted:
+        return [draw(*each) for each in work]
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda each: draw(*each), work))
+
+
+def fitted_in_a_thread(pipe: Any, fit: Fit) -> Pictures:
+    with ThreadPoolExecutor(1) as pool:
+        handle = pool.submit(fit, pipe).result()
+        found = [pool.submit(draw, pipe).result()]
+    found.append(draw(pipe))
+    handle.undo()
+    return [*found, draw(pipe)]
+
+
+def copied(copier: Callable[[Any], Any]) -> Script:
+    """Copies of the pipeline and of its U-Net, before and after a call, which outlive the plan."""
+
+    def script(pipe: Any, fit: Fit) -> Pictures:
+        handle = fit(pipe)
+        early, drawn, late, net = copier(pipe), draw(pipe), copier(pipe), copier(pipe.unet)
+        found = [drawn, draw(early), draw(late), draw(pipe)]
+        handle.undo()
+        with torch.no_grad():
+            next(iter(pipe.unet.parameters())).zero_()
+        early.unet = net
+        return [*found, draw(early), draw(late)]
+
+    return script
+
+
+def dropped(pipe: Any, fit: Fit) -> Pictures:
+    """A pipeline that nobody has any more is freed, though its handle is kept."""
+    unet = weakref.ref(pipe.unet.conv_in.weight)
+    second = made(scale_of(pipe))
+    second.unet = pipe.unet
+    seen = weakref.ref(second.text_encoder.text_model if hasattr(second.text_encoder, "text_model") else second.vae)
+    second.unet = other(pipe, "unet")
+    handle = fit(second)
+    found = [draw(second)]
+    del second, unet
+    gc.collect()
+    assert seen() is None
+    handle.undo()
+    return found
+
+
+def dressed(pipe: Any) -> None:
+    """diffusers' own switches for attention and the autoencoder."""
+    pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+    pipe.fuse_qkv_projections()
+    pipe.vae.enable_slicing()
+    pipe.unet.to(memory_format=torch.channels_last)
+
+
+def undressed(pipe: Any, fit: Fit) -> Pictures:
+    """Switched on before, off after."""
+    dressed(pipe)
+    handle = fit(pipe)
+    found = [draw(pipe)]
+    pipe.disable_freeu()
+    pipe.unfuse_qkv_projections()
+    found.append(draw(pipe))
+    handle.undo()
+    return [*found, draw(pipe)]
+
+
+_folder = tempfile.TemporaryDirectory()  # kept: the weights are read from it at each call
+
+
+def group_to_disk(pipe: Any) -> None:
+    apply_group_offloading(
+        pipe.unet, HERE, HERE, offload_type="leaf_level", offload_to_disk_path=tempfile.mkdtemp(dir=_folder.name)
+    )
+
+
+def mapped(pipe: Any) -> None:
+    pipe.hf_device_map = {"unet": "cpu"}
+
+
+def flux(scale: int) -> Any:
+    pipe: Any = next(case for case in CASES if case.name == "Flux").make(scale)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def cached(pipe: Any) -> None:
+    pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.5))
+
+
+def everywhere(said: str) -> dict[str, str]:
+    """Refused in all ways, with what is said."""
+    return dict.fromkeys(WAYS, said)
+
+
+def fused(name: str, *names: str) -> Trial:
+    return Trial(name, steps(*names), tolerance=FUSED)
+
+
+def not_after(name: str, throw: Callable[[Any], object], what: str = "this pipeline") -> Trial:
+    """A switch that is refused after `fit`, by its name."""
+    method = name.rpartition(".")[2]
+    said = rf"AlreadyFitted: {what} follows a plan, which moves and casts its weights: undo\(\) before {method}\(\)"
+    return Trial(name, switch(throw), refused=everywhere(said))
+
+
+BY_HOOKS = r"PlanError: unet is offloaded by accelerate's hooks: call pipe\.remove_all_hooks\(\) first"
+BY_GROUPS = r"PlanError: unet is offloaded by groups, which diffusers has no call to end: load the pipeline anew"
+CASTS = r"PlanError: unet casts its layers in each pass \(layerwise casting\), which cannot be measured for a budget"
+MAPPED = r"PlanError: this pipeline was loaded with a device map: call pipe\.reset_device_map\(\) first"
+ALREADY = r"AlreadyFitted: \w+ already follows the plan of another pipeline: undo\(\) that one first"
+TO_META = r"AlreadyFitted: this pipeline follows a plan, which runs it on \S+: undo\(\) before to\('meta'\)"
+
+GROUPS: dict[str, list[Trial]] = {
+    "LoRA of the U-Net and the text encoder": [
+        fused("loaded before; scaled, switched off and on, fused, unfused, unloaded after",
+              "load", "fit", "weaker", "off", "on", "fuse", "unfuse", "unload", "undo"),
+        fused("loaded, scaled, fused, unfused, deleted after",
+              "fit", "load", "weaker", "fuse", "unfuse", "delete", "undo"),
+        fused("loaded and fused after, undone without a call",
+              "fit", "only load", "only fuse", "undo", "unfuse", "unload"),
+        fused("loaded after, undone, then fused and unloaded", "fit", "load", "undo", "fuse", "unfuse", "unload"),
+        fused("moved to the host and back (`set_lora_device`)", "load", "fit", "only to host", "to device", "undo"),
+        Trial("scaled and fused in a callback", lora_in_a_callback, tolerance=FUSED),
+        Trial("loaded in a callback", load_in_a_callback),
+    ],
+    "IP-Adapter": [
+        Trial("loaded before, unloaded after", ip_adapter_before),
+        Trial("loaded, scaled, unloaded and loaded after", ip_adapter),
+        Trial("loaded with an image encoder after", ip_adapter_with_encoder),
+    ],
+    "ControlNet": [
+        Trial("replaced, doubled and put back after", controlnet, controlled),
+        Trial("in another pipeline, with the parts of a fitted one", controlnet_beside,
+              refused={"budget": "BudgetTooSmall: .*, of which other tensors of this process take"}),
+    ],
+    "Components": [
+        Trial("U-Net and autoencoder replaced after", replaced("unet", "vae")),
+        Trial("text encoder replaced after", replaced("text_encoder")),
+        Trial("scheduler replaced after", new_scheduler),
+        Trial("scheduler used by itself after `undo`", noise_after),
+        Trial("two pipelines with the same parts, one of them fitted", shared),
+        Trial("two pipelines with the same parts, both fitted", both_fitted,
+              refused=everywhere(ALREADY)),
+        Trial("two fitted pipelines on one device, in turns", two_on_one_card),
+    ],
+    "Callbacks": [
+        Trial("decode previews and change latents", previews),
+        Trial("call the pipeline", nested),
+        Trial("run out of memory themselves", failing_callback),
+    ],
+    "Threads": [
+        Trial("three threads ask for three sizes at once", threads),
+        Trial("two fitted pipelines on one device, each in its thread", threads_of_two),
+        Trial("fitted in another thread", fitted_in_a_thread),
+    ],
+    "Copies": [
+        Trial("`copy.deepcopy` of the pipeline and of its U-Net", copied(copy.deepcopy)),
+        Trial("`pickle` of the pipeline and of its U-Net", copied(lambda each: pickle.loads(pickle.dumps(each)))),
+        Trial("pipeline dropped, handle kept: memory is freed", dropped),
+    ],
+    "Moved and cast after": [
+        Trial("`module.to(module.device)`", each_part(to_itself)),
+        Trial("`module.to('cpu')`", each_part(lambda part: part.to("cpu"))),
+        Trial("`module.to(torch.float64)`", each_part(lambda part: part.to(torch.float64))),
+        Trial("`pipe.to(pipe.device)`", switch(lambda pipe: pipe.to(pipe.device))),
+        Trial("`pipe.to(torch.float64)`", switch(lambda pipe: pipe.to(torch.float64))),
+        Trial("`pipe.to('meta')`", switch(lambda pipe: pipe.to("meta")),
+              refused=everywhere(TO_META)),
+    ],
+    "diffusers' own switches, before": [
+        Trial("`enable_model_cpu_offload`", before(by_model), refused=everywhere(BY_HOOKS)),
+        Trial("`enable_sequential_cpu_offload`", before(by_layer), refused=everywhere(BY_HOOKS)),
+        Trial("`enable_group_offload`, in memory", before(by_group), refused=everywhere(BY_GROUPS)),
+        Trial("`enable_group_offload`, to disk", before(group_to_disk), refused=everywhere(BY_GROUPS)),
+        Trial("device map", before(mapped), refused=everywhere(MAPPED)),
+        Trial("`enable_layerwise_casting`", before(casting), refused={"budget": CASTS}),
+        Trial("`enable_cache` (FirstBlockCache)", before(cached), flux),
+        Trial("FreeU, fused QKV, sliced decoding, channels-last; off after", undressed),
+    ],
+    "diffusers' own switches, after": [
+        not_after("pipe.enable_model_cpu_offload", lambda pipe: pipe.enable_model_cpu_offload(device="cuda")),
+        not_after("pipe.enable_sequential_cpu_offload", lambda pipe: pipe.enable_sequential_cpu_offload(device="cuda")),
+        not_after("pipe.enable_group_offload", lambda pipe: pipe.enable_group_offload(HERE, HERE)),
+        not_after("unet.enable_group_offload", lambda pipe: pipe.unet.enable_group_offload(HERE, HERE), "unet"),
+        Trial("`enable_layerwise_casting`", switch(casting),
+              refused={"budget": r"AlreadyFitted: unet follows a plan.*before enable_layerwise_casting\(\)"}),
+        Trial("`enable_cache` (FirstBlockCache)", switch(cached), flux),
+        # on disk, channels-last ends with `undo()`: the last picture is drawn by other kernels
+        Trial("FreeU, fused QKV, sliced decoding, channels-last", switch(dressed), tolerance=ROUNDING),
+    ],
+}  # fmt: skip
