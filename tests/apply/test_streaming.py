@@ -13,12 +13,12 @@ from torch import nn
 
 from a_few import a_few
 from inspection import assert_same, imprint
+from late_device import LateDevice
 from more_pipelines import MORE_CASES
 from tightfit import fit
 from tightfit.apply.weights import stores as housing
 from tightfit.apply.weights.quantized_tensor import Float8Weight, storable
 from tightfit.devices.copy_stream import LateCopyStream
-from tightfit.devices.device import LoopbackDevice
 from tightfit.devices.disk import DiskReader
 from tightfit.measure.modules import find_components, find_role, inspect_component
 from tightfit.plan.layer_selection import group_layers
@@ -28,21 +28,6 @@ QUICK = (
     "StableDiffusion", "StableDiffusionControlNet", "StableDiffusionInpaint", "StableDiffusion3", "FluxImg2Img", "Wan",
     "LTXImageToVideo", "CogVideoX",
 )  # fmt: skip
-
-
-class LateDevice(LoopbackDevice):
-    """A card whose copies come at the last moment: what is used without waiting for it has not come.
-
-    Copies from plain host memory go through staging, as on a real card.
-    """
-
-    plain_copies_block = True
-
-    def copy_stream(self) -> LateCopyStream:
-        return LateCopyStream()
-
-    def allocate(self, size: int) -> torch.Tensor:
-        return torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN in every floating format
 
 
 @functools.lru_cache(maxsize=4)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from tightfit.apply.call_turn import CallTurn
 from tightfit.apply.callbacks import raised_by
 from tightfit.apply.output_replay import OutputReplayCache, RngState, without_frames
 from tightfit.apply.session import Session
@@ -89,7 +89,7 @@ class CallRunner:
 
     def __init__(self, device: Device, replans: ReplannerProtocol | None) -> None:
         self._device, self.replans = device, replans
-        self.turn: contextlib.AbstractContextManager[Any] = device.turn or threading.RLock()  # held by each call
+        self.turn: contextlib.AbstractContextManager[Any] = device.turn or CallTurn()  # held by each call
         self.learner: CallObserver | None = None
         self._held = 0  # bytes of RAM at the end of the last call, if above the limit; else 0
         self._remarks: list[str] = []  # notes for the next call's report

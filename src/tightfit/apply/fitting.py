@@ -15,6 +15,7 @@ from torch import nn
 
 from tightfit.apply.activations.activation_offload import offload_waiting_activations
 from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards
+from tightfit.apply.activations.gradient_checkpointing import checkpoint_blocks
 from tightfit.apply.activations.max_batch import chunk_blocks
 from tightfit.apply.activations.memory_format import channels_last
 from tightfit.apply.allocator_limits import limit_allocators
@@ -199,6 +200,8 @@ class Fitted:
             chunk_blocks(module, plan.max_batch, undo, recorder.note)
         if self.plan.offload_activations and has_skips(module) and not forward:
             offload_waiting_activations(module, device, recorder, undo)
+        saves = plan.checkpoints_gradients and not forward
+        checkpoint_blocks(module, lambda: session.recompute(name), undo.callback, saves=saves)
         if forward:
             undo.callback(override_class_members(module, **forward))
         undo.callback(override_class_members(module, **members.of_component(name, module, device, undo)))

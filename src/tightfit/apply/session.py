@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from tightfit.apply.activations.sdpa_patch import AttentionHandler, current_handlers, set_handlers
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
+from tightfit.apply.weights.gradients import in_backward
 from tightfit.measure.passes import find_phase
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.footprint import Role
@@ -57,13 +60,14 @@ class Session:
                 self._clear()
             self._attenders = current_handlers()  # of the outer call of another pipeline, if any
             self._calls, self._clean = 1, False
+            keeps = self._keeps and not torch.is_grad_enabled()
             try:
                 self._places.begin(steps)
                 with self._recorder.call():
                     yield
                     self._tell(self._places.end(), during=False)
                     self._done(self._recorder.trace())
-                if self._keeps:
+                if keeps:
                     self._places.rest()
                     self._clean = True
             finally:
@@ -100,6 +104,10 @@ class Session:
     @contextlib.contextmanager
     def work(self, name: str, role: Role, method: str = "forward") -> Iterator[None]:
         """Run the component `name` in this context; outside a call, it is a call of its own."""
+        if in_backward():
+            with self.recompute(name):
+                yield
+            return
         with self.call():
             outermost, manager = not self.at_work(name), self._places.of(name)
             if outermost:
@@ -107,15 +115,29 @@ class Session:
                 manager.evict_others(name)  # evictions count for the phase before, loads for this one
                 self._recorder.enter(find_phase(name, role, method))
                 manager.load(name, method)
+            differs = outermost and torch.is_grad_enabled()
+            gradients = manager.backward.differentiated(name) if differs else contextlib.nullcontext()
             self._working.append(name)
             try:
-                yield
+                with gradients:
+                    yield
                 if outermost:
                     manager.finish(name)
             finally:
                 if self._working:
                     self._working.pop()
                 self._recorder.leave()
+
+    @contextlib.contextmanager
+    def recompute(self, name: str) -> Iterator[None]:
+        """Run a part of the component `name` again in this context, within a backward pass."""
+        with self._turn:
+            self._working.append(name)
+            try:
+                with self._places.of(name).backward.differentiated(name):
+                    yield
+            finally:
+                self._working.remove(name)
 
     def touch(self, name: str) -> None:
         """Load the weights of `name`, a part of which is about to run without a call of `name`."""

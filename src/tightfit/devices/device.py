@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,10 @@ class Device(ABC):
 
     def reset_peak(self) -> None:
         return None
+
+    def saved_tensors(self) -> AbstractContextManager[Any]:
+        """Return a context for forward passes with gradients enabled, in which autograd saves tensors."""
+        return nullcontext()
 
     def charge_layer_overhead(self) -> None:  # noqa: B027 - a real host spends the time itself
         """Called before a layer with loaded weights runs: a simulated device adds the host time that this takes."""

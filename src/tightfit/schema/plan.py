@@ -43,7 +43,7 @@ else:
     OffloadTarget, Attention = Literal[tuple(STORES)], Literal[ATTENTION_NAMES]
 
 
-Layout = Annotated[bool | None, BeforeValidator(lambda said: None if said == "auto" else said)]
+Auto = Annotated[bool | None, BeforeValidator(lambda said: None if said == "auto" else said)]
 # lossy techniques, by the names that `allow` takes
 TECHNIQUES: Mapping[str, str] = {
     "fp8": "weights stored in eight bits, widened for each use",
@@ -140,12 +140,13 @@ class ComponentPlan(Record):
     storage: Storage = "as-loaded"  # dtype in which weights are kept
     compute_dtype: ComputeDtype | None = None  # to which stored weights are cast; None: the dtype as loaded
     skip_patterns: tuple[str, ...] | None = None  # regular expressions of parameters kept as loaded; None: defaults
-    channels_last: Layout = False  # convolution weights; None, or "auto": where that was measured to be faster
+    channels_last: Auto = False  # convolution weights; None, or "auto": where that was measured to be faster
     max_batch: Positive | None = None  # items of a batch computed at a time; None: all
     cfg: Cfg | None = None  # a step's two guidance predictions in one call or in two; None: as the pipeline does
     ffn_chunk: Size | None = None  # bytes for the inner activations of feed-forward layers; None: all tokens at once
     exported: str | None = None  # file of an exported network that runs in place of this one's code
     compiled: bool = False  # run that network compiled by AOTInductor
+    gradient_checkpointing: Auto = None  # run blocks again in a backward pass; None, or "auto": unless resident
     attention: Attention = "auto"  # backend; "auto": torch's choice, or chunked where that would keep all scores
 
     @model_validator(mode="after")
@@ -180,6 +181,11 @@ class ComponentPlan(Record):
         """Whether batches are split."""
         return self.max_batch is not None or self.cfg == "sequential"
 
+    @property
+    def checkpoints_gradients(self) -> bool:
+        """Whether its blocks keep only their inputs for a backward pass, and are run again there."""
+        return self.placement != "resident" if self.gradient_checkpointing is None else self.gradient_checkpointing
+
     def moves(self, *, separate: bool) -> bool:
         """Whether weights are loaded and evicted; `separate`: onto a device with memory of its own."""
         return self.placement != "resident" and (separate or not self.store.is_host_memory)
@@ -209,6 +215,8 @@ class ComponentPlan(Record):
         parts += [f"at most {self.max_batch} items at a time"] if self.max_batch else []
         parts += [f"{self.cfg} guidance"] if self.cfg else []
         parts += [f"feed-forward within {format_bytes(self.ffn_chunk)}"] if self.ffn_chunk else []
+        checkpoints = self.gradient_checkpointing
+        parts += [] if checkpoints is None else [f"gradient checkpointing {'on' if checkpoints else 'off'}"]
         parts += [f"{'compiled, ' * self.compiled}as exported in {self.exported}"] if self.exported else []
         return ", ".join(parts if self.attention == "auto" else [*parts, f"attention by {self.attention}"])
 

@@ -139,7 +139,7 @@ def _cut(plain: Method, method: str, plan: VaePlan, strips: StripExecutor | None
             tile = max(tile // granule, 1) * granule
             told = f"blended-tiling: {method}d in tiles of {plan.tile} px"
             bound = tiled(bound, tile, plan.overlap, granule, lambda: recorder.lossy(told))
-        if strips is None:
+        if strips is None or _differentiates(self, args, recorder, method):
             return (sliced(bound) if plan.slicing else bound)(*args, **kwargs)
         try:
             return sliced(strips.bound(self, method, bound, alone=len(args[0]) == 1))(*args, **kwargs)
@@ -147,6 +147,16 @@ def _cut(plain: Method, method: str, plan: VaePlan, strips: StripExecutor | None
             return strips.bound(self, method, bound)(*args, **kwargs)
 
     return functools.wraps(plain)(run)
+
+
+def _differentiates(autoencoder: nn.Module, args: tuple[Any, ...], recorder: Recorder, method: str) -> bool:
+    """Whether the result needs a graph for gradients, which strips do not make; reported."""
+    if not torch.is_grad_enabled():
+        return False
+    needs = any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *autoencoder.parameters()))
+    if needs:
+        recorder.note(f"{method}d whole, because gradients were asked for: strips are for calls under torch.no_grad()")
+    return needs
 
 
 def pixels_per_latent(autoencoder: Any) -> int:

@@ -56,7 +56,7 @@ class DeviceOffloaders:
     def rest(self) -> None:
         """Evict small tensors, so that the next call searches the modules for new weights."""
         for each in self._all.values():
-            each.evict_small()
+            each.rest()
 
     def clear(self) -> None:
         """Evict everything that was loaded."""

@@ -169,6 +169,11 @@ class DeviceWeightPool:
         """Bytes that are allocated, and bytes that were lent."""
         return self._counted + self.lent
 
+    @property
+    def planned(self) -> int:
+        """Bytes that the plan gives to weights: resident groups and the ring."""
+        return _size(self._resident) + self._planned
+
     def clear(self) -> None:
         """Free everything."""
         self._forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,9 @@ from tightfit.devices.copy_stream import CopyHandle
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.prefetch import Lease
 
-__all__ = ["LoadedGroup"]
+__all__ = ["LoadedGroup", "Seen"]
+
+Seen = tuple[Table, str, torch.Tensor]  # where a module looks a weight up, and the weight
 
 
 @dataclass(eq=False)
@@ -74,6 +77,11 @@ class LoadedGroup:
         if changed or self._others:  # kept by `away`, not for the next time
             self._seen_at, self.weights = None, []
         self.visible = False
+
+    def seen_by(self, leaves: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, list[Seen]]]:
+        """Yield each of `leaves`, one for each weight, with where modules see that weight now."""
+        for slots, leaf, weight in zip(self.group.slots, leaves, self.weights, strict=True):
+            yield leaf, [(at.table, at.name, weight) for at in slots if at.found is weight]
 
     def copy_of(self, index: int) -> torch.Tensor:
         """Return a copy of one weight, which is loaded."""

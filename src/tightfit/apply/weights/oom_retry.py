@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.method_overrides import override_class_members
 from tightfit.apply.module_hooks import wrap
+from tightfit.apply.weights.gradients import saves_elsewhere
 from tightfit.devices.cuda import release_unused
 from tightfit.devices.memory import is_out_of_memory
 
@@ -36,7 +37,10 @@ def retry_blocks_on_oom(blocks: dict[str, nn.Module], free_memory: Callable[[str
 
 
 def retry_on_oom(method: Callable[..., Any], free_memory: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap `method` to run again when memory runs out, while `free_memory` frees some and its inputs are unchanged."""
+    """Wrap `method` to run again when memory runs out, while `free_memory` frees some and its inputs are unchanged.
+
+    Not within a gradient checkpoint, which counts what is saved in it: code around that runs it again as a whole.
+    """
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +49,7 @@ def retry_on_oom(method: Callable[..., Any], free_memory: Callable[[], bool]) ->
             try:
                 return method(*args, **kwargs)
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) or saves_elsewhere():
                     raise
                 failure = error.with_traceback(None)  # its frames hold tensors computed so far
             if not _unchanged(before, _seen(args, kwargs)):

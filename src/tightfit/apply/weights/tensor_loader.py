@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from tightfit.apply.weights.gradients import Links
+from tightfit.apply.weights.loaded_group import Seen
 from tightfit.apply.weights.offloaded_parameter import OffloadedParameter
 from tightfit.apply.weights.weight_store import (
     HOST,
@@ -84,6 +86,18 @@ class TensorLoader:
                     copy = copies[id(original)] = self._copy(original)
                 slots.append(_Slot(table, name, original, copy, version_of(copy)))
         return slots
+
+    def link(self) -> Links:
+        """Make the copies functions of their originals, which get the gradients, until `undo` of what this returns."""
+        links = Links()
+        seen: dict[int, list[Seen]] = {}
+        for slot in self._slots:
+            if isinstance(slot.original, nn.Parameter) and slot.table.get(slot.name) is slot.copy:
+                seen.setdefault(id(slot.original), []).append((slot.table, slot.name, slot.copy))
+        originals = {id(slot.original): slot.original for slot in self._slots}
+        for key, places in seen.items():
+            links.add(originals[key], places)
+        return links
 
     def evict(self, *, compare: bool = False) -> None:
         """Put the originals back into the modules and free the copies.

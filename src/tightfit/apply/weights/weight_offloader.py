@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from torch import nn
 
 from tightfit.apply.activations.ffn_chunking import inside_feed_forwards
+from tightfit.apply.weights.backward_passes import BackwardPasses
 from tightfit.apply.weights.call_order import CallKey, CallOrder
+from tightfit.apply.weights.differentiable_streamer import DifferentiableStreamer
 from tightfit.apply.weights.oom_retry import retry_blocks_on_oom, retry_on_oom
 from tightfit.apply.weights.quantize import store_weights
 from tightfit.apply.weights.quantized_tensor import StoredWeight
 from tightfit.apply.weights.stores import FileBackedWeights, StoreFactory
-from tightfit.apply.weights.streamer import Streamer
 from tightfit.apply.weights.tensor_loader import TensorLoader
 from tightfit.apply.weights.weight_groups import WeightGroup, weight_groups_of
 from tightfit.apply.weights.weight_store import HOST, Held, moved
@@ -42,7 +44,8 @@ class WeightOffloader:
         self._held: Held = {}  # original tensors, until all weights are placed
         self._recorder = recorder
         self._loaders: dict[str, TensorLoader] = {}
-        self._streamers: dict[str, Streamer] = {}
+        self._streamers: dict[str, DifferentiableStreamer] = {}
+        self.backward = BackwardPasses(device, self._streamers, self._loaders, self._evict)
         self._tracker = CoResidencyTracker()
         self._call_order = CallOrder()
         self._unused: Mapping[CallKey, Sequence[str]] = {}  # paths of blocks that do not run, as far as known
@@ -107,8 +110,10 @@ class WeightOffloader:
         if plan.pinned:
             self._lock(name, groups, undo)
         resident = {group.name for group in groups} if plan.placement == "offload" else plan.resident_layers or ()
-        streamer = Streamer(groups, resident, plan.ring_buffer or 0, self._device, self._recorder)
+        again = partial(self.backward.need, name)
+        streamer = DifferentiableStreamer(groups, resident, plan.ring_buffer or 0, self._device, self._recorder, again)
         streamer.hook(undo.callback)
+        undo.callback(streamer.close)
         self._streamers[name] = streamer
         if self._device.separate:
             retry_blocks_on_oom(find_blocks(module), lambda block: self.free_memory(name, block), undo)
@@ -181,6 +186,7 @@ class WeightOffloader:
 
     def load(self, name: str, method: str = "forward") -> None:
         """Start to load the weights of `name`, for a call of `method`."""
+        self.backward.finish()
         self._call_order.begin_call(name, method)
 
         def come() -> None:
@@ -268,11 +274,13 @@ class WeightOffloader:
         if name in self._loaders:
             self._loaders[name].evict()
 
-    def evict_small(self) -> None:
-        """Evict small tensors, so that the next call searches the modules for new weights."""
+    def rest(self) -> None:
+        """Evict small tensors, so that the next call searches the modules for new ones; other weights stay loaded."""
         for loader in self._loaders.values():
             if loader.is_loaded:
                 loader.evict()
+        for streamer in self._streamers.values():
+            streamer.rest()
 
     def clear(self) -> None:
         """Evict everything that was loaded."""

@@ -1,0 +1,51 @@
+"""Gradient checkpointing: a block keeps only its inputs for the backward pass, and is run again there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tightfit.apply.method_overrides import override_class_members
+from tightfit.apply.module_hooks import wrap
+from tightfit.apply.weights.gradients import in_backward
+from tightfit.measure.modules import compiled_around, find_blocks
+
+__all__ = ["checkpoint_blocks"]
+
+
+def checkpoint_blocks(
+    module: nn.Module, again: Callable[[], AbstractContextManager[Any]], undo: Callable[..., object], *, saves: bool
+) -> None:
+    """Run each block of `module` in the context `again()` when it is run within a backward pass.
+
+    With `saves`, blocks that run with gradients enabled are run again there, by torch.utils.checkpoint, with the same
+    random numbers; otherwise only where other code checkpoints them. `undo` receives how to undo it.
+    """
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def work(*args: Any, **kwargs: Any) -> Any:
+            with again() if in_backward() else nullcontext():
+                return call(*args, **kwargs)
+
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if saves and torch.is_grad_enabled():
+                return checkpoint(work, *args, use_reentrant=False, **kwargs)
+            return work(*args, **kwargs)
+
+        return run
+
+    compiled = (
+        compiled_around(module) if module._compiled_call_impl is None else dict.fromkeys(map(id, module.modules()))
+    )
+    for block in find_blocks(module).values():
+        if block._compiled_call_impl is not None:
+            wrap(block, around, undo)
+        elif id(block) not in compiled:  # its hooks run again, too: those that load weights are among them
+            undo(override_class_members(block, __call__=around(type(block).__call__)))

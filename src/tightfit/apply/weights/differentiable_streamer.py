@@ -1,0 +1,170 @@
+"""A streamer whose component can be differentiated: weights that autograd saved are loaded again when they are needed.
+
+A weight that requires a gradient is, while its layer runs, a function of its source parameter, which gets the gradient
+in host memory: any optimizer finds it there, as without a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tightfit.apply.weights.backward_loader import BackwardLoader
+from tightfit.apply.weights.gradients import Links, in_backward, saving_weights
+from tightfit.apply.weights.loaded_group import LoadedGroup
+from tightfit.apply.weights.offloaded_parameter import Versions, versions_of
+from tightfit.apply.weights.streamer import Streamer
+from tightfit.apply.weights.weight_groups import WeightGroup
+from tightfit.devices.device import Device
+from tightfit.errors import RunError
+from tightfit.measure.recorder import Recorder
+
+__all__ = ["DifferentiableStreamer"]
+
+
+class _Pass(NamedTuple):
+    """A forward pass of a gate with gradients; `again`: within a backward pass."""
+
+    gate: nn.Module
+    again: bool
+    loaded: list[LoadedGroup]
+    links: Links
+    saving: AbstractContextManager[Any]
+
+    def end(self) -> None:
+        self.saving.__exit__(None, None, None)
+        self.links.undo()
+
+
+class DifferentiableStreamer(Streamer):
+    """A Streamer that also runs with gradients enabled; `begins_backward` is called before weights are loaded again."""
+
+    def __init__(
+        self,
+        groups: Sequence[WeightGroup],
+        resident: Collection[str],
+        ring: int,
+        device: Device,
+        recorder: Recorder,
+        begins_backward: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(groups, resident, ring, device, recorder)
+        self._begins_backward = begins_backward
+        self._again = BackwardLoader(self._pool.planned, self._stream, recorder, self._pool.extra)
+        self._passes: list[_Pass] = []
+        self._closed = False
+        self._resting: list[tuple[WeightGroup, Versions]] = []  # whose source parameters modules have between calls
+
+    def begin(self, method: str = "forward", make_way: Callable[[int], None] | None = None) -> None:
+        self._wake()
+        super().begin(method, make_way)
+
+    def rest(self) -> None:
+        """End a call after which weights stay loaded: optimizers get the source parameters that require gradients."""
+        for group in self._groups if self.on_device else ():
+            if group.store.writable and any(source_param.requires_grad for source_param in group.source_params):
+                group.show(self._placeholders[group], group.source_params)
+                self._resting.append((group, versions_of(group.source_params)))
+
+    def _wake(self) -> None:
+        resting, self._resting = self._resting, []
+        if any(versions_of(group.source_params) != versions for group, versions in resting):
+            self.clear()
+            return
+        for group, _ in resting:
+            group.show(group.source_params, self._placeholders[group])
+
+    def enter(self, gate: nn.Module) -> None:
+        """Begin a forward pass of `gate`; with gradients enabled, what autograd saves of its weights is only named."""
+        again = in_backward()
+        if not again and not torch.is_grad_enabled():
+            super().enter(gate)
+            return
+        if again:
+            loaded = self._need_again(self._behind[gate])
+        else:
+            super().enter(gate)
+            loaded = [self._loaded[group] for group in self._behind[gate]]
+        links, saving = Links(), saving_weights(loaded, self._fetch_again)
+        for here in loaded:
+            for source_param, seen in here.seen_by(self._leaves(here.group)):
+                links.add(source_param, seen)
+        self._passes.append(_Pass(gate, again, loaded, links, saving))
+        saving.__enter__()
+
+    def leave(self, gate: nn.Module) -> None:
+        """End a forward pass of `gate`; torch calls this too where `enter` failed."""
+        if not self._passes or self._passes[-1].gate is not gate:
+            super().leave(gate)
+            return
+        ended = self._passes.pop()
+        ended.end()
+        if ended.again:
+            self._done_again(ended.loaded)
+        else:
+            super().leave(gate)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a forward pass uses weights now."""
+        return any(here.users for here in self._loaded.values())
+
+    def begin_backward(self) -> None:
+        """Begin a backward pass: what the forward pass left on the device makes room."""
+        if not self.in_use:
+            self.clear()
+        self._install_placeholders()
+        self._again.begin()
+
+    def end_backward(self) -> None:
+        """End a backward pass."""
+        self._again.end()
+        if not self._complete:
+            self.clear()
+
+    def clear(self) -> None:
+        while self._passes:
+            self._passes.pop().end()
+        self._resting = []
+        self._again.clear()
+        super().clear()
+
+    def close(self) -> None:
+        """End: graphs that were made until now cannot be used any more."""
+        self._closed = True
+
+    def _need_again(self, groups: Iterable[WeightGroup]) -> list[LoadedGroup]:
+        used: list[LoadedGroup] = []
+        try:
+            for group in groups:
+                here = self._fetch_again(group)
+                if not here.visible:
+                    here.show(self._placeholders, self._recorder)
+                here.users += 1
+                used.append(here)
+        except BaseException:
+            self._done_again(used)
+            raise
+        return used
+
+    def _done_again(self, loaded: Iterable[LoadedGroup]) -> None:
+        for here in loaded:
+            if here.let_go():
+                here.hide(self._placeholders)
+
+    def _fetch_again(self, group: WeightGroup) -> LoadedGroup:
+        if self._closed:
+            raise RunError(
+                f"this graph needs weights of {group.name}, which follow another plan by now, or none: call backward() "
+                "before undo(), and before a call with another request"
+            )
+        self._begins_backward()
+        return self._again[group]
+
+    def _leaves(self, group: WeightGroup) -> Sequence[torch.Tensor]:
+        """Return the parameters of `group` that other code has while the component does not run."""
+        return group.source_params if group.store.writable else self._placeholders[group]

@@ -1,0 +1,178 @@
+"""What autograd needs of weights that are loaded and evicted: where gradients go, and what stands for saved weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tightfit.apply.weights.loaded_group import LoadedGroup, Seen
+from tightfit.apply.weights.weight_groups import Table, WeightGroup
+from tightfit.apply.weights.weight_store import plain_parts, rebuilt
+from tightfit.errors import RunError
+
+__all__ = ["Links", "SavedWeight", "current_task", "in_backward", "saves_elsewhere", "saving_weights"]
+
+Fetch = Callable[[WeightGroup], LoadedGroup]
+# no public name; torch.utils.checkpoint uses `_current_graph_task_id`, which has none either
+_outer_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def current_task() -> int:
+    """Return the id of this thread's backward pass; -1: it runs none."""
+    return int(torch._C._current_graph_task_id())  # simulated cards replace it
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass now."""
+    return current_task() != -1
+
+
+def saves_elsewhere() -> bool:
+    """Whether other code takes what autograd saves: torch.utils.checkpoint, which must see a forward pass once."""
+    return torch.is_grad_enabled() and _outer_hooks(True) is not None
+
+
+class _Link(torch.autograd.Function):
+    """Makes a loaded weight a function of its source parameter, which gets the gradient, on its own device."""
+
+    @staticmethod
+    def forward(ctx: Any, source_param: torch.Tensor, loaded: Sequence[torch.Tensor]) -> torch.Tensor:
+        ctx.device = source_param.device
+        return loaded[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].to(ctx.device), None
+
+
+class Links:
+    """Loaded weights as functions of their source parameters, in the modules that use them, until `undo`."""
+
+    def __init__(self) -> None:
+        self._links: list[tuple[Table, str, torch.Tensor, torch.Tensor]] = []  # with the weight and the function
+
+    def add(self, source_param: torch.Tensor, seen: Sequence[Seen]) -> None:
+        """Link the weight that modules see (`seen`) to `source_param`, if this requires a gradient."""
+        if not seen:
+            return
+        weight = seen[0][2]
+        if not source_param.requires_grad:  # other code may have frozen it since it was loaded
+            weight.requires_grad_(False)
+            return
+        function: torch.Tensor = _Link.apply(source_param, [weight])  # type: ignore[no-untyped-call]
+        for table, name, _ in seen:
+            table[name] = function
+            self._links.append((table, name, weight, function))
+
+    def undo(self) -> None:
+        """Put the weights back, where other code has put nothing else."""
+        while self._links:
+            table, name, weight, function = self._links.pop()
+            if table.get(name) is function:
+                table[name] = weight
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A plain tensor within the memory of a loaded group."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int  # bytes
+
+    def within(self, region: torch.Tensor) -> torch.Tensor:
+        item = self.dtype.itemsize
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+        span = region[self.offset : self.offset + (last + 1) * item].view(self.dtype)
+        return span.as_strided(self.shape, self.strides, span.storage_offset())
+
+
+@dataclass(frozen=True)
+class SavedWeight:
+    """Stands for a weight, or a view of one, that autograd saved: its memory may be overwritten after the layer."""
+
+    group: WeightGroup
+    like: torch.Tensor | None  # a tensor subclass, on "meta", that consists of the parts
+    parts: tuple[_Part, ...]
+    version: int
+
+    def restored(self, fetch: Fetch) -> torch.Tensor:
+        """Return the weight, loaded again. Raises RunError if it was changed since."""
+        if _version(self.group) != self.version:
+            raise RunError(
+                f"weights of {self.group.name} were changed between a forward pass and its backward pass, which needs "
+                "the old ones: call backward() first, then change them"
+            )
+        parts = [part.within(fetch(self.group).region) for part in self.parts]
+        return parts[0] if self.like is None else rebuilt(self.like, parts)
+
+
+@dataclass(frozen=True)
+class _SavedTensor:
+    """Any other tensor that autograd saved."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def restored(self, fetch: Fetch) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.tensor.dtype} of {tuple(self.tensor.shape)}, at version {self.tensor._version} instead of "
+                f"{self.version}"
+            )
+        return self.tensor
+
+
+def saving_weights(groups: Sequence[LoadedGroup], fetch: Fetch) -> AbstractContextManager[Any]:
+    """Return a context in which autograd saves references to the weights of `groups`, which `fetch` loads again.
+
+    All other tensors are saved as outside of it, for example by torch.utils.checkpoint.
+    """
+    outer = _outer_hooks(True)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        saved = _reference(tensor, groups)
+        if saved is not None:
+            return saved
+        return _SavedTensor(tensor, tensor._version) if outer is None else outer[0](tensor)
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, SavedWeight | _SavedTensor):
+            return saved.restored(fetch)
+        found: torch.Tensor = outer[1](saved)
+        return found
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _reference(tensor: torch.Tensor, groups: Sequence[LoadedGroup]) -> SavedWeight | None:
+    """Return what stands for `tensor` if all its memory is that of one of `groups`."""
+    plain = plain_parts(tensor)
+    for here in groups:
+        parts = [part for part in (_located(each, here.region) for each in plain) if part is not None]
+        if len(parts) == len(plain):
+            like = None if plain[0] is tensor else rebuilt(tensor, [part.to("meta") for part in plain])
+            return SavedWeight(here.group, like, tuple(parts), _version(here.group))
+    return None
+
+
+def _located(tensor: torch.Tensor, region: torch.Tensor) -> _Part | None:
+    if tensor.layout is not torch.strided or tensor.is_meta != region.is_meta:
+        return None
+    if tensor.untyped_storage()._cdata != region.untyped_storage()._cdata:
+        return None
+    offset = int(tensor.storage_offset()) * tensor.itemsize - int(region.storage_offset())
+    if 0 <= offset < region.nbytes and tensor.numel():
+        return _Part(tensor.dtype, tensor.shape, tensor.stride(), offset)
+    return None
+
+
+def _version(group: WeightGroup) -> int:
+    return sum(part._version for source_param in group.source_params for part in plain_parts(source_param))

@@ -1,0 +1,204 @@
+"""Gradients through networks whose weights are loaded and evicted: those of the untouched network."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from a_few import a_few
+from gradient_checks import EVERY, PLANS, assert_close, denoiser_call, gradients, trained, with_lora
+from inspection import assert_same, imprint, relative_error
+from late_device import LateDevice
+from tightfit import fit
+from tightfit.devices.device import Device
+from tightfit.errors import RunError
+from tiny_pipelines import TinyCase, run
+
+QUICK = ("StableDiffusion", "StableDiffusionControlNet", "StableDiffusion3", "Flux", "Wan", "LTX", "CogVideoX")
+
+
+@pytest.fixture(params=["loopback", "late"])
+def device(request: pytest.FixtureRequest) -> Device | str:
+    return LateDevice() if request.param == "late" else "loopback"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", a_few([case.name for case in EVERY], *QUICK))
+def test_gradients_are_those_of_the_untouched_network(name: str, plan: str, device: Device | str) -> None:
+    network, args, kwargs = denoiser_call(name)
+    before, wanted = imprint(network), gradients(network, args, kwargs)
+    fitted = fit(network, plan={"components": {"model": PLANS[plan]}}, device=device)
+    try:
+        for _ in range(2):
+            assert_close(gradients(network, args, kwargs), wanted)
+    finally:
+        fitted.undo()
+    assert fitted.live().weights == 0
+    assert_same(before, imprint(network))
+
+
+# what is done with gradients
+
+STREAM = {"components": {"unet": {"placement": "stream"}, "vae": {"placement": "offload"}}}
+
+
+def tiny(name: str = "StableDiffusion") -> tuple[TinyCase, Any]:
+    case = next(case for case in EVERY if case.name == name)
+    return case, case.make()
+
+
+def guided(pipe: Any, case: TinyCase) -> torch.Tensor:
+    """A picture whose latents are moved along the gradient of a loss of the denoiser's prediction, at each step."""
+
+    def guide(pipe: Any, step: int, timestep: torch.Tensor, tensors: dict[str, Any]) -> dict[str, Any]:
+        with torch.enable_grad():
+            latents = tensors["latents"].detach().requires_grad_()
+            prompts = tensors["prompt_embeds"].detach()
+            both = torch.cat([latents, latents])[: len(prompts)]
+            predicted = pipe.unet(both, timestep, encoder_hidden_states=prompts).sample
+            picture = pipe.vae.decode(latents).sample
+            (gradient,) = torch.autograd.grad(predicted.square().mean() + picture.square().mean(), latents)
+        return {"latents": latents.detach() - 100 * gradient}
+
+    kwargs = {"callback_on_step_end": guide, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+    picture: torch.Tensor = pipe(**case.call(64), **kwargs)[0]
+    return picture.float()
+
+
+@pytest.mark.parametrize("plan", [1, 2, 3, STREAM], ids=["level 1", "level 2", "level 3", "streamed"])
+def test_guidance_by_gradients_in_a_callback(plan: Any, device: Device | str) -> None:
+    case, pipe = tiny()
+    plain, wanted = run(pipe, case), guided(pipe, case)
+    assert not torch.equal(plain, wanted)
+    fitted = fit(pipe, **({"level": plan} if isinstance(plan, int) else {"plan": plan}), device=device)
+    try:
+        first = guided(pipe, case)
+        close = 0 if plan is STREAM else 1e-5  # levels decode one item at a time
+        assert relative_error(first, wanted) <= close
+        assert relative_error(run(pipe, case), plain) <= close
+        assert torch.equal(guided(pipe, case), first)
+    finally:
+        fitted.undo()
+
+
+@pytest.mark.parametrize("lora", ["before", "after"])
+@pytest.mark.parametrize("optimizer", ["before", "after"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_a_lora(plan: str, lora: str, optimizer: str, device: Device | str) -> None:
+    call = denoiser_call("StableDiffusion")
+    network = copy.deepcopy(call[0])
+    untouched = copy.deepcopy(network)
+    wanted = trained(untouched, call, with_lora(untouched))
+    if lora == "before":
+        parameters = with_lora(network)
+    fitted = fit(network, plan={"components": {"model": PLANS[plan]}}, device=device)
+    if lora == "after":
+        parameters = with_lora(network)
+    with torch.no_grad():
+        network(*call[1], **call[2])  # e.g. a validation before the training
+    if optimizer == "after":
+        parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    assert trained(network, call, parameters) == wanted
+    fitted.undo()
+    for (name, found), other in zip(network.named_parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(found, other), name
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_everything(plan: str, device: Device | str) -> None:
+    call = denoiser_call("StableDiffusion")
+    network, untouched = copy.deepcopy(call[0]), copy.deepcopy(call[0])
+    for each in (network, untouched):
+        each.train()
+        for part in each.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.25
+    assert any(isinstance(part, nn.Dropout) for part in network.modules())
+    wanted = trained(untouched, call, list(untouched.parameters()))
+    fitted = fit(network, plan={"components": {"model": PLANS[plan]}}, device=device)
+    assert trained(network, call, list(network.parameters())) == wanted
+    fitted.undo()
+    for (name, found), other in zip(network.named_parameters(), untouched.named_parameters(), strict=True):
+        assert torch.equal(found, other[1]), name
+
+
+def test_what_autograd_offers_beside_backward() -> None:
+    """Graphs of gradients, and graphs that are used twice."""
+    network, args, kwargs = denoiser_call("StableDiffusion")
+
+    def penalty(network: nn.Module) -> tuple[torch.Tensor, ...]:
+        latents = args[0].clone().requires_grad_()
+        output = network(latents, *args[1:], **kwargs)[0]
+        (slope,) = torch.autograd.grad(output.square().mean(), latents, create_graph=True)
+        (found,) = torch.autograd.grad(slope.square().sum(), latents, retain_graph=True)
+        (again,) = torch.autograd.grad(slope.square().sum(), latents)
+        return found, again
+
+    with sdpa_kernel(SDPBackend.MATH):  # the one that can be differentiated twice
+        wanted = penalty(network)
+        for plan in ("kept", "layers", "blocks"):
+            fitted = fit(network, plan={"components": {"model": PLANS[plan]}}, device=LateDevice())
+            try:
+                assert all(map(torch.equal, penalty(network), wanted))
+            finally:
+                fitted.undo()
+
+
+def test_checkpoints_of_the_user_are_right() -> None:
+    call = denoiser_call("StableDiffusion")
+    network: Any = copy.deepcopy(call[0])
+    wanted = gradients(network, *call[1:])
+    network.enable_gradient_checkpointing()
+    network.train()
+    for plan in ("kept", "layers", "blocks"):
+        fitted = fit(network, plan={"components": {"model": PLANS[plan]}}, device=LateDevice())
+        assert_close(gradients(network, *call[1:]), wanted)
+        whole = torch.utils.checkpoint.checkpoint
+        assert_close(gradients(functools.partial(whole, network, use_reentrant=False), *call[1:], of=network), wanted)
+        fitted.undo()
+
+
+def test_a_failed_backward_pass_leaves_nothing() -> None:
+    call = denoiser_call("StableDiffusion")
+    network = copy.deepcopy(call[0])
+    wanted = gradients(network, *call[1:])
+    fitted = fit(network, plan={"components": {"model": PLANS["layers"]}}, device=LateDevice())
+    _, args, kwargs = call
+    latents = args[0].clone().requires_grad_()
+    latents.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        network(latents, *args[1:], **kwargs)[0].sum().backward()
+    assert fitted.live().weights == 0
+    network.zero_grad()
+    assert_close(gradients(network, *call[1:]), wanted)
+    assert fitted.live().weights == 0
+    fitted.undo()
+
+
+def test_weights_that_change_before_the_backward_pass_are_refused() -> None:
+    call = denoiser_call("StableDiffusion")
+    network = copy.deepcopy(call[0])
+    fitted = fit(network, plan={"components": {"model": PLANS["kept"]}}, device="loopback")
+    loss = network(*call[1], **call[2])[0].sum()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(1)
+    with pytest.raises(RunError, match="were changed between a forward pass and its backward pass"):
+        loss.backward()
+    fitted.undo()
+
+
+def test_a_backward_pass_after_undo_is_refused() -> None:
+    call = denoiser_call("StableDiffusion")
+    network = copy.deepcopy(call[0])
+    fitted = fit(network, plan={"components": {"model": PLANS["kept"]}}, device=LateDevice())
+    loss = network(*call[1], **call[2])[0].square().mean()
+    fitted.undo()
+    with pytest.raises(RunError, match=r"call backward\(\) before undo\(\)"):
+        loss.backward()
