@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from cuda_stub.accesses import PLAIN, fills_its_bytes, on_cpu, report_accesses
+from tightfit.simulator.fused_backward import BACKWARD_STAND_INS
 
 __all__ = ["Compute", "computing", "not_computed"]
 
@@ -211,7 +212,10 @@ def _computed(function: Any, args: Any, kwargs: Any, out: Any, seed: int | None)
     ours = tree_map_only(torch.device, lambda _: torch.device("cpu"), ours)
     fused = _name(function).startswith("_scaled_dot_product_") and not _name(function).endswith(("_for_cpu", "_math"))
     try:
-        wanted = _attention(function, *ours) if fused else function(*ours[0], **ours[1])
+        if function in BACKWARD_STAND_INS:
+            wanted = BACKWARD_STAND_INS[function](*ours[0], **ours[1])
+        else:
+            wanted = _attention(function, *ours) if fused else function(*ours[0], **ours[1])
     except (NotImplementedError, RuntimeError) as error:
         not_computed.setdefault(str(function), str(error)[:200])
         return out

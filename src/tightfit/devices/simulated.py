@@ -12,6 +12,7 @@ from tightfit.devices.copy_stream import CopyStream, PendingCopy
 from tightfit.devices.device import Device
 from tightfit.errors import InputError
 from tightfit.simulator.backend import SIMULATING, cards_in_use
+from tightfit.simulator.backward import ReleasedSaves
 from tightfit.simulator.card import Point, SimulatedCard
 from tightfit.simulator.host_memory import is_pinned, pin
 from tightfit.simulator.operations import NAME
@@ -46,6 +47,9 @@ class SimulatedDevice(Device):
 
     def compute_capability(self) -> str | None:
         return self.card.accelerator.compute_capability
+
+    def saved_tensors(self) -> ReleasedSaves:
+        return ReleasedSaves()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:

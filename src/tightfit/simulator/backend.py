@@ -25,6 +25,7 @@ from tightfit.simulator import host_memory as pinning
 from tightfit.simulator import torch_api as autocast
 from tightfit.simulator import torch_api as streams
 from tightfit.simulator.attention import attend
+from tightfit.simulator.backward import offer_backward
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.host_memory import cloning, copy, to_copy
 from tightfit.simulator.native_functions import cuda_kernels
@@ -50,6 +51,7 @@ def use_cards(cards: Sequence[SimulatedCard]) -> None:
     _install()
     _cards[:] = cards
     offer_generators(bool(cards))
+    offer_backward(NAME, offered=bool(cards))
 
 
 def cards_in_use() -> tuple[SimulatedCard, ...]:
@@ -79,6 +81,8 @@ def _install_once() -> None:
         known.impl(op, functools.partial(_dispatch, kernel), "PrivateUse1")  # type: ignore[no-untyped-call]
     for lazy in ("Conjugate", "Negative"):  # torch would resolve these bits by a copy, which this operation is anyway
         known.impl(_aten._copy_from.default, torch.library.fallthrough_kernel, lazy)  # type: ignore[no-untyped-call]
+    for op in (_aten.group_norm.default, _aten.scaled_dot_product_attention.default):  # made of others, with gradients
+        known.impl(op, functools.partial(_dispatch, op), "AutogradPrivateUse1")  # type: ignore[no-untyped-call]
     autocast.register(rest, known)
     if alone:
         pinning.register(known)
@@ -151,6 +155,13 @@ class _DeviceModule:
 
 # operations with one kernel on CUDA, although the table has no CUDA key for them → the operation to run
 _ONE_KERNEL = {_aten.convolution_overrideable.default: _aten.convolution.default}
+
+
+def _convolution_backward(
+    given: torch.Tensor, maps: torch.Tensor, weight: torch.Tensor, *settings: Any, **masks: Any
+) -> Any:
+    """What torch calls for devices like this one, as the operation of all others."""
+    return _aten.convolution_backward.default(given, maps, weight, [len(given[0])], *settings, **masks)
 
 
 def _dispatch(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -263,6 +274,7 @@ _SPECIAL: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._linalg_check_errors.default: _check_errors,
     _aten._local_scalar_dense.default: _item,
     _aten._to_copy.default: to_copy,
+    _aten.convolution_backward_overrideable.default: _convolution_backward,
     _aten.empty.memory_format: _empty,
     _aten.empty_strided.default: _empty_strided,
     _aten.group_norm.default: group_norm,

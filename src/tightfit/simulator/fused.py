@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tightfit.simulator.fused_backward import BACKWARD_STAND_INS
 from tightfit.simulator.output_layouts import laid_out, normed_by_cudnn
 
 __all__ = ["STAND_INS"]
@@ -91,6 +92,7 @@ STAND_INS: dict[torch._ops.OpOverload, Callable[..., tuple[Any, ...]]] = {
     _aten._scaled_dot_product_efficient_attention.default: _efficient,
     _aten._scaled_dot_product_flash_attention.default: _flash,
     _aten.native_batch_norm.default: _batch_norm,
+    **BACKWARD_STAND_INS,
 }
 
 
