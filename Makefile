@@ -47,6 +47,7 @@ test-cuda-full:  ## all proofs of the CUDA path; hours, goes on where it was
 
 bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/fp8.py
+	$(BIN)/python bench/gradients.py
 	$(BIN)/python bench/levels.py
 	$(BIN)/python bench/vae.py
 	$(BIN)/python bench/attention.py

@@ -124,6 +124,13 @@ def fp8() -> str:
     return table(head, rows)
 
 
+def gradients() -> str:
+    rows, first = [], read("gradients")["rows"][0]
+    for row in read("gradients")["rows"]:
+        rows.append((row["plan"], format_bytes(row["peak"]), f"{row['peak'] / first['peak']:.2f} ×"))
+    return table(("plan", "peak of weights, activations, gradients and optimizer", "of the peak without a plan"), rows)
+
+
 def published() -> str:
     """One line for each kind of pass: its sizes from the smallest peak to the largest, and the worst error."""
     kinds: dict[str, list[dict[str, Any]]] = {}
@@ -339,6 +346,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "levels": levels,
     "vae": vae,
     "fp8": fp8,
+    "gradients": gradients,
     "published": published,
     "streaming": streaming,
     "budgets": budgets,
