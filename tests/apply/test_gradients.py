@@ -202,3 +202,72 @@ def test_a_backward_pass_after_undo_is_refused() -> None:
     fitted.undo()
     with pytest.raises(RunError, match=r"call backward\(\) before undo\(\)"):
         loss.backward()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("storage", ["float8_e4m3fn", "int8"])
+def test_gradients_through_weights_in_eight_bits(storage: str, plan: str) -> None:
+    network, args, kwargs = denoiser_call("Flux")
+    frozen = copy.deepcopy(network).requires_grad_(False)
+    found = []
+    for chosen in ({"placement": "resident"}, PLANS[plan]):
+        fitted = fit(frozen, plan={"components": {"model": chosen | {"storage": storage}}}, device=LateDevice())
+        found.append(gradients(frozen, args, kwargs))
+        fitted.undo()
+    assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("plan", ["blocks", "offload", "resident"])
+def test_gradients_through_compiled_blocks(plan: str) -> None:
+    call = denoiser_call("Flux")
+    network: Any = copy.deepcopy(call[0])
+    network.compile_repeated_blocks(backend="aot_eager")
+    wanted = gradients(call[0], *call[1:])
+    fitted = fit(network, plan={"components": {"model": PLANS[plan]}}, device="loopback")
+    for _ in range(2):
+        assert_close(gradients(network, *call[1:]), wanted)
+    fitted.undo()
+
+
+@pytest.mark.parametrize("method", ["encode", "decode"])
+def test_an_autoencoder_in_strips_has_gradients(method: str) -> None:
+    _, pipe = tiny()
+    channels, side = (3, 64) if method == "encode" else (4, 16)
+    given = torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(0))
+
+    def gradient() -> torch.Tensor:
+        asking = given.clone().requires_grad_()
+        made = getattr(pipe.vae, method)(asking)
+        result = made.latent_dist.mean if method == "encode" else made.sample
+        (found,) = torch.autograd.grad(result.square().mean(), asking)
+        return found
+
+    wanted = gradient()
+    chosen = {"components": {"vae": {"placement": "stream"}}, "vae": {"strips": 2**17}}
+    fitted = fit(pipe, plan=chosen, device=LateDevice())
+    assert torch.equal(gradient(), wanted)
+    assert any("because gradients were asked for" in note for note in fitted.report().trace.notes)
+    with torch.no_grad():
+        getattr(pipe.vae, method)(given)
+    assert not fitted.report().trace.notes
+    fitted.undo()
+
+
+def test_learning_a_word_of_the_text_encoder() -> None:
+    """As textual inversion does: the embedding's gradients, through layers that stream."""
+    _, pipe = tiny()
+    words = torch.randint(0, 50, (2, 77), generator=torch.Generator().manual_seed(0))
+    table = pipe.text_encoder.get_input_embeddings().weight
+    pipe.text_encoder.requires_grad_(False)
+    table.requires_grad_()
+
+    def gradient() -> torch.Tensor:
+        pipe.text_encoder(words)[0].square().mean().backward()
+        found, table.grad = table.grad, None
+        assert found is not None
+        return found
+
+    wanted = gradient()
+    fitted = fit(pipe, plan={"components": {"text_encoder": {"placement": "stream"}}}, device=LateDevice())
+    assert torch.equal(gradient(), wanted)
+    fitted.undo()
