@@ -12,6 +12,7 @@ from inspection import assert_same, imprint, relative_error
 from simulator.conftest import MakeCards
 from tightfit import fit
 from tightfit.measure.modules import weight_bytes
+from tightfit.simulator.storage import free_dead_tensors
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -75,3 +76,23 @@ def test_gradients_of_a_card_are_those_of_the_processor(make_cards: MakeCards) -
     one, other = (torch.ones(3, device="privateuseone", requires_grad=True) for _ in range(2))
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(one.sum(), other)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_graphs_that_are_dropped_are_freed(plan: str, make_cards: MakeCards) -> None:
+    (card,) = make_cards()
+    network, args, kwargs = denoiser_call("StableDiffusion")
+    frozen = copy.deepcopy(network).requires_grad_(False)
+    fitted = fit(frozen, plan={"components": {"model": PLANS[plan]}}, device="simulated")
+    seen = []
+    for _ in range(3):
+        latents = args[0].to("privateuseone").requires_grad_()
+        others = [each.to("privateuseone") if isinstance(each, torch.Tensor) else each for each in args[1:]]
+        named = {key: v.to("privateuseone") if isinstance(v, torch.Tensor) else v for key, v in kwargs.items()}
+        frozen(latents, *others, **named)[0].square().mean()
+        gradients(frozen, args, kwargs, "privateuseone")
+        del latents, others, named
+        free_dead_tensors()
+        seen.append(card.live.now)
+    assert seen[1:] == seen[:2]
+    fitted.undo()

@@ -42,6 +42,7 @@ def trials() -> list[object]:
         for group, tried in GROUPS.items()
         for trial in tried
         for way in WAYS.values()
+        if way.name in trial.only
     ]  # fmt: skip
 
 

@@ -576,6 +576,50 @@ MAPPED = r"PlanError: this pipeline was loaded with a device map: call pipe\.res
 ALREADY = r"AlreadyFitted: \w+ already follows the plan of another pipeline: undo\(\) that one first"
 TO_META = r"AlreadyFitted: this pipeline follows a plan, which runs it on \S+: undo\(\) before to\('meta'\)"
 
+# gradients
+
+
+def guided(pipe: Any, fit: Fit) -> Pictures:
+    fit(pipe)
+
+    def guide(pipe: Any, step: int, timestep: torch.Tensor, tensors: dict[str, Any]) -> dict[str, Any]:
+        latents, prompts = tensors["latents"].detach().requires_grad_(), tensors["prompt_embeds"]
+        with torch.enable_grad():
+            found = pipe.unet(latents, timestep, encoder_hidden_states=prompts[:1]).sample.square().mean()
+            found = found + pipe.vae.decode(latents).sample.square().mean()
+            (gradient,) = torch.autograd.grad(found, latents)
+        return {"latents": latents.detach() - 10 * gradient}
+
+    tensors = ["latents", "prompt_embeds"]
+    return [draw(pipe, callback_on_step_end=guide, callback_on_step_end_tensor_inputs=tensors), draw(pipe)]
+
+
+def learnt(pipe: Any, fit: Fit) -> Pictures:
+    """Losses of a LoRA's training steps, and a picture."""
+    pipe.unet.requires_grad_(False)
+    fit(pipe)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]), "learnt")
+    optimizer = torch.optim.SGD([each for each in pipe.unet.parameters() if each.requires_grad], lr=0.1)
+    latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(2)).to(pipe.device)
+    prompts = torch.randn(1, 77, pipe.unet.config.cross_attention_dim, generator=torch.Generator().manual_seed(3))
+    losses = Pictures()
+    for _ in range(3):
+        loss = pipe.unet(latents, 10, encoder_hidden_states=prompts.to(pipe.device)).sample.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return [*losses, draw(pipe)]
+
+
+def compiled(pipe: Any, fit: Fit) -> Pictures:
+    pipe.unet.compile_repeated_blocks(backend="aot_eager")
+    fit(pipe)
+    return [draw(pipe), draw(pipe)]
+
+
 GROUPS: dict[str, list[Trial]] = {
     "LoRA of the U-Net and the text encoder": [
         fused("loaded before; scaled, switched off and on, fused, unfused, unloaded after",
@@ -613,6 +657,15 @@ GROUPS: dict[str, list[Trial]] = {
         Trial("decode previews and change latents", previews),
         Trial("call the pipeline", nested),
         Trial("run out of memory themselves", failing_callback),
+    ],
+    "Gradients": [
+        Trial("guidance by gradients of the U-Net and the autoencoder in a callback", guided, tolerance=FUSED),
+        # a budget is planned for pictures: the activations that a training step keeps are beyond it
+        Trial("a LoRA added and trained after", learnt, refused={"budget": "raw OutOfMemoryError"}),
+    ],
+    "Compiled": [
+        Trial("repeated blocks compiled before (`compile_repeated_blocks`)", compiled,
+              only=("disk",)),  # no simulated card runs it
     ],
     "Threads": [
         Trial("three threads ask for three sizes at once", threads),

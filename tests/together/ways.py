@@ -85,6 +85,7 @@ class Trial:
     script: Script
     make: Callable[[int], Any] = made
     refused: Mapping[str, str] = field(default_factory=dict)
+    only: tuple[str, ...] = tuple(WAYS)  # names of the ways in which it is tried
     tolerance: float = 0  # what is right beside the way's own: fused weights are rounded
 
 

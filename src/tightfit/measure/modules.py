@@ -17,6 +17,7 @@ from tightfit.schema.footprint import Component, Footprint, Role, WeightBlock
 from tightfit.simulator.allocator_replay import reserved_for
 
 __all__ = [
+    "COMPILED",
     "HANDLE",
     "compiled_around",
     "convolves",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 
+COMPILED = "_tightfit_compiled"  # attribute of copies of components with compiled modules
 HANDLE = "_tightfit"  # class attribute that holds the Fitted of a module or pipeline that follows a plan
 
 
@@ -82,7 +84,7 @@ def inspect_component(name: str, module: nn.Module) -> Component:
         layers=tuple(_joined(module, {path: _layer(path, parts) for path, parts in layers.items()}, layers)),
         small_tensors=len(tensors.keys() - large),
         has_skip_connections=has_skips(module),
-        compiled=bool(compiled_around(module)),
+        compiled=bool(compiled_around(module)) or COMPILED in vars(module),
         convolves=convolves(module),
         has_forward=type(module).forward is not nn.Module.forward or any(True for _ in module.children()),
         head_widths=head_widths(module),

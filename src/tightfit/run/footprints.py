@@ -20,7 +20,7 @@ from tightfit.errors import InputError, unknown_name
 from tightfit.measure.call_log import CallLog
 from tightfit.measure.call_profiler import CallProfiler
 from tightfit.measure.meta_copy import fingerprint, meta_copy, without_hooks
-from tightfit.measure.modules import find_components, inspect_pipeline
+from tightfit.measure.modules import COMPILED, compiled_around, find_components, inspect_pipeline
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.progress import ProgressTracker
 from tightfit.run.answer_cache import Missing, footprint_question, keep_footprint, lookup
@@ -98,6 +98,8 @@ class Measurer:
         self._model: Any = None
         self._model, self._mark = resolve_model(str(subject)) if named else (meta_copy(subject), fingerprint(subject))
         self._dtype, self._expandable = _checked(dtype), expandable
+        if not named:
+            self._mark += _note_compiled(subject, self._model)
 
     def measure(
         self, request: Request, call: Given | CallLog | None = None, missing: Missing | None = None
@@ -112,6 +114,14 @@ class Measurer:
     def question(self, request: Request) -> dict[str, Any] | None:
         """Return the cache question of a footprint; None if it is not cached."""
         return footprint_question(self._mark, request, self._dtype, expandable=self._expandable) if self._mark else None
+
+
+def _note_compiled(pipe: object, copied: object) -> str:
+    """Note on the components of `copied`, a copy of `pipe` without compiled code, which are compiled; return names."""
+    names = [name for name, module in find_components(pipe).items() if compiled_around(module)]
+    for name in names:
+        vars(find_components(copied)[name])[COMPILED] = True
+    return "".join(f" {name} compiled" for name in names)
 
 
 def _checked(dtype: str | None) -> str | None:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-__all__ = ["BackwardEngine", "ReleasedSaves", "offer_backward"]
+__all__ = ["ORDERLESS", "BackwardEngine", "ReleasedSaves", "offer_backward"]
+
+ORDERLESS = "tightfit_orderless"  # attribute of hooks for saved tensors that take any number of them, in any order
 
 Edge = tuple[Any, int]  # a node, and which of its inputs
 Output = torch.Tensor | GradientEdge
@@ -29,6 +31,11 @@ class ReleasedSaves(saved_tensors_hooks):
     _used: list[list[torch.Tensor]] | None = None  # what the running node has unpacked; None: no pass runs
 
     def __init__(self) -> None:
+        def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
+            return [tensor.detach()]  # an output with its graph would be a cycle
+
+        setattr(pack, ORDERLESS, True)
+
         def unpack(held: list[torch.Tensor]) -> torch.Tensor:
             if not held:
                 raise RuntimeError("Trying to backward through the graph a second time: use retain_graph=True")
@@ -36,7 +43,7 @@ class ReleasedSaves(saved_tensors_hooks):
                 ReleasedSaves._used.append(held)
             return held[0]
 
-        super().__init__(lambda tensor: [tensor], unpack)
+        super().__init__(pack, unpack)
 
 
 class BackwardEngine:

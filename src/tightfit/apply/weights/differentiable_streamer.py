@@ -7,14 +7,13 @@ in host memory: any optimizer finds it there, as without a plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from tightfit.apply.weights.backward_loader import BackwardLoader
-from tightfit.apply.weights.gradients import Links, in_backward, saving_weights
+from tightfit.apply.weights.gradients import Links, SavedWeights, in_backward
 from tightfit.apply.weights.loaded_group import LoadedGroup
 from tightfit.apply.weights.offloaded_parameter import Versions, versions_of
 from tightfit.apply.weights.streamer import Streamer
@@ -33,7 +32,7 @@ class _Pass(NamedTuple):
     again: bool
     loaded: list[LoadedGroup]
     links: Links
-    saving: AbstractContextManager[Any]
+    saving: SavedWeights
 
     def end(self) -> None:
         self.saving.__exit__(None, None, None)
@@ -41,7 +40,11 @@ class _Pass(NamedTuple):
 
 
 class DifferentiableStreamer(Streamer):
-    """A Streamer that also runs with gradients enabled; `begins_backward` is called before weights are loaded again."""
+    """A Streamer that also runs with gradients enabled.
+
+    A backward pass holds weights of `backward_limit` bytes, but no more than a forward pass. `begins_backward` is
+    called before weights are loaded again.
+    """
 
     def __init__(
         self,
@@ -50,11 +53,13 @@ class DifferentiableStreamer(Streamer):
         ring: int,
         device: Device,
         recorder: Recorder,
-        begins_backward: Callable[[], None] = lambda: None,
+        backward_limit: int,
+        begins_backward: Callable[[], None],
     ) -> None:
         super().__init__(groups, resident, ring, device, recorder)
         self._begins_backward = begins_backward
-        self._again = BackwardLoader(self._pool.planned, self._stream, recorder, self._pool.extra)
+        limit = min(backward_limit, self._pool.planned)
+        self._again = BackwardLoader(limit, self._stream, recorder, self._pool.extra)
         self._passes: list[_Pass] = []
         self._closed = False
         self._resting: list[tuple[WeightGroup, Versions]] = []  # whose source parameters modules have between calls
@@ -89,7 +94,7 @@ class DifferentiableStreamer(Streamer):
         else:
             super().enter(gate)
             loaded = [self._loaded[group] for group in self._behind[gate]]
-        links, saving = Links(), saving_weights(loaded, self._fetch_again)
+        links, saving = Links(), SavedWeights(loaded, self._fetch_again)
         for here in loaded:
             for source_param, seen in here.seen_by(self._leaves(here.group)):
                 links.add(source_param, seen)

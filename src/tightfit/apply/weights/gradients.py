@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,9 @@ from tightfit.apply.weights.loaded_group import LoadedGroup, Seen
 from tightfit.apply.weights.weight_groups import Table, WeightGroup
 from tightfit.apply.weights.weight_store import plain_parts, rebuilt
 from tightfit.errors import RunError
+from tightfit.simulator.backward import ORDERLESS
 
-__all__ = ["Links", "SavedWeight", "current_task", "in_backward", "saves_elsewhere", "saving_weights"]
+__all__ = ["Links", "SavedWeight", "SavedWeights", "current_task", "in_backward", "saves_elsewhere"]
 
 Fetch = Callable[[WeightGroup], LoadedGroup]
 # no public name; torch.utils.checkpoint uses `_current_graph_task_id`, which has none either
@@ -34,7 +34,12 @@ def in_backward() -> bool:
 
 def saves_elsewhere() -> bool:
     """Whether other code takes what autograd saves: torch.utils.checkpoint, which must see a forward pass once."""
-    return torch.is_grad_enabled() and _outer_hooks(True) is not None
+    return torch.is_grad_enabled() and not _is_own(_outer_hooks(True))
+
+
+def _is_own(hooks: Any) -> bool:
+    """Whether all that is saved goes to hooks that know no order: there are none, or they are from here."""
+    return hooks is None or getattr(hooks[0], ORDERLESS, False)
 
 
 class _Link(torch.autograd.Function):
@@ -130,26 +135,36 @@ class _SavedTensor:
         return self.tensor
 
 
-def saving_weights(groups: Sequence[LoadedGroup], fetch: Fetch) -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves references to the weights of `groups`, which `fetch` loads again.
+class SavedWeights(saved_tensors_hooks):
+    """Context in which autograd saves references to the weights of `groups`, which `fetch` loads again.
 
     All other tensors are saved as outside of it, for example by torch.utils.checkpoint.
     """
-    outer = _outer_hooks(True)
 
-    def pack(tensor: torch.Tensor) -> Any:
-        saved = _reference(tensor, groups)
-        if saved is not None:
-            return saved
-        return _SavedTensor(tensor, tensor._version) if outer is None else outer[0](tensor)
+    def __init__(self, groups: Iterable[LoadedGroup], fetch: Fetch) -> None:
+        known, outer = list(groups), _outer_hooks(True)
+        self._known = known  # until the end of the context: autograd keeps `pack` for as long as what it has packed
 
-    def unpack(saved: Any) -> torch.Tensor:
-        if isinstance(saved, SavedWeight | _SavedTensor):
-            return saved.restored(fetch)
-        found: torch.Tensor = outer[1](saved)
-        return found
+        def pack(tensor: torch.Tensor) -> Any:
+            saved = _reference(tensor, known)
+            if saved is not None:
+                return saved
+            # detached, or an output would keep the graph that keeps it
+            return _SavedTensor(tensor.detach(), tensor._version) if outer is None else outer[0](tensor)
 
-    return saved_tensors_hooks(pack, unpack)
+        setattr(pack, ORDERLESS, _is_own(outer))
+
+        def unpack(saved: Any) -> torch.Tensor:
+            if isinstance(saved, SavedWeight | _SavedTensor):
+                return saved.restored(fetch)
+            found: torch.Tensor = outer[1](saved)
+            return found
+
+        super().__init__(pack, unpack)
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        self._known.clear()
 
 
 def _reference(tensor: torch.Tensor, groups: Sequence[LoadedGroup]) -> SavedWeight | None:
