@@ -33,7 +33,7 @@ __all__ = [
 
 
 PERCENT, MARGIN = 1, 32 * 2**20  # percent and bytes by which a peak may exceed the sum of its parts, …
-MARGIN_CPU = 64 * 2**20  # … and bytes on a CPU, where libraries keep buffers in the same memory
+MARGIN_CPU = 128 * 2**20  # … and bytes on a CPU, where libraries load code and keep buffers in the same memory
 PAGED = ("cuda", "simulated")  # kinds of devices that have CUDA's allocator, or simulate it
 
 
