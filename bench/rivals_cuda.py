@@ -120,13 +120,13 @@ def let_values_be() -> None:
 def let_ram_be_plenty() -> None:
     import psutil
 
-    from tightfit.devices import device as seam
+    from tightfit.devices import ram as seam
 
     real = psutil.virtual_memory
     psutil.virtual_memory = lambda: SimpleNamespace(  # type: ignore[assignment]
         **real()._asdict() | {"total": RAM, "available": RAM, "free": RAM, "used": 0, "percent": 0.0}
     )
-    seam._limits = lambda: []  # type: ignore[assignment]
+    seam._groups_with_limit = lambda: []  # type: ignore[assignment]
 
 
 def let_nobody_ask_for_values(pipe: Any) -> None:
