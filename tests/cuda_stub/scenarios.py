@@ -152,6 +152,38 @@ def streamed_layers() -> Made:
     return made
 
 
+def _gradient(model: nn.Module, x: torch.Tensor, number: int = 0) -> torch.Tensor:
+    """The gradient of `x`; with a `number`, of a backward pass that is left at its n-th product, and then another."""
+    with torch.enable_grad():
+        x = x.requires_grad_()
+        loss = model(x).square().mean()
+        with _interrupted("mm", number) if number else nullcontext():
+            loss.backward()
+    use_free_memory()
+    assert number or x.grad is not None
+    return _gradient(model, x.detach().clone()) if number else x.grad  # type: ignore[return-value]
+
+
+def _differentiated(chosen: dict[str, Any]) -> Made:
+    """Backward passes, of which some are interrupted, with what is free in use by others after each."""
+    model = _Layers(6)
+    fitted = _fitted(model, {"placement": "stream", "ring_buffer": 3 * LAYER, "resident_layers": [], **chosen})
+    made = [_gradient(model, _x(), number) for number in (0, 0, 2, 0, 3)]
+    made += [model(_x()), _gradient(model, _x(4, WIDTH))]
+    for model.order in ([3, 1, 4, 0, 2, 5], [0, 5, 1, 4], [2, 3, 2, 0]):  # what was expected is given up on its way
+        made.append(_gradient(model, _x()))
+    fitted.undo()
+    return made
+
+
+def gradients() -> Made:
+    return _differentiated({"gradient_checkpointing": False})
+
+
+def gradients_of_blocks() -> Made:
+    return _differentiated({"gradient_checkpointing": True})
+
+
 def _staged(chosen: dict[str, Any], faults: dict[str, int]) -> Made:
     """Through a buffer that is filled and sent by a thread, and holds a few layers; some passes are interrupted."""
     model = _Layers(8)
@@ -364,6 +396,8 @@ NETWORKS: dict[str, Callable[[], Made]] = {
     function.__name__.replace("_", " "): function
     for function in (
         streamed_layers,
+        gradients,
+        gradients_of_blocks,
         not_page_locked,
         page_locks_refused,
         on_disk,

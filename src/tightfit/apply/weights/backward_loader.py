@@ -79,8 +79,11 @@ class BackwardLoader:
             last = max(later, key=lambda other: _or_never(later[other]), default=None)
             if last is None or _or_never(later[last]) <= _or_never(needed):
                 return False
-            self._loaded.pop(last).handle.cancel()
+            self._evict(last)
         return True
+
+    def _evict(self, group: WeightGroup) -> None:
+        self._loaded.pop(group).handle.cancel()
 
     def _bytes(self) -> int:
         return sum(group.size for group in self._loaded)
@@ -90,7 +93,7 @@ class BackwardLoader:
             region = self._allocate(group.size)
         except torch.OutOfMemoryError:
             for other in [other for other, here in self._loaded.items() if not here.users]:
-                self._loaded.pop(other).handle.cancel()
+                self._evict(other)
             region = self._allocate(group.size)
         here = LoadedGroup(group, region)
         with self._recorder.uncounted():

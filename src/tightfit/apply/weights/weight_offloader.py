@@ -111,8 +111,8 @@ class WeightOffloader:
             self._lock(name, groups, undo)
         resident = {group.name for group in groups} if plan.placement == "offload" else plan.resident_layers or ()
         again, ring = partial(self.backward.need, name), plan.ring_buffer or 0
-        twice = 2 * max(block.bytes for block in component.blocks or component.layers)  # one runs, and one comes
-        streamer = DifferentiableStreamer(groups, resident, ring, self._device, self._recorder, twice, again)
+        largest = max((block.bytes for block in component.blocks or component.layers), default=0)
+        streamer = DifferentiableStreamer(groups, resident, ring, self._device, self._recorder, 2 * largest, again)
         streamer.hook(undo.callback)
         undo.callback(streamer.close)
         self._streamers[name] = streamer
