@@ -60,14 +60,13 @@ class Session:
                 self._clear()
             self._attenders = current_handlers()  # of the outer call of another pipeline, if any
             self._calls, self._clean = 1, False
-            keeps = self._keeps and not torch.is_grad_enabled()
             try:
                 self._places.begin(steps)
                 with self._recorder.call():
                     yield
                     self._tell(self._places.end(), during=False)
                     self._done(self._recorder.trace())
-                if keeps:
+                if self._keeps:
                     self._places.rest()
                     self._clean = True
             finally:

@@ -62,6 +62,7 @@ class DifferentiableStreamer(Streamer):
         self._again = BackwardLoader(limit, self._stream, recorder, self._pool.extra)
         self._passes: list[_Pass] = []
         self._closed = False
+        self._has_graph = False  # whether autograd saved anything in the last call
         self._resting: list[tuple[WeightGroup, Versions]] = []  # whose source parameters modules have between calls
 
     def begin(self, method: str = "forward", make_way: Callable[[int], None] | None = None) -> None:
@@ -69,7 +70,12 @@ class DifferentiableStreamer(Streamer):
         super().begin(method, make_way)
 
     def rest(self) -> None:
-        """End a call after which weights stay loaded: optimizers get the source parameters that require gradients."""
+        """End a call after which weights stay loaded, unless it made a graph: then a backward pass needs the room.
+
+        Optimizers get the source parameters that require gradients.
+        """
+        if self._has_graph:
+            self.clear()
         for group in self._groups if self.on_device else ():
             if group.store.writable and any(source_param.requires_grad for source_param in group.source_params):
                 group.show(self._placeholders[group], group.source_params)
@@ -108,6 +114,7 @@ class DifferentiableStreamer(Streamer):
             return
         ended = self._passes.pop()
         ended.end()
+        self._has_graph = self._has_graph or ended.saving.used
         if ended.again:
             self._done_again(ended.loaded)
         else:
@@ -134,7 +141,7 @@ class DifferentiableStreamer(Streamer):
     def clear(self) -> None:
         while self._passes:
             self._passes.pop().end()
-        self._resting = []
+        self._resting, self._has_graph = [], False
         self._again.clear()
         super().clear()
 

@@ -142,10 +142,12 @@ class SavedWeights(saved_tensors_hooks):
     """
 
     def __init__(self, groups: Iterable[LoadedGroup], fetch: Fetch) -> None:
-        known, outer = list(groups), _outer_hooks(True)
+        known, packed, outer = list(groups), list[bool](), _outer_hooks(True)
+        self._packed = packed  # `pack` must not refer to `self`, which refers to it: what it keeps would stay too long
         self._known = known  # until the end of the context: autograd keeps `pack` for as long as what it has packed
 
         def pack(tensor: torch.Tensor) -> Any:
+            packed[:] = [True]
             saved = _reference(tensor, known)
             if saved is not None:
                 return saved
@@ -161,6 +163,11 @@ class SavedWeights(saved_tensors_hooks):
             return found
 
         super().__init__(pack, unpack)
+
+    @property
+    def used(self) -> bool:
+        """Whether autograd saved anything."""
+        return bool(self._packed)
 
     def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
