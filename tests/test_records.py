@@ -135,6 +135,7 @@ STORED = ComponentPlan(
     compute_dtype="bfloat16",
     skip_patterns=("norm", "^proj_out$"),
     channels_last=True,
+    gradient_checkpointing=True,
     max_batch=2,
     cfg="batched",
     ffn_chunk=2**20,
