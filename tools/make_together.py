@@ -34,6 +34,7 @@ in files. "Before" and "after" mean `tightfit.fit`. Each row ends with `undo()` 
 - **right**: every picture is that of the untouched pipeline; to the bit with weights on disk, to 5·10⁻⁶ on the card,
   whose kernels add in another order (to 10⁻⁵ where a LoRA is fused, which rounds weights).
 - **refused**: an error of tightfit names what was asked for and what would help, and nothing has changed.
+- **raw …**: an error of torch or diffusers, of this class.
 - **–**: not tried with this version.
 
 Calls of one fitted pipeline run one at a time; other threads wait. A budget is planned for anew at the first call after

@@ -8,28 +8,15 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
+from diffusers.hooks import apply_layerwise_casting
 
 import tightfit
+from offloaded_by_others import HERE, by_group, by_layer, by_model
 from tightfit.errors import PlanError
 from tightfit.measure.modules import find_components
 from tiny_pipelines import CASES, run
 
 CASE = next(case for case in CASES if case.name == "StableDiffusion")
-HERE = torch.device("cpu")
-
-
-def by_model(pipe: Any) -> None:
-    _, hook = accelerate.cpu_offload_with_hook(pipe.unet, HERE)
-    pipe._all_hooks = [hook]
-
-
-def by_layer(pipe: Any) -> None:
-    accelerate.cpu_offload(pipe.unet, HERE)
-
-
-def by_group(pipe: Any) -> None:
-    apply_group_offloading(pipe.unet, HERE, HERE, offload_type="leaf_level")
 
 
 def by_map(pipe: Any) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import accelerate
 import diffusers
 import pytest
 import torch
@@ -22,11 +21,11 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image
 
 from more_pipelines import MORE_CASES
+from offloaded_by_others import HERE, by_group, by_layer, by_model
 from recipes.unets_parts import vision
 from tiny_pipelines import CASES, CLIP_WIDTH, PIXELS
 from together.ways import ROUNDING, WAYS, Fit, Script, Trial, draw, made
 
-HERE = torch.device("cpu")
 FUSED = 1e-5  # a fused LoRA is added to the weights in float32 instead of to what they give
 
 Pictures = list[torch.Tensor]
@@ -241,19 +240,6 @@ def before(throw: Callable[[Any], object]) -> Script:
 
 def to_itself(part: Any) -> None:
     part.to(part.device)
-
-
-def by_model(pipe: Any) -> None:
-    _, hook = accelerate.cpu_offload_with_hook(pipe.unet, HERE)
-    pipe._all_hooks = [hook]
-
-
-def by_layer(pipe: Any) -> None:
-    accelerate.cpu_offload(pipe.unet, HERE)
-
-
-def by_group(pipe: Any) -> None:
-    apply_group_offloading(pipe.unet, HERE, HERE, offload_type="leaf_level")
 
 
 def casting(pipe: Any) -> None:

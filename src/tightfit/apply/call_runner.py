@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from tightfit.apply.call_turn import CallTurn
+from tightfit.apply.call_lock import CallLock
 from tightfit.apply.callbacks import raised_by
 from tightfit.apply.output_replay import OutputReplayCache, RngState, without_frames
 from tightfit.apply.session import Session
@@ -89,7 +89,7 @@ class CallRunner:
 
     def __init__(self, device: Device, replans: ReplannerProtocol | None) -> None:
         self._device, self.replans = device, replans
-        self.turn: contextlib.AbstractContextManager[Any] = device.turn or CallTurn()  # held by each call
+        self.lock: contextlib.AbstractContextManager[Any] = device.call_lock or CallLock()  # held by each call
         self.learner: CallObserver | None = None
         self._held = 0  # bytes of RAM at the end of the last call, if above the limit; else 0
         self._remarks: list[str] = []  # notes for the next call's report
@@ -102,7 +102,7 @@ class CallRunner:
     ) -> Any:
         """Return `call(pipe, *args, **kwargs)`, replanned if its request is another, or if memory runs out.
 
-        Other threads' calls wait for their turn, so a call while another is running is nested in that.
+        Other threads' calls wait for the lock, so a call while another is running is nested in that.
         """
         if handle.recorder.running:
             return self._once(handle, pipe, call, args, kwargs)

@@ -138,8 +138,8 @@ class Fitted:
             self.plan, self.devices = plan, tuple(devices.values())
             places = DeviceOffloaders(plan, devices, self._recorder, file_weights)
             alone = isinstance(pipe, nn.Module)  # no other component needs the device
-            heard = (self._finished, self._calls.exceeded, self._calls.turn)
-            session = Session(places, self._recorder, *heard, keeps=alone)
+            calls = self._calls
+            session = Session(places, self._recorder, self._finished, calls.exceeded, calls.lock, keeps=alone)
             applied = AppliedPlan(file_weights, places, session, undo)
             self._applied = weakref.ref(applied)
             members = Members(self, applied, plan, self._device, self._calls, places, session)
@@ -249,7 +249,7 @@ class Fitted:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Undo the plan, and follow it again after the context. Raises RunError during a call."""
-        with self._calls.turn:
+        with self._calls.lock:
             pipe, plan = self._pipe(), self.plan
             if pipe is None:
                 raise RunError(f"the pipeline that followed the plan for {plan.device} is gone: undo() first")
@@ -277,7 +277,7 @@ class Fitted:
         """Restore values, dtypes, devices, formats, methods and hooks exactly. Raises RunError during a call."""
         if self._recorder.running:
             raise RunError("undo() in the middle of a call: let it end first")
-        with self._calls.turn:
+        with self._calls.lock:
             applied = self._applied()
             if applied is not None:
                 applied.undo.close()

@@ -72,7 +72,7 @@ class Members:
                     return inner(self, *args, **kwargs)
 
             own = "__call__" if method == "forward" else method
-            return while_followed(run, own, lambda: session.over, calls.turn)
+            return while_followed(run, own, lambda: session.over, calls.lock)
 
         def here() -> torch.device:
             """Its own code asks while it runs; else the pipeline does, which is on its own device like its tensors."""
@@ -106,7 +106,7 @@ class Members:
             return calls.make(handle, self, original.__call__, args, kwargs)
 
         here = property(lambda _: device)
-        followed = while_followed(call, "__call__", lambda: not handle.fitted, calls.turn)
+        followed = while_followed(call, "__call__", lambda: not handle.fitted, calls.lock)
         members = {**self._kept(), "__call__": followed, "device": here, "_execution_device": here}
         members |= copying(handle.set_aside)
         # Cosmos 3 Omni's own would ask a weight

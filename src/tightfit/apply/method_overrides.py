@@ -40,17 +40,17 @@ def refused(name: str, store: str) -> Callable[..., None]:
 
 
 def while_followed(
-    run: Callable[..., Any], method: str, over: Callable[[], bool], turn: contextlib.AbstractContextManager[Any]
+    run: Callable[..., Any], method: str, over: Callable[[], bool], lock: contextlib.AbstractContextManager[Any]
 ) -> Callable[..., Any]:
     """Wrap `run`, the override of an object's `method`; once `over()` is true, it calls the class's own method instead.
 
     Other code keeps references to such methods to wrap them: `decode = vae.decode; vae.decode = lambda z: decode(z)`.
-    Or another thread's call, which had the `turn`, made the object follow another plan.
+    A call holds `lock`: meanwhile no other thread makes the object follow another plan.
     """
 
     @functools.wraps(run)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with turn:
+        with lock:
             return (getattr(type(self), method) if over() else run)(self, *args, **kwargs)
 
     return called

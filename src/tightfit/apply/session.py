@@ -31,18 +31,18 @@ class Session:
         recorder: Recorder,
         done: Callable[[Trace], None],
         exceeded: Callable[[int, bool], None],
-        turn: contextlib.AbstractContextManager[Any],
+        lock: contextlib.AbstractContextManager[Any],
         *,
         keeps: bool = False,
     ) -> None:
         """`done` is called with the trace of each call; `exceeded` with the bytes of RAM that the process held, if
-        above the limit, and whether the call is still running; `turn` is held during a call.
+        above the limit, and whether the call is still running; `lock` is held during a call.
         """
         self._places = places
         self._recorder = recorder
         self._done, self._exceeded = done, exceeded
         self._keeps = keeps
-        self._turn = turn
+        self._lock = lock
         self._calls = 0  # calls running: 0 or 1
         self._clean = True  # whether the last call was cleaned up
         self.over = False  # whether the pipeline follows another plan, or none, by now
@@ -52,7 +52,7 @@ class Session:
     @contextlib.contextmanager
     def call(self, steps: int | None = None) -> Iterator[None]:
         """Run one call of the pipeline with `steps` steps (None: its default); a nested call is part of the outer."""
-        with self._turn:
+        with self._lock:
             if self._calls:
                 yield
                 return
@@ -114,8 +114,9 @@ class Session:
                 manager.evict_others(name)  # evictions count for the phase before, loads for this one
                 self._recorder.enter(find_phase(name, role, method))
                 manager.load(name, method)
-            differs = outermost and torch.is_grad_enabled()
-            gradients = manager.backward.differentiated(name) if differs else contextlib.nullcontext()
+            gradients: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if outermost and torch.is_grad_enabled():
+                gradients = manager.backward.differentiated(name)
             self._working.append(name)
             try:
                 with gradients:
@@ -130,7 +131,7 @@ class Session:
     @contextlib.contextmanager
     def recompute(self, name: str) -> Iterator[None]:
         """Run a part of the component `name` again in this context, within a backward pass."""
-        with self._turn:
+        with self._lock:
             self._working.append(name)
             try:
                 with self._places.of(name).backward.differentiated(name):

@@ -30,7 +30,7 @@ class Device(ABC):
     plain_copies_block = False  # whether copies from memory that is not page-locked block the host
     runs_ahead = False  # whether the device executes asynchronously, so `now()` may precede its completion
     takes_threads = True  # whether copies may be sent from any thread
-    turn: AbstractContextManager[Any] | None = None  # held by each call; None: pipelines do not share one
+    call_lock: AbstractContextManager[Any] | None = None  # held by each call; None: pipelines do not share one
     swaps_parameters = False  # True: `parameter.data` of a host parameter cannot become a tensor of this device
 
     @abstractmethod

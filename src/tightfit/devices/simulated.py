@@ -11,7 +11,7 @@ from tightfit.catalog.cuda import PAGE_TAIL
 from tightfit.devices.copy_stream import CopyStream, PendingCopy
 from tightfit.devices.device import Device
 from tightfit.errors import InputError
-from tightfit.simulator.backend import SIMULATING, cards_in_use
+from tightfit.simulator.backend import SIMULATOR_LOCK, cards_in_use
 from tightfit.simulator.backward import ReleasedSaves
 from tightfit.simulator.card import Point, SimulatedCard
 from tightfit.simulator.host_memory import is_pinned, pin
@@ -30,11 +30,11 @@ class SimulatedDevice(Device):
     kind = "simulated"
     swaps_parameters = True
 
-    turn = SIMULATING
+    call_lock = SIMULATOR_LOCK
     takes_threads = False  # its clock is advanced by the computing thread only
 
     def __init__(self, index: int = 0) -> None:
-        with SIMULATING:  # not while another thread measures
+        with SIMULATOR_LOCK:  # not while another thread measures
             cards = cards_in_use()
         if not 0 <= index < len(cards):
             raise InputError(

@@ -34,7 +34,7 @@ from tightfit.schema.plan import Plan
 from tightfit.schema.results import Prediction, Trace
 from tightfit.simulator.allocator import CardFull
 from tightfit.simulator.allocator_replay import replay
-from tightfit.simulator.backend import SIMULATING, cards_in_use, use_cards
+from tightfit.simulator.backend import SIMULATOR_LOCK, cards_in_use, use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.operations import NAME
 
@@ -58,7 +58,7 @@ def unlimited_card(like: Accelerator) -> Iterator[SimulatedCard]:
 @contextlib.contextmanager
 def unlimited_cards(likes: Sequence[Accelerator]) -> Iterator[list[SimulatedCard]]:
     """The same for several cards of one computer, numbered from "simulated:0" on; other threads wait meanwhile."""
-    with SIMULATING:
+    with SIMULATOR_LOCK:
         before, host = cards_in_use(), Host()
         models = [like.model_copy(update={"bytes": ROOM}) for like in likes]
         use_cards(cards := [SimulatedCard(index, model, host) for index, model in enumerate(models)])

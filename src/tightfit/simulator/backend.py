@@ -33,11 +33,11 @@ from tightfit.simulator.operations import NAME, compute, inner, new_like
 from tightfit.simulator.storage import CPU_KEYS, free_dead_tensors, raise_unless_zeros_accepted, store_of, view
 from tightfit.simulator.torch_api import group_norm, offer_generators
 
-__all__ = ["SIMULATING", "cards_in_use", "use_cards"]
+__all__ = ["SIMULATOR_LOCK", "cards_in_use", "use_cards"]
 
 _aten = torch.ops.aten
 # held while simulated cards compute, or others are put in their place: all threads share one set of cards
-SIMULATING = threading.RLock()
+SIMULATOR_LOCK = threading.RLock()
 
 _cards: list[SimulatedCard] = []
 _libraries: list[torch.library.Library] = []  # their registrations end when they are freed

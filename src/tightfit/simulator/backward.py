@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class BackwardEngine:
                     callback()
         finally:
             self._running.pop()
-        if None in found and not allow_unreachable:
+        if any(each is None for each in found) and not allow_unreachable:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
                 "if this is the desired behavior."
@@ -122,17 +122,17 @@ class _BackwardPass:
                     self._make_ready([other] if not missing[other] else [])
         return [self._found.get(edge) for edge in self._wanted if not self._accumulates]
 
-    def _uses(self, roots: Iterable[Any]) -> dict[Any, int]:
+    def _uses(self, roots: Collection[Any]) -> dict[Any, int]:
         """Return how many gradients each node gets, of those between the roots and what is wanted."""
-        order = dict.fromkeys(roots)
-        for node in (waiting := list(order)):
-            fresh = [other for other, _ in node.next_functions if other is not None and other not in order]
-            order.update(dict.fromkeys(fresh))
-            waiting += dict.fromkeys(fresh)
+        waiting, order = list(roots), dict.fromkeys(roots)
+        while waiting:
+            for other, _ in waiting.pop().next_functions:
+                if other is not None and other not in order:
+                    order[other] = None
+                    waiting.append(other)
         needed = {node for node, _ in self._wanted} or set(order)
-        for node in sorted(
-            order, key=lambda one: _age(one) if one.next_functions else -1
-        ):  # after all that it sends to
+        oldest_first = sorted(order, key=lambda node: _age(node) if node.next_functions else -1)
+        for node in oldest_first:  # so each comes after all that it sends gradients to
             if any(other in needed for other, _ in node.next_functions):
                 needed.add(node)
         uses = {node: 0 for node in order if node in needed}

@@ -28,6 +28,9 @@ def checkpoint_blocks(
     random numbers; otherwise only where other code checkpoints them. `undo` receives how to undo it.
     """
 
+    if module._compiled_call_impl is not None:  # its code is one graph
+        return
+
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def work(*args: Any, **kwargs: Any) -> Any:
             with again() if in_backward() else nullcontext():
@@ -35,15 +38,13 @@ def checkpoint_blocks(
 
         @functools.wraps(call)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if saves and torch.is_grad_enabled():
-                return checkpoint(work, *args, use_reentrant=False, **kwargs)
-            return work(*args, **kwargs)
+            if not torch.is_grad_enabled():  # as in nearly all calls
+                return call(*args, **kwargs)
+            return checkpoint(work, *args, use_reentrant=False, **kwargs) if saves else work(*args, **kwargs)
 
         return run
 
-    compiled = (
-        compiled_around(module) if module._compiled_call_impl is None else dict.fromkeys(map(id, module.modules()))
-    )
+    compiled = compiled_around(module)
     for block in find_blocks(module).values():
         if block._compiled_call_impl is not None:
             wrap(block, around, undo)

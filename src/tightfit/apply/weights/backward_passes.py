@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from tightfit.apply.weights.differentiable_streamer import DifferentiableStreamer
-from tightfit.apply.weights.gradients import current_task, in_backward, saves_elsewhere
+from tightfit.apply.weights.gradients import current_task, in_backward, within_checkpoint
 from tightfit.apply.weights.tensor_loader import TensorLoader
 from tightfit.devices.device import Device
 
@@ -42,7 +42,7 @@ class BackwardPasses:
             self.need(name)
         links = self._loaders[name].link() if name in self._loaders else None
         try:
-            with contextlib.nullcontext() if again or saves_elsewhere() else self._device.saved_tensors():
+            with contextlib.nullcontext() if again or within_checkpoint() else self._device.saved_tensors():
                 yield
         finally:
             if links is not None:

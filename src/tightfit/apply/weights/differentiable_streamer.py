@@ -26,10 +26,10 @@ __all__ = ["DifferentiableStreamer"]
 
 
 class _Pass(NamedTuple):
-    """A forward pass of a gate with gradients; `again`: within a backward pass."""
+    """A forward pass of a gate with gradients; `repeated`: within a backward pass, by a gradient checkpoint."""
 
     gate: nn.Module
-    again: bool
+    repeated: bool
     loaded: list[LoadedGroup]
     links: Links
     saving: SavedWeights
@@ -59,9 +59,9 @@ class DifferentiableStreamer(Streamer):
         super().__init__(groups, resident, ring, device, recorder)
         self._begins_backward = begins_backward
         limit = min(backward_limit, self._pool.planned)
-        self._again = BackwardLoader(limit, self._stream, recorder, self._pool.extra)
+        self._backward_loader = BackwardLoader(limit, self._stream, recorder, self._pool.extra)
         self._passes: list[_Pass] = []
-        self._closed = False
+        self._backward_runs = self._closed = False
         self._has_graph = False  # whether autograd saved anything in the last call
         self._resting: list[tuple[WeightGroup, Versions]] = []  # whose source parameters modules have between calls
 
@@ -91,20 +91,20 @@ class DifferentiableStreamer(Streamer):
 
     def enter(self, gate: nn.Module) -> None:
         """Begin a forward pass of `gate`; with gradients enabled, what autograd saves of its weights is only named."""
-        again = in_backward()
-        if not again and not torch.is_grad_enabled():
+        if not self._backward_runs and not torch.is_grad_enabled():  # as in nearly all calls
             super().enter(gate)
             return
-        if again:
-            loaded = self._need_again(self._behind[gate])
+        repeated = in_backward()
+        if repeated:
+            loaded = self._load_for_backward(self._behind[gate])
         else:
             super().enter(gate)
             loaded = [self._loaded[group] for group in self._behind[gate]]
-        links, saving = Links(), SavedWeights(loaded, self._fetch_again)
+        links, saving = Links(), SavedWeights(loaded, self._fetch_in_backward)
         for here in loaded:
             for source_param, seen in here.seen_by(self._leaves(here.group)):
                 links.add(source_param, seen)
-        self._passes.append(_Pass(gate, again, loaded, links, saving))
+        self._passes.append(_Pass(gate, repeated, loaded, links, saving))
         saving.__enter__()
 
     def leave(self, gate: nn.Module) -> None:
@@ -115,8 +115,8 @@ class DifferentiableStreamer(Streamer):
         ended = self._passes.pop()
         ended.end()
         self._has_graph = self._has_graph or ended.saving.used
-        if ended.again:
-            self._done_again(ended.loaded)
+        if ended.repeated:
+            self._done_in_backward(ended.loaded)
         else:
             super().leave(gate)
 
@@ -130,11 +130,13 @@ class DifferentiableStreamer(Streamer):
         if not self.in_use:
             self.clear()
         self._install_placeholders()
-        self._again.begin()
+        self._backward_runs = True
+        self._backward_loader.begin()
 
     def end_backward(self) -> None:
         """End a backward pass."""
-        self._again.end()
+        self._backward_runs = False
+        self._backward_loader.end()
         if not self._complete:
             self.clear()
 
@@ -142,40 +144,40 @@ class DifferentiableStreamer(Streamer):
         while self._passes:
             self._passes.pop().end()
         self._resting, self._has_graph = [], False
-        self._again.clear()
+        self._backward_loader.clear()
         super().clear()
 
     def close(self) -> None:
         """End: graphs that were made until now cannot be used any more."""
         self._closed = True
 
-    def _need_again(self, groups: Iterable[WeightGroup]) -> list[LoadedGroup]:
+    def _load_for_backward(self, groups: Iterable[WeightGroup]) -> list[LoadedGroup]:
         used: list[LoadedGroup] = []
         try:
             for group in groups:
-                here = self._fetch_again(group)
+                here = self._fetch_in_backward(group)
                 if not here.visible:
                     here.show(self._placeholders, self._recorder)
                 here.users += 1
                 used.append(here)
         except BaseException:
-            self._done_again(used)
+            self._done_in_backward(used)
             raise
         return used
 
-    def _done_again(self, loaded: Iterable[LoadedGroup]) -> None:
+    def _done_in_backward(self, loaded: Iterable[LoadedGroup]) -> None:
         for here in loaded:
             if here.let_go():
                 here.hide(self._placeholders)
 
-    def _fetch_again(self, group: WeightGroup) -> LoadedGroup:
+    def _fetch_in_backward(self, group: WeightGroup) -> LoadedGroup:
         if self._closed:
             raise RunError(
                 f"this graph needs weights of {group.name}, which follow another plan by now, or none: call backward() "
                 "before undo(), and before a call with another request"
             )
         self._begins_backward()
-        return self._again[group]
+        return self._backward_loader[group]
 
     def _leaves(self, group: WeightGroup) -> Sequence[torch.Tensor]:
         """Return the parameters of `group` that other code has while the component does not run."""

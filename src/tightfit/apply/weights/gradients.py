@@ -15,7 +15,7 @@ from tightfit.apply.weights.weight_store import plain_parts, rebuilt
 from tightfit.errors import RunError
 from tightfit.simulator.backward import ORDERLESS
 
-__all__ = ["Links", "SavedWeight", "SavedWeights", "current_task", "in_backward", "saves_elsewhere"]
+__all__ = ["Links", "SavedWeight", "SavedWeights", "current_task", "in_backward", "within_checkpoint"]
 
 Fetch = Callable[[WeightGroup], LoadedGroup]
 # no public name; torch.utils.checkpoint uses `_current_graph_task_id`, which has none either
@@ -32,8 +32,8 @@ def in_backward() -> bool:
     return current_task() != -1
 
 
-def saves_elsewhere() -> bool:
-    """Whether other code takes what autograd saves: torch.utils.checkpoint, which must see a forward pass once."""
+def within_checkpoint() -> bool:
+    """Whether other code takes what autograd saves, as torch.utils.checkpoint does, which counts it in order."""
     return torch.is_grad_enabled() and not _is_own(_outer_hooks(True))
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.apply.method_overrides import override_class_members
 from tightfit.apply.module_hooks import wrap
-from tightfit.apply.weights.gradients import saves_elsewhere
+from tightfit.apply.weights.gradients import within_checkpoint
 from tightfit.devices.cuda import release_unused
 from tightfit.devices.memory import is_out_of_memory
 
@@ -49,7 +49,7 @@ def retry_on_oom(method: Callable[..., Any], free_memory: Callable[[], bool]) ->
             try:
                 return method(*args, **kwargs)
             except RuntimeError as error:
-                if not is_out_of_memory(error) or saves_elsewhere():
+                if not is_out_of_memory(error) or within_checkpoint():
                     raise
                 failure = error.with_traceback(None)  # its frames hold tensors computed so far
             if not _unchanged(before, _seen(args, kwargs)):

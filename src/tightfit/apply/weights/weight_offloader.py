@@ -110,9 +110,10 @@ class WeightOffloader:
         if plan.pinned:
             self._lock(name, groups, undo)
         resident = {group.name for group in groups} if plan.placement == "offload" else plan.resident_layers or ()
-        again, ring = partial(self.backward.need, name), plan.ring_buffer or 0
+        begins_backward, ring = partial(self.backward.need, name), plan.ring_buffer or 0
         largest = max((block.bytes for block in component.blocks or component.layers), default=0)
-        streamer = DifferentiableStreamer(groups, resident, ring, self._device, self._recorder, 2 * largest, again)
+        twice = 2 * largest  # the weights of a block that runs backward, and of the next one
+        streamer = DifferentiableStreamer(groups, resident, ring, self._device, self._recorder, twice, begins_backward)
         streamer.hook(undo.callback)
         undo.callback(streamer.close)
         self._streamers[name] = streamer

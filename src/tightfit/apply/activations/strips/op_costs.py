@@ -20,7 +20,7 @@ from tightfit.measure.passes import KernelCounter
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.schema.footprint import StripStageProfile
 from tightfit.schema.machine import KernelGroup, LayerWork
-from tightfit.simulator.backend import SIMULATING, cards_in_use, use_cards
+from tightfit.simulator.backend import SIMULATOR_LOCK, cards_in_use, use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
 
@@ -96,7 +96,7 @@ class OpCostCache:
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Add the simulated card to those in use: operations are only tried inside."""
-        with SIMULATING:
+        with SIMULATOR_LOCK:
             before = cards_in_use()
             self._card = SimulatedCard(len(before), ANY_CARD.model_copy(update={"bytes": ENDLESS}), Host())
             use_cards((*before, self._card))

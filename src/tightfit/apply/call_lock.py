@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-__all__ = ["CallTurn"]
+__all__ = ["CallLock"]
 
 
-class CallTurn:
+class CallLock:
     """A reentrant lock that threads of torch's own pass: they run backward passes for a call that waits for them."""
 
     def __init__(self) -> None:
