@@ -706,7 +706,7 @@ def test_a_plan_says_everything_it_decides() -> None:
         "plan: level 3 on cuda:1",
         "  transformer: on cuda:0, stream, from disk, by block, 2 resident, ring buffer of 1 GiB, "
         "stored as float8_e4m3fn, channels-last, at most 2 items at a time, batched guidance, "
-        "feed-forward within 1 MiB, attention by chunked",
+        "feed-forward within 1 MiB, gradient checkpointing on, attention by chunked",
         "  autoencoder: exact strips within 256 MiB, feature maps kept in host memory, "
         "tiles of 512 px where strips are not possible, one item at a time",
         "  activations for later blocks: offloaded to host memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +14,17 @@ from tightfit import fit
 from tightfit.apply.weights.offloaded_parameter import LazyWeights
 from tightfit.apply.weights.weight_groups import WeightGroup
 from tightfit.devices.device import LoopbackDevice
+from tightfit.measure.modules import inspect_component
 
 LAYERS, PASSES = 9, 12
+pytestmark = pytest.mark.usefixtures("without_gradients")  # as pipelines call networks
 X = torch.randn(2, 512, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 @pytest.mark.parametrize("resident", [0, 4, LAYERS])
@@ -61,9 +70,26 @@ def test_what_others_wrote_is_not_kept_on_the_device_for_the_next_pass(monkeypat
     part = {"placement": "stream", "resident_layers": [], "ring_buffer": 4 * 2**20, "granularity": "layer"}
     fitted = fit(model, plan={"components": {"model": part}}, device=LoopbackDevice())
     model(X)
-    with torch.no_grad():
+
+    def write(*_: object) -> None:
         model[0].weight.zero_()
+
+    hook = model[-1].register_forward_hook(write)
+    model(X)
+    hook.remove()
     model(X)
     assert made
     assert not any(weight() is not None for weight in made)
+    fitted.undo()
+
+
+def test_layers_of_a_fitted_network_are_grouped_as_before() -> None:
+    """Blocks that plans override the methods of still count as several of one class."""
+    model = nn.Sequential()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512)) for _ in range(3))
+    model.last = nn.LayerNorm(512)
+    before = inspect_component("model", model)
+    fitted = fit(model, plan={"level": 0}, device=LoopbackDevice())
+    assert type(model.blocks[0]) is not nn.Sequential
+    assert inspect_component("model", model).layers == before.layers
     fitted.undo()

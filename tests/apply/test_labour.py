@@ -106,9 +106,9 @@ def played(
     card.kernel_callbacks.append(works.append)
     decode(model, there, given, 1)
     card.kernel_callbacks.clear()
-    seconds = (card.now - began) * 1e-9
-    fitted.undo()
-    return Played(seconds, works, sum(came), card.bytes_out)
+    found = Played((card.now - began) * 1e-9, works, sum(came), card.bytes_out)
+    fitted.undo()  # which looks at weights on the card for changes
+    return found
 
 
 def assert_alike(name: str, card: SimulatedCard) -> list[tuple[float, float]]:

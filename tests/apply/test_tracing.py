@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -524,8 +524,8 @@ def simulated_to_compile(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Compiling takes half a minute: what it makes is as short as a file can be, and calls of it are the program's."""
     made: list[Any] = []
 
-    def make(program: Any, *, package_path: str) -> None:
-        Path(package_path).write_text("whole")
+    def make(program: Any, *, package_path: IO[bytes]) -> None:
+        package_path.write(b"whole")
         made.append(program)
 
     def load(path: str, device_index: int) -> Callable[..., Any]:

@@ -63,7 +63,7 @@ def test_somebody_else_in_the_process_takes_memory() -> None:
 
 def test_the_limit_of_the_control_group_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first step, to little more than is held: weights go, and the rest is planned within what is left."""
-    wanted, pipe = draw(large_unet()), large_unet()
+    wanted, pipe = draw(large_unet(640)), large_unet(640)
     fitted = tightfit.fit(pipe, ram="20GB", device="cpu", request=REQUEST)
     assert fitted.plan.components["unet"].placement == "resident"
     limits: list[int] = []
@@ -134,7 +134,7 @@ def test_too_little_is_an_error_that_says_what_would_do(monkeypatch: pytest.Monk
     fitted = tightfit.fit(pipe, ram="20GB", device="cpu", request=REQUEST)
     with monkeypatch.context() as patched:
         exceeding(patched, lambda ask: ask == 5, held=40 * 10**9)
-        with pytest.raises(BudgetTooSmall, match=r"within 18.6 GiB, while this process holds 37 .* would do") as error:
+        with pytest.raises(BudgetTooSmall, match=r"within 18.6 GiB, while this process holds 36.9.*would do") as error:
             draw(pipe)
     assert isinstance(error.value.__cause__, RamExceeded)
     assert torch.equal(draw(pipe), wanted)  # where it holds less again, it goes on as before

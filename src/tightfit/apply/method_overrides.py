@@ -22,6 +22,8 @@ from tightfit.schema.plan import ComponentPlan
 
 __all__ = ["computing", "exported", "override_class_members", "refused", "while_followed"]
 
+_OVERRIDDEN = "_tightfit_overridden"  # attribute of classes made here: the class whose members they override
+
 
 def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
     """Return the `forward` that runs the plan's exported file in place of `module`'s own, by name; else nothing."""
@@ -88,6 +90,14 @@ def override_class_members(target: object, **members: Any) -> Callable[[], None]
 
 
 def _passing(original: type) -> type:
-    """Metaclass of classes equal to `original`: diffusers looks types up in lists when pipelines share components."""
-    members = {"__eq__": lambda cls, other: other is cls or other is original, "__hash__": lambda cls: hash(original)}
+    """Metaclass of classes equal to the class that was overridden, and to others of it.
+
+    diffusers looks types up in lists when pipelines share components; blocks of one class count as alike.
+    """
+    plain = getattr(original, _OVERRIDDEN, original)
+
+    def equal(cls: type, other: object) -> bool:
+        return getattr(other, _OVERRIDDEN, other) is plain
+
+    members = {"__eq__": equal, "__hash__": lambda cls: hash(plain), _OVERRIDDEN: plain}
     return type("Disguise", (type(original),), members)
