@@ -108,3 +108,15 @@ def test_what_shares_its_weights_comes_by_itself() -> None:
     assert groups["blocks.0.query"] == ["blocks.0.query"]
     assert groups["blocks.0.value"] == ["blocks.0.value", "blocks.0.out"]
     assert groups["blocks.2.query"] == [f"blocks.2.{name}" for name in ("query", "key", "value")]
+
+
+def test_the_same_layers_come_together_while_a_plan_is_followed() -> None:
+    """Blocks that plans override the methods of still count as several of one class."""
+    model = nn.Sequential()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512)) for _ in range(3))
+    model.last = nn.LayerNorm(512)
+    before = inspect_component("model", model)
+    fitted = fit(model, plan={"level": 0}, device=LoopbackDevice())
+    assert type(model.blocks[0]) is not nn.Sequential
+    assert inspect_component("model", model).layers == before.layers
+    fitted.undo()

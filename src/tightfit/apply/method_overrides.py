@@ -18,11 +18,10 @@ from tightfit.apply.activations.exported.file import ExportedFile
 from tightfit.apply.activations.exported.program import exported_forward
 from tightfit.errors import RunError
 from tightfit.files import cache_folder
+from tightfit.measure.module_equivalence import OVERRIDDEN
 from tightfit.schema.plan import ComponentPlan
 
 __all__ = ["computing", "exported", "override_class_members", "refused", "while_followed"]
-
-_OVERRIDDEN = "_tightfit_overridden"  # attribute of classes made here: the class whose members they override
 
 
 def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def override_class_members(target: object, **members: Any) -> Callable[[], None]
     """Make `target` an instance of a subclass of its class with these members; return how to revert that."""
     original = type(target)
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    object.__setattr__(target, "__class__", _passing(original)(original.__name__, (original,), names | members))
+    object.__setattr__(target, "__class__", _metaclass(original)(original.__name__, (original,), names | members))
     held = weakref.ref(target)  # so that undoing does not keep a pipeline alive
 
     def reveal() -> None:
@@ -89,15 +88,15 @@ def override_class_members(target: object, **members: Any) -> Callable[[], None]
     return reveal
 
 
-def _passing(original: type) -> type:
-    """Metaclass of classes equal to the class that was overridden, and to others of it.
+def _metaclass(original: type) -> type:
+    """Metaclass of classes that equal the class whose members they override, and others that override its members.
 
-    diffusers looks types up in lists when pipelines share components; blocks of one class count as alike.
+    diffusers looks types up in lists when pipelines share components; blocks are counted by their classes.
     """
-    plain = getattr(original, _OVERRIDDEN, original)
+    plain = getattr(original, OVERRIDDEN, original)
 
     def equal(cls: type, other: object) -> bool:
-        return getattr(other, _OVERRIDDEN, other) is plain
+        return getattr(other, OVERRIDDEN, other) is plain
 
-    members = {"__eq__": equal, "__hash__": lambda cls: hash(plain), _OVERRIDDEN: plain}
-    return type("Disguise", (type(original),), members)
+    members = {"__eq__": equal, "__hash__": lambda cls: hash(plain), OVERRIDDEN: plain}
+    return type("OverridingType", (type(original),), members)

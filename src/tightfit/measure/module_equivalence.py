@@ -14,7 +14,15 @@ from torch.utils._pytree import tree_flatten
 from tightfit.simulator.operations import NAME
 from tightfit.simulator.storage import ViewSpec, store_of
 
-__all__ = ["COMPARABLE", "REPEATS", "ModuleEquivalence", "call_signature", "input_layouts", "is_simulated"]
+__all__ = [
+    "COMPARABLE",
+    "OVERRIDDEN",
+    "REPEATS",
+    "ModuleEquivalence",
+    "call_signature",
+    "input_layouts",
+    "is_simulated",
+]
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -23,6 +31,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _ELSEWHERE = (frozenset(vars(nn.Module())) | {"forward", "_diffusers_hook"}) - {"training"}
 _KNOWN = ("torch.", "diffusers.", "transformers.")  # libraries whose objects are determined by their attributes
 COMPARABLE = (bool, int, float, str, torch.dtype, type(None))  # plain inputs and outputs of equivalent blocks
+OVERRIDDEN = "_tightfit_overridden"  # attribute of classes that override members of a class: that class
 REPEATS = "repeats_blocks"  # attribute of functions that replace a block's forward and have the same effect
 
 
@@ -65,7 +74,7 @@ class ModuleEquivalence:
     def _type(self, kind: type) -> Hashable:
         """A key of the class; an overriding class (see `override_class_members`) is compared by its overrides."""
         changes: list[Hashable] = []
-        while type(kind).__name__ == "Disguise":
+        while hasattr(kind, OVERRIDDEN):
             members = ((name, value) for name, value in vars(kind).items() if not name.startswith("__"))
             changes += [(name, self._value(value)) for name, value in members]
             kind = kind.__mro__[1]
