@@ -22,8 +22,9 @@ from tightfit import Budget, BudgetTooSmall, make_plan, measure_footprint
 from tightfit.catalog.known import known_card, known_model, model_names
 from tightfit.report.summary import fold_phases
 from tightfit.run.simulate import SimulationRun
-from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Machine
+from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 

@@ -39,7 +39,7 @@ from tightfit.measure.build_models import build_known
 from tightfit.measure.modules import find_components
 from tightfit.run.call_arguments import Prompt, call_arguments, dummy_inputs
 from tightfit.run.simulate import simulate_call
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 
 GB = 10**9
 FILE = RESULTS / "peaks-cuda.json"

@@ -93,8 +93,9 @@ def first(model: str, share: float, *, exporting: bool = False) -> dict[str, Any
     from tightfit.run.calibration import CalibrationStore, PlanningInputs
     from tightfit.run.footprints import Measurer
     from tightfit.run.plan_options import Limits
-    from tightfit.schema.footprint import Footprint, Request
+    from tightfit.schema.footprint import Footprint
     from tightfit.schema.machine import Budget
+    from tightfit.schema.request import Request
 
     if exporting:
         archive.SHIPPED = "nowhere"
@@ -131,8 +132,9 @@ def known(model: str, share: float) -> dict[str, Any]:
     from tightfit.run.answer_cache import footprint_question, recalled_footprint
     from tightfit.run.plan_options import Limits
     from tightfit.run.predict import forecast
-    from tightfit.schema.footprint import Footprint, Request
+    from tightfit.schema.footprint import Footprint
     from tightfit.schema.machine import Budget
+    from tightfit.schema.request import Request
     from tightfit.terminal import say
 
     imports = took.so_far()["cpu"]

@@ -21,7 +21,7 @@ from tightfit import fit
 from tightfit.catalog.known import known_card, known_model
 from tightfit.measure.build_models import build_part
 from tightfit.run.simulate import simulate_call
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.storage import free_dead_tensors

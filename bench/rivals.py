@@ -34,8 +34,9 @@ from tightfit.measure.meta_copy import PROMPT
 from tightfit.measure.modules import find_components
 from tightfit.run.call_arguments import Prompt, call_arguments
 from tightfit.run.simulate import SimulationRun
-from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Machine
+from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.simulator.host_memory import mark_valueless

@@ -12,7 +12,7 @@ import torch
 
 from tightfit.catalog.known import known_model
 from tightfit.measure.modules import find_components, find_role
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 
 Row = dict[str, Any]
 Contender = Callable[[Any, torch.device], Any]  # takes a pipeline in RAM, returns it ready to be called

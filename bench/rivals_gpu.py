@@ -34,7 +34,8 @@ from tightfit.measure.meta_copy import PROMPT
 from tightfit.measure.modules import find_components
 from tightfit.run.call_arguments import Prompt, call_arguments
 from tightfit.run.planning_context import machine_of, measured_machine
-from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.footprint import Footprint
+from tightfit.schema.request import Request
 from weights_gpu import forked
 
 NAME = "rivals-cuda"

@@ -32,9 +32,9 @@ from tightfit.plan.cost_model import CostModel
 from tightfit.plan.layer_selection import resolve_streaming
 from tightfit.run.call_arguments import Prompt, call_arguments
 from tightfit.run.footprints import measure_footprint
-from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan
+from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tightfit.units import format_bytes

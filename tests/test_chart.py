@@ -8,7 +8,7 @@ from tightfit.errors import PlanError
 from tightfit.schema import chart
 from tightfit.schema.base import Record
 from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, Largest, LevelRow, LevelTable, Preset
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 
 GIB = 2**30
 REQUEST = Request(height=480, width=720, frames=49, steps=50, guidance=6.0)

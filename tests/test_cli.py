@@ -107,6 +107,7 @@ def test_the_last_line_of_json_has_all_that_was_measured(tiny_model: Path) -> No
         assert set(phase) >= {"name", "predicted_peak_bytes", "measured_peak_bytes", "seconds"}
     assert printed["plan"]["request"] == {
         "height": 64, "width": 64, "frames": None, "batch": 1, "steps": 2, "guidance": None,
+        "backward": None,
         "arguments": {},
     }  # fmt: skip
 
@@ -291,6 +292,36 @@ def test_wrong_input_is_one_line_and_nothing_is_written(tiny_model: Path, name: 
     result = tightfit_("run", tiny_model, "a fox", *SMALL[:8], *device, *PICTURE, "--json", *words)
     refused(result, kind, message)
     assert files() == before
+
+
+@pytest.mark.parametrize(
+    ("backward", "message"),
+    [
+        ("lorra", "unknown kind of backward pass 'lorra': did you mean 'lora'"),
+        ("lora:0", "backward=lora:0 is none of inputs, parameters, lora, lora:1 … lora:4096"),
+        ("lora:9999999999", "is none of"),
+        ("inputs:3", "backward=inputs:3 is none of"),
+    ],
+)
+def test_an_unknown_backward_pass_is_refused(tiny_model: Path, backward: str, message: str) -> None:
+    result = tightfit_("plan", tiny_model, "--card", "rtx3060", "--backward", backward, "--json")
+    refused(result, "RequestError", re.escape(message))
+
+
+def test_backward_passes_are_planned(tiny_model: Path) -> None:
+    """They need more, and of the parameters of a LoRA less than of all."""
+    asked = ("plan", tiny_model, "--card", "rtx3060", *SMALL[:4], "--steps", 2, "--guidance", 1, "--level", 0, "--json")
+    needed = {}
+    for kind in ("", "lora", "inputs", "parameters"):
+        result = tightfit_(*asked, *(("--backward", kind) if kind else ()))
+        assert result.exit_code == 0, result.output
+        phases = {phase["name"]: phase for phase in last_line(result)["phases"]}
+        needed[kind] = phases["denoise"]["predicted_peak_bytes"]
+        assert (f"backward pass for {kind}" in result.stdout.splitlines()[0]) == bool(kind)
+    assert needed[""] < needed["lora"] < needed["parameters"]
+    assert needed[""] < needed["inputs"]
+    within = tightfit_(*asked[:-3], "--budget", "150MB", "--backward", "parameters", "--json")
+    assert last_line(within)["plan"]["components"]["unet"]["gradient_checkpointing"] is not None
 
 
 def test_an_empty_prompt_is_refused_with_and_without_a_model(tiny_model: Path) -> None:

@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": [
         "[MODEL]",
         "--allow",
+        "--backward",
         "--batch",
         "--budget",
         "--card",

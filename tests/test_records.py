@@ -22,7 +22,6 @@ from tightfit.schema.footprint import (
     ComponentCall,
     Footprint,
     Phase,
-    Request,
     StripProfile,
     StripStageProfile,
     Variant,
@@ -39,12 +38,13 @@ from tightfit.schema.plan import (
     VaePlan,
     check_techniques,
 )
+from tightfit.schema.request import Request
 from tightfit.schema.results import CallMeasurement, PhaseMeasurement, PhaseTrace, Prediction, Sample, Trace
 
 # one of each, every field different from its default
 
 REQUEST = Request(
-    height=768, width=512, frames=81, batch=2, steps=20, guidance=3.5,
+    height=768, width=512, frames=81, batch=2, steps=20, guidance=3.5, backward="lora:16",
     arguments={"max_sequence_length": 256, "true_cfg_scale": 4.0, "clean_caption": False, "human_instruction": None},
 )  # fmt: skip
 BUDGET = Budget(device=8 * 10**9, ram=32 * 2**30)
@@ -80,11 +80,14 @@ COMPONENT = Component(
     convolves=True,
     has_forward=False,
     head_widths=(40, 80),
+    gradient_bytes=12,
 )
 WORKLOAD = KernelGroup(kind="matmul", dtype="bfloat16", operations=8, traffic=16, kernels=2)
 TURN = LayerWork(layer="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), host_waits=True)
 USE = BlockUse(block="transformer_blocks.0", live_bytes_at_start=32, peak=64, layer_work=(TURN,))
-PASS = ComponentCall(component="unet", method="forward", runs=2, peak=65, block_uses=(USE,), time_scale=1.5)
+PASS = ComponentCall(
+    component="unet", method="forward", runs=2, peak=65, block_uses=(USE,), backward_from=0, time_scale=1.5
+)
 LEG = StripStageProfile(
     strips=3,
     prefetches=True,
@@ -110,7 +113,9 @@ STRETCH = Phase(
     conditional_blocks=("unet.b",),
     strip_options=(WAY,),
 )
-VARIANT = Variant(cfg="sequential", max_batch=2, ffn_chunk=2**20, by_blocks=True, phases=(STRETCH,))
+VARIANT = Variant(
+    cfg="sequential", max_batch=2, ffn_chunk=2**20, gradient_checkpointing=True, by_blocks=True, phases=(STRETCH,)
+)
 FOOTPRINT = Footprint(
     pipeline="FluxPipeline",
     components=(COMPONENT,),
@@ -396,7 +401,7 @@ DEPTHS = [  # a wrong field of a record at each depth: where, and the sentence
     (
         Request,
         {"q": 1},
-        "unknown field of Request 'q': there are arguments, batch, frames, guidance, height, steps, width",
+        "unknown field of Request 'q': there are arguments, backward, batch, frames, guidance, height, steps, width",
     ),
     (Budget, {"devcie": 1}, "unknown field of Budget 'devcie': did you mean 'device'?"),
     (Plan, {"levle": 1}, "unknown field of Plan 'levle': did you mean 'level'?"),

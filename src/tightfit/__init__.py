@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from tightfit.run.fit import fit
     from tightfit.run.footprints import measure_footprint
     from tightfit.run.load import Loaded, load
-    from tightfit.schema.footprint import Footprint, Request
+    from tightfit.schema.footprint import Footprint
     from tightfit.schema.machine import Budget, Machine
     from tightfit.schema.plan import Plan
+    from tightfit.schema.request import Request
     from tightfit.schema.results import Trace
 
 __all__ = [
@@ -52,8 +53,8 @@ __all__ = [
 
 # the last four import torch and diffusers, which takes seconds
 _MODULES = (
-    "errors", "schema.footprint", "schema.machine", "schema.plan", "schema.results", "report.summary", "plan.planner",
-    "run.fit", "apply.fitting", "run.footprints", "run.load",
+    "errors", "schema.footprint", "schema.request", "schema.machine", "schema.plan", "schema.results", "report.summary",
+    "plan.planner", "run.fit", "apply.fitting", "run.footprints", "run.load",
 )  # fmt: skip
 
 

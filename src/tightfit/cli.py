@@ -44,6 +44,10 @@ Frames = Annotated[int | None, typer.Option(help="Frames of a video.")]
 Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
 Guidance = Annotated[float | None, typer.Option(help="How strongly the prompt steers.")]
 Batch = Annotated[int, typer.Option(help="Pictures of the same prompt.")]
+Backward = Annotated[
+    str | None,
+    typer.Option(metavar="KIND", help="With a backward pass: lora, lora:16, parameters or inputs."),
+]
 Timeline = Annotated[Path | None, typer.Option(help="Draw where the memory goes, as PNG or SVG.")]
 Negative = Annotated[str | None, typer.Option("--negative-prompt", help="What to keep away from.")]
 Where = Annotated[
@@ -155,6 +159,7 @@ def predict(
     guidance: Guidance = None,
     batch: Batch = 1,
     negative: Negative = None,
+    backward: Backward = None,
     timeline: Timeline = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Say which kernels compute attention, too.")] = False,
     as_json: AsJson = False,
@@ -169,8 +174,9 @@ def predict(
         choices = plan_fields(plan, level, set_ or [])
         limits = limits_of(budget, ram, allow or [], choices)
         asked = call_request(
-            choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch
-        )
+            choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch,
+            backward=backward,
+        )  # fmt: skip
         prediction = forecast(model, card, choices, asked, say, limits, simulated=timeline is not None)
         typer.echo(describe(prediction, verbose=verbose))
         if timeline is not None:

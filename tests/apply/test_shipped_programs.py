@@ -18,7 +18,7 @@ from tightfit.catalog.known import model_names
 from tightfit.plan.default_rates import ANY_CARD
 from tightfit.run.simulate import SimulationRun, unlimited_card
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 
 FOLDER = Path(str(files("tightfit"))) / SHIPPED
 MADE = json.loads((FOLDER / "made.json").read_text())

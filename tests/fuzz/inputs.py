@@ -19,10 +19,10 @@ ODD: tuple[Any, ...] = (
     "x" * 3000, "\ud800", [], [0], [-1, 10**9], ["x"], {}, {"a": 1}, [[[]]],
 )  # fmt: skip
 WORDS = ("", "x", "-1", "0", "1e9", "nan", "8GB", "1B", "150MB", "cpu", "cuda:9", "fp8", "./x", "~x", "=", "a=b",
-         "9" * 400, "vae.tile=64", "components.unet.placement=stream", "{", "\udcff", "../a.png")  # fmt: skip
+         "9" * 400, "lora:2", "vae.tile=64", "components.unet.placement=stream", "{", "\udcff", "../a.png")  # fmt: skip
 OPTIONS = ("--budget", "--ram", "--allow", "--level", "--plan", "--set", "--height", "--width", "--frames", "--steps",
            "--guidance", "--seed", "--batch", "--negative-prompt", "--device", "--dtype", "--out", "--timeline",
-           "--snapshot")  # fmt: skip
+           "--snapshot", "--backward")  # fmt: skip
 RIGHT: tuple[tuple[str, ...], ...] = (
     (), ("--level", "0"), ("--level", "1"), ("--level", "2"), ("--level", "3"), ("--budget", "200MB"),
     ("--budget", "150MB"), ("--set", "components.unet.placement=stream"), ("--set", "components.unet.offload_to=disk"),

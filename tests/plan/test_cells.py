@@ -9,9 +9,10 @@ from tightfit.errors import BudgetTooSmall
 from tightfit.plan.chart_cells import cell_of, charted_card, fits_card, host_bytes, level_rows, plan_on, preset_plan
 from tightfit.plan.explain import describe_device_weights, summarize
 from tightfit.schema.chart import Cell, ChartedModel, Largest, Preset
-from tightfit.schema.footprint import Footprint, Request, StripProfile
+from tightfit.schema.footprint import Footprint, StripProfile
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, Plan, VaePlan
+from tightfit.schema.request import Request
 
 CONTEXT = 512 * MIB
 REQUEST = Request(height=1024, width=1024, steps=8)

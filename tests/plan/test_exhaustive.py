@@ -30,9 +30,10 @@ from tightfit.plan.forecast import add_forecast
 from tightfit.plan.layer_selection import weight_group_sizes
 from tightfit.plan.options import GRANULARITIES
 from tightfit.plan.planner import make_plan
-from tightfit.schema.footprint import Component, Footprint, Request, StripProfile, Variant
+from tightfit.schema.footprint import Component, Footprint, StripProfile, Variant
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import ComponentPlan, Granularity, Plan, VaePlan
+from tightfit.schema.request import Request
 
 WITHIN = 1.03  # times as long as the best
 

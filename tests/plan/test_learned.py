@@ -30,9 +30,10 @@ from tightfit.plan.calibration import SEVERAL, calibrate, max_other_bytes, measu
 from tightfit.plan.forecast import add_forecast, simulate
 from tightfit.plan.options import variant_of
 from tightfit.plan.planner import make_plan
-from tightfit.schema.footprint import Footprint, Request, Variant
+from tightfit.schema.footprint import Footprint, Variant
 from tightfit.schema.machine import Accelerator, Budget, Machine
 from tightfit.schema.plan import ComponentPlan, Plan
+from tightfit.schema.request import Request
 from tightfit.schema.results import CallMeasurement, PhaseMeasurement, PhaseTrace, Trace
 
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tightfit.errors import PlanError, RequestError
 from tightfit.plan.presets import LEVEL_TILE, plan_for
-from tightfit.schema.footprint import Component, Footprint, Request, WeightBlock
+from tightfit.schema.footprint import Component, Footprint, WeightBlock
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, Plan, Reason, VaePlan
+from tightfit.schema.request import Request
 
 GIB = 2**30
 ENCODER = Component(

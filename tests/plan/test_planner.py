@@ -19,7 +19,6 @@ from tightfit.schema.footprint import (
     ComponentCall,
     Footprint,
     Phase,
-    Request,
     StripProfile,
     StripStageProfile,
     Variant,
@@ -27,6 +26,7 @@ from tightfit.schema.footprint import (
 )
 from tightfit.schema.machine import GROUP_SPARE, Accelerator, Budget, KernelGroup, LayerWork, Machine
 from tightfit.schema.plan import Plan
+from tightfit.schema.request import Request
 from tightfit.units import format_bytes
 
 MIB = 2**20

@@ -14,17 +14,10 @@ from tightfit.plan.cost_model import CostModel
 from tightfit.plan.layer_selection import WeightGroupSizes, weight_group_sizes
 from tightfit.plan.options import ComponentWorkload, WeightLocation
 from tightfit.plan.planner import make_plan
-from tightfit.schema.footprint import (
-    BlockUse,
-    Component,
-    ComponentCall,
-    Footprint,
-    Request,
-    Variant,
-    WeightBlock,
-)
+from tightfit.schema.footprint import BlockUse, Component, ComponentCall, Footprint, Variant, WeightBlock
 from tightfit.schema.machine import Accelerator, Budget, LayerWork
 from tightfit.schema.plan import ComponentPlan, Granularity, Storage
+from tightfit.schema.request import Request
 
 DONE = phase("denoise", passes_of(component("unet", "denoiser", [MIB], 0), [1], 1, 1), 1)
 VARIANTS = (

@@ -16,9 +16,10 @@ from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.forecast import add_forecast, add_joint_forecast, share_of
 from tightfit.plan.multi_device_search import DeviceBudget, MultiDeviceSearch
 from tightfit.plan.planner import make_plan
-from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Budget, Machine
 from tightfit.schema.plan import Plan, VaePlan
+from tightfit.schema.request import Request
 
 OTHER = CARD.model_copy(update={"name": "cuda:1"})
 SLOW = CARD.model_copy(update={"name": "cuda:1", "arithmetic_rates": {"float16": 2e12}, "link_rate": 4e9})

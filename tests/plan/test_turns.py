@@ -11,9 +11,10 @@ from tightfit.plan.component_order import CoResidencyTracker, prefetch_reasons, 
 from tightfit.plan.device_search import DeviceSearch
 from tightfit.plan.forecast import add_forecast
 from tightfit.plan.planner import make_plan
-from tightfit.schema.footprint import Footprint, Phase, Request
+from tightfit.schema.footprint import Footprint, Phase
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import ComponentPlan, ComponentRun, Plan
+from tightfit.schema.request import Request
 
 
 def pipeline(encoding: int = 10**9) -> Footprint:

@@ -15,7 +15,7 @@ from PIL import Image
 from tightfit.report.chart import as_markdown, describe_chart, describe_levels, levels_as_markdown
 from tightfit.report.heatmap import STEPS, _compose, draw_chart
 from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, Largest, LevelRow, LevelTable
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 
 GIB = 2**30
 PICTURE = Request(height=1024, width=1024, steps=28)

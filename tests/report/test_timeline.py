@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from tightfit.report.timeline import _compose, draw_timeline
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import ComponentPlan, Plan
 from tightfit.schema.results import PhaseTrace, Sample, Trace
+from tightfit.signals import unfinished
 
 GIB = 2**30
 
@@ -83,6 +85,8 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 def test_failure_leaves_the_old_picture_and_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_figure: Figure, path: Path, **_options: object) -> None:
         path.write_bytes(b"half")
+        assert list(tmp_path.iterdir()) == [old] or sys.platform != "linux"  # a process that is killed here leaves none
+        assert any(name.startswith(str(tmp_path)) for name in unfinished)  # a signal deletes it
         raise OSError("disk full")
 
     old = tmp_path / "run.png"

@@ -18,7 +18,8 @@ from tightfit.measure.block_replay import BlockReplay
 from tightfit.measure.call_profiler import CallProfiler
 from tightfit.measure.meta_copy import meta_copy
 from tightfit.run.footprints import Measurer
-from tightfit.schema.footprint import Footprint, Phase, Request
+from tightfit.schema.footprint import Footprint, Phase
+from tightfit.schema.request import Request
 from tightfit.simulator.operations import NAME
 from tiny_pipelines import CASES
 

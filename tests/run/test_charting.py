@@ -22,8 +22,9 @@ from tightfit.run.footprints import measure_footprint
 from tightfit.run.models import resolve_model
 from tightfit.run.simulate import simulate_call
 from tightfit.schema.chart import Chart, LevelTable, Preset
-from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
+from tightfit.schema.request import Request
 
 GIB = 2**30
 

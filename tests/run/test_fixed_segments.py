@@ -12,7 +12,7 @@ from tightfit import BudgetTooSmall
 from tightfit.devices.device import Device
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.run.footprints import Measurer
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import Host, SimulatedCard
 from tiny_pipelines import CASES, run

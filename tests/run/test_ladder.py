@@ -9,7 +9,7 @@ import pytest
 
 from tightfit.catalog.known import known_model, model_names
 from tightfit.run.max_request import find_max_request, rungs_above, rungs_below
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 
 PICTURE = Request(height=1024, width=1024, steps=28)
 CLIP = Request(height=480, width=720, frames=49)

@@ -23,7 +23,7 @@ from tightfit.run import simulate as stage
 from tightfit.run.call_arguments import Prompt, call_arguments
 from tightfit.run.pass_replay import PassReplayer
 from tightfit.run.simulate import simulate_call
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
 from tightfit.simulator.backend import use_cards
 from tightfit.simulator.card import Host, SimulatedCard

@@ -15,8 +15,8 @@ from tightfit.errors import PlanError
 from tightfit.measure.kept_rates import known_accelerator
 from tightfit.measure.modules import inspect_pipeline
 from tightfit.plan.presets import plan_for
-from tightfit.schema.footprint import Request
 from tightfit.schema.plan import Plan
+from tightfit.schema.request import Request
 
 __all__ = ["choices_of", "decide"]
 

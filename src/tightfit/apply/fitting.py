@@ -41,8 +41,8 @@ from tightfit.measure.modules import HANDLE, find_components, find_parts, has_sk
 from tightfit.measure.recorder import LiveNumbers, Recorder
 from tightfit.measure.shared import give_owners
 from tightfit.report.summary import Report
-from tightfit.schema.footprint import Request
 from tightfit.schema.plan import ComponentPlan, Plan
+from tightfit.schema.request import Request
 from tightfit.schema.results import Trace
 
 __all__ = ["Fitted", "apply_plan", "fit"]

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from tightfit.errors import InputError, unknown_name
 from tightfit.schema.base import Positive, Record
-from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Accelerator
+from tightfit.schema.request import Request
 
 __all__ = [
     "KnownComponent",

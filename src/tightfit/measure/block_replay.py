@@ -138,7 +138,7 @@ class BlockReplay:
         def run(*args: Any, **kwargs: Any) -> Any:
             usual = functools.partial(type(block).forward, block)  # looked up late, as variants change the class
             opened = self._profiler.at_work if self._profiler else None
-            if opened is None or opened.component != name:
+            if opened is None or opened.component != name or torch.is_grad_enabled():
                 return usual(*args, **kwargs)
             if opened is not self._pass:
                 self._pass, self._known, self._equivalence = opened, {}, ModuleEquivalence()

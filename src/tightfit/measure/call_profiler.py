@@ -6,8 +6,10 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from tightfit.errors import RunError
@@ -17,6 +19,7 @@ from tightfit.measure.passes import KernelCounter, OpenBlockUse, OpenCall, OpenP
 from tightfit.schema.footprint import Phase
 from tightfit.simulator.allocator import AllocatorEvent
 from tightfit.simulator.allocator_replay import least_capacity, replay, rounded_peak
+from tightfit.simulator.backward import follow_nodes
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
 from tightfit.simulator.operations import NAME
@@ -71,14 +74,17 @@ class CallProfiler:
         self._doubt: RunError | None = None  # unknown values read after denoiser calls, and answered with zeros
         self._answers = 0
 
-    def follow(self, components: dict[str, nn.Module], undo: ExitStack) -> None:
-        """Observe `components` until `undo` is closed."""
+    def follow(
+        self, components: dict[str, nn.Module], undo: ExitStack, callers: Mapping[str, object] = MappingProxyType({})
+    ) -> None:
+        """Observe `components` until `undo` is closed; the `forward` of their `callers`, if any, are their calls."""
         self._own = _blocks_of(components)
         self._card.kernel_callbacks.append(self._kernel)
         undo.callback(self._card.kernel_callbacks.remove, self._kernel)
         self._card.sync_callbacks.append(self._wait)
         undo.callback(self._card.sync_callbacks.remove, self._wait)
-        undo.callback(setattr, self._card, "judge", self._card.on_unknown_values)
+        follow_nodes(self._at_node, undo)
+        undo.callback(setattr, self._card, "on_unknown_values", self._card.on_unknown_values)
         self._card.on_unknown_values = self._judge
         for name, module in components.items():
             if name not in self._followed:
@@ -90,7 +96,7 @@ class CallProfiler:
             self._follow_layers(name, layers, undo)
             role = find_role(name, module)
             for method in ("forward", "encode", "decode") if role == "autoencoder" else ("forward",):
-                self._follow_method(name, module, method, find_phase(name, role, method), undo)
+                self._follow_method(name, callers.get(name, module), method, find_phase(name, role, method), undo)
             for path, part in parts.items():
                 self._follow_part(name, part, path, find_phase(name, role, path), undo)
 
@@ -156,7 +162,7 @@ class CallProfiler:
                 undo.callback(part.register_forward_pre_hook(begin, prepend=True).remove)
                 undo.callback(part.register_forward_hook(end, always_call=True).remove)
 
-    def _follow_method(self, name: str, module: nn.Module, method: str, phase: str, undo: ExitStack) -> None:
+    def _follow_method(self, name: str, module: object, method: str, phase: str, undo: ExitStack) -> None:
         """Wrap a method such that it records a component call, unless it is called inside one."""
         inner, own = getattr(module, method), vars(module).get(method)
 
@@ -240,11 +246,27 @@ class CallProfiler:
     def _at_layer(self, name: str, layer: str, *_: Any) -> None:
         if self._open and self._open[-1].component == name:
             self._open[-1].layer = layer
+            self._note_place()
+
+    def _note_place(self) -> None:
+        if torch.is_grad_enabled():
+            self._open[-1].note_place(torch._C._autograd._get_sequence_nr())
+
+    def _at_node(self, sequence_number: int) -> None:
+        """Count the kernels of a node in a backward pass for the layer whose forward made it."""
+        if self._open:
+            block, layer = self._open[-1].forward_place(sequence_number)
+            began, self._open[-1].in_backward = not self._open[-1].in_backward, True
+            if began or block != self._open[-1].segments[-1].block:
+                self._turn(block)
+            self._open[-1].layer = layer
 
     def _turn(self, block: str) -> None:
         free_dead_tensors()
         now = self._activations
-        self._open[-1].segments.append(OpenBlockUse(block, now, now))
+        opened = self._open[-1]
+        opened.segments.append(OpenBlockUse(block, now, now, in_backward=opened.in_backward))
+        self._note_place()
 
     @property
     def _activations(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tightfit.schema.footprint import BlockUse, ComponentCall, Phase, Role
@@ -67,6 +68,7 @@ class OpenBlockUse:
     waiting: int
     peak: int
     turns: list[OpenLayerWork] = field(default_factory=list)
+    in_backward: bool = False
 
     @property
     def worked(self) -> bool:
@@ -86,7 +88,7 @@ class OpenBlockUse:
 
     def later(self, more: int) -> OpenBlockUse:
         """Return the same use with `more` additional bytes of live activations."""
-        return OpenBlockUse(self.block, self.waiting + more, self.peak + more, self.turns)
+        return replace(self, waiting=self.waiting + more, peak=self.peak + more)
 
     def use(self) -> BlockUse:
         turns = tuple(
@@ -106,6 +108,19 @@ class OpenCall:
     inside: list[str] = field(default_factory=list)  # blocks in progress, the innermost last
     layer: str = ""  # current layer
     kernels: int = 0
+    in_backward: bool = False
+    forward_places: list[tuple[int, str, str]] = field(default_factory=list)  # sequence numbers, blocks and layers
+
+    def note_place(self, sequence_number: int) -> None:
+        """Note that nodes of the graph from `sequence_number` on belong to the current block and layer."""
+        if self.forward_places and self.forward_places[-1][0] == sequence_number:
+            self.forward_places.pop()
+        self.forward_places.append((sequence_number, self.segments[-1].block, self.layer))
+
+    def forward_place(self, sequence_number: int) -> tuple[str, str]:
+        """Return the block and the layer in which a node of the graph was made."""
+        index = bisect.bisect_right(self.forward_places, sequence_number, key=lambda place: place[0])
+        return self.forward_places[index - 1][1:] if index else ("", "")
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -121,12 +136,15 @@ class OpenPhase:
         self.peak = self.outside = 0
         self.between = KernelCounter()
         self._kinds: dict[Any, list[OpenBlockUse]] = {}
+        self._backward_from: dict[Any, int | None] = {}
         self._order: list[Any] = []
 
     def add(self, done: OpenCall, segments: list[OpenBlockUse]) -> None:
         kind = (*done.key, tuple(segment.block for segment in segments))
+        backward = next((index for index, segment in enumerate(segments) if segment.in_backward), None)
         if kind not in self._kinds or _highest(segments) > _highest(self._kinds[kind]):
             self._kinds[kind] = segments
+            self._backward_from[kind] = backward
         self._order.append(kind)
         self.peak = max(self.peak, _highest(segments))
 
@@ -156,7 +174,12 @@ class OpenPhase:
         component, method = kind[:2]
         peak = _highest(self._kinds[kind])
         return ComponentCall(
-            component=component, method=method, runs=self._order.count(kind), peak=peak, block_uses=uses
+            component=component,
+            method=method,
+            runs=self._order.count(kind),
+            peak=peak,
+            block_uses=uses,
+            backward_from=self._backward_from[kind],
         )
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from tightfit.catalog.cuda import PAGEABLE
+from tightfit.plan.backward_cache import backward_seconds
 from tightfit.plan.cost_model import CostModel, work_in_strips
 from tightfit.plan.eight_bits import widened_bytes
 from tightfit.plan.layer_selection import resolve_streaming, small_tensor_bytes, weight_group_sizes
@@ -16,7 +17,7 @@ from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, Granularity
 from tightfit.schema.stores import NO_RATES, StoreRates
 
-__all__ = ["SEGMENT", "ComponentCost", "always", "chunks", "device_bytes_of", "round_up"]
+__all__ = ["SEGMENT", "ComponentCost", "always", "backward_bytes", "chunks", "device_bytes_of", "round_up"]
 
 Group = TypeVar("Group")
 
@@ -105,6 +106,9 @@ class ComponentCost:
                 call, strip_profile, None if self.is_resident else self._granularity
             )
             return now + runs * self.idle
+        if call.backward_from is not None:
+            self.idle = 0.0
+            return now + runs * self._differentiated_seconds(call)
         segments = self._cost_model.segments(call, self._granularity)
         if self._flow is None:
             used = {segment.group for segment in segments}
@@ -134,10 +138,26 @@ class ComponentCost:
         self.idle = later if self._flow.complete and len(seconds) < runs else self._flow.idle
         return now + sum(seconds) + later * (runs - len(seconds))
 
+    def _differentiated_seconds(self, call: ComponentCall) -> float:
+        """Return the seconds of a call and its backward pass. Each begins without weights, and none stays resident."""
+        whole = sum(self._sizes[name] for name in self._resident) + (self.plan.ring_buffer or 0)
+        forward, backward = self._cost_model.halves(call, self._granularity)
+        order = [segment.group for segment in forward if segment.group]
+        seconds = TransferSimulator(
+            order, self._sizes, (), max(whole, *self._sizes.values()), self.rate, self.launch, 0.0, self._overheads
+        ).work(forward)
+        most = min(backward_bytes(self.component), whole)
+        return seconds + backward_seconds(backward, self._sizes, most, self.rate, self.launch, self._overheads)
+
 
 def _steady(seconds: Sequence[float]) -> bool:
     """Whether the last two calls took equally long."""
     return len(seconds) > 2 and abs(seconds[-1] - seconds[-2]) <= TOLERANCE * seconds[-1]
+
+
+def backward_bytes(component: Component) -> int:
+    """Return the bytes of weights that a backward pass needs: of the block that runs, and of the next one."""
+    return 2 * max((block.bytes for block in component.blocks or component.layers), default=0)
 
 
 def chunks(groups: Iterable[Group], size: Callable[[Group], int]) -> Iterator[list[Group]]:
@@ -155,9 +175,12 @@ def chunks(groups: Iterable[Group], size: Callable[[Group], int]) -> Iterator[li
 
 
 def always(component: Component, device: Accelerator, *, remains: bool) -> int:
-    """Return the bytes on `device` during the whole call: all weights if it `remains`, else on a CPU the small ones."""
+    """Return the bytes on `device` during the whole call: all weights if it `remains`, else on a CPU the small ones.
+
+    With the weights are the gradients that a backward pass leaves.
+    """
     if remains:
-        return component.allocator_bytes or component.bytes
+        return (component.allocator_bytes or component.bytes) + component.gradient_bytes
     return round_up(small_tensor_bytes(component)) if device.is_cpu else 0
 
 

@@ -53,6 +53,14 @@ class CostModel:
             self._segments[key] = call, self._joined(call, granularity)
         return self._segments[key][1]
 
+    def halves(
+        self, call: ComponentCall, granularity: Granularity = "layer"
+    ) -> tuple[list[ComputeSegment], list[ComputeSegment]]:
+        """Return the segments of a call's forward pass, and those of its backward pass."""
+        forward, backward = call.block_uses[: call.backward_from], call.block_uses[call.backward_from :]
+        first, second = (call.model_copy(update={"block_uses": half}) for half in (forward, backward))
+        return self._joined(first, granularity), self._joined(second, granularity)
+
     def _joined(self, call: ComponentCall, granularity: Granularity) -> list[ComputeSegment]:
         groups = self._groups[granularity]
         uses = ((work, _group(groups, use, work.layer)) for use in call.block_uses for work in use.layer_work)

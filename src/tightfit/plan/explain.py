@@ -95,6 +95,8 @@ def _inside(component: Component, chosen: ComponentPlan, layout: LayoutChoice, *
     if chosen.ffn_chunk is not None:
         why = "a few tokens at a time: the activations inside are several times as wide"
         yield f"{{}}: feed-forwards within {format_bytes(chosen.ffn_chunk)}", why
+    if chosen.gradient_checkpointing:
+        yield "{}: gradient checkpointing", "each block keeps its inputs, and is run again in the backward pass"
     if chosen.exported is not None:
         how, what = (", compiled", "its machine code") if chosen.compiled else ("", "its graph")
         why = f"requested: {what} runs in place of the model's code"

@@ -99,7 +99,7 @@ class ComponentWorkload:
         `store_rates`: see `StoreRates`.
         """
         work = self._work(vae)
-        found, changes = self._candidates(location, storage, variant), variant.fields if variant else {}
+        found, changes = self._candidates(location, storage, variant), self._fields(variant)
         compatible = (candidate for candidate in found if _is_compatible(variant, candidate.plan))
         plans = [candidate.resolved_plan(self._seconds_by_layer) for candidate in compatible]
         cost = self._cost(found[0].plan, store_rates)
@@ -116,6 +116,14 @@ class ComponentWorkload:
             )
 
         return OptionSet(map(lazy_option, plans))
+
+    def _fields(self, variant: Variant | None) -> Mapping[str, object]:
+        """Return plan fields that say how it runs."""
+        if variant is not None:
+            return variant.fields
+        request, is_denoiser = self._footprint.request, self.component.role == "denoiser"
+        differentiated = request is not None and request.backward is not None and is_denoiser
+        return {"gradient_checkpointing": False} if differentiated else {}
 
     def _candidates(self, location: WeightLocation, storage: Storage, variant: Variant | None) -> list[Candidate]:
         """Return all candidates; the first has all weights on the device."""
@@ -165,7 +173,13 @@ def _matches(variant: Variant, part: ComponentPlan) -> bool:
 
     A streamed denoiser runs on parts of a batch block by block, others as a whole.
     """
-    return _is_compatible(variant, part) and all(getattr(part, name) == value for name, value in variant.fields.items())
+    fields = dict(variant.fields)
+    again = fields.pop("gradient_checkpointing", None)
+    return (
+        _is_compatible(variant, part)
+        and again in (None, part.checkpoints_gradients)
+        and all(getattr(part, name) == value for name, value in fields.items())
+    )
 
 
 def _is_compatible(variant: Variant | None, part: ComponentPlan) -> bool:

@@ -15,9 +15,10 @@ from tightfit.errors import PlanError, unknown_name
 from tightfit.plan.explain import explain
 from tightfit.plan.kernel_choice import LayoutChoice, choose_layout
 from tightfit.plan.layer_selection import resolve_streaming
-from tightfit.schema.footprint import Component, Footprint, Request
+from tightfit.schema.footprint import Component, Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, Placement, Plan, Reason
+from tightfit.schema.request import Request
 
 __all__ = ["LEVEL_TILE", "idle_plan", "plan_for"]
 

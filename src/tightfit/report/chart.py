@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from tightfit.report.summary import align
 from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, Largest, LevelRow, LevelTable
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = [

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tightfit.report.summary import Report, align, fold_phases
-from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import Plan, Reason
+from tightfit.schema.request import Request
 from tightfit.schema.results import PhaseTrace, Prediction
 from tightfit.units import format_bytes, format_seconds
 

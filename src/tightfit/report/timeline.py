@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import textwrap
 from pathlib import Path
 from threading import Lock
@@ -17,6 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tightfit.errors import InputError
+from tightfit.files import replacing
 from tightfit.report.figure import Curve, Label, Scale, bytes_scale, draw_labels, seconds_scale, shorten
 from tightfit.report.summary import MOST_ROWS, Report, fold_phases
 from tightfit.schema.results import PhaseTrace
@@ -57,12 +57,8 @@ def draw_timeline(report: Report, path: Path, title: str | None = None) -> None:
 
 
 def _save(figure: Figure, path: Path, kind: str) -> None:
-    unfinished = path.with_name(f".tightfit-{secrets.token_hex(8)}.{kind}")
-    try:
-        figure.savefig(unfinished, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as partial:
+        figure.savefig(partial, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
 
 
 def _compose(report: Report, title: str | None) -> Figure:

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from tightfit.errors import TightfitError
 from tightfit.files import cache_folder, code_mark, read_regular, replacing
 from tightfit.schema.base import Record
-from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.footprint import Footprint
+from tightfit.schema.request import Request
 
 __all__ = [
     "Missing",

@@ -16,9 +16,10 @@ from tightfit.plan.options import SearchCaches
 from tightfit.plan.planner import find_missing, make_plan
 from tightfit.run.answer_cache import key_of
 from tightfit.run.plan_options import Limits
-from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Machine
 from tightfit.schema.plan import Plan
+from tightfit.schema.request import Request
 from tightfit.schema.results import CallMeasurement, Trace
 from tightfit.schema.stores import default_store_rates
 

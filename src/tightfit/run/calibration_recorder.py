@@ -12,8 +12,8 @@ from tightfit.devices.device import Device
 from tightfit.measure.recorder import UNCOUNTED
 from tightfit.run.calibration import MOST, PlanningInputs
 from tightfit.run.call_arguments import request_of, shape_of
-from tightfit.schema.footprint import Request
 from tightfit.schema.plan import Plan
+from tightfit.schema.request import Request
 from tightfit.schema.results import Trace
 
 __all__ = ["CalibrationRecorder"]

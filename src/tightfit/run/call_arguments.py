@@ -14,7 +14,7 @@ from tightfit.devices.ram import ram_bytes
 from tightfit.errors import RequestError, TightfitError, unknown_name
 from tightfit.run.argument_values import GREY, described, dummy_value
 from tightfit.run.prompt import Prompt
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 from tightfit.units import format_bytes
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "call_arguments",
     "dummy_inputs",
     "given_to",
+    "guidance_of",
     "request_of",
     "request_of_example",
     "shape_of",
@@ -233,10 +234,11 @@ def shape_of(pipe: Any, request: Request) -> CallShape:
         default = defaults.get(NAMES[name])
         return default if value is None and isinstance(default, int | float) else value
 
-    height, width, guidance = said("height"), said("width"), said("guidance")
+    height, width, guidance = said("height"), said("width"), guidance_of(pipe, request)
     if NAMES["height"] in defaults and hasattr(pipe, "default_sample_size"):
         height, width = height or usual_side(pipe), width or usual_side(pipe)
     others = {name: value for name, value in request.arguments.items() if value != defaults.get(name)}
+    others |= {} if request.backward is None else {"backward": request.backward}
     return CallShape(
         height,
         width,
@@ -245,6 +247,14 @@ def shape_of(pipe: Any, request: Request) -> CallShape:
         None if guidance is None else guidance > 1,
         frozenset((name, _switched(value, defaults.get(name))) for name, value in others.items()),
     )
+
+
+def guidance_of(pipe: Any, request: Request) -> float | None:
+    """Return the guidance scale of `request`: by default the pipeline's, or none in training. None: unknown."""
+    default = _defaults(pipe).get(NAMES["guidance"])
+    if request.guidance is not None or not isinstance(default, int | float):
+        return request.guidance
+    return 1.0 if request.trains else float(default)
 
 
 def _defaults(pipe: Any) -> dict[str, Any]:

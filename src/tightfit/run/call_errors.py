@@ -13,7 +13,7 @@ from torch import nn
 
 from tightfit.checkpoint.configurations import first_line
 from tightfit.errors import RequestError, RunError, TightfitError
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 
 __all__ = ["explained", "refusing_nan"]
 

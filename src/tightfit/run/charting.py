@@ -16,8 +16,9 @@ from tightfit.report.chart import as_markdown, describe_chart, describe_levels, 
 from tightfit.run.answer_cache import cached
 from tightfit.run.max_request import find_max_request, rungs_above
 from tightfit.schema.chart import Cell, Chart, ChartedCard, ChartedModel, LevelTable, Preset
-from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
+from tightfit.schema.request import Request
 from tightfit.units import parse_bytes
 
 __all__ = [

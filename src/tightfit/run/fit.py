@@ -20,8 +20,8 @@ from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.replanning import Replanner
 from tightfit.run.unmeasured import plan_until_called
-from tightfit.schema.footprint import Request
 from tightfit.schema.plan import Plan
+from tightfit.schema.request import Request
 
 __all__ = ["fit"]
 
@@ -54,6 +54,10 @@ def fit(
     `request` (`{"height": 512, "width": 512, "arguments": {"clip_skip": 1}}`). The plan is made from a footprint
     (measured once, in seconds) and the card's rates (measured once, in up to 20 s). It is lossless if such a plan
     fits; otherwise it may use the lossy techniques in `allow`. A budget needs a whole pipeline.
+
+    To train within a budget, or to guide by gradients, say so in the request: `{"backward": "parameters"}` leaves room
+    for a backward pass of those parameters that require gradients after each denoiser call, `{"backward": "inputs"}`
+    for one of the latents. What an optimizer keeps is not planned for.
 
     A call is measured on a copy of the pipeline without weights: your own hooks are called there too, with the copy;
     callbacks are not. A call that cannot be measured beforehand (code that depends on tensor values, weights in a

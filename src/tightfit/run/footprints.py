@@ -25,12 +25,14 @@ from tightfit.plan.default_rates import ANY_CARD
 from tightfit.progress import ProgressTracker
 from tightfit.run.answer_cache import Missing, footprint_question, keep_footprint, lookup
 from tightfit.run.argument_values import Given
+from tightfit.run.differentiated_calls import with_gradients
 from tightfit.run.models import DTYPES, resolve_model
 from tightfit.run.simulate import Inputs as CallInputs
 from tightfit.run.simulate import SimulationRun, unlimited_card
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
 from tightfit.run.variants import VariantSimulator, measure_variants
-from tightfit.schema.footprint import OPTIONAL_PARTS, STRIP_LIMITS, Footprint, Request
+from tightfit.schema.footprint import OPTIONAL_PARTS, STRIP_LIMITS, Footprint
+from tightfit.schema.request import Request
 from tightfit.simulator.operations import NAME
 
 __all__ = ["Measurer", "measure_footprint"]
@@ -203,15 +205,17 @@ def _measure_call(
 ) -> Footprint:
     precision, work = getattr(torch, dtype) if dtype else None, ProgressTracker(PLAYING)
     with unlimited_card(ANY_CARD) as card:
-        simulation = SimulationRun(_untouched(model), card, {"level": 0}, request, precision, unable)
+        simulation = SimulationRun(
+            _untouched(model), card, {"level": 0}, request, precision, unable, keeps_gradients=False
+        )
         profiler, simulator = CallProfiler(card, expandable=expandable), VariantSimulator(simulation, unable)
         with ExitStack() as undo:
             strip_profiles = AutoencoderStripProfiles(simulation.components, undo, expandable=expandable)
-            profiler.follow(simulation.components, undo)
+            profiler.follow(simulation.components, undo, simulation.differentiated)
             simulator.replay.listen(profiler)
             work.did(BUILDING)
             simulation.run(inputs)
-            made = inspect_pipeline(simulation.pipe)
+            made = with_gradients(inspect_pipeline(simulation.pipe), simulation.differentiated)
             phases = profiler.phases()
         work.did(PLAYING - BUILDING)
         expected: set[str] = set()

@@ -17,7 +17,7 @@ from tightfit.report.summary import Report
 from tightfit.run.call_arguments import call_arguments
 from tightfit.run.call_errors import explained, refusing_nan
 from tightfit.run.prompt import Prompt
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 from tightfit.schema.results import PhaseTrace, Sample, Trace
 
 __all__ = ["Result", "generate", "with_loading"]

@@ -34,8 +34,8 @@ from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import plan_within
 from tightfit.run.prompt import Prompt
 from tightfit.run.simulate import SimulationRun, unlimited_card
-from tightfit.schema.footprint import Request
 from tightfit.schema.plan import Plan
+from tightfit.schema.request import Request
 
 __all__ = ["Job", "export_model"]
 

@@ -22,8 +22,8 @@ from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import PlannedFolder, plan_within
 from tightfit.run.replanning import Replanner
-from tightfit.schema.footprint import Request
 from tightfit.schema.plan import Plan
+from tightfit.schema.request import Request
 
 __all__ = ["Loaded", "load", "load_made"]
 

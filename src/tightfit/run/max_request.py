@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from fractions import Fraction
 
 from tightfit.schema.chart import Largest
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 
 __all__ = ["Fitting", "find_max_request", "rungs_above", "rungs_below"]
 

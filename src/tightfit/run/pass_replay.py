@@ -46,8 +46,17 @@ class PassReplayer:
     third and fourth calls run too, and are replayed alternately.
     """
 
-    def __init__(self, part: nn.Module, recorder: Recorder, card: SimulatedCard, *, streams: bool = False) -> None:
-        self._forward: Callable[..., Any] = part.forward
+    def __init__(
+        self,
+        part: nn.Module,
+        recorder: Recorder,
+        card: SimulatedCard,
+        *,
+        streams: bool = False,
+        call: Callable[..., Any] | None = None,
+    ) -> None:
+        """`call` is what runs instead of `part.forward`."""
+        self._forward: Callable[..., Any] = call or part.forward
         functools.update_wrapper(self, part.forward)  # pipelines inspect its signature
         self._recorder, self._card = recorder, card
         self._watched = (3, 4) if streams else (2,)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from tightfit.errors import PlanError, RequestError
-from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import Plan, check_techniques
+from tightfit.schema.request import Request
 
 __all__ = [
     "CHART_EXAMPLES",
@@ -209,12 +209,15 @@ Examples:
   tightfit plan sdxl --card rtx3060 --level 1 --height 1024 --width 1024
   tightfit plan wan-2.1-14b --card a100-80gb --frames 81 --json
   tightfit plan flux.1-dev --card rtx3060 --level 3 --timeline memory.png
+  tightfit plan sdxl --card rtx3060 --budget 6GB --backward lora:16
 
 MODEL is a known model, a diffusers folder or a hub id (only its small files
 and the headers of its weights are read); left out, the demo model. CARD is a
 known card, or several with commas between; left out, this computer, measured
-once (tightfit machine). A wrong name is answered with those near it. Exit code
-3: it does not fit.
+once (tightfit machine). A wrong name is answered with those near it. With
+--backward, a backward pass follows each denoiser call: for a LoRA (of rank 4,
+or lora:RANK), for all parameters, or for the inputs, as guidance by gradients
+needs it. Exit code 3: it does not fit.
 """
 
 MACHINE_EXAMPLES = """Say what this computer has, and measure what it reaches.

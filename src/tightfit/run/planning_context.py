@@ -30,9 +30,9 @@ from tightfit.run.call_arguments import request_of_example
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_target import PlanTarget
 from tightfit.run.unmeasured import plan_unmeasured, with_reason
-from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Accelerator, Machine
 from tightfit.schema.plan import Plan
+from tightfit.schema.request import Request
 
 __all__ = [
     "PlannedFolder",

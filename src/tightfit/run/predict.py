@@ -15,9 +15,10 @@ from tightfit.run.answer_cache import cached, footprint_question, lookup, recall
 from tightfit.run.count import KNOWN_NOTE, counted, needs_store_rates
 from tightfit.run.models import resolve_model, stored_dtype
 from tightfit.run.plan_options import Limits, demo_request
-from tightfit.schema.footprint import Footprint, Request
+from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Budget, Machine
 from tightfit.schema.plan import Plan
+from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction
 from tightfit.units import format_bytes, format_seconds
 

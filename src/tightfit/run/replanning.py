@@ -5,6 +5,7 @@ A copy of the unfitted pipeline without weights is kept, so that any call can be
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,14 +21,14 @@ from tightfit.progress import showing
 from tightfit.run.argument_values import Given
 from tightfit.run.calibration import PlanningInputs, measured
 from tightfit.run.calibration_recorder import CalibrationRecorder
-from tightfit.run.call_arguments import CallShape, given_to, request_of, shape_of
+from tightfit.run.call_arguments import CallShape, given_to, guidance_of, request_of, shape_of
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_target import PlanTarget
 from tightfit.run.planning_context import PlannedFolder, machine_now, with_less_taken, with_taken, within_group
 from tightfit.run.unmeasured import LEVEL, plan_unmeasured, plan_until_called, with_reason
-from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Budget, Machine
 from tightfit.schema.plan import Plan
+from tightfit.schema.request import Request
 from tightfit.units import format_bytes
 
 __all__ = ["Replanner"]
@@ -67,6 +68,7 @@ class Replanner:
         self._plans: dict[CallShape, Plan] = {}
         self._logs: dict[CallShape, CallLog] = {}  # of finished calls that were not measured before
         self._tried: set[Request] = set()  # the requests of such calls
+        self._backward: str | None = None  # as the first request says that named it
 
     def renew(self, pipe: Any) -> Plan:
         """Measure `pipe`, which follows no plan, as it is now; return a plan until its next call is planned for."""
@@ -81,6 +83,7 @@ class Replanner:
         invalid request.
         """
         shape = shape_of(pipe, request)
+        self._backward = self._backward or request.backward
         if shape not in self._plans:
             with showing("planning", getattr(pipe, "_progress_bar_config", {})):
                 self._plans[shape] = self._new(request, shape, given)
@@ -150,17 +153,24 @@ class Replanner:
     def for_call(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], now: Plan) -> Plan | None:
         """Return the plan for a call of `pipe` with these arguments; None if the current plan `now` is for it.
 
-        A plan that offloads nothing and splits nothing is also kept for calls that need no more than its own request.
+        A plan that offloads nothing and splits nothing is also kept for calls that need no more than its own request. A
+        pipeline that was fitted for backward passes has room for them in later plans too, where that fits.
         """
         request = request_of(pipe, args, kwargs)
         if request is None:
             return None
-        shape, planned = shape_of(pipe, request), None if now.request is None else shape_of(pipe, now.request)
-        if planned is not None:
-            known = shape == planned and shape not in self._logs
-            if known or (_is_whole(now) and _is_within(shape, planned)):
+        guidance = {"guidance": guidance_of(pipe, request)} if self._backward else {}
+        trained = request.model_copy(update={"backward": self._backward} | guidance)
+        shapes = [shape_of(pipe, trained), shape_of(pipe, request)]
+        if now.request is not None:
+            planned = shape_of(pipe, now.request)
+            known = planned in shapes and planned not in self._logs
+            if known or (_is_whole(now) and _is_within(shapes[0], planned)):
                 return None
-        return self.plan(pipe, request, given_to(pipe, args, kwargs))
+        given = given_to(pipe, args, kwargs)
+        with contextlib.suppress(BudgetTooSmall):
+            return self.plan(pipe, trained, given)
+        return self.plan(pipe, request, given)
 
     def log_for(self, now: Plan, device: Device, activations: Callable[[], int]) -> CallLog | None:
         """Return a log for a call that could not be measured beforehand, at its first time; else None."""

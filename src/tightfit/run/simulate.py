@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,15 @@ from tightfit.measure.meta_copy import PROMPT
 from tightfit.measure.modules import find_components, find_role, inspect_pipeline
 from tightfit.measure.repeated import Repeater
 from tightfit.run.argument_values import Given
-from tightfit.run.call_arguments import NAMES, call_arguments, dummy_inputs
+from tightfit.run.call_arguments import NAMES, call_arguments, dummy_inputs, guidance_of
 from tightfit.run.count import capacity_of, main_dtype
+from tightfit.run.differentiated_calls import DifferentiatedCalls, require_gradients
 from tightfit.run.models import stored_dtype
 from tightfit.run.pass_replay import PassReplayer
 from tightfit.run.prompt import Prompt
-from tightfit.schema.footprint import Request
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Plan
+from tightfit.schema.request import Request
 from tightfit.schema.results import Prediction, Trace
 from tightfit.simulator.allocator import CardFull
 from tightfit.simulator.allocator_replay import replay
@@ -84,21 +86,37 @@ class SimulationRun:
         request: Request,
         dtype: torch.dtype | None = None,
         unable: Collection[tuple[str, str]] = (),
+        *,
+        keeps_gradients: bool = True,
     ) -> None:
-        """`unable`: components and methods that cannot run on shapes, see `Repeater`."""
+        """`unable`: components and methods that cannot run on shapes, see `Repeater`.
+
+        `keeps_gradients`: those of parameters stay until the end of their backward pass, on the parameters' device.
+        """
         # on a CPU, models that are loaded here compute in float32, as in `tightfit run`
         self.pipe, default = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
         self.card = card
         self.pipe.set_progress_bar_config(disable=True)
         self.request = _filled(self.pipe, request, default)
         self.components = find_components(self.pipe)
+        denoisers = {name: part for name, part in self.components.items() if find_role(name, part) == "denoiser"}
+        if self.request.backward is not None:
+            require_gradients(denoisers, self.request)
         self.fitted = fit(self.pipe, plan=choices, request=self.request, device=f"simulated:{card.index}")
         self._repeater = Repeater(self.components, self._device, unable)  # before others replace methods
         self.denoisers: dict[str, PassReplayer] = {}
-        for name, part in self.components.items():
-            if find_role(name, part) == "denoiser":
-                streams = self.fitted.plan.components[name].placement == "stream"
-                part.forward = self.denoisers[name] = PassReplayer(part, self.fitted.recorder, card, streams=streams)
+        self.differentiated: dict[str, DifferentiatedCalls] = {}
+        for name, part in denoisers.items():
+            replayer = partial(PassReplayer, part, self.fitted.recorder, card)
+            streams = self.fitted.plan.components[name].placement == "stream"
+            if self.request.backward is None:
+                part.forward = self.denoisers[name] = replayer(streams=streams)
+            else:
+                calls = DifferentiatedCalls(
+                    part, card, of_inputs=self.request.backward == "inputs", keeps=keeps_gradients
+                )
+                calls.replayer = self.denoisers[name] = replayer(streams=streams, call=calls.differentiated)
+                self.differentiated[name] = calls
 
     def run(self, inputs: Inputs = None) -> tuple[str, ...]:
         """Simulate one call and return diffusers' messages (e.g. on a number that it rounds).
@@ -168,6 +186,8 @@ def _filled(pipe: Any, request: Request, default: Request) -> Request:
     """`request`, with open fields from the model's `default` request if its pipeline accepts them."""
     taken = inspect.signature(type(pipe).__call__).parameters
     fields = {name: value for name, value in default if value is not None and NAMES.get(name, name) in taken}
+    if request.trains and (guidance := guidance_of(pipe, request)) is not None:
+        fields["guidance"] = guidance
     arguments = {name: value for name, value in default.arguments.items() if name in taken} | request.arguments
     given = {name: value for name, value in request if value is not None}
     return Request(**fields | given | {"arguments": arguments})

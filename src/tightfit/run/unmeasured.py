@@ -16,9 +16,10 @@ from tightfit.measure.modules import find_components, inspect_pipeline
 from tightfit.plan.layer_selection import resolve_streaming
 from tightfit.plan.presets import idle_plan
 from tightfit.run.plan_target import PlanTarget
-from tightfit.schema.footprint import Component, Request
+from tightfit.schema.footprint import Component
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import ComponentPlan, Plan, Reason
+from tightfit.schema.request import Request
 from tightfit.schema.stores import default_store
 from tightfit.units import format_bytes
 

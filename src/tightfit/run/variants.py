@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards
+from tightfit.apply.activations.gradient_checkpointing import checkpoint_blocks
 from tightfit.apply.activations.max_batch import chunk_blocks, in_chunks
 from tightfit.measure.block_replay import BlockReplay
 from tightfit.measure.call_profiler import CallProfiler
@@ -34,6 +35,9 @@ def measure_variants(footprint: Footprint, simulate: Simulate) -> tuple[Variant,
     base_phases = tuple(footprint.phases[place] for place in footprint.denoiser_phases)
     if not base_phases:
         return ()
+    if footprint.request is not None and footprint.request.backward is not None:
+        again: list[dict[str, Any]] = [{"gradient_checkpointing": True}]
+        return tuple(_finer(_max_allocator_bytes(base_phases), again, simulate))
     peak = max(phase.peak for phase in base_phases)
     sizes = sorted({max(peak // share, LEAST) for share in SHARES}, reverse=True)
     found = _finer(_max_allocator_bytes(base_phases), [{"ffn_chunk": size} for size in sizes], simulate)
@@ -108,7 +112,7 @@ class VariantSimulator:
         with ExitStack() as undo:
             self._vary(variant, undo)
             profiler = before.for_another_call(self._simulation.components)
-            profiler.follow(self._simulation.components, undo)
+            profiler.follow(self._simulation.components, undo, self._simulation.differentiated)
             self.replay.listen(profiler)
             with contextlib.suppress(_Denoised):
                 self._simulation.run(inputs)
@@ -124,6 +128,8 @@ class VariantSimulator:
                 undo.callback(vars(module).pop, "decode", None)
         for name, replayer in self._simulation.denoisers.items():
             module = self._simulation.components[name]
+            if variant.gradient_checkpointing:
+                checkpoint_blocks(module, contextlib.nullcontext, undo.callback, saves=True)
             if variant.ffn_chunk is not None:
                 chunk_feed_forwards(module, variant.ffn_chunk, undo)
             if variant.by_blocks:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from tightfit.schema.base import Count, Positive, Real, Record
-from tightfit.schema.footprint import Request
+from tightfit.schema.request import Request
 
 __all__ = ["Cell", "Chart", "ChartedCard", "ChartedModel", "Largest", "LevelRow", "LevelTable", "Preset"]
 

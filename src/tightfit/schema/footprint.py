@@ -7,13 +7,13 @@ independent of the machine: its time is computed from that machine's rates. Does
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, Strict, model_validator
+from pydantic import Field, model_validator
 
-from tightfit.errors import InputError, RequestError
-from tightfit.schema.base import Count, Positive, Rate, Real, Record
+from tightfit.schema.base import Count, Positive, Rate, Record
 from tightfit.schema.machine import KernelGroup, LayerWork
+from tightfit.schema.request import Request
 
 __all__ = [
     "OPTIONAL_PARTS",
@@ -24,7 +24,6 @@ __all__ = [
     "FeatureMaps",
     "Footprint",
     "Phase",
-    "Request",
     "Role",
     "StripProfile",
     "StripStageProfile",
@@ -44,42 +43,6 @@ STRIP_LIMITS: Mapping[str, tuple[int, FeatureMaps]] = {
     "strips of 1/64, maps in host memory": (64, "host"),
 }
 OPTIONAL_PARTS = ("variants", *STRIP_LIMITS)  # parts of a footprint that may be left unmeasured
-
-
-# a call argument: its value, or its kind and size as text
-Argument = Annotated[bool, Strict()] | Annotated[int, Strict()] | Annotated[float, Strict()] | str | None
-
-
-class Request(Record):
-    """Arguments of one pipeline call. Omitted fields take the pipeline's own defaults. Invalid: RequestError.
-
-    `arguments` are other arguments of the call, under the pipeline's own names: numbers, bools and None by value
-    (`max_sequence_length`, `use_resolution_binning`, `true_cfg_scale`); tensors, images and texts by kind and size
-    ("float32 1x4x64x64", "RGB image 512x512", "9 x RGB image 64x64", "text").
-    """
-
-    error: ClassVar[type[InputError]] = RequestError
-
-    height: Positive | None = None  # pixels
-    width: Positive | None = None  # pixels
-    frames: Positive | None = None
-    batch: Positive = 1
-    steps: Positive | None = None
-    guidance: Real | None = None
-    arguments: dict[str, Argument] = Field(default_factory=dict)
-
-    @property
-    def size(self) -> str:
-        """Image or clip size as text, as far as given: "1280×720, 81 frames"."""
-        pixels = f"{self.width}×{self.height}" if self.height and self.width else ""
-        return ", ".join(filter(None, (pixels, f"{self.frames} frames" if self.frames else "")))
-
-    @property
-    def described(self) -> str:
-        """Size, batch and other arguments as text."""
-        batch = f"{self.batch} at once" if self.batch > 1 else ""
-        others = (f"{name}={value}" for name, value in self.arguments.items())
-        return ", ".join(filter(None, (self.size, batch, *others))) or "its usual request"
 
 
 class WeightBlock(Record):
@@ -110,6 +73,7 @@ class Component(Record):
     convolves: bool = False  # more weights in 2D convolutions with overlapping windows than in 3D ones
     has_forward: bool = True  # False: no forward and no submodules; the pipeline reads its weights directly
     head_widths: tuple[Positive, ...] = ()  # head dimensions of its attention layers, as far as known
+    gradient_bytes: Count = 0  # bytes of its parameters' gradients, which are where the parameters are
 
     @property
     def main_dtype(self) -> str | None:
@@ -139,6 +103,7 @@ class ComponentCall(Record):
     runs: Positive = 1  # number of such calls
     peak: Count  # bytes of activations
     block_uses: tuple[BlockUse, ...]  # in execution order
+    backward_from: Count | None = None  # index of the block use with which its backward pass begins; None: it has none
     time_scale: Rate = 1.0  # factor on the time that a machine's rates give for its work, from earlier calls
 
 
@@ -230,6 +195,7 @@ class Variant(Record):
     cfg: Literal["sequential"] | None = None  # a step's two guidance predictions in two calls
     max_batch: Positive | None = None  # items of a batch computed at a time
     ffn_chunk: Positive | None = None  # bytes for the inner activations of feed-forward layers
+    gradient_checkpointing: bool | None = None  # run blocks again in backward passes; None: the call has none
     by_blocks: bool = False  # each block runs on all parts before the next block does, as streamed denoisers do
     phases: tuple[Phase, ...]  # all phases in which denoisers run, measured this way
 
@@ -241,7 +207,9 @@ class Variant(Record):
     @property
     def fields(self) -> dict[str, object]:
         """Its values for a denoiser's ComponentPlan."""
-        return {"cfg": self.cfg, "max_batch": self.max_batch, "ffn_chunk": self.ffn_chunk}
+        fields: dict[str, object] = {"cfg": self.cfg, "max_batch": self.max_batch, "ffn_chunk": self.ffn_chunk}
+        again = self.gradient_checkpointing
+        return fields if again is None else fields | {"gradient_checkpointing": again}
 
 
 class Footprint(Record):

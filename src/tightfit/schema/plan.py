@@ -10,8 +10,9 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 from tightfit.errors import PlanError, unknown_name
 from tightfit.schema.attention import ATTENTION_NAMES, BACKENDS
 from tightfit.schema.base import Count, Positive, Real, Record, Size
-from tightfit.schema.footprint import FeatureMaps, Phase, Request, StripProfile
+from tightfit.schema.footprint import FeatureMaps, Phase, StripProfile
 from tightfit.schema.machine import Budget
+from tightfit.schema.request import Request
 from tightfit.schema.stores import STORES, StoreKind
 from tightfit.units import format_bytes
 

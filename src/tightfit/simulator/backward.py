@@ -10,12 +10,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-__all__ = ["ORDERLESS", "BackwardEngine", "ReleasedSaves", "offer_backward"]
+__all__ = ["ORDERLESS", "BackwardEngine", "ReleasedSaves", "SavedTensor", "follow_nodes", "offer_backward"]
 
 ORDERLESS = "tightfit_orderless"  # attribute of hooks for saved tensors that take any number of them, in any order
 
@@ -25,23 +26,44 @@ _variable: Any = torch.autograd.Variable
 _graph_tasks = itertools.count(2**40)  # ids of backward passes, other than those of torch's engine
 
 
+class SavedTensor(NamedTuple):
+    """A tensor that autograd saved, detached: an output with its graph would be a cycle."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SavedTensor:
+        return cls(tensor.detach(), tensor._version)
+
+    def restored(self) -> torch.Tensor:
+        """Return the tensor. RuntimeError, as from torch, if it was changed since."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.tensor.dtype} of {tuple(self.tensor.shape)}, at version {self.tensor._version} instead of "
+                f"{self.version}"
+            )
+        return self.tensor
+
+
 class ReleasedSaves(saved_tensors_hooks):
     """Context in which what autograd saves is freed by the node that used it, as torch's engine does."""
 
-    _used: list[list[torch.Tensor]] | None = None  # what the running node has unpacked; None: no pass runs
+    _used: list[list[SavedTensor]] | None = None  # what the running node has unpacked; None: no pass runs
 
     def __init__(self) -> None:
-        def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
-            return [tensor.detach()]  # an output with its graph would be a cycle
+        def pack(tensor: torch.Tensor) -> list[SavedTensor]:
+            return [SavedTensor.of(tensor)]
 
         setattr(pack, ORDERLESS, True)
 
-        def unpack(held: list[torch.Tensor]) -> torch.Tensor:
+        def unpack(held: list[SavedTensor]) -> torch.Tensor:
             if not held:
                 raise RuntimeError("Trying to backward through the graph a second time: use retain_graph=True")
             if ReleasedSaves._used is not None:
                 ReleasedSaves._used.append(held)
-            return held[0]
+            return held[0].restored()
 
         super().__init__(pack, unpack)
 
@@ -52,6 +74,7 @@ class BackwardEngine:
     def __init__(self, torchs: Any, device_type: str) -> None:
         self.torchs, self._device_type = torchs, device_type
         self._torchs_task: Callable[[], int] = torch._C._current_graph_task_id
+        self.node_callbacks: list[Callable[[int], object]] = []  # called before each node, with its sequence number
         self._running: list[tuple[int, list[Callable[[], object]]]] = []  # id and callbacks, the innermost pass last
 
     def current_task(self) -> int:
@@ -83,7 +106,12 @@ class BackwardEngine:
         self._running.append((next(_graph_tasks), callbacks))
         try:
             with torch.set_grad_enabled(create_graph):
-                one = _BackwardPass([_edge(each) for each in inputs], accumulate=accumulate_grad, keeps=keep_graph)
+                one = _BackwardPass(
+                    [_edge(each) for each in inputs],
+                    accumulate=accumulate_grad,
+                    keeps=keep_graph,
+                    callbacks=self.node_callbacks,
+                )
                 found = one.run([_edge(each) for each in outputs], gradients)
                 for callback in callbacks:
                     callback()
@@ -100,8 +128,11 @@ class BackwardEngine:
 class _BackwardPass:
     """One backward pass: gradients on their way to nodes. Without `wanted`, all leaves accumulate theirs."""
 
-    def __init__(self, wanted: Sequence[Edge], *, accumulate: bool, keeps: bool) -> None:
+    def __init__(
+        self, wanted: Sequence[Edge], *, accumulate: bool, keeps: bool, callbacks: Sequence[Callable[[int], object]]
+    ) -> None:
         self._wanted, self._accumulates, self._keeps = list(wanted), accumulate, keeps
+        self._callbacks = callbacks
         self._given: dict[Any, list[torch.Tensor | None]] = {}  # gradients so far, by node
         self._found: dict[Edge, torch.Tensor] = {}
         self._ready: list[tuple[int, int, Any]] = []
@@ -166,6 +197,8 @@ class _BackwardPass:
             return ()
         if not goes_on or all(gradient is None for gradient in given):
             return [None] * len(node.next_functions)
+        for callback in self._callbacks:
+            callback(_age(node))
         before, ReleasedSaves._used = ReleasedSaves._used, []
         try:
             results = node.apply(*given) if hasattr(node, "apply") else node(*given)
@@ -212,6 +245,13 @@ def _device_of(output: Output) -> torch.device:
         return output.device
     found: torch.device = output.node._input_metadata[output.output_nr].device
     return found
+
+
+def follow_nodes(callback: Callable[[int], object], undo: ExitStack) -> None:
+    """Call `callback` with the sequence number of each node before it runs on a simulated card, until `undo` closes."""
+    callbacks = _variable._execution_engine.node_callbacks
+    callbacks.append(callback)
+    undo.callback(callbacks.remove, callback)
 
 
 def offer_backward(device_type: str, *, offered: bool) -> None:

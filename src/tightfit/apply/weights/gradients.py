@@ -13,7 +13,7 @@ from tightfit.apply.weights.loaded_group import LoadedGroup, Seen
 from tightfit.apply.weights.weight_groups import Table, WeightGroup
 from tightfit.apply.weights.weight_store import plain_parts, rebuilt
 from tightfit.errors import RunError
-from tightfit.simulator.backward import ORDERLESS
+from tightfit.simulator.backward import ORDERLESS, SavedTensor
 
 __all__ = ["Links", "SavedWeight", "SavedWeights", "current_task", "in_backward", "within_checkpoint"]
 
@@ -118,23 +118,6 @@ class SavedWeight:
         return parts[0] if self.like is None else rebuilt(self.like, parts)
 
 
-@dataclass(frozen=True)
-class _SavedTensor:
-    """Any other tensor that autograd saved."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def restored(self, fetch: Fetch) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.tensor.dtype} of {tuple(self.tensor.shape)}, at version {self.tensor._version} instead of "
-                f"{self.version}"
-            )
-        return self.tensor
-
-
 class SavedWeights(saved_tensors_hooks):
     """Context in which autograd saves references to the weights of `groups`, which `fetch` loads again.
 
@@ -151,14 +134,15 @@ class SavedWeights(saved_tensors_hooks):
             saved = _reference(tensor, known)
             if saved is not None:
                 return saved
-            # detached, or an output would keep the graph that keeps it
-            return _SavedTensor(tensor.detach(), tensor._version) if outer is None else outer[0](tensor)
+            return SavedTensor.of(tensor) if outer is None else outer[0](tensor)
 
         setattr(pack, ORDERLESS, _is_own(outer))
 
         def unpack(saved: Any) -> torch.Tensor:
-            if isinstance(saved, SavedWeight | _SavedTensor):
+            if isinstance(saved, SavedWeight):
                 return saved.restored(fetch)
+            if isinstance(saved, SavedTensor):
+                return saved.restored()
             found: torch.Tensor = outer[1](saved)
             return found
 

@@ -23,6 +23,7 @@ from tightfit.devices.device import Device
 from tightfit.devices.memory import trim_heap
 from tightfit.measure.modules import find_blocks, inspect_component, layer_weights, weight_bytes, weight_tensors
 from tightfit.measure.recorder import Recorder
+from tightfit.plan.component_cost import backward_bytes
 from tightfit.plan.component_order import CoResidencyTracker
 from tightfit.plan.layer_selection import resolve_streaming
 from tightfit.schema.plan import ComponentPlan
@@ -111,9 +112,8 @@ class WeightOffloader:
             self._lock(name, groups, undo)
         resident = {group.name for group in groups} if plan.placement == "offload" else plan.resident_layers or ()
         begins_backward, ring = partial(self.backward.need, name), plan.ring_buffer or 0
-        largest = max((block.bytes for block in component.blocks or component.layers), default=0)
-        twice = 2 * largest  # the weights of a block that runs backward, and of the next one
-        streamer = DifferentiableStreamer(groups, resident, ring, self._device, self._recorder, twice, begins_backward)
+        most = backward_bytes(component)
+        streamer = DifferentiableStreamer(groups, resident, ring, self._device, self._recorder, most, begins_backward)
         streamer.hook(undo.callback)
         undo.callback(streamer.close)
         self._streamers[name] = streamer
