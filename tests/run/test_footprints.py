@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +28,8 @@ from tightfit.run.footprints import Measurer
 from tightfit.run.pass_replay import PassReplayer
 from tightfit.run.simulate import simulate_call
 from tightfit.schema.footprint import Footprint, Phase
+from tightfit.simulator.card import SimulatedCard
+from tightfit.simulator.storage import free_dead_tensors
 from tiny_pipelines import CASES, TinyCase, run
 
 every_case = pytest.mark.parametrize(
@@ -345,3 +348,20 @@ def test_pictures_to_start_from_are_stood_in_for(name: str, frames: int | None) 
     autoencoded = [done for phase in small.phases for done in phase.calls if done.method == "encode"]
     assert {done.component for done in autoencoded} == {"vae"}
     assert small.phases[-1].peak < large.phases[-1].peak
+
+
+def test_nothing_of_a_measured_call_stays() -> None:
+    """Tensors on a simulated card are known by address, and their card must not keep them alive."""
+    pipe = named("StableDiffusion").make()
+    free_dead_tensors()
+    before = cards()
+    for side in (64, 96):
+        measure_footprint(pipe, Request(height=side, width=side))
+    assert cards() == before
+
+
+def cards() -> int:
+    gc.collect()
+    free_dead_tensors()
+    gc.collect()
+    return sum(type(each) is SimulatedCard for each in gc.get_objects())

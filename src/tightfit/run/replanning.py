@@ -36,6 +36,7 @@ __all__ = ["Replanner"]
 logger = logging.getLogger("tightfit")
 
 QUANTUM = 512  # bytes: a card's allocator rounds sizes up to a multiple of this
+MOST_SHAPES = 32  # shapes of calls whose plans and footprints, some megabytes each, are kept in memory
 LESS = 0.95  # of the predicted peak of a plan that ran out of memory: the most that the next one may need
 
 
@@ -87,6 +88,8 @@ class Replanner:
         if shape not in self._plans:
             with showing("planning", getattr(pipe, "_progress_bar_config", {})):
                 self._plans[shape] = self._new(request, shape, given)
+        _keep_latest(self._plans, shape)
+        _keep_latest(self._inputs_by_shape, shape)
         return self._plans[shape]
 
     def _new(self, request: Request, shape: CallShape, given: Mapping[str, Any] | None) -> Plan:
@@ -238,6 +241,14 @@ class Replanner:
         self._limits = self._limits._replace(budget=budget)
         self._plans.clear()
         return self.plan(pipe, now.request)
+
+
+def _keep_latest(known: dict[CallShape, Any], shape: CallShape) -> None:
+    """Note that `shape` is used now, and forget what was used longest ago, beyond MOST_SHAPES."""
+    if shape in known:
+        known[shape] = known.pop(shape)
+    while len(known) > MOST_SHAPES:
+        del known[next(iter(known))]
 
 
 def _measurer(pipe: Any, plan_target: PlanTarget) -> Measurer | Exception:

@@ -68,6 +68,8 @@ def unlimited_cards(likes: Sequence[Accelerator]) -> Iterator[list[SimulatedCard
             yield cards
         finally:
             use_cards(before)
+            for card in cards:  # else tensors, which know their card, would keep each other alive through its callbacks
+                card.forget_callbacks()
 
 
 class SimulationRun:

@@ -69,6 +69,12 @@ class SimulatedCard:
         """From now on multiply the durations of kernels and launches by `time_scale`."""
         self.time_scale, self.timeline.launch = time_scale, round(self.accelerator.launch_overhead * time_scale * 1e9)
 
+    def forget_callbacks(self) -> None:
+        """Call nothing any more."""
+        self.kernel_callbacks.clear()
+        self.sync_callbacks.clear()
+        self.on_unknown_values = None
+
     def new_stream(self) -> int:
         """Return the number of a new stream."""
         self._streams += 1
