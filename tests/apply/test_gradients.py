@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -271,3 +273,32 @@ def test_learning_a_word_of_the_text_encoder() -> None:
     fitted = fit(pipe, plan={"components": {"text_encoder": {"placement": "stream"}}}, device=LateDevice())
     assert torch.equal(gradient(), wanted)
     fitted.undo()
+
+
+@pytest.mark.parametrize("plan", ["layers", "blocks", "resident"])
+def test_training_with_accelerate(plan: str, tmp_path: Path) -> None:
+    """Its `prepare` moves the network and wraps the optimizer; accumulation and clipping as its guides have them."""
+    network, args, kwargs = denoiser_call("StableDiffusion")
+    losses = {}
+    for how in ("plain", plan):
+        copied = copy.deepcopy(network)
+        parameters = with_lora(copied)
+        fitted = None if how == "plain" else fit(copied, plan={"components": {"model": PLANS[plan]}}, device="loopback")
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=tmp_path)
+        model, optimizer = accelerator.prepare(copied, torch.optim.AdamW(parameters, lr=1e-2))
+        generator, found = torch.Generator().manual_seed(0), []
+        for _ in range(6):
+            with accelerator.accumulate(model):
+                output = model(*args, **kwargs)[0]
+                loss = (output - torch.randn(output.shape, generator=generator)).square().mean()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        losses[how] = found
+        if fitted is not None:
+            fitted.undo()
+    assert losses[plan] == losses["plain"]
+    assert losses[plan][-1] != losses[plan][0]

@@ -580,10 +580,10 @@ def guided(pipe: Any, fit: Fit) -> Pictures:
     return [draw(pipe, callback_on_step_end=guide, callback_on_step_end_tensor_inputs=tensors), draw(pipe)]
 
 
-def learnt(pipe: Any, fit: Fit) -> Pictures:
+def learnt(pipe: Any, fit: Fit, **more: Any) -> Pictures:
     """Losses of a LoRA's training steps, and a picture."""
     pipe.unet.requires_grad_(False)
-    fit(pipe)
+    fit(pipe, **more)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]), "learnt")
@@ -648,6 +648,8 @@ GROUPS: dict[str, list[Trial]] = {
         Trial("guidance by gradients of the U-Net and the autoencoder in a callback", guided, tolerance=FUSED),
         # a budget is planned for pictures: the activations that a training step keeps are beyond it
         Trial("a LoRA added and trained after", learnt, refused={"budget": "raw OutOfMemoryError"}),
+        Trial('the same, fitted with `request={"backward": "lora:2"}`',
+              functools.partial(learnt, request={"backward": "lora:2", "height": PIXELS, "width": PIXELS})),
     ],
     "Compiled": [
         Trial("repeated blocks compiled before (`compile_repeated_blocks`)", compiled,

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ STEPS = 3
 ROUNDING = 5e-6  # relative: of the simulated card, whose kernels add in another order than the CPU's
 SD = next(case for case in CASES if case.name == "StableDiffusion")
 
-Fit = Callable[[Any], Any]
+Fit = Callable[..., Any]
 Script = Callable[[Any, Fit], list[torch.Tensor]]
 
 
@@ -55,18 +56,16 @@ class Way:
                 use_cards([])
 
 
-def _on_disk(pipe: Any) -> Any:
+def _on_disk(pipe: Any, **more: Any) -> Any:
     parts = {
         name: {"placement": "stream" if find_role(name, part) == "denoiser" else "offload", "offload_to": "disk"}
         for name, part in find_components(pipe).items()
     }
-    return tightfit.fit(pipe, plan={"components": parts}, device="loopback")
+    return tightfit.fit(pipe, plan={"components": parts}, device="loopback", **more)
 
 
-LEVEL = Way("level", "level 3", lambda pipe: tightfit.fit(pipe, level=3, device="simulated:0"), ROUNDING, card=True)
-BUDGET = Way(
-    "budget", "budget", lambda pipe: tightfit.fit(pipe, budget=100 * MIB, device="simulated:0"), ROUNDING, 8, card=True
-)
+LEVEL = Way("level", "level 3", partial(tightfit.fit, level=3, device="simulated:0"), ROUNDING, card=True)
+BUDGET = Way("budget", "budget", partial(tightfit.fit, budget=100 * MIB, device="simulated:0"), ROUNDING, 8, card=True)
 DISK = Way("disk", "weights on disk", _on_disk, 0)
 WAYS = {way.name: way for way in (LEVEL, BUDGET, DISK)}
 
@@ -100,7 +99,7 @@ def draw(pipe: Any, height: int = PIXELS, **more: Any) -> torch.Tensor:
     return pictures.detach().cpu().clone()
 
 
-def untouched(_: Any) -> Any:
+def untouched(_: Any, **more: Any) -> Any:
     """The `fit` of an untouched pipeline: its handle does nothing."""
     return SimpleNamespace(undo=lambda: None, fitted=False)
 
@@ -119,8 +118,8 @@ def outcome(trial: Trial, way: Way) -> str:
     with way.ready():
         pipe, handles = trial.make(way.scale), list[Any]()
 
-        def fit(each: Any) -> Any:
-            handles.append(way.fit(each))
+        def fit(each: Any, **more: Any) -> Any:
+            handles.append(way.fit(each, **more))
             return handles[-1]
 
         try:

@@ -16,6 +16,7 @@ from torch import nn
 from tightfit.apply.fitting import fit
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
+from tightfit.devices.memory import trim_heap
 from tightfit.errors import InputError, unknown_name
 from tightfit.measure.call_log import CallLog
 from tightfit.measure.call_profiler import CallProfiler
@@ -179,7 +180,7 @@ def _kept(
 def _collecting_rarely() -> Iterator[None]:
     """Raise the garbage collector's threshold tenfold: collections took up to a third of the time.
 
-    Existing objects are frozen meanwhile: libraries have a million of them.
+    Existing objects are frozen meanwhile: libraries have a million of them. In the end the simulated pipeline is freed.
     """
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.set_threshold(10 * before[0], *before[1:])
@@ -188,6 +189,8 @@ def _collecting_rarely() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()
+        trim_heap()
         if not frozen:
             gc.unfreeze()
         gc.set_threshold(*before)

@@ -151,6 +151,13 @@ class DifferentiableStreamer(Streamer):
         """End: graphs that were made until now cannot be used any more."""
         self._closed = True
 
+    def fetch(self, group: WeightGroup, index: int) -> torch.Tensor:
+        if (
+            self._closed and group.store.writable
+        ):  # other code has kept a placeholder: its store has let go of its memory
+            return group.source_params[index].detach().to(self._device.torch_device, copy=True)
+        return super().fetch(group, index)
+
     def _load_for_backward(self, groups: Iterable[WeightGroup]) -> list[LoadedGroup]:
         used: list[LoadedGroup] = []
         try:

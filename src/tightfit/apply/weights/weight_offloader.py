@@ -108,6 +108,7 @@ class WeightOffloader:
         stores, weight_of = self._store_factory.stores(plan, undo), self._file_weights.weight_of
         groups = weight_groups_of(module, component, plan.granularity or "layer", stores, weight_of, inside, unused)
         self._store_factory.settle(module)
+        undo.callback(_release, groups)
         if plan.pinned:
             self._lock(name, groups, undo)
         resident = {group.name for group in groups} if plan.placement == "offload" else plan.resident_layers or ()
@@ -289,3 +290,9 @@ class WeightOffloader:
         for name in self._streamers:
             self._evict(name)
         self._tracker.begin_call()
+
+
+def _release(groups: Sequence[WeightGroup]) -> None:
+    """Let go of weights that another plan, or none, has by now: references in cycles would keep them for long."""
+    for group in groups:
+        group.store.release()

@@ -95,6 +95,9 @@ class WeightStore(ABC):
     def unlock_pages(self) -> None:  # noqa: B027 - most have nothing to unlock
         """Wait for copies in flight and unlock the source parameters."""
 
+    def release(self) -> None:  # noqa: B027 - most have no memory of their own
+        """Let go of the memory of the source parameters, which keep it: no more is sent."""
+
     def values(self) -> list[torch.Tensor]:
         """Return the plain tensors; called only where source parameters have no values."""
         raise NotImplementedError
@@ -146,6 +149,9 @@ class HostStore(WeightStore):
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    def release(self) -> None:
+        self._buffer = self._buffer[:0].clone()
 
     def send(self, stream: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
         if self._lock is not None or self._stager is None:
