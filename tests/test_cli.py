@@ -224,6 +224,8 @@ WRONG: dict[str, tuple[tuple[object, ...], str, str]] = {
     "too many steps": (("--steps", 2000), "RequestError", r"2000 cannot be larger than"),
     "absurd steps": (("--steps", 10**9), "RequestError", r"1000000000 steps are too many: 10,000 at the most"),
     "batch": (("--batch", 0), "RequestError", r"batch must be greater than 0, not 0"),
+    "batch of many digits": (("--batch", "9" * 400), "RequestError", r"batch must be less than 9223372036854775808"),
+    "budget of many digits": (("--budget", "9" * 400), "PlanError", r"device must be less than 9223372036854775808"),
     "seed": (("--seed", -1), "RequestError", r"seed must be between 0 and .*, not -1"),
     "guidance": (("--guidance", "nan"), "RequestError", r"guidance must be a finite number"),
     "frames": (("--frames", 9), "RequestError", r"StableDiffusionPipeline takes no frames"),

@@ -10,7 +10,7 @@ import pytest
 
 from fuzz.__main__ import untouched, verdict
 
-FAILED: tuple[int, ...] = ()  # seeds
+FAILED: tuple[int, ...] = (3087, 3319)  # seeds
 FRESH = range(10**6, 10**6 + 60)
 
 

@@ -17,7 +17,7 @@ from tightfit.units import parse_bytes
 __all__ = ["Count", "Positive", "Rate", "Real", "Record", "Size"]
 
 Count = Annotated[int, Strict(), Field(ge=0)]  # strict: a bool is not accepted as a number
-Positive = Annotated[int, Strict(), Field(gt=0)]
+Positive = Annotated[int, Strict(), Field(gt=0, lt=2**63)]  # beyond, torch takes none, and a float not always
 Real = Annotated[float, Strict(), Field(ge=0)]
 Rate = Annotated[float, Strict(), Field(gt=0)]
 
