@@ -53,10 +53,13 @@ def read(name: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
 def table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
-    lines = [" | ".join(head), " | ".join("---" for _ in head)]
-    lines += [" | ".join(map(str, row)) for row in rows]
-    return "\n".join(f"| {line} |" for line in lines)
+    all_rows = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in all_rows)
 
 
 def score() -> str:
@@ -129,6 +132,29 @@ def gradients() -> str:
     for row in read("gradients")["rows"]:
         rows.append((row["plan"], format_bytes(row["peak"]), f"{row['peak'] / first['peak']:.2f} ×"))
     return table(("plan", "peak of weights, activations, gradients and optimizer", "of the peak without a plan"), rows)
+
+
+def reliability() -> str:
+    signals, groups, inputs = (lines(name) for name in ("signals", "group-limits", "fuzz"))
+    sent, after = [row for row in signals if "signal" in row], [row for row in signals if "again" in row]
+    left, wrong = sum(bool(row["left"]) for row in signals), sum(not row["again"] for row in after)
+    drawn = [row for row in groups if row["code"] == 0]
+    killed, other = sum(row["kills"] for row in groups), sum(not row["same"] for row in drawn)
+    right, raw = sum(row["input"].startswith("right") for row in inputs), sum("wrong" in row for row in inputs)
+    calls = read("many-calls")
+    growth = format_bytes(int(statistics.mean(calls["growth"])))
+    rows = [
+        ("TERM, HUP, INT or KILL at a random moment of `run`, `plan` or `chart` (`bench/signals.py`)", len(sent),
+         f"{left} left files behind; of {len(after)} commands after them, {wrong} were wrong"),
+        ("a run in a control group: a low limit, a lowered one, a neighbour that grows (`bench/group_limits.py`)",
+         len(groups), f"{killed} killed, {other} other pictures; {len(groups) - len(drawn)} ended with their figures"),
+        ("a random folder, plan, request or option; a third are right (`tests/fuzz`)", f"{len(inputs):,}",
+         f"{raw} raw errors; all {right:,} right ones drew their picture"),
+        ("a call within a budget, of one of 20 sizes (`bench/many_calls.py`)", f"{calls['calls']:,}",
+         f"{calls['different']} other pictures; anonymous memory {calls['trend']:+.1%} from call 200 on; {growth} for "
+         f"each of {calls['new sizes']} new sizes after that"),
+    ]  # fmt: skip
+    return table(("what", "times", "what came of it"), rows)
 
 
 def published() -> str:
@@ -347,6 +373,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "vae": vae,
     "fp8": fp8,
     "gradients": gradients,
+    "reliability": reliability,
     "published": published,
     "streaming": streaming,
     "budgets": budgets,

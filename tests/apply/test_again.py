@@ -175,3 +175,14 @@ def test_small_results_share_host_memory_which_the_next_call_uses_again(monkeypa
     finished.close()
     finished.once(Work(values[0]))
     assert taken == [PAGE, 2 * PAGE, PAGE]
+
+
+def test_what_may_have_had_other_effects_is_done_again(finished: OutputReplayCache) -> None:
+    finished.active = True
+    pure, recorded = Work(torch.ones(1)), Work(torch.ones(2))
+    for work, keeps in ((pure, True), (recorded, False)):
+        finished.once(work, keeps=keeps)
+    finished.begin_again()
+    for work, keeps in ((pure, True), (recorded, False)):
+        finished.once(work, keeps=keeps)
+    assert (pure.times, recorded.times) == (1, 2)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -302,3 +303,33 @@ def test_training_with_accelerate(plan: str, tmp_path: Path) -> None:
             fitted.undo()
     assert losses[plan] == losses["plain"]
     assert losses[plan][-1] != losses[plan][0]
+
+
+class RecordingProcessor(AttnProcessor2_0):  # type: ignore[misc]
+    """Records how often attention is computed."""
+
+    times = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        RecordingProcessor.times += 1
+        return super().__call__(*args, **kwargs)
+
+
+def test_attention_that_may_be_recorded_is_computed_once() -> None:
+    """Pipelines that guide by attention keep what their processors see; a block that runs twice would tell it twice."""
+    network, args, kwargs = denoiser_call("StableDiffusion")
+    copied = copy.deepcopy(network)
+    for module in copied.modules():
+        if hasattr(module, "set_processor"):
+            module.set_processor(RecordingProcessor())
+    RecordingProcessor.times = 0
+    wanted = gradients(copied, args, kwargs)
+    times = RecordingProcessor.times
+    assert times > 0
+    for checkpointing, expected in ((None, times), (True, 2 * times)):
+        plan = {"placement": "stream", "gradient_checkpointing": checkpointing}
+        fitted = fit(copied, plan={"components": {"model": plan}}, device="loopback")
+        RecordingProcessor.times = 0
+        assert_close(gradients(copied, args, kwargs), wanted)
+        assert expected - times < RecordingProcessor.times <= expected  # some attention is in no block
+        fitted.undo()

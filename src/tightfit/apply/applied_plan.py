@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,7 +14,10 @@ from tightfit.apply.session import Session
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
 from tightfit.apply.weights.stores import FileBackedWeights
 
-__all__ = ["AppliedPlan", "fill_and_close"]
+__all__ = ["AppliedPlan", "collect_old_plans", "fill_and_close"]
+
+COLLECTED = 8  # plans, after which what is left of them, about a megabyte each in cycles of references, is collected
+_plans = itertools.count(1)
 
 
 @dataclass(eq=False)
@@ -34,3 +39,9 @@ def fill_and_close(file_weights: FileBackedWeights, components: Iterable[nn.Modu
         for module in components:
             file_weights.fill(module)
         file_weights.close()
+
+
+def collect_old_plans() -> None:
+    """Collect what is left of earlier plans, now and then: a collection takes a few tenths of a second."""
+    if next(_plans) % COLLECTED == 0:
+        gc.collect()

@@ -8,6 +8,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
+from torch import nn
+
+from tightfit.apply.activations.gradient_checkpointing import may_record_attention
 from tightfit.apply.call_lock import CallLock
 from tightfit.apply.callbacks import raised_by
 from tightfit.apply.output_replay import OutputReplayCache, RngState, without_frames
@@ -207,11 +211,24 @@ class CallRunner:
         if log is not None:
             self.replans.logged(pipe, handle.plan, log)
 
-    def once(self, work: Callable[[], Any], what: tuple[str, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return `work()`, an outermost call of a component's method (`what`), or its output if it is kept."""
+    def once(
+        self,
+        work: Callable[[], Any],
+        what: tuple[str, str],
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return `work()`, an outermost call of a component's method (`what`), or its output if it is kept.
+
+        It is kept unless it has a graph, or the call may have had other effects.
+        """
         if self._log is not None:
             self._log.add(*what, args, kwargs)
-        return work() if self.finished is None else self.finished.once(work, what)
+        if self.finished is None or not self.finished.active:
+            return work()
+        keeps = not torch.is_grad_enabled() and not may_record_attention(module)
+        return self.finished.once(work, what, keeps=keeps)
 
     def _replan_for_request(
         self,

@@ -19,7 +19,7 @@ from tightfit.apply.activations.gradient_checkpointing import checkpoint_blocks
 from tightfit.apply.activations.max_batch import chunk_blocks
 from tightfit.apply.activations.memory_format import channels_last
 from tightfit.apply.allocator_limits import limit_allocators
-from tightfit.apply.applied_plan import AppliedPlan, fill_and_close
+from tightfit.apply.applied_plan import AppliedPlan, collect_old_plans, fill_and_close
 from tightfit.apply.call_runner import CallObserver, CallRunner, ReplannerProtocol
 from tightfit.apply.changes import PipelineState
 from tightfit.apply.choices import choices_of, decide
@@ -120,6 +120,7 @@ class Fitted:
 
         `file_weights`: those of the first plan.
         """
+        collect_old_plans()
         before = self._applied()
         file_weights = file_weights or (FileBackedWeights() if before is None else before.file_weights)
         file_weights.keep_in_files = True
@@ -201,7 +202,9 @@ class Fitted:
         if self.plan.offload_activations and has_skips(module) and not forward:
             offload_waiting_activations(module, device, recorder, undo)
         saves = plan.checkpoints_gradients and not forward
-        checkpoint_blocks(module, lambda: session.recompute(name), undo.callback, saves=saves)
+        auto = plan.gradient_checkpointing is None
+        again = lambda: session.recompute(name)  # noqa: E731
+        checkpoint_blocks(module, again, undo.callback, saves=saves, unless_recorded=auto)
         if forward:
             undo.callback(override_class_members(module, **forward))
         undo.callback(override_class_members(module, **members.of_component(name, module, device, undo)))

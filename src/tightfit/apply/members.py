@@ -61,7 +61,7 @@ class Members:
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if session.busy:
                     return work(self, *args, **kwargs)
-                return calls.once(lambda: work(self, *args, **kwargs), (name, method), args, kwargs)
+                return calls.once(lambda: work(self, *args, **kwargs), (name, method), self, args, kwargs)
 
             def work(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 with session.work(name, role, method), dispatcher.working() if attends else nullcontext():

@@ -93,8 +93,8 @@ class OutputReplayCache:
         if self._file is not None:
             self._file.finish()
 
-    def once(self, work: Callable[[], Any], what: CallKey | None = None) -> Any:
-        """Return `work()`, the component call `what`, or its output from before the retry."""
+    def once(self, work: Callable[[], Any], what: CallKey | None = None, *, keeps: bool = True) -> Any:
+        """Return `work()`, the component call `what`, or its output from before the retry, unless it `keeps` none."""
         if not self.active:
             return work()
         last = self._is_last(what)
@@ -103,7 +103,8 @@ class OutputReplayCache:
             self._given += 1
             return work() if result is None else self._back(result)
         value = work()
-        self._results.append(None if last else self._kept(value))  # after the last one, little can run out of memory
+        # after the last one, little can run out of memory
+        self._results.append(None if last or not keeps else self._kept(value))
         self._given += 1
         return value
 

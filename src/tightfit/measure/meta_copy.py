@@ -93,8 +93,7 @@ def _facts(path: str, value: Any, seen: set[int]) -> Iterator[str | None]:
     if isinstance(value, _PLAIN):
         yield f"{path}={value!r}"
     elif isinstance(value, torch.Tensor):
-        trained = " trained" if value.requires_grad else ""
-        yield f"{path}:{type(value).__name__}{tuple(value.shape)}{value.stride()}{value.dtype}{trained}"
+        yield f"{path}:{type(value).__name__}{tuple(value.shape)}{value.stride()}{value.dtype}"
     elif id(value) in seen:
         yield f"{path}:again"
     elif isinstance(value, PreTrainedTokenizerBase):  # only its result for the prompt matters, not the whole vocabulary

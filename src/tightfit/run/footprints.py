@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -167,6 +168,8 @@ def _kept(
     wanted = missing or (lambda footprint: footprint.not_measured)
     if (inputs and not whole) or not mark:
         return measured(wanted)
+    if request.backward == "parameters":
+        mark += _trained(model)
     question = footprint_question(mark, request, dtype, expandable=expandable)
     known = lookup(Footprint, question)
     if known is None:
@@ -174,6 +177,17 @@ def _kept(
     if wanted(known):
         return keep_footprint(measured(lambda more: wanted(more.merged_with(known))), question)
     return known
+
+
+def _trained(model: Any) -> str:
+    """Which parameters of a live pipeline require gradients, as a digest; "" for a folder or a known model: all."""
+    if isinstance(model, str | ModelFolder):
+        return ""
+    parts = find_components(model).items()
+    named = (
+        f"{part}.{name}" for part, module in parts for name, each in module.named_parameters() if each.requires_grad
+    )
+    return hashlib.sha256("\0".join(named).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -16,22 +16,29 @@ from tightfit.apply.module_hooks import wrap
 from tightfit.apply.weights.gradients import in_backward
 from tightfit.measure.modules import compiled_around, find_blocks
 
-__all__ = ["checkpoint_blocks"]
+__all__ = ["checkpoint_blocks", "may_record_attention"]
 
 
 def checkpoint_blocks(
-    module: nn.Module, again: Callable[[], AbstractContextManager[Any]], undo: Callable[..., object], *, saves: bool
+    module: nn.Module,
+    again: Callable[[], AbstractContextManager[Any]],
+    undo: Callable[..., object],
+    *,
+    saves: bool,
+    unless_recorded: bool = False,
 ) -> None:
     """Run each block of `module` in the context `again()` when it is run within a backward pass.
 
     With `saves`, blocks that run with gradients enabled are run again there, by torch.utils.checkpoint, with the same
-    random numbers; otherwise only where other code checkpoints them. `undo` receives how to undo it.
+    random numbers; otherwise only where other code checkpoints them. With `unless_recorded`, blocks with attention
+    processors from outside of diffusers' models are not run again: they may record what they see, and would do so
+    twice. `undo` receives how to undo it.
     """
 
     if module._compiled_call_impl is not None:  # its code is one graph
         return
 
-    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+    def around(block: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         def work(*args: Any, **kwargs: Any) -> Any:
             with again() if in_backward() else nullcontext():
                 return call(*args, **kwargs)
@@ -40,13 +47,24 @@ def checkpoint_blocks(
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():  # as in nearly all calls
                 return call(*args, **kwargs)
-            return checkpoint(work, *args, use_reentrant=False, **kwargs) if saves else work(*args, **kwargs)
+            if saves and not (unless_recorded and may_record_attention(block)):
+                return checkpoint(work, *args, use_reentrant=False, **kwargs)
+            return work(*args, **kwargs)
 
         return run
 
     compiled = compiled_around(module)
     for block in find_blocks(module).values():
         if block._compiled_call_impl is not None:
-            wrap(block, around, undo)
+            wrap(block, functools.partial(around, block), undo)
         elif id(block) not in compiled:  # its hooks run again, too: those that load weights are among them
-            undo(override_class_members(block, __call__=around(type(block).__call__)))
+            undo(override_class_members(block, __call__=around(block, type(block).__call__)))
+
+
+def may_record_attention(module: nn.Module) -> bool:
+    """Whether attention in `module` is computed by code that may record it, as pipelines that guide by attention do."""
+    processors = (getattr(part, "processor", None) for part in module.modules())
+    return any(
+        processor is not None and not type(processor).__module__.startswith("diffusers.models.")
+        for processor in processors
+    )
