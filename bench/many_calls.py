@@ -9,7 +9,6 @@ import argparse
 import os
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 from fp8 import demo_pipeline
 from measuring import write
 from tightfit import fit
+from tightfit.devices.ram import held_bytes
 
 BUDGET = "100MB"
 CALLS, SIZES, NEW = 1000, 20, 50
@@ -25,13 +25,8 @@ SETTLED = 200  # calls after which memory should be flat
 SIDES = [64 + 8 * index for index in range(17)]
 
 
-def anonymous_bytes() -> int:
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-
-
 def state() -> tuple[int, int, int]:
-    return anonymous_bytes(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    return held_bytes(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def draw(pipe: Any, size: tuple[int, int]) -> np.ndarray[Any, Any]:
@@ -79,9 +74,9 @@ def main() -> None:
             print(f"{number + 1} calls, {time.monotonic() - began:.0f} s, {states[-1]}", flush=True)
     found = summary(states)
     for size in new:
-        before = anonymous_bytes()
+        before = held_bytes()
         different += not same(draw(pipe, size), expected[size])
-        grown.append(anonymous_bytes() - before)
+        grown.append(held_bytes() - before)
     found |= {"different": different, "calls": len(states), "new sizes": len(grown), "growth": grown}
     fitted.undo()
     write("many-calls", found)

@@ -10,7 +10,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,8 +63,10 @@ def _on_disk(pipe: Any, **more: Any) -> Any:
     return tightfit.fit(pipe, plan={"components": parts}, device="loopback", **more)
 
 
-LEVEL = Way("level", "level 3", partial(tightfit.fit, level=3, device="simulated:0"), ROUNDING, card=True)
-BUDGET = Way("budget", "budget", partial(tightfit.fit, budget=100 * MIB, device="simulated:0"), ROUNDING, 8, card=True)
+LEVEL = Way("level", "level 3", functools.partial(tightfit.fit, level=3, device="simulated:0"), ROUNDING, card=True)
+BUDGET = Way(
+    "budget", "budget", functools.partial(tightfit.fit, budget=100 * MIB, device="simulated:0"), ROUNDING, 8, card=True
+)
 DISK = Way("disk", "weights on disk", _on_disk, 0)
 WAYS = {way.name: way for way in (LEVEL, BUDGET, DISK)}
 

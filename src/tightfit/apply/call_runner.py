@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tightfit.apply.activations.gradient_checkpointing import may_record_attention
+from tightfit.apply.activations.gradient_checkpointing import may_record
 from tightfit.apply.call_lock import CallLock
 from tightfit.apply.callbacks import raised_by
 from tightfit.apply.output_replay import OutputReplayCache, RngState, without_frames
@@ -215,19 +215,19 @@ class CallRunner:
         self,
         work: Callable[[], Any],
         what: tuple[str, str],
-        module: nn.Module,
+        attention: Sequence[nn.Module],
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> Any:
         """Return `work()`, an outermost call of a component's method (`what`), or its output if it is kept.
 
-        It is kept unless it has a graph, or the call may have had other effects.
+        It is kept unless it has a graph, or the component's `attention` layers may record what they see.
         """
         if self._log is not None:
             self._log.add(*what, args, kwargs)
         if self.finished is None or not self.finished.active:
             return work()
-        keeps = not torch.is_grad_enabled() and not may_record_attention(module)
+        keeps = not torch.is_grad_enabled() and not may_record(attention)
         return self.finished.once(work, what, keeps=keeps)
 
     def _replan_for_request(

@@ -13,6 +13,7 @@ from torch import nn
 
 from tightfit.apply.activations.attention_dispatch import AttentionDispatcher
 from tightfit.apply.activations.cfg_batching import batch_or_split
+from tightfit.apply.activations.gradient_checkpointing import attention_layers
 from tightfit.apply.activations.vae_tiling import wrap_vae_methods
 from tightfit.apply.call_runner import CallRunner, PlanHandle
 from tightfit.apply.copies import copying
@@ -50,6 +51,7 @@ class Members:
         plan, calls, host = self.plan.components.get(name, ComponentPlan()), self.calls, self.device
         lossy, recorder, manager = plan.lossy(name), self.handle.recorder.of(device.name), self.places.of(name)
         dispatcher = AttentionDispatcher(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
+        attention = attention_layers(module)
         # compiled modules have chosen their attention kernels, and would be recompiled
         attends = plan.attention != "auto" or not compiled_around(module)
 
@@ -61,7 +63,7 @@ class Members:
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if session.busy:
                     return work(self, *args, **kwargs)
-                return calls.once(lambda: work(self, *args, **kwargs), (name, method), self, args, kwargs)
+                return calls.once(lambda: work(self, *args, **kwargs), (name, method), attention, args, kwargs)
 
             def work(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 with session.work(name, role, method), dispatcher.working() if attends else nullcontext():

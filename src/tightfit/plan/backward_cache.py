@@ -35,7 +35,7 @@ class BackwardCache(ABC, Generic[K]):
 
     def use(self, key: K) -> None:
         """Record a use of `key`, and load it if it is not loaded."""
-        if key is not self._latest:  # a layer's weights are asked for one after another
+        if key != self._latest:  # a layer's weights are asked for one after another
             self._latest = key
             self._order.used(key)
         if key not in self._loaded:
@@ -56,9 +56,9 @@ class BackwardCache(ABC, Generic[K]):
     def _evict_for(self, key: K) -> bool:
         """Evict what is needed later than `key`, the last needed first; return whether it has room then."""
         when = self._order.next_use
-        needed = 0 if key is self._latest else when(key)
+        needed = 0 if key == self._latest else when(key)
         while self._bytes() + self._size(key) > self._limit:
-            later = {other: when(other) for other in self._idle() if other is not self._latest}
+            later = {other: when(other) for other in self._idle() if other != self._latest}
             last = max(later, key=lambda other: _or_never(later[other]), default=None)
             if last is None or _or_never(later[last]) <= _or_never(needed):
                 return False

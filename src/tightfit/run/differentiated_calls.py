@@ -70,14 +70,14 @@ def with_gradients(footprint: Footprint, differentiated: Mapping[str, Differenti
 class DifferentiatedCalls:
     """Calls of `part`, each with the backward pass of a mean squared error after it; `forward` makes one.
 
-    Until `undo`, whoever calls `part` calls `forward`. With `keeps`, gradients are kept until the backward pass ends,
+    Whoever calls `part` calls `forward` from then on. With `keeps`, gradients are kept until the backward pass ends,
     as optimizers need them; otherwise each goes at once, as if to host memory.
     """
 
     def __init__(self, part: nn.Module, card: SimulatedCard, *, of_inputs: bool, keeps: bool) -> None:
         self._card, self._part, self._call, self._of_inputs = card, part, type(part).__call__, of_inputs
         self.replayer: Callable[..., Any] = self.differentiated
-        self.undo = override_class_members(part, __call__=lambda _, *args, **kwargs: self.forward(*args, **kwargs))
+        override_class_members(part, __call__=lambda _, *args, **kwargs: self.forward(*args, **kwargs))
         if not keeps:
             for parameter in self._trained():
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]

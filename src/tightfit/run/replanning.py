@@ -50,9 +50,10 @@ class Replanner:
         self._limits, self._devices = plan_target
         self._machine: Machine | None = None  # as before the pipeline followed any plan
         self.calibration_recorder = CalibrationRecorder(self._devices[0])
+        self._backward: str | None = None  # as the first request says that names it
         self._look_at(pipe, plan_target)
         if made is not None and made.plan.request is not None:
-            self._machine = self._free_machine()
+            self._machine, self._backward = self._free_machine(), made.plan.request.backward
             shape = shape_of(pipe, made.plan.request)
             self._plans[shape] = made.plan
             if made.planning_inputs is not None:
@@ -69,7 +70,6 @@ class Replanner:
         self._plans: dict[CallShape, Plan] = {}
         self._logs: dict[CallShape, CallLog] = {}  # of finished calls that were not measured before
         self._tried: set[Request] = set()  # the requests of such calls
-        self._backward: str | None = None  # as the first request says that named it
 
     def renew(self, pipe: Any) -> Plan:
         """Measure `pipe`, which follows no plan, as it is now; return a plan until its next call is planned for."""
@@ -162,17 +162,20 @@ class Replanner:
         request = request_of(pipe, args, kwargs)
         if request is None:
             return None
-        guidance = {"guidance": guidance_of(pipe, request)} if self._backward else {}
-        trained = request.model_copy(update={"backward": self._backward} | guidance)
-        shapes = [shape_of(pipe, trained), shape_of(pipe, request)]
+        requests = [request]
+        if self._backward is not None:
+            as_trained = {"backward": self._backward, "guidance": guidance_of(pipe, request)}
+            requests.insert(0, request.model_copy(update=as_trained))
+        shapes = [shape_of(pipe, each) for each in requests]
         if now.request is not None:
             planned = shape_of(pipe, now.request)
             known = planned in shapes and planned not in self._logs
             if known or (_is_whole(now) and _is_within(shapes[0], planned)):
                 return None
         given = given_to(pipe, args, kwargs)
-        with contextlib.suppress(BudgetTooSmall):
-            return self.plan(pipe, trained, given)
+        for each in requests[:-1]:
+            with contextlib.suppress(BudgetTooSmall):
+                return self.plan(pipe, each, given)
         return self.plan(pipe, request, given)
 
     def log_for(self, now: Plan, device: Device, activations: Callable[[], int]) -> CallLog | None:

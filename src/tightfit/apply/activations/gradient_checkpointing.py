@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from tightfit.apply.module_hooks import wrap
 from tightfit.apply.weights.gradients import in_backward
 from tightfit.measure.modules import compiled_around, find_blocks
 
-__all__ = ["checkpoint_blocks", "may_record_attention"]
+__all__ = ["attention_layers", "checkpoint_blocks", "may_record"]
 
 
 def checkpoint_blocks(
@@ -43,11 +43,13 @@ def checkpoint_blocks(
             with again() if in_backward() else nullcontext():
                 return call(*args, **kwargs)
 
+        attention = attention_layers(block)
+
         @functools.wraps(call)
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():  # as in nearly all calls
                 return call(*args, **kwargs)
-            if saves and not (unless_recorded and may_record_attention(block)):
+            if saves and not (unless_recorded and may_record(attention)):
                 return checkpoint(work, *args, use_reentrant=False, **kwargs)
             return work(*args, **kwargs)
 
@@ -61,10 +63,15 @@ def checkpoint_blocks(
             undo(override_class_members(block, __call__=around(block, type(block).__call__)))
 
 
-def may_record_attention(module: nn.Module) -> bool:
-    """Whether attention in `module` is computed by code that may record it, as pipelines that guide by attention do."""
-    processors = (getattr(part, "processor", None) for part in module.modules())
-    return any(
-        processor is not None and not type(processor).__module__.startswith("diffusers.models.")
-        for processor in processors
-    )
+def attention_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the submodules of `module` whose attention is computed by a processor, as diffusers calls it."""
+    return [part for part in module.modules() if hasattr(part, "processor")]
+
+
+def may_record(attention: Iterable[Any]) -> bool:
+    """Whether processors of `attention` layers may record what they see, as pipelines that guide by attention do.
+
+    That is: whether any is from outside of diffusers' models.
+    """
+    processors = (layer.processor for layer in attention)
+    return any(each is not None and not type(each).__module__.startswith("diffusers.models.") for each in processors)

@@ -151,7 +151,7 @@ class HostStore(WeightStore):
             self._lock = None
 
     def release(self) -> None:
-        self._buffer = self._buffer[:0].clone()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def send(self, stream: CopyStream, target: torch.Tensor, after: Any) -> CopyHandle:
         if self._lock is not None or self._stager is None:
