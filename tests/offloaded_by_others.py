@@ -22,3 +22,7 @@ def by_layer(pipe: Any) -> None:
 
 def by_group(pipe: Any) -> None:
     apply_group_offloading(pipe.unet, HERE, HERE, offload_type="leaf_level")
+
+
+def by_blocks(pipe: Any) -> None:
+    apply_group_offloading(pipe.unet, HERE, HERE, offload_type="block_level", num_blocks_per_group=1)

@@ -555,7 +555,6 @@ def not_after(name: str, throw: Callable[[Any], object], what: str = "this pipel
     return Trial(name, switch(throw), refused=everywhere(said))
 
 
-BY_HOOKS = r"PlanError: unet is offloaded by accelerate's hooks: call pipe\.remove_all_hooks\(\) first"
 BY_GROUPS = r"PlanError: unet is offloaded by groups, which diffusers has no call to end: load the pipeline anew"
 CASTS = r"PlanError: unet casts its layers in each pass \(layerwise casting\), which cannot be measured for a budget"
 MAPPED = r"PlanError: this pipeline was loaded with a device map: call pipe\.reset_device_map\(\) first"
@@ -675,9 +674,9 @@ GROUPS: dict[str, list[Trial]] = {
               refused=everywhere(TO_META)),
     ],
     "diffusers' own switches, before": [
-        Trial("`enable_model_cpu_offload`", before(by_model), refused=everywhere(BY_HOOKS)),
-        Trial("`enable_sequential_cpu_offload`", before(by_layer), refused=everywhere(BY_HOOKS)),
-        Trial("`enable_group_offload`, in memory", before(by_group), refused=everywhere(BY_GROUPS)),
+        Trial("`enable_model_cpu_offload`", before(by_model)),
+        Trial("`enable_sequential_cpu_offload`", before(by_layer)),
+        Trial("`enable_group_offload`, in memory", before(by_group)),
         Trial("`enable_group_offload`, to disk", before(group_to_disk), refused=everywhere(BY_GROUPS)),
         Trial("device map", before(mapped), refused=everywhere(MAPPED)),
         Trial("`enable_layerwise_casting`", before(casting), refused={"budget": CASTS}),

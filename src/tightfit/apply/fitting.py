@@ -28,6 +28,7 @@ from tightfit.apply.members import Members
 from tightfit.apply.method_overrides import exported, override_class_members
 from tightfit.apply.module_hooks import watch
 from tightfit.apply.other_offloading import refuse_followers, refuse_offloaded
+from tightfit.apply.replaced_offloading import put_back, replaced, replaced_names
 from tightfit.apply.scheduler_tensors import bring_back
 from tightfit.apply.session import Session
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
@@ -85,12 +86,9 @@ def apply_plan(
     if earlier is not None:
         earlier.undo()
     target = choose_device(device or plan.device)
-    check_kinds(find_components(pipe), plan, lambda name: _device_of(name, plan, target))
-    return Fitted(pipe, plan, target, count_activations=count_activations, replans=replans)
-
-
-def _nothing() -> None:
-    """The reference to an applied plan where there is none."""
+    with replaced(pipe):
+        check_kinds(find_components(pipe), plan, lambda name: _device_of(name, plan, target))
+        return Fitted(pipe, plan, target, count_activations=count_activations, replans=replans)
 
 
 class Fitted:
@@ -110,10 +108,12 @@ class Fitted:
         self._device, self._recorder = device, JointRecorder(device, count_activations)
         self._calls = CallRunner(device, replans)
         self._trace: Trace | None = None
-        self._applied: Callable[[], AppliedPlan | None] = _nothing
-        self._uncap: Callable[[], object] = _nothing
+        self._applied: Callable[[], AppliedPlan | None] = lambda: None
+        self._uncap: Callable[[], object] = lambda: None
         self._renew: Callable[[Any], Plan] = replans.renew if replans is not None else lambda _: self.plan
         self.follow(pipe, plan, file_weights or FileBackedWeights())
+        if names := replaced_names(pipe):
+            self._calls.remark(f"{', '.join(names)}: undo() puts back the offloading of diffusers or accelerate")
 
     def follow(self, pipe: Any, plan: Plan, file_weights: FileBackedWeights | None = None) -> None:
         """Make `pipe`, the same as before, follow `plan` instead; weights that both read from files stay in files.
@@ -125,12 +125,12 @@ class Fitted:
         file_weights = file_weights or (FileBackedWeights() if before is None else before.file_weights)
         file_weights.keep_in_files = True
         try:
-            self.undo()
+            self._leave()
         finally:
             file_weights.keep_in_files = False
         components = find_components(pipe)
         with ExitStack() as uncap, ExitStack() as undo:
-            undo.callback(setattr, self, "_applied", _nothing)
+            undo.callback(setattr, self, "_applied", lambda: None)
             give_owners(components.values(), undo.callback)
             undo.callback(fill_and_close, file_weights, components.values())
             bring_back(pipe, undo.callback)
@@ -160,10 +160,10 @@ class Fitted:
     def keep_up(self, pipe: Any) -> None:
         """Follow a plan for the components that `pipe` has now, if they are others. Raises PlanError, AlreadyFitted."""
         measured = self._calls.replans is not None
-        refuse_offloaded(pipe, measured=measured)
+        refuse_offloaded(pipe, measured=measured, replaced=False)
         if changes := self._state.changes(pipe, sizes=measured):
             refuse_followers(pipe, self)
-            self.undo()
+            self._leave()
             plan = self.plan
             try:
                 plan = self._renew(pipe)
@@ -230,10 +230,6 @@ class Fitted:
         return self._now.session
 
     @property
-    def _places(self) -> DeviceOffloaders:
-        return self._now.places
-
-    @property
     def _now(self) -> AppliedPlan:
         applied = self._applied()
         if applied is None:
@@ -256,7 +252,7 @@ class Fitted:
             pipe, plan = self._pipe(), self.plan
             if pipe is None:
                 raise RunError(f"the pipeline that followed the plan for {plan.device} is gone: undo() first")
-            self.undo()
+            self._leave()
             try:
                 yield
             finally:
@@ -278,6 +274,12 @@ class Fitted:
 
     def undo(self) -> None:
         """Restore values, dtypes, devices, formats, methods and hooks exactly. Raises RunError during a call."""
+        self._leave()
+        if (pipe := self._pipe()) is not None:
+            put_back(pipe)
+
+    def _leave(self) -> None:
+        """Undo the plan; offloading that it replaced stays off."""
         if self._recorder.running:
             raise RunError("undo() in the middle of a call: let it end first")
         with self._calls.lock:

@@ -12,6 +12,7 @@ from torch import nn
 from tightfit.apply import fitting
 from tightfit.apply.fitting import Fitted, apply_plan
 from tightfit.apply.other_offloading import refuse_offloaded
+from tightfit.apply.replaced_offloading import offloading_device, replaced
 from tightfit.devices.device import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE
@@ -69,7 +70,8 @@ def fit(
 
     `plan` is a Plan, a mapping of its fields, or a YAML or JSON file of them; a mapping may have a `level` and only the
     fields that differ from it. `device` is "cpu", "cuda", "cuda:1" or "loopback" (default: torch's current card, else
-    the CPU). A second `fit` of a pipeline replaces the first.
+    the CPU). A second `fit` of a pipeline replaces the first. Offloading by diffusers or accelerate that is on is
+    replaced until `undo()`; its card is then the default.
 
     On a card the allocator counts bytes at no cost. On other devices each operation is observed, which takes tens of
     microseconds: nothing beside large layers, half of the time with tiny ones. `count_activations=False` turns this
@@ -80,6 +82,8 @@ def fit(
     is undone, because only an unmodified pipeline can be measured.
     """
     limits = limits_for(budget, ram, allow, level, plan)
+    if device is None and plan is None and (limits is None or limits.budget is None or not limits.budget.devices):
+        device = offloading_device(pipe)
     if limits is not None:
         planned = request_to_plan(request, example)
         return _fit_within(pipe, plan_target_of(limits, device), planned, example, count_activations)
@@ -102,9 +106,13 @@ def _fit_within(
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()
-    replanner = Replanner(pipe, plan_target)
-    plan = plan_until_called(pipe, plan_target) if call_request is None else replanner.plan(pipe, call_request, example)
-    target = plan_target.host_of(plan)
-    fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner)
-    fitted.tell(replanner.calibration_recorder)
-    return fitted
+    with replaced(pipe):
+        replanner = Replanner(pipe, plan_target)
+        if call_request is None:
+            plan = plan_until_called(pipe, plan_target)
+        else:
+            plan = replanner.plan(pipe, call_request, example)
+        target = plan_target.host_of(plan)
+        fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner)
+        fitted.tell(replanner.calibration_recorder)
+        return fitted

@@ -1,0 +1,192 @@
+"""Take diffusers' and accelerate's own offloading off a pipeline, and put it back.
+
+`undo()` has to restore it, so the settings that its hooks keep are read, and registered again with the public functions
+of the two libraries. The hooks themselves keep references to weights, which may have been replaced by then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.hooks import AlignDevicesHook, CpuOffload, add_hook_to_module, remove_hook_from_module
+from diffusers.hooks import apply_group_offloading
+from torch import nn
+
+from tightfit.measure.modules import find_components
+
+__all__ = [
+    "group_offloading",
+    "is_replaceable",
+    "moving_parts",
+    "offloading_device",
+    "put_back",
+    "replaced",
+    "replaced_names",
+]
+
+_GROUP_HOOKS = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
+_NOT_ARGUMENTS = {"stream", "module_prefix"}  # of diffusers' configuration; the others are, by the same names
+
+PutBack = Callable[[nn.Module], Any]
+
+
+class TakenOff:
+    """The offloading that was taken off a pipeline. It does not keep the pipeline alive."""
+
+    def __init__(self, pipe: Any) -> None:
+        """Take the offloading off `pipe`, which is replaceable."""
+        self.names: list[str] = []
+        self._parts: list[tuple[weakref.ref[nn.Module], PutBack]] = []
+        for name, module in find_components(pipe).items():
+            if taken := _take_off_groups(module) or _take_off_hooks(module):
+                self.names.append(name)
+                self._parts.append((weakref.ref(module), taken))
+        self.model_hooks = getattr(pipe, "_all_hooks", None)
+        if self.model_hooks:  # diffusers would register them again after each call
+            pipe._all_hooks = []
+
+    def put_back(self, pipe: Any) -> None:
+        """Offload `pipe` as before."""
+        for reference, register in self._parts:
+            if (module := reference()) is not None:
+                register(module)
+        if self.model_hooks:
+            pipe._all_hooks = self.model_hooks
+
+
+_taken: weakref.WeakKeyDictionary[Any, TakenOff] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def replaced(pipe: Any) -> Iterator[None]:
+    """Take offloading off `pipe`, which is replaceable; put it back after an error."""
+    taken = TakenOff(pipe)
+    if taken.names or taken.model_hooks:
+        _taken[pipe] = taken
+    try:
+        yield
+    except BaseException:
+        put_back(pipe)
+        raise
+
+
+def replaced_names(pipe: Any) -> list[str]:
+    """Return the names of the components of `pipe` whose offloading is replaced."""
+    return _taken[pipe].names if pipe in _taken else []
+
+
+def put_back(pipe: Any) -> None:
+    """Offload `pipe` again as before it was `replaced`, if it was."""
+    if (taken := _taken.pop(pipe, None)) is not None:
+        taken.put_back(pipe)
+
+
+def offloading_device(pipe: Any) -> torch.device | None:
+    """Return the card to which weights of `pipe` are moved for a pass; None if there is none, or several."""
+    found: set[torch.device] = set()
+    for module in find_components(pipe).values():
+        if (config := group_offloading(module)) is not None:
+            found.add(torch.device(config.onload_device))
+        named = (hook.execution_device for part in moving_parts(module) for hook in _hooks(part))
+        found |= {torch.device(device) for device in named if device is not None}
+    cards = {device for device in found if device.type == "cuda"}
+    return cards.pop() if len(cards) == 1 else None
+
+
+def is_replaceable(module: nn.Module) -> bool:
+    """Whether what moves weights of `module` is one known kind, and has all of them in host memory."""
+    config, parts = group_offloading(module), moving_parts(module)
+    if config is not None:
+        return not parts and config.offload_to_disk_path is None and torch.device(config.offload_device).type == "cpu"
+    hooks = [hook for part in parts for hook in _hooks(part)]
+    if any(type(hook) is CpuOffload for hook in hooks):
+        return len(hooks) == 1 and parts == [module]
+    layers = _offloading(hooks)
+    if hooks and not layers:
+        return False  # a device map
+    return all(type(hook) is AlignDevicesHook for hook in hooks) and all(map(_is_in_memory, layers))
+
+
+def moving_parts(module: nn.Module) -> list[nn.Module]:
+    """Return the parts of `module` with hooks of accelerate's that move weights or inputs."""
+    kinds = (AlignDevicesHook, CpuOffload)
+    return [part for part in module.modules() if any(isinstance(hook, kinds) for hook in _hooks(part))]
+
+
+def group_offloading(module: nn.Module) -> Any:
+    """Return the GroupOffloadingConfig with which diffusers offloads groups of layers of `module`, or None."""
+    for part in module.modules():
+        hooks = getattr(getattr(part, "_diffusers_hook", None), "hooks", {})
+        if _GROUP_HOOKS[0] in hooks:
+            return hooks[_GROUP_HOOKS[0]].config
+    return None
+
+
+def _take_off_groups(module: nn.Module) -> PutBack | None:
+    config = group_offloading(module)
+    if config is None:
+        return None
+    for part in module.modules():
+        if (registry := getattr(part, "_diffusers_hook", None)) is not None:
+            for hook in _GROUP_HOOKS:
+                registry.remove_hook(hook, recurse=False)
+            if not registry.hooks:
+                del part._diffusers_hook
+            _drop_own_forward(part)
+    arguments = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    arguments = {name: value for name, value in arguments.items() if name not in _NOT_ARGUMENTS}
+    return lambda module: apply_group_offloading(module, **arguments, use_stream=config.stream is not None)
+
+
+def _take_off_hooks(module: nn.Module) -> PutBack | None:
+    parts = moving_parts(module)
+    hooks = [hook for part in parts for hook in _hooks(part)]
+    for part in parts:
+        remove_hook_from_module(part)
+        _drop_own_forward(part)
+    if layers := _offloading(hooks):
+        _tie(module)
+        device, buffers = layers[0].execution_device, any(hook.offload_buffers for hook in layers)
+        return lambda module: accelerate.cpu_offload(module, device, offload_buffers=buffers)
+    if hooks:
+        module.to("cpu")  # the last one that ran is on the card
+        return lambda module: add_hook_to_module(module, hooks[0])
+    return None
+
+
+def _drop_own_forward(part: nn.Module) -> None:
+    """Drop the attribute in which removed hooks leave the class's method: what refers to its module is not copied."""
+    if getattr(vars(part).get("forward"), "__func__", None) is type(part).forward:
+        del part.forward
+
+
+def _hooks(part: nn.Module) -> list[Any]:
+    """Return accelerate's hooks of `part`; one may be a list of others."""
+    hook = getattr(part, "_hf_hook", None)
+    return [] if hook is None else list(getattr(hook, "hooks", [hook]))
+
+
+def _offloading(hooks: list[Any]) -> list[Any]:
+    return [hook for hook in hooks if getattr(hook, "offload", False)]
+
+
+def _is_in_memory(hook: AlignDevicesHook) -> bool:
+    """Whether the weights that `hook` brings are in a dictionary, not in files."""
+    weights = hook.weights_map
+    return isinstance(getattr(weights, "dataset", weights), dict)
+
+
+def _tie(module: nn.Module) -> None:
+    """Make parameters one again that share memory: accelerate makes one of each name."""
+    known: dict[tuple[Any, ...], nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.numel():
+                key = (parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())
+                part._parameters[name] = known.setdefault(key, parameter)
