@@ -41,6 +41,9 @@ class ReplannerProtocol(Protocol):
     def for_call(self, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any], now: Plan) -> Plan | None:
         """Return the plan for a call with these arguments; None where the current plan, `now`, suits it."""
 
+    def for_direct_calls(self, now: Plan, because: str) -> Plan | None:
+        """Return a plan for calls of components by themselves, with that reason; None where `now` is for them."""
+
     def for_held(self, pipe: Any, now: Plan, held: int) -> Plan:
         """Return the plan for the same call, given that the process held `held` bytes of RAM. Raises BudgetTooSmall."""
 
@@ -69,6 +72,9 @@ class PlanHandle(Protocol):
 
     plan: Plan
     devices: tuple[Device, ...]
+
+    @property
+    def pipe(self) -> Any: ...
 
     @property
     def recorder(self) -> JointRecorder: ...

@@ -237,6 +237,11 @@ class Fitted:
         return applied
 
     @property
+    def pipe(self) -> Any:
+        """The pipeline; None if nobody has it any more."""
+        return self._pipe()
+
+    @property
     def recorder(self) -> JointRecorder:
         """The recorder of memory and time; other code may report to it what it does on the device."""
         return self._recorder
@@ -249,14 +254,13 @@ class Fitted:
     def set_aside(self) -> Iterator[None]:
         """Undo the plan, and follow it again after the context. Raises RunError during a call."""
         with self._calls.lock:
-            pipe, plan = self._pipe(), self.plan
-            if pipe is None:
-                raise RunError(f"the pipeline that followed the plan for {plan.device} is gone: undo() first")
+            if (pipe := self.pipe) is None:
+                raise RunError(f"the pipeline that followed the plan for {self.plan.device} is gone: undo() first")
             self._leave()
             try:
                 yield
             finally:
-                self.follow(pipe, plan)
+                self.follow(pipe, self.plan)
 
     def renews(self, decide: Callable[[Any], Plan]) -> None:
         """Call `decide` for the plan of the pipeline when it has other components."""
@@ -275,8 +279,7 @@ class Fitted:
     def undo(self) -> None:
         """Restore values, dtypes, devices, formats, methods and hooks exactly. Raises RunError during a call."""
         self._leave()
-        if (pipe := self._pipe()) is not None:
-            put_back(pipe)
+        put_back(self.pipe)
 
     def _leave(self) -> None:
         """Undo the plan; offloading that it replaced stays off."""

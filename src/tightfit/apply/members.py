@@ -18,6 +18,7 @@ from tightfit.apply.activations.vae_tiling import wrap_vae_methods
 from tightfit.apply.call_runner import CallRunner, PlanHandle
 from tightfit.apply.copies import copying
 from tightfit.apply.cross_device import CrossDeviceCall
+from tightfit.apply.direct_calls import DirectCalls
 from tightfit.apply.method_overrides import computing, refused, while_followed
 from tightfit.apply.session import Session
 from tightfit.apply.switches import module_switches, pipeline_switches
@@ -52,6 +53,7 @@ class Members:
         lossy, recorder, manager = plan.lossy(name), self.handle.recorder.of(device.name), self.places.of(name)
         dispatcher = AttentionDispatcher(plan.attention, device, lambda what: recorder.note(f"{name}: {what}"))
         attention = attention_layers(module)
+        direct = DirectCalls(self.handle, calls, host, name, role)
         # compiled modules have chosen their attention kernels, and would be recompiled
         attends = plan.attention != "auto" or not compiled_around(module)
 
@@ -59,11 +61,17 @@ class Members:
             inner = CrossDeviceCall(host, device).around(inner) if device.separate or device is not host else inner
             inner = retry_on_oom(inner, lambda: manager.free_memory(name, ""))
 
+            own = "__call__" if method == "forward" else method
+
             @functools.wraps(inner)
             def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if session.busy:
                     return work(self, *args, **kwargs)
-                return calls.once(lambda: work(self, *args, **kwargs), (name, method), attention, args, kwargs)
+
+                def once() -> Any:
+                    return calls.once(lambda: work(self, *args, **kwargs), (name, method), attention, args, kwargs)
+
+                return direct.run(self, once, lambda: getattr(self, own)(*args, **kwargs), args, kwargs)
 
             def work(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 with session.work(name, role, method), dispatcher.working() if attends else nullcontext():
@@ -73,7 +81,6 @@ class Members:
                         return computing(functools.partial(inner, self), plan.compute_dtype, args, kwargs)
                     return inner(self, *args, **kwargs)
 
-            own = "__call__" if method == "forward" else method
             return while_followed(run, own, lambda: session.over, calls.lock)
 
         def here() -> torch.device:

@@ -82,8 +82,8 @@ def replaced_names(pipe: Any) -> list[str]:
 
 
 def put_back(pipe: Any) -> None:
-    """Offload `pipe` again as before it was `replaced`, if it was."""
-    if (taken := _taken.pop(pipe, None)) is not None:
+    """Offload `pipe` again as before it was `replaced`; nothing if it was not, or is None."""
+    if pipe is not None and (taken := _taken.pop(pipe, None)) is not None:
         taken.put_back(pipe)
 
 

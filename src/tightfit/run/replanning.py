@@ -25,7 +25,7 @@ from tightfit.run.call_arguments import CallShape, given_to, guidance_of, reques
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_target import PlanTarget
 from tightfit.run.planning_context import PlannedFolder, machine_now, with_less_taken, with_taken, within_group
-from tightfit.run.unmeasured import LEVEL, plan_unmeasured, plan_until_called, with_reason
+from tightfit.run.unmeasured import LEVEL, plan_direct_calls, plan_unmeasured, plan_until_called, with_reason
 from tightfit.schema.machine import Budget, Machine
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
@@ -113,9 +113,8 @@ class Replanner:
             if not planning_inputs.footprint.from_call_log:
                 raise
             return self._level_3(request, error)
-        self._inputs_by_shape[shape] = planning_inputs = planning_inputs._replace(
-            cache=None
-        )  # intermediate results of one plan take memory
+        planning_inputs = planning_inputs._replace(cache=None)  # intermediate results of one plan take memory
+        self._inputs_by_shape[shape] = planning_inputs
         self._resident_on(plan)
         self.calibration_recorder.studies(plan, planning_inputs)
         return plan
@@ -177,6 +176,10 @@ class Replanner:
             with contextlib.suppress(BudgetTooSmall):
                 return self.plan(pipe, each, given)
         return self.plan(pipe, request, given)
+
+    def for_direct_calls(self, now: Plan, because: str) -> Plan | None:
+        """Return a plan for calls of components by themselves, with that reason; None where `now` is for them."""
+        return plan_direct_calls(self._unmeasured, now, because)
 
     def log_for(self, now: Plan, device: Device, activations: Callable[[], int]) -> CallLog | None:
         """Return a log for a call that could not be measured beforehand, at its first time; else None."""

@@ -23,9 +23,10 @@ from tightfit.schema.request import Request
 from tightfit.schema.stores import default_store
 from tightfit.units import format_bytes
 
-__all__ = ["LEVEL", "plan_unmeasured", "plan_until_called", "with_reason"]
+__all__ = ["LEVEL", "plan_direct_calls", "plan_unmeasured", "plan_until_called", "with_reason"]
 
 LEVEL = 3
+UNPREDICTED = f"level {LEVEL} under the budget's cap, nothing predicted"
 STAYING = 3  # a component's weights take at most a third of the device's bytes
 
 STRIP_SHARE = 4  # an autoencoder's strips take a quarter of the device's bytes, as what else is there is not known
@@ -71,13 +72,24 @@ def plan_until_called(pipe: Any, plan_target: PlanTarget) -> Plan:
     return plan.model_copy(update={"budget": plan_target.limits.budget, "reasons": (reason,)})
 
 
+def plan_direct_calls(unmeasured: Plan, now: Plan, because: str) -> Plan | None:
+    """Return the `unmeasured` plan for calls of components by themselves, with the reason `because`.
+
+    None if `now` is that plan already, or has room for backward passes.
+    """
+    if (now.request is None and now.level == LEVEL) or (now.request is not None and now.request.backward is not None):
+        return None
+    reason = Reason(decision=UNPREDICTED, because=because)
+    return unmeasured.model_copy(update={"reasons": (reason, *unmeasured.reasons)})
+
+
 def with_reason(plan: Plan, request: Request, error: Exception) -> Plan:
     """Return `plan` for `request`, with `error` as the reason why it was not measured, or not planned for later."""
     if isinstance(error, BudgetTooSmall):
         because = f"no plan is sure to do with less ({_first_line(error)}), and this one may"
     else:
         because = f"this pipeline's call could not be measured ({type(error).__name__}: {_first_line(error)})"
-    reason = Reason(decision=f"level {LEVEL} under the budget's cap, nothing predicted", because=because)
+    reason = Reason(decision=UNPREDICTED, because=because)
     return plan.model_copy(update={"request": request, "reasons": (reason, *plan.reasons)})
 
 
