@@ -26,10 +26,11 @@ HEAD = """# What works together
 
 This page answers: what else can I do with a pipeline that follows a plan?
 
-Each row was tried on a tiny Stable Diffusion (the `enable_cache` rows: on a tiny FLUX) in three ways, and compared with
-the same calls of an untouched pipeline. *Level 3* and *budget* ran on a simulated card that keeps the values of its
-tensors (there is no real card), the budget so small that the U-Net is streamed; *disk* ran on the CPU, with all weights
-in files. "Before" and "after" mean `tightfit.fit`. Each row ends with `undo()` and one more picture.
+Each row was tried on a tiny Stable Diffusion (the `enable_cache` and `set_attention_backend` rows: on a tiny FLUX) in
+three ways, and compared with the same calls of an untouched pipeline. *Level 3* and *budget* ran on a simulated card
+that keeps the values of its tensors (there is no real card), the budget so small that the U-Net is streamed; *disk* ran
+on the CPU, with all weights in files. "Before" and "after" mean `tightfit.fit`. Each row ends with `undo()` and one
+more picture.
 
 - **right**: every picture is that of the untouched pipeline; to the bit with weights on disk, to 5·10⁻⁶ on the card,
   whose kernels add in another order (to 10⁻⁵ where a LoRA is fused, which rounds weights).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,12 +10,14 @@ import psutil
 import pytest
 import torch
 
+import tightfit
 from together.trials import SIZES
-from together.ways import BUDGET, DISK, LEVEL, MIB, Way, draw, made
+from together.ways import BUDGET, DISK, LEVEL, MIB, ROUNDING, Way, draw, made
 
 pytestmark = pytest.mark.usefixtures("shared_footprints")
 
 GROWTH = 32 * MIB  # of the process, from a quarter of the calls to the last
+RAM = Way("ram", "RAM budget", functools.partial(tightfit.fit, ram="20GB", device="cpu"), ROUNDING)
 slow = pytest.mark.slow
 
 
@@ -22,6 +25,7 @@ slow = pytest.mark.slow
     ("way", "threads", "calls"),
     [
         pytest.param(BUDGET, 3, 3, id="budget, briefly"),
+        pytest.param(RAM, 3, 3, id="RAM, briefly", marks=slow),
         pytest.param(LEVEL, 8, 200, id="level", marks=slow),
         pytest.param(BUDGET, 8, 50, id="budget", marks=slow),
         pytest.param(DISK, 8, 200, id="disk", marks=slow),

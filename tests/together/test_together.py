@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tightfit.devices.simulated import SimulatedDevice
 from together.trials import GROUPS
-from together.ways import WAYS, Trial, Way, outcome
+from together.ways import WAYS, Trial, Way, draw, made, outcome
 
 pytestmark = [
     pytest.mark.usefixtures("shared_footprints"),
@@ -29,6 +30,10 @@ SOON = {  # in `make test`, by the way; all others in `make test-slow`
         "`copy.deepcopy` of the pipeline and of its U-Net", "`pickle` of the pipeline and of its U-Net",
         "`enable_group_offload`, to disk", "pipeline dropped, handle kept: memory is freed",
         "two pipelines with the same parts, both fitted", "pipe.enable_model_cpu_offload",
+        "change embeddings, interrupt, raise", "batches, generators, embeddings, latents",
+        "weights, components and configurations read in between", "`enable_attention_slicing`",
+        "`set_attention_backend`", "`enable_tiling` of the autoencoder", "U-Net compiled after (`compile`)",
+        "two of the U-Net loaded before, one of them hot-swapped after", "scheduler replaced after, by five others",
     ),
 }  # fmt: skip
 
@@ -51,6 +56,25 @@ def test_it_is_right_or_refused_by_name(trial: Trial, way: Way) -> None:
     found = outcome(trial, way)
     said = trial.refused.get(way.name)
     assert found == "right" if said is None else re.match(said, found, re.DOTALL), found
+
+
+@pytest.mark.parametrize("name", ["level", pytest.param("budget", marks=pytest.mark.slow)])
+def test_a_module_that_is_moved_to_its_own_device_brings_nothing_there(name: str) -> None:
+    """diffusers does so as it loads adapters; whole networks went to the card, of which `live()` knew nothing."""
+    way = WAYS[name]
+    with way.ready():
+        pipe = made(way.scale)
+        fitted = way.fit(pipe)
+        draw(pipe)
+        card, weights = SimulatedDevice(), fitted.live().weights
+        before = card.allocated_bytes()
+        for part in (pipe.text_encoder, pipe.unet, pipe.vae):
+            part.to(part.device)
+            assert part.device == card.torch_device
+            assert card.allocated_bytes() == before
+        assert fitted.live().weights == weights <= before
+        fitted.undo()
+        assert {weight.device.type for weight in pipe.unet.parameters()} == {"cpu"}
 
 
 def test_all_names_in_soon_are_trials() -> None:

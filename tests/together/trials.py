@@ -120,6 +120,20 @@ def load_in_a_callback(pipe: Any, fit: Fit) -> Pictures:
     return [*found, draw(pipe)]
 
 
+def hot_swapped(pipe: Any, fit: Fit) -> Pictures:
+    """Two LoRAs of the U-Net at once, one of which is given other weights while the pipeline is fitted."""
+    made = {name: value.clone() for name, value in lora(scale_of(pipe)).items() if name.startswith("unet.")}
+    pipe.load_lora_weights(dict(made), adapter_name="made")
+    pipe.load_lora_weights({name: value.flip(0) for name, value in made.items()}, adapter_name="other")
+    pipe.set_adapters(["made", "other"], [0.7, 0.4])
+    handle = fit(pipe)
+    found = [draw(pipe)]
+    pipe.load_lora_weights({name: value.flip(-1) for name, value in made.items()}, adapter_name="made", hotswap=True)
+    found.append(draw(pipe))
+    handle.undo()
+    return [*found, draw(pipe)]
+
+
 # IP-Adapter
 
 
@@ -277,9 +291,9 @@ def replaced(*names: str) -> Script:
 
 
 def new_scheduler(pipe: Any, fit: Fit) -> Pictures:
-    handle, found = fit(pipe), Pictures()
-    for kind in (diffusers.EulerDiscreteScheduler, diffusers.DPMSolverMultistepScheduler):
-        pipe.scheduler = kind.from_config(pipe.scheduler.config)
+    handle, found, config = fit(pipe), Pictures(), pipe.scheduler.config
+    for kind in ("EulerDiscrete", "DPMSolverMultistep", "EulerAncestralDiscrete", "LMSDiscrete", "UniPCMultistep"):
+        pipe.scheduler = getattr(diffusers, f"{kind}Scheduler").from_config(config)
         found.append(draw(pipe))
     handle.undo()
     return [*found, draw(pipe)]
@@ -429,6 +443,86 @@ def nested(pipe: Any, fit: Fit) -> Pictures:
     return [*found, draw(pipe)]
 
 
+class Stop(Exception):
+    """What a callback raises."""
+
+
+def other_words(pipe: Any, fit: Fit) -> Pictures:
+    """Callbacks that change the embeddings of the prompt, end the loop early, and raise an error of the user's own."""
+    handle = fit(pipe)
+
+    def weaker(pipe: Any, step: int, _: Any, values: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt_embeds": values["prompt_embeds"] * 0.5}
+
+    def interrupt(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        pipe._interrupt = step == 0
+        return {}
+
+    def stop(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        raise Stop
+
+    inputs = {"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+    found = [draw(pipe, callback_on_step_end=weaker, **inputs), draw(pipe, callback_on_step_end=interrupt)]
+    assert not torch.equal(*found)
+    for _ in range(2):
+        with pytest.raises(Stop):
+            draw(pipe, callback_on_step_end=stop)
+        found.append(draw(pipe))
+    handle.undo()
+    return [*found, draw(pipe)]
+
+
+# what is asked for
+
+
+def in_turn(pipe: Any, fit: Fit) -> Pictures:
+    """Six sizes and numbers of steps, twice."""
+    handle, asked = fit(pipe), [(64, 3), (32, 1), (96, 2), (48, 5), (80, 4), (32, 2)]
+    found = [draw(pipe, height, num_inference_steps=count) for height, count in (*asked, *asked)]
+    handle.undo()
+    return [*found, draw(pipe)]
+
+
+def several(pipe: Any, fit: Fit) -> Pictures:
+    """Batches, a generator for each picture, embeddings and latents instead of a prompt and a seed."""
+    handle, side = fit(pipe), PIXELS // 2
+    seeded, width = torch.Generator().manual_seed(8), pipe.unet.config.cross_attention_dim
+    words = torch.randn(2, 1, 77, width, generator=seeded)
+    embedded = {"prompt": None, "prompt_embeds": words[0], "negative_prompt_embeds": words[1]}
+    latents = torch.randn(1, 4, side // 4, PIXELS // 4, generator=seeded)
+    found = [
+        draw(pipe, side, prompt=["a fox", "an owl"], generator=[torch.Generator().manual_seed(n) for n in (1, 2)]),
+        draw(pipe, side, num_images_per_prompt=2, negative_prompt="an owl"),
+        draw(pipe, side, **embedded),
+        draw(pipe, side, latents=latents, guidance_scale=1.0),
+    ]
+    handle.undo()
+    return [*found, draw(pipe)]
+
+
+def read(pipe: Any, fit: Fit) -> Pictures:
+    """All weights, as `state_dict` and `parameters` have them; what the pipeline consists of, and its configuration."""
+
+    def weights() -> Pictures:
+        parts = [pipe.text_encoder, pipe.unet, pipe.vae]
+        every = [*(each for part in parts for each in part.state_dict().values())]
+        every += [each for part in parts for each in part.parameters()]
+        return [each.detach().double().sum().cpu() for each in every]
+
+    def said() -> list[object]:
+        names = [name for name, _ in pipe.unet.named_parameters()]
+        return [dict(pipe.config), dict(pipe.unet.config), pipe.components, names, pipe.unet.num_parameters()]
+
+    before = said()
+    handle = fit(pipe)
+    assert said() == before
+    found = [*weights(), draw(pipe), *weights()]
+    assert said() == before
+    handle.undo()
+    assert said() == before
+    return [*found, draw(pipe)]
+
+
 SIZES = (PIXELS, PIXELS // 2, 2 * PIXELS)
 
 
@@ -478,6 +572,19 @@ def copied(copier: Callable[[Any], Any]) -> Script:
         return [*found, draw(early), draw(late)]
 
     return script
+
+
+def copy_fitted(pipe: Any, fit: Fit) -> Pictures:
+    """A copy that is made while the pipeline is fitted follows a plan of its own."""
+    handle = fit(pipe)
+    draw(pipe)
+    twin = copy.deepcopy(pipe)
+    own = fit(twin)
+    found = [draw(twin), draw(pipe)]
+    handle.undo()
+    found += [draw(twin), draw(pipe)]
+    own.undo()
+    return [*found, draw(twin)]
 
 
 def dropped(pipe: Any, fit: Fit) -> Pictures:
@@ -539,6 +646,29 @@ def cached(pipe: Any) -> None:
     pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.5))
 
 
+def tiled(pipe: Any) -> None:
+    """Decode in tiles, of which a tiny picture has several."""
+    pipe.vae.enable_tiling()
+    pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = PIXELS // 2, PIXELS // 8
+
+
+def sliced(pipe: Any) -> None:
+    pipe.enable_attention_slicing(1)
+
+
+def products(pipe: Any) -> None:
+    """Attention by plain products, whose scores take memory."""
+    pipe.transformer.set_attention_backend("_native_math")
+
+
+def broadcast(pipe: Any) -> None:
+    config = diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(0, 1000),
+        current_timestep_callback=lambda: pipe.current_timestep,
+    )  # fmt: skip
+    pipe.transformer.enable_cache(config)
+
+
 def everywhere(said: str) -> dict[str, str]:
     """Refused in all ways, with what is said."""
     return dict.fromkeys(WAYS, said)
@@ -559,6 +689,7 @@ BY_GROUPS = r"PlanError: unet is offloaded by groups, which diffusers has no cal
 CASTS = r"PlanError: unet casts its layers in each pass \(layerwise casting\), which cannot be measured for a budget"
 MAPPED = r"PlanError: this pipeline was loaded with a device map: call pipe\.reset_device_map\(\) first"
 ALREADY = r"AlreadyFitted: \w+ already follows the plan of another pipeline: undo\(\) that one first"
+SCORES = r"BudgetTooSmall: FluxPipeline cannot do 64×64 within .* MiB would do"
 TO_META = r"AlreadyFitted: this pipeline follows a plan, which runs it on \S+: undo\(\) before to\('meta'\)"
 
 # gradients
@@ -577,6 +708,16 @@ def guided(pipe: Any, fit: Fit) -> Pictures:
 
     tensors = ["latents", "prompt_embeds"]
     return [draw(pipe, callback_on_step_end=guide, callback_on_step_end_tensor_inputs=tensors), draw(pipe)]
+
+
+def guided_with_checkpoints(pipe: Any, fit: Fit) -> Pictures:
+    """Gradient checkpointing of diffusers, switched on before and after, in a call that uses gradients."""
+    pipe.unet.enable_gradient_checkpointing()
+    found = guided(pipe, fit)
+    pipe.unet.disable_gradient_checkpointing()
+    found.append(draw(pipe))
+    pipe.unet.enable_gradient_checkpointing()
+    return [*found, draw(pipe)]
 
 
 def learnt(pipe: Any, fit: Fit, **more: Any) -> Pictures:
@@ -605,6 +746,15 @@ def compiled(pipe: Any, fit: Fit) -> Pictures:
     return [draw(pipe), draw(pipe)]
 
 
+def compiled_after(pipe: Any, fit: Fit) -> Pictures:
+    handle = fit(pipe)
+    found = [draw(pipe)]
+    pipe.unet.compile(backend="aot_eager")
+    found += [draw(pipe), draw(pipe)]
+    handle.undo()
+    return [*found, draw(pipe), draw(pipe)]
+
+
 GROUPS: dict[str, list[Trial]] = {
     "LoRA of the U-Net and the text encoder": [
         fused("loaded before; scaled, switched off and on, fused, unfused, unloaded after",
@@ -615,6 +765,7 @@ GROUPS: dict[str, list[Trial]] = {
               "fit", "only load", "only fuse", "undo", "unfuse", "unload"),
         fused("loaded after, undone, then fused and unloaded", "fit", "load", "undo", "fuse", "unfuse", "unload"),
         fused("moved to the host and back (`set_lora_device`)", "load", "fit", "only to host", "to device", "undo"),
+        Trial("two of the U-Net loaded before, one of them hot-swapped after", hot_swapped),
         Trial("scaled and fused in a callback", lora_in_a_callback, tolerance=FUSED),
         Trial("loaded in a callback", load_in_a_callback),
     ],
@@ -631,7 +782,7 @@ GROUPS: dict[str, list[Trial]] = {
     "Components": [
         Trial("U-Net and autoencoder replaced after", replaced("unet", "vae")),
         Trial("text encoder replaced after", replaced("text_encoder")),
-        Trial("scheduler replaced after", new_scheduler),
+        Trial("scheduler replaced after, by five others", new_scheduler),
         Trial("scheduler used by itself after `undo`", noise_after),
         Trial("two pipelines with the same parts, one of them fitted", shared),
         Trial("two pipelines with the same parts, both fitted", both_fitted,
@@ -641,10 +792,17 @@ GROUPS: dict[str, list[Trial]] = {
     "Callbacks": [
         Trial("decode previews and change latents", previews),
         Trial("call the pipeline", nested),
+        Trial("change embeddings, interrupt, raise", other_words),
         Trial("run out of memory themselves", failing_callback),
+    ],
+    "Calls": [
+        Trial("six sizes and numbers of steps in turn", in_turn),
+        Trial("batches, generators, embeddings, latents", several),
+        Trial("weights, components and configurations read in between", read),
     ],
     "Gradients": [
         Trial("guidance by gradients of the U-Net and the autoencoder in a callback", guided, tolerance=FUSED),
+        Trial("the same with diffusers' gradient checkpointing", guided_with_checkpoints, tolerance=FUSED),
         # a budget is planned for pictures: the activations that a training step keeps are beyond it
         Trial("a LoRA added and trained after", learnt),
         Trial('the same, fitted with `request={"backward": "lora:2"}`',
@@ -653,6 +811,7 @@ GROUPS: dict[str, list[Trial]] = {
     "Compiled": [
         Trial("repeated blocks compiled before (`compile_repeated_blocks`)", compiled,
               only=("disk",)),  # no simulated card runs it
+        Trial("U-Net compiled after (`compile`)", compiled_after, only=("disk",)),
     ],
     "Threads": [
         Trial("three threads ask for three sizes at once", threads),
@@ -662,6 +821,7 @@ GROUPS: dict[str, list[Trial]] = {
     "Copies": [
         Trial("`copy.deepcopy` of the pipeline and of its U-Net", copied(copy.deepcopy)),
         Trial("`pickle` of the pipeline and of its U-Net", copied(lambda each: pickle.loads(pickle.dumps(each)))),
+        Trial("`copy.deepcopy` of the pipeline, fitted too", copy_fitted),
         Trial("pipeline dropped, handle kept: memory is freed", dropped),
     ],
     "Moved and cast after": [
@@ -681,6 +841,10 @@ GROUPS: dict[str, list[Trial]] = {
         Trial("device map", before(mapped), refused=everywhere(MAPPED)),
         Trial("`enable_layerwise_casting`", before(casting), refused={"budget": CASTS}),
         Trial("`enable_cache` (FirstBlockCache)", before(cached), flux),
+        Trial("`enable_cache` (PyramidAttentionBroadcast)", before(broadcast), flux),
+        Trial("`set_attention_backend`", before(products), flux, refused={"budget": SCORES}),
+        Trial("`enable_attention_slicing`", before(sliced)),
+        Trial("`enable_tiling` of the autoencoder", before(tiled)),
         Trial("FreeU, fused QKV, sliced decoding, channels-last; off after", undressed),
     ],
     "diffusers' own switches, after": [
@@ -691,6 +855,10 @@ GROUPS: dict[str, list[Trial]] = {
         Trial("`enable_layerwise_casting`", switch(casting),
               refused={"budget": r"AlreadyFitted: unet follows a plan.*before enable_layerwise_casting\(\)"}),
         Trial("`enable_cache` (FirstBlockCache)", switch(cached), flux),
+        Trial("`enable_cache` (PyramidAttentionBroadcast)", switch(broadcast), flux),
+        Trial("`set_attention_backend`", switch(products), flux, only=("level", "disk")),
+        Trial("`enable_attention_slicing`", switch(sliced)),
+        Trial("`enable_tiling` of the autoencoder", switch(tiled)),
         # on disk, channels-last ends with `undo()`: the last picture is drawn by other kernels
         Trial("FreeU, fused QKV, sliced decoding, channels-last", switch(dressed), tolerance=ROUNDING),
     ],

@@ -90,12 +90,10 @@ class Trial:
 
 
 def draw(pipe: Any, height: int = PIXELS, **more: Any) -> torch.Tensor:
-    """One picture of a pipeline."""
+    """One picture of a pipeline, or what `more` asks for."""
+    usual = {"prompt": "a fox", "num_inference_steps": STEPS, "generator": torch.Generator().manual_seed(4)}
     with torch.no_grad():
-        found = pipe(
-            "a fox", height=height, width=PIXELS, num_inference_steps=STEPS, output_type="pt",
-            generator=torch.Generator().manual_seed(4), **more,
-        )  # fmt: skip
+        found = pipe(**usual | {"height": height, "width": PIXELS, "output_type": "pt"} | more)
     pictures: torch.Tensor = found[0]
     return pictures.detach().cpu().clone()
 
