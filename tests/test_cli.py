@@ -373,7 +373,16 @@ def lacking(model: Path) -> str:
     return r"vae lacks 48 of 200 weights: decoder\..* and 45 more; its files are vae/diffusion_pytorch"
 
 
-@pytest.mark.parametrize("spoil", [missing, no_index, truncated, missing_shard, pickled, lacking])
+def without_words(model: Path) -> str:
+    """The picture was another one, without a word."""
+    (model / "tokenizer/tokenizer.json").unlink()
+    return r"tokenizer has no words for CLIPTokenizer.*it needs tokenizer\.json or vocab\.json and"
+
+
+SPOILT = [missing, no_index, truncated, missing_shard, pickled, lacking, without_words]
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
 def test_a_model_that_cannot_be_used_is_one_line(model: Path, spoil: Callable[[Path], str]) -> None:
     message = spoil(model)
     refused(tightfit_("run", model, "a fox", *SMALL, *PICTURE, "--json"), "ModelError", message)
@@ -428,9 +437,10 @@ def test_what_fails_in_a_call_names_the_component_and_its_configuration(model: P
     assert files() == []
 
 
-def test_a_plan_of_too_many_steps_is_refused_as_a_run_is(tiny_model: Path) -> None:
-    result = tightfit_("plan", tiny_model, "--card", "rtx3060", *SMALL[:4], "--steps", 2000, "--json")
-    refused(result, "RequestError", r"2000 cannot be larger than")
+@pytest.mark.parametrize(("steps", "said"), [(2000, r"2000 cannot be larger than"), (10**9, r"10,000 at the most")])
+def test_a_plan_of_too_many_steps_is_refused_as_a_run_is(tiny_model: Path, steps: int, said: str) -> None:
+    result = tightfit_("plan", tiny_model, "--card", "rtx3060", *SMALL[:4], "--steps", steps, "--json")
+    refused(result, "RequestError", said)
 
 
 # help and usage
@@ -483,6 +493,17 @@ def test_the_command_line_itself_loads_no_torch() -> None:
     result = subprocess.run(command, check=False, capture_output=True, text=True)
     assert result.stderr == ""
     assert "Examples:" in result.stdout
+
+
+@pytest.mark.parametrize("columns", ["1", "1000"])
+def test_a_terminal_may_be_of_any_width(tiny_model: Path, columns: str) -> None:
+    terminal = {"COLUMNS": columns, "LINES": "1", "TERM": "xterm", "FORCE_COLOR": "1"}
+    assert tightfit_("run", "--help", **terminal).exit_code == 0
+    run(tiny_model, "a fox", *SMALL, *PICTURE, "--watch", **terminal)
+    assert files() == ["fox.png"]
+    refused = tightfit_("run", tiny_model, "a fox", "--level", 7, **terminal)
+    assert refused.exit_code == 2
+    assert "level must be less than or equal to 3, not 7" in refused.stderr
 
 
 # the real thing

@@ -148,6 +148,54 @@ def test_half_a_file(name: str, how: str, tmp_path: Path) -> None:
     assert not unfinished
 
 
+KILLED = """
+import itertools
+import os
+import signal
+from pathlib import Path
+from tightfit import files
+if "named" in sys.argv:
+    del os.O_TMPFILE
+folder = Path(sys.argv[1])
+
+def kill_at(number):
+    events = itertools.count()
+    def profile(frame, event, _):
+        ours = frame.f_code.co_filename == files.__file__
+        if ours and event in ("c_call", "c_return", "return") and next(events) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return profile
+
+number = killed = 0
+while killed == number:
+    child = os.fork()
+    if child == 0:
+        sys.setprofile(kill_at(number))
+        with files.replacing(folder / "fox.png") as partial:
+            partial.write_bytes(b"new" * 1000)
+        sys.setprofile(None)
+        os._exit(0)
+    killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    number += 1
+    assert (folder / "fox.png").read_bytes() in (b"old" * 1000, b"new" * 1000), number
+    files._sweep.cache_clear()
+    with files.replacing(folder / "fox.png") as partial:
+        partial.write_bytes(b"old" * 1000)
+    assert os.listdir(folder) == ["fox.png"], number
+print(killed)
+"""
+
+
+@pytest.mark.parametrize("how", ["nameless", "named"])
+def test_killed_at_each_point_of_a_write(how: str, tmp_path: Path) -> None:
+    """The old file or the new one is there, whole, and the next write deletes what was left."""
+    (tmp_path / "fox.png").write_bytes(b"old" * 1000)
+    process = started(KILLED, str(tmp_path), how)
+    out, err = process.communicate(timeout=60)
+    assert err == ""
+    assert int(out) > 20
+
+
 @pytest.mark.parametrize("lacking", ["O_TMPFILE", "link", "flock"])
 def test_file_systems_that_can_do_less(lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:

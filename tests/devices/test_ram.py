@@ -204,3 +204,35 @@ def test_a_limit_that_shrinks_ends_it_with_figures(group: Group) -> None:
     _, err = process.communicate(timeout=60)
     assert (process.returncode, group.kills) == (3, 0)
     assert "out of memory: of the" in err
+
+
+# whole commands, with the demo model
+
+RUN = ("-m", "tightfit", "run", "a red circle", "--steps", "1", "--seed", "1", "--device", "cpu", "--out", "fox.png")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [250, 320, 380])
+def test_a_run_whose_limit_is_too_low_ends_with_figures(
+    size: int, group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch fits into it, and the rest does not: the kernel killed it, without a message."""
+    monkeypatch.chdir(tmp_path)
+    group.write("limit_in_bytes", size * MIB)
+    _, err = (process := group.start("-W", "ignore", *RUN)).communicate(timeout=300)
+    assert (process.returncode, group.kills) == (3, 0)
+    assert "MiB" in err.splitlines()[-1]
+    assert err.splitlines()[-1].startswith("tightfit: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_run_whose_limit_is_enough_is_not_refused(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of files counted as held, so that limits up to 640 MiB were refused."""
+    monkeypatch.chdir(tmp_path)
+    group.write("limit_in_bytes", 560 * MIB)
+    _, err = (process := group.start("-W", "ignore", *RUN, "--level", "0")).communicate(timeout=300)
+    assert (process.returncode, group.kills, err) == (0, 0, "")
+    assert [file.name for file in tmp_path.iterdir()] == ["fox.png"]
