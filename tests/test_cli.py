@@ -549,3 +549,28 @@ def test_a_real_process_says_nothing_on_stderr(tiny_model: Path) -> None:
     assert (process.returncode, err) == (0, "")
     assert "wrote a-red-fox.png" in out
     assert files() == ["a-red-fox.png"]
+
+
+WITHOUT_THREADS = """
+import threading
+def refuse(self): raise RuntimeError("can't start new thread")
+threading.Thread.start = refuse
+from tightfit.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--version",), 0, ""),
+        (("run", "a fox", "--steps", "1", "--device", "cpu"), 1, "may start no more threads: raise the limit"),
+    ],
+)
+def test_a_process_that_may_start_no_thread(words: tuple[str, ...], code: int, said: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_THREADS, *words]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(Path.cwd().iterdir())

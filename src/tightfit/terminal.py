@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 import typer
 
 from tightfit.devices.ram_guard import check_ram
-from tightfit.errors import TightfitError
+from tightfit.errors import RunError, TightfitError
 from tightfit.progress import listening
 from tightfit.units import format_seconds
 
 __all__ = ["errors_as_lines", "log_to_stderr", "quiet_transformers", "say", "showing_steps"]
 
+NO_THREAD = "can't start new thread"  # a RuntimeError of Python
 LONGEST_WORD, LONGEST = 250, 2000  # characters of a word, and of an error's line
 
 
@@ -105,6 +106,10 @@ def _give_up_stdout() -> None:
 
 
 def _explained(error: Exception) -> TightfitError | None:
+    if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
+        return RunError("this process may start no more threads: raise the limit of processes (ulimit -u)")
+    if isinstance(error, MemoryError):
+        return RunError("this process gets no more memory: raise its limits (ulimit -v, -d), or stop what else runs")
     if "diffusers" not in sys.modules:  # no pipeline was called
         return None
     from tightfit.run.call_errors import explained

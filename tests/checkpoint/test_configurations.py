@@ -69,6 +69,8 @@ WRONG: list[tuple[str, str, object, str]] = [
     (UNET, "act_fn", "gleu", "makes no UNet2DConditionModel: activation function gleu not found"),
     (UNET, "norm_num_groups", 0, "makes no UNet2DConditionModel: ZeroDivisionError"),
     (VAE, "scaling_factor", "x", "has 'x' as scaling_factor: AutoencoderKL takes float"),
+    (VAE, "scaling_factor", 0, "has 0 as scaling_factor, by which latents are divided"),
+    (VAE, "scaling_factor", float("nan"), "has NaN as scaling_factor, which is no number"),
     (VAE, "latents_mean", ["x"], "has ['x'] as latents_mean"),
     (TEXT, "hidden_size", "x", "makes no CLIPTextModel: Validation error for field 'hidden_size': TypeError"),
     (TEXT, "num_hidden_layers", 10**9, "has 1000000000 as num_hidden_layers, more than its files can mean"),

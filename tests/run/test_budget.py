@@ -13,6 +13,7 @@ from diffusers import (
     StableDiffusionImg2ImgPipeline,
     StableDiffusionPipeline,
 )
+from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
 
 import tightfit
@@ -320,3 +321,19 @@ def test_on_a_cpu_calls_are_planned_for_too() -> None:
     with pytest.raises(BudgetTooSmall, match=r"within 95.4 MiB, while this process holds .* before anything is loaded"):
         tightfit.fit(pipe, ram="100MB", device="cpu", request={})
     assert torch.equal(run(pipe, case), untouched)
+
+
+def test_a_setting_that_is_switched_is_planned_for() -> None:
+    pipe = next(case for case in CASES if case.name == "StableDiffusion").make()
+    fitted = tightfit.fit(pipe, budget="1GB", device="loopback")
+    switches: list[tuple[Any, str]] = [
+        (pipe.vae.enable_tiling, "vae"),
+        (lambda: pipe.unet.set_attn_processor(AttnProcessor()), "unet"),
+    ]
+    run(pipe, CASES[0])
+    for switch, name in switches:
+        switch()
+        run(pipe, CASES[0])
+        assert f"{name} has other settings: planned anew" in fitted.report().trace.notes
+        run(pipe, CASES[0])
+        assert not [note for note in fitted.report().trace.notes if "settings" in note]

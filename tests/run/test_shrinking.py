@@ -136,3 +136,15 @@ def test_what_is_being_handled_keeps_its_traceback() -> None:
         draw(pipe, shrink(card, 0.5, 1))
         kept = error.__traceback__
     assert kept is not None
+
+
+def test_memory_that_comes_back_is_planned_with_again() -> None:
+    wanted = draw(large_unet(), num_images_per_prompt=2)
+    card, pipe = card_of(SIZE), large_unet()
+    fitted = tightfit.fit(pipe, budget=SIZE, request=REQUEST, device="simulated:0")
+    with pytest.raises(BudgetTooSmall):
+        draw(pipe, shrink(card, 0.97, 1))
+    card.allocator.capacity = SIZE
+    assert (draw(pipe, num_images_per_prompt=2) - wanted).abs().max() <= 1e-5
+    assert fitted.plan.budget is not None
+    assert fitted.plan.budget.device == SIZE

@@ -856,7 +856,7 @@ GROUPS: dict[str, list[Trial]] = {
               refused={"budget": r"AlreadyFitted: unet follows a plan.*before enable_layerwise_casting\(\)"}),
         Trial("`enable_cache` (FirstBlockCache)", switch(cached), flux),
         Trial("`enable_cache` (PyramidAttentionBroadcast)", switch(broadcast), flux),
-        Trial("`set_attention_backend`", switch(products), flux, only=("level", "disk")),
+        Trial("`set_attention_backend`", switch(products), flux, refused={"budget": SCORES}),
         Trial("`enable_attention_slicing`", switch(sliced)),
         Trial("`enable_tiling` of the autoencoder", switch(tiled)),
         # on disk, channels-last ends with `undo()`: the last picture is drawn by other kernels

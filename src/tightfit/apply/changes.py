@@ -1,4 +1,4 @@
-"""Whether a pipeline still has the components that its plan was applied to."""
+"""Whether a pipeline still is what its plan was applied to."""
 
 from __future__ import annotations
 
@@ -11,26 +11,44 @@ from tightfit.measure.modules import find_components
 
 __all__ = ["PipelineState"]
 
+_FLAGS = ("use_slicing", "use_tiling")  # of diffusers' autoencoders
+
 
 class PipelineState:
-    """The components of `pipe` now: which modules they are, and the bytes of their parameters."""
+    """The components of `pipe` now: which modules they are, the bytes of their parameters, and what was switched."""
 
     def __init__(self, pipe: Any) -> None:
         # weak, so that a replaced component can go
-        self._parts = {name: (weakref.ref(part), _size(part)) for name, part in find_components(pipe).items()}
+        self._parts = {
+            name: (weakref.ref(part), _size(part), _switches(part)) for name, part in find_components(pipe).items()
+        }
 
-    def changes(self, pipe: Any, *, sizes: bool) -> list[str]:
-        """Return what is different now, a few words each; with `sizes`, also of components with other parameters."""
+    def changes(self, pipe: Any, *, measured: bool) -> list[str]:
+        """Return what is different now, a few words each; with `measured`, also what changes a component's memory."""
         found, now = [], find_components(pipe)
-        for name, (module, size) in self._parts.items():
+        for name, (module, size, switches) in self._parts.items():
             if name not in now:
                 found.append(f"{name} was removed")
             elif module() is not now[name]:
                 found.append(f"{name} was replaced")
-            elif sizes and size != _size(now[name]):
+            elif measured and size != _size(now[name]):
                 found.append(f"{name} has other weights")
+            elif measured and switches != _switches(now[name]):
+                found.append(f"{name} has other settings")
         return found + [f"{name} was added" for name in now if name not in self._parts]
 
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _switches(module: nn.Module) -> list[Any]:
+    """Return what diffusers' methods switch in `module`: attention processors and backends, caches, tiling, slicing."""
+    found: list[Any] = [vars(module).get(flag) for flag in _FLAGS]
+    for part in module.modules():
+        own = vars(part)
+        if (processor := own.get("processor")) is not None:
+            found.append((type(processor), getattr(processor, "_attention_backend", None)))
+        if (registry := own.get("_diffusers_hook")) is not None:
+            found += registry.hooks
+    return found

@@ -161,7 +161,7 @@ class Fitted:
         """Follow a plan for the components that `pipe` has now, if they are others. Raises PlanError, AlreadyFitted."""
         measured = self._calls.replans is not None
         refuse_offloaded(pipe, measured=measured, replaced=False)
-        if changes := self._state.changes(pipe, sizes=measured):
+        if changes := self._state.changes(pipe, measured=measured):
             refuse_followers(pipe, self)
             self._leave()
             plan = self.plan

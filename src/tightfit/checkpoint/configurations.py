@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -27,6 +28,7 @@ __all__ = ["LARGEST", "check_configuration", "check_configurations", "check_size
 
 LARGEST = 2**24  # of integers in a network's configuration, unless its files hold as many elements
 _LARGEST_WITHOUT_WEIGHTS = 2**21  # schedulers make tables of as many numbers, tokenizers pad to as many tokens
+_DIVISORS = {"scaling_factor"}
 _UNLIMITED = 2**63  # a tokenizer's `model_max_length` from here on says that there is none
 
 
@@ -117,6 +119,10 @@ def _check_types(file: Path, kind: type, config: Mapping[str, Any]) -> None:
             raise file_error(file, f"has {_short(value)} as {name}: {wanted}{more}", field=name)
         if type(value) is int and type(default) is int and value < 0 < default:
             raise file_error(file, f"has {value} as {name}, which must be positive: by default {default}", field=name)
+        if isinstance(value, float) and math.isnan(value):
+            raise file_error(file, f"has NaN as {name}, which is no number", field=name)
+        if name in _DIVISORS and value == 0:
+            raise file_error(file, f"has 0 as {name}, by which latents are divided", field=name)
 
 
 def _fits(value: object, hint: Any) -> bool:

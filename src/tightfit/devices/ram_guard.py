@@ -6,6 +6,7 @@ not see: modules that are imported, a limit that is lowered, or another process 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -30,8 +31,10 @@ def check_ram() -> None:
 
 
 def guard_ram() -> None:
-    """Watch this process's control groups from now on, in a thread of its own."""
-    if GROUPS.is_dir():
+    """Watch this process's control groups from now on, in a thread of its own, if it may start one."""
+    if not GROUPS.is_dir():
+        return
+    with contextlib.suppress(RuntimeError):
         threading.Thread(target=_watch, name="tightfit RAM guard", daemon=True).start()
 
 

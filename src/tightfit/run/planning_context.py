@@ -17,12 +17,14 @@ from tightfit.checkpoint.folder import check_folder
 from tightfit.checkpoint.lazy_loading import build_folder
 from tightfit.devices.choose import choose_device, find_machine
 from tightfit.devices.device import Device
-from tightfit.devices.memory import trim_heap
+from tightfit.devices.memory import resident_bytes, trim_heap
 from tightfit.devices.ram import group_memory, held_bytes
 from tightfit.errors import InputError, RequestError
 from tightfit.files import replacing
 from tightfit.measure.kept_rates import kept_file, known_accelerator, machine_key, read_kept
+from tightfit.measure.modules import find_components, weight_tensors
 from tightfit.measure.rates import Progress, measure_rates
+from tightfit.plan.component_cost import round_up
 from tightfit.progress import showing
 from tightfit.run.argument_values import Given
 from tightfit.run.calibration import PlanningInputs, forget, measured
@@ -36,6 +38,7 @@ from tightfit.schema.request import Request
 
 __all__ = [
     "PlannedFolder",
+    "bytes_on",
     "machine_now",
     "machine_of",
     "measured_machine",
@@ -45,10 +48,20 @@ __all__ = [
 ]
 
 
+QUANTUM = 512  # bytes: a card's allocator rounds sizes up to a multiple of this
 _RATES = (
     "arithmetic_rates", "memory_rate", "link_rate", "link_rate_out", "launch_overhead", "streamed_overhead",
     "resident_overhead", "channels_last_gains",
 )  # fmt: skip
+
+
+def bytes_on(target: Device, pipe: Any) -> int:
+    """Bytes of the memory of `target` that the weights of `pipe` take now."""
+    tensors = [tensor for module in find_components(pipe).values() for tensor in weight_tensors(module)]
+    on_device = [tensor for tensor in tensors if tensor.device == target.torch_device]
+    if not target.separate:
+        return resident_bytes(on_device)
+    return sum(round_up(tensor.nbytes, QUANTUM) for tensor in on_device)
 
 
 def measured_machine(*, again: bool = False, on_progress: Progress = lambda name, done, total: None) -> Machine:

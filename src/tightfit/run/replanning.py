@@ -11,11 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tightfit.devices.device import Device
-from tightfit.devices.memory import resident_bytes
 from tightfit.errors import BudgetTooSmall, RequestError
 from tightfit.measure.call_log import CallLog
-from tightfit.measure.modules import find_components, weight_tensors
-from tightfit.plan.component_cost import round_up
 from tightfit.plan.forecast import taken_by_others
 from tightfit.progress import showing
 from tightfit.run.argument_values import Given
@@ -24,7 +21,14 @@ from tightfit.run.calibration_recorder import CalibrationRecorder
 from tightfit.run.call_arguments import CallShape, given_to, guidance_of, request_of, shape_of
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_target import PlanTarget
-from tightfit.run.planning_context import PlannedFolder, machine_now, with_less_taken, with_taken, within_group
+from tightfit.run.planning_context import (
+    PlannedFolder,
+    bytes_on,
+    machine_now,
+    with_less_taken,
+    with_taken,
+    within_group,
+)
 from tightfit.run.unmeasured import LEVEL, plan_direct_calls, plan_unmeasured, plan_until_called, with_reason
 from tightfit.schema.machine import Budget, Machine
 from tightfit.schema.plan import Plan
@@ -35,7 +39,6 @@ __all__ = ["Replanner"]
 
 logger = logging.getLogger("tightfit")
 
-QUANTUM = 512  # bytes: a card's allocator rounds sizes up to a multiple of this
 MOST_SHAPES = 32  # shapes of calls whose plans and footprints, some megabytes each, are kept in memory
 LESS = 0.95  # of the predicted peak of a plan that ran out of memory: the most that the next one may need
 
@@ -62,7 +65,7 @@ class Replanner:
                 self.calibration_recorder.studies(made.plan, made.planning_inputs)
 
     def _look_at(self, pipe: Any, plan_target: PlanTarget) -> None:
-        self._own = {device.name: _bytes_of(pipe, device) for device in self._devices}
+        self._own = {device.name: bytes_on(device, pipe) for device in self._devices}
         self._unmeasured = plan_unmeasured(pipe, plan_target)  # for calls that cannot be measured
         self._measurer = _measurer(pipe, plan_target)
         self._machine = None
@@ -226,8 +229,8 @@ class Replanner:
         """Return another plan for the request of `now`, within the `free` bytes of its devices, by name.
 
         On devices with less free than `now` needs, or on all if there are none, it also needs at least 5 % less than
-        `now`. Later plans have the same limits. Bytes of other tensors, `beside`, are part of a budget. Raises
-        BudgetTooSmall.
+        `now`. Later plans have the same limits, unless there is no such plan: BudgetTooSmall. Bytes of other tensors,
+        `beside`, are part of a budget.
         """
         assert now.request is not None
         if not now.forecast:
@@ -235,7 +238,8 @@ class Replanner:
         predicted = {name: now.predicted_peak(name) for name in free}
         short = [name for name, size in free.items() if size < predicted[name]] or list(free)
         sizes = {name: min(size, int(predicted[name] * LESS)) if name in short else size for name, size in free.items()}
-        machine = self._use_machine(with_taken(self._inputs_by_shape[shape_of(pipe, now.request)].machine, beside))
+        limits, known = self._limits, self._inputs_by_shape[shape_of(pipe, now.request)].machine
+        machine = self._use_machine(with_taken(known, beside))
         others = {each.name: taken_by_others(each) for each in machine.accelerators}
         budget = self._limits.budget or Budget(device=1)
         if budget.devices:
@@ -246,7 +250,12 @@ class Replanner:
             budget = budget.model_copy(update={"device": max(sizes[now.device] + others.get(now.device, 0), 1)})
         self._limits = self._limits._replace(budget=budget)
         self._plans.clear()
-        return self.plan(pipe, now.request)
+        try:
+            return self.plan(pipe, now.request)
+        except BudgetTooSmall:
+            self._limits = limits
+            self._use_machine(known)
+            raise
 
 
 def _keep_latest(known: dict[CallShape, Any], shape: CallShape) -> None:
@@ -272,15 +281,6 @@ def _nothing_less(now: Plan, size: int) -> BudgetTooSmall:
         f"{format_bytes(size)} on {now.device} are not enough for level 3, and no plan for less can be made: {why}",
         available_bytes=size,
     )
-
-
-def _bytes_of(pipe: Any, target: Device) -> int:
-    """Bytes of the memory of `target` that the pipeline's weights take now."""
-    tensors = [tensor for module in find_components(pipe).values() for tensor in weight_tensors(module)]
-    on_device = [tensor for tensor in tensors if tensor.device == target.torch_device]
-    if not target.separate:
-        return resident_bytes(on_device)
-    return sum(round_up(tensor.nbytes, QUANTUM) for tensor in on_device)
 
 
 def _is_whole(plan: Plan) -> bool:
