@@ -669,6 +669,21 @@ def broadcast(pipe: Any) -> None:
     pipe.transformer.enable_cache(config)
 
 
+def faster(pipe: Any) -> None:
+    config = diffusers.FasterCacheConfig(
+        spatial_attention_timestep_skip_range=(0, 1000), current_timestep_callback=lambda: pipe.current_timestep,
+        is_guidance_distilled=True, tensor_format="BCHW",
+    )  # fmt: skip
+    pipe.transformer.enable_cache(config)
+
+
+def predicted(pipe: Any) -> None:
+    config = diffusers.TaylorSeerCacheConfig(
+        cache_interval=2, disable_cache_before_step=1, taylor_factors_dtype=torch.float32
+    )
+    pipe.transformer.enable_cache(config)
+
+
 def everywhere(said: str) -> dict[str, str]:
     """Refused in all ways, with what is said."""
     return dict.fromkeys(WAYS, said)
@@ -842,6 +857,8 @@ GROUPS: dict[str, list[Trial]] = {
         Trial("`enable_layerwise_casting`", before(casting), refused={"budget": CASTS}),
         Trial("`enable_cache` (FirstBlockCache)", before(cached), flux),
         Trial("`enable_cache` (PyramidAttentionBroadcast)", before(broadcast), flux),
+        Trial("`enable_cache` (FasterCache)", before(faster), flux),
+        Trial("`enable_cache` (TaylorSeer)", before(predicted), flux),
         Trial("`set_attention_backend`", before(products), flux, refused={"budget": SCORES}),
         Trial("`enable_attention_slicing`", before(sliced)),
         Trial("`enable_tiling` of the autoencoder", before(tiled)),
@@ -856,6 +873,8 @@ GROUPS: dict[str, list[Trial]] = {
               refused={"budget": r"AlreadyFitted: unet follows a plan.*before enable_layerwise_casting\(\)"}),
         Trial("`enable_cache` (FirstBlockCache)", switch(cached), flux),
         Trial("`enable_cache` (PyramidAttentionBroadcast)", switch(broadcast), flux),
+        Trial("`enable_cache` (FasterCache)", switch(faster), flux),
+        Trial("`enable_cache` (TaylorSeer)", switch(predicted), flux),
         Trial("`set_attention_backend`", switch(products), flux, refused={"budget": SCORES}),
         Trial("`enable_attention_slicing`", switch(sliced)),
         Trial("`enable_tiling` of the autoencoder", switch(tiled)),
