@@ -702,7 +702,6 @@ def not_after(name: str, throw: Callable[[Any], object], what: str = "this pipel
 
 BY_GROUPS = r"PlanError: unet is offloaded by groups, which diffusers has no call to end: load the pipeline anew"
 CASTS = r"PlanError: unet casts its layers in each pass \(layerwise casting\), which cannot be measured for a budget"
-MAPPED = r"PlanError: this pipeline was loaded with a device map: call pipe\.reset_device_map\(\) first"
 ALREADY = r"AlreadyFitted: \w+ already follows the plan of another pipeline: undo\(\) that one first"
 SCORES = r"BudgetTooSmall: FluxPipeline cannot do 64×64 within .* MiB would do"
 TO_META = r"AlreadyFitted: this pipeline follows a plan, which runs it on \S+: undo\(\) before to\('meta'\)"
@@ -853,7 +852,7 @@ GROUPS: dict[str, list[Trial]] = {
         Trial("`enable_sequential_cpu_offload`", before(by_layer)),
         Trial("`enable_group_offload`, in memory", before(by_group)),
         Trial("`enable_group_offload`, to disk", before(group_to_disk), refused=everywhere(BY_GROUPS)),
-        Trial("device map", before(mapped), refused=everywhere(MAPPED)),
+        Trial("device map", before(mapped)),
         Trial("`enable_layerwise_casting`", before(casting), refused={"budget": CASTS}),
         Trial("`enable_cache` (FirstBlockCache)", before(cached), flux),
         Trial("`enable_cache` (PyramidAttentionBroadcast)", before(broadcast), flux),

@@ -16,12 +16,12 @@ __all__ = ["refuse_followers", "refuse_offloaded"]
 def refuse_offloaded(pipe: Any, *, measured: bool = False, replaced: bool = True) -> None:
     """Raise PlanError where others move weights of `pipe`; the message says how to end that.
 
-    Offloading from host memory, which `replaced_offloading.replaced` takes off and `undo()` puts back, is refused only
-    if it will not be `replaced`. Layerwise casting is refused if calls are `measured` beforehand: in a copy of the
+    Device maps and offloading from host memory are refused only if they will not be `replaced` (by
+    `replaced_offloading.replaced`). Layerwise casting is refused if calls are `measured` beforehand: in a copy of the
     pipeline its hooks would call the original.
     """
-    if getattr(pipe, "hf_device_map", None) and not isinstance(pipe, nn.Module):
-        raise PlanError(f"this pipeline was loaded with a device map: call {_call('reset_device_map')} first")
+    if not replaced and getattr(pipe, "hf_device_map", None) and not isinstance(pipe, nn.Module):
+        raise PlanError(f"this pipeline has a device map: call {_call('reset_device_map')} first")
     for name, module in find_components(pipe).items():
         if measured and _casts_layers(module):
             raise PlanError(

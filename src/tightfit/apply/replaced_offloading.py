@@ -1,4 +1,4 @@
-"""Take diffusers' and accelerate's own offloading off a pipeline, and put it back.
+"""Take diffusers' and accelerate's own offloading and device maps off a pipeline, and put them back.
 
 `undo()` has to restore it, so the settings that its hooks keep are read, and registered again with the public functions
 of the two libraries. The hooks themselves keep references to weights, which may have been replaced by then.
@@ -33,6 +33,9 @@ __all__ = [
 _GROUP_HOOKS = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
 _NOT_ARGUMENTS = {"stream", "module_prefix"}  # of diffusers' configuration; the others are, by the same names
 
+_OWN = ("_all_hooks", "hf_device_map")  # attributes of a pipeline; diffusers registers the hooks again after each call
+_MOVES = ("to", "cuda")  # methods that accelerate puts in front of a module's own where its device map forbids them
+
 PutBack = Callable[[nn.Module], Any]
 
 
@@ -47,17 +50,23 @@ class TakenOff:
             if taken := _take_off_groups(module) or _take_off_hooks(module):
                 self.names.append(name)
                 self._parts.append((weakref.ref(module), taken))
-        self.model_hooks = getattr(pipe, "_all_hooks", None)
-        if self.model_hooks:  # diffusers would register them again after each call
-            pipe._all_hooks = []
+        self._own: dict[str, Any] = {}  # attributes of the pipeline
+        for name in () if isinstance(pipe, nn.Module) else _OWN:
+            if value := getattr(pipe, name, None):
+                self._own[name] = value
+                setattr(pipe, name, [] if isinstance(value, list) else None)
+
+    def __bool__(self) -> bool:
+        """Whether there was anything to take off."""
+        return bool(self.names or self._own)
 
     def put_back(self, pipe: Any) -> None:
         """Offload `pipe` as before."""
         for reference, register in self._parts:
             if (module := reference()) is not None:
                 register(module)
-        if self.model_hooks:
-            pipe._all_hooks = self.model_hooks
+        for name, value in self._own.items():
+            setattr(pipe, name, value)
 
 
 _taken: weakref.WeakKeyDictionary[Any, TakenOff] = weakref.WeakKeyDictionary()
@@ -67,7 +76,7 @@ _taken: weakref.WeakKeyDictionary[Any, TakenOff] = weakref.WeakKeyDictionary()
 def replaced(pipe: Any) -> Iterator[None]:
     """Take offloading off `pipe`, which is replaceable; put it back after an error."""
     taken = TakenOff(pipe)
-    if taken.names or taken.model_hooks:
+    if taken:
         _taken[pipe] = taken
     try:
         yield
@@ -88,15 +97,23 @@ def put_back(pipe: Any) -> None:
 
 
 def offloading_device(pipe: Any) -> torch.device | None:
-    """Return the card to which weights of `pipe` are moved for a pass; None if there is none, or several."""
-    found: set[torch.device] = set()
+    """Return the card to which weights of `pipe` are moved, or on which they are by its device map; None if several."""
+    whole = None if isinstance(pipe, nn.Module) else getattr(pipe, "hf_device_map", None)
+    named: set[Any] = set(whole.values()) if isinstance(whole, dict) else {whole}
     for module in find_components(pipe).values():
         if (config := group_offloading(module)) is not None:
-            found.add(torch.device(config.onload_device))
-        named = (hook.execution_device for part in moving_parts(module) for hook in _hooks(part))
-        found |= {torch.device(device) for device in named if device is not None}
-    cards = {device for device in found if device.type == "cuda"}
+            named.add(config.onload_device)
+        named |= {hook.execution_device for part in moving_parts(module) for hook in _hooks(part)}
+    cards = {device for device in map(_device, named) if device is not None and device.type == "cuda"}
     return cards.pop() if len(cards) == 1 else None
+
+
+def _device(named: Any) -> torch.device | None:
+    """The device of that name or number; None where there is none, as for "disk"."""
+    try:
+        return torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
+    except (RuntimeError, TypeError):
+        return None
 
 
 def is_replaceable(module: nn.Module) -> bool:
@@ -107,10 +124,7 @@ def is_replaceable(module: nn.Module) -> bool:
     hooks = [hook for part in parts for hook in _hooks(part)]
     if any(type(hook) is CpuOffload for hook in hooks):
         return len(hooks) == 1 and parts == [module]
-    layers = _offloading(hooks)
-    if hooks and not layers:
-        return False  # a device map
-    return all(type(hook) is AlignDevicesHook for hook in hooks) and all(map(_is_in_memory, layers))
+    return all(type(hook) is AlignDevicesHook for hook in hooks) and all(map(_is_in_memory, _offloading(hooks)))
 
 
 def moving_parts(module: nn.Module) -> list[nn.Module]:
@@ -147,6 +161,10 @@ def _take_off_groups(module: nn.Module) -> PutBack | None:
 def _take_off_hooks(module: nn.Module) -> PutBack | None:
     parts = moving_parts(module)
     hooks = [hook for part in parts for hook in _hooks(part)]
+    known = [
+        (weakref.ref(part), part._hf_hook, {name: vars(part)[name] for name in _MOVES if name in vars(part)})
+        for part in parts
+    ]
     for part in parts:
         remove_hook_from_module(part)
         _drop_own_forward(part)
@@ -154,10 +172,17 @@ def _take_off_hooks(module: nn.Module) -> PutBack | None:
         _tie(module)
         device, buffers = layers[0].execution_device, any(hook.offload_buffers for hook in layers)
         return lambda module: accelerate.cpu_offload(module, device, offload_buffers=buffers)
-    if hooks:
+    if any(type(hook) is CpuOffload for hook in hooks):
         module.to("cpu")  # the last one that ran is on the card
-        return lambda module: add_hook_to_module(module, hooks[0])
-    return None
+    return (lambda _: _hook_again(known)) if known else None
+
+
+def _hook_again(known: list[tuple[weakref.ref[nn.Module], Any, dict[str, Any]]]) -> None:
+    """Register the hooks of parts again, with the methods that went with them."""
+    for reference, hook, methods in known:
+        if (part := reference()) is not None:
+            add_hook_to_module(part, hook)
+            vars(part).update(methods)
 
 
 def _drop_own_forward(part: nn.Module) -> None:
