@@ -564,7 +564,7 @@ main()
     ("words", "code", "said"),
     [
         (("--version",), 0, ""),
-        (("run", "a fox", "--steps", "1", "--device", "cpu"), 1, "may start no more threads: raise the limit"),
+        (("run", "a fox", "--steps", "1", "--device", "cpu"), 1, "1 threads and may start no more: raise its limit"),
     ],
 )
 def test_a_process_that_may_start_no_thread(words: tuple[str, ...], code: int, said: str) -> None:

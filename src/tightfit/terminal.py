@@ -8,14 +8,16 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import typer
 
+from tightfit.devices.ram import held_bytes
 from tightfit.devices.ram_guard import check_ram
 from tightfit.errors import RunError, TightfitError
 from tightfit.progress import listening
-from tightfit.units import format_seconds
+from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["errors_as_lines", "log_to_stderr", "quiet_transformers", "say", "showing_steps"]
 
@@ -107,9 +109,11 @@ def _give_up_stdout() -> None:
 
 def _explained(error: Exception) -> TightfitError | None:
     if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
-        return RunError("this process may start no more threads: raise the limit of processes (ulimit -u)")
+        threads = threading.active_count()
+        return RunError(f"this process has {threads} threads and may start no more: raise its limit (ulimit -u)")
     if isinstance(error, MemoryError):
-        return RunError("this process gets no more memory: raise its limits (ulimit -v, -d), or stop what else runs")
+        held = format_bytes(held_bytes())
+        return RunError(f"this process holds {held} and gets no more memory: raise its limits (ulimit -v, -d)")
     if "diffusers" not in sys.modules:  # no pipeline was called
         return None
     from tightfit.run.call_errors import explained

@@ -43,7 +43,10 @@ class CallLock:
             lock: CallLock | None = self
             while lock is not None and lock._holder is not None:
                 if lock._holder == me:
-                    raise RunError("two pipelines call each other, in two threads: each would wait for the other's end")
+                    name = threading.current_thread().name
+                    raise RunError(
+                        f"two pipelines call each other, {name} and another thread: each would wait for ever"
+                    )
                 lock = _waiting.get(lock._holder)
             _waiting[me] = self
         try:
