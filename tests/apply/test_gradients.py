@@ -333,3 +333,16 @@ def test_attention_that_may_be_recorded_is_computed_once() -> None:
         assert_close(gradients(copied, args, kwargs), wanted)
         assert expected - times < RecordingProcessor.times <= expected  # some attention is in no block
         fitted.undo()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_weights_that_were_fitted_or_undone_in_inference_mode(plan: str) -> None:
+    network, args, kwargs = denoiser_call("StableDiffusion")
+    wanted = gradients(copy.deepcopy(network), args, kwargs)
+    with torch.inference_mode():
+        fitted = fit(network, plan={"components": {"model": PLANS[plan]}}, device="loopback")
+        network(*args, **kwargs)
+    assert_close(gradients(network, args, kwargs), wanted)
+    with torch.inference_mode():
+        fitted.undo()
+    assert_close(gradients(network, args, kwargs), wanted)

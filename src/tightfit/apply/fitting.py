@@ -86,8 +86,13 @@ def apply_plan(
     if earlier is not None:
         earlier.undo()
     target = choose_device(device or plan.device)
+
+    def device_of(name: str) -> Device:
+        chosen = plan.device_of(name)
+        return target if chosen == plan.device else choose_device(chosen)
+
     with replaced(pipe):
-        check_kinds(find_components(pipe), plan, lambda name: _device_of(name, plan, target))
+        check_kinds(find_components(pipe), plan, device_of)
         return Fitted(pipe, plan, target, count_activations=count_activations, replans=replans)
 
 
@@ -115,6 +120,7 @@ class Fitted:
         if names := replaced_names(pipe):
             self._calls.remark(f"{', '.join(names)}: undo() puts back the offloading of diffusers or accelerate")
 
+    @torch.inference_mode(mode=False)  # weights that are made here are for gradients too
     def follow(self, pipe: Any, plan: Plan, file_weights: FileBackedWeights | None = None) -> None:
         """Make `pipe`, the same as before, follow `plan` instead; weights that both read from files stay in files.
 
@@ -203,8 +209,7 @@ class Fitted:
             offload_waiting_activations(module, device, recorder, undo)
         saves = plan.checkpoints_gradients and not forward
         auto = plan.gradient_checkpointing is None
-        again = lambda: session.recompute(name)  # noqa: E731
-        checkpoint_blocks(module, again, undo.callback, saves=saves, unless_recorded=auto)
+        checkpoint_blocks(module, lambda: session.recompute(name), undo.callback, saves=saves, unless_recorded=auto)
         if forward:
             undo.callback(override_class_members(module, **forward))
         undo.callback(override_class_members(module, **members.of_component(name, module, device, undo)))
@@ -281,6 +286,7 @@ class Fitted:
         self._leave()
         put_back(self.pipe)
 
+    @torch.inference_mode(mode=False)
     def _leave(self) -> None:
         """Undo the plan; offloading that it replaced stays off."""
         if self._recorder.running:
@@ -292,9 +298,3 @@ class Fitted:
                 self._uncap()
             if self._calls.finished and not (applied and applied.file_weights.keep_in_files):  # else a plan follows
                 self._calls.finished.close()
-
-
-def _device_of(name: str, plan: Plan, target: Device) -> Device:
-    """Return the device on which component `name` runs by `plan`, whose own device is `target`."""
-    chosen = plan.device_of(name)
-    return target if chosen == plan.device else choose_device(chosen)
