@@ -395,6 +395,23 @@ def noise_after(pipe: Any, fit: Fit) -> Pictures:
     return [*found, scheduler.add_noise(one, one, scheduler.timesteps[:1])]
 
 
+# words
+
+
+def word_learnt(pipe: Any, fit: Fit) -> Pictures:
+    """Textual inversion: a word of the user's own, added and removed."""
+    handle = fit(pipe)
+    found = [draw(pipe)]
+    width = pipe.text_encoder.get_input_embeddings().embedding_dim
+    embedding = torch.randn(1, width, generator=torch.Generator().manual_seed(3))
+    pipe.load_textual_inversion({"<thing>": embedding}, token="<thing>")
+    found += [draw(pipe), draw(pipe, prompt="a <thing> fox"), draw(pipe, prompt="a <thing> fox")]
+    pipe.unload_textual_inversion()
+    found.append(draw(pipe))
+    handle.undo()
+    return [*found, draw(pipe)]
+
+
 # callbacks, threads, copies
 
 
@@ -802,6 +819,10 @@ GROUPS: dict[str, list[Trial]] = {
         Trial("two pipelines with the same parts, both fitted", both_fitted,
               refused=everywhere(ALREADY)),
         Trial("two fitted pipelines on one device, in turns", two_on_one_card),
+    ],
+    "Textual inversion": [
+        Trial("a word loaded, used and unloaded after", word_learnt,
+              only=("level", "disk")),  # a simulated card's weights cannot be set as those of a host's module
     ],
     "Callbacks": [
         Trial("decode previews and change latents", previews),
