@@ -52,7 +52,15 @@ def by_groups_on_disk(pipe: Any) -> None:
 
 WAYS = [by_model, by_layer, by_group, by_blocks, by_map, by_name, by_mapped_layers]
 REMOVE = r"unet is offloaded by accelerate's hooks: call pipe\.remove_all_hooks\(\) first"
+
+
+def by_groups_of_two_kinds(pipe: Any) -> None:
+    apply_group_offloading(pipe.unet.mid_block, HERE, HERE, offload_type="leaf_level", non_blocking=True)
+    apply_group_offloading(pipe.unet.conv_in, HERE, HERE, offload_type="leaf_level")
+
+
 REFUSED = [
+    (by_groups_of_two_kinds, r"unet is offloaded by groups.*load the pipeline anew"),
     (by_layers_on_disk, REMOVE),
     (by_groups_on_disk, r"unet is offloaded by groups.*load the pipeline anew"),
 ]

@@ -118,9 +118,12 @@ def _device(named: Any) -> torch.device | None:
 
 def is_replaceable(module: nn.Module) -> bool:
     """Whether what moves weights of `module` is one known kind, and has all of them in host memory."""
-    config, parts = group_offloading(module), moving_parts(module)
-    if config is not None:
-        return not parts and config.offload_to_disk_path is None and torch.device(config.offload_device).type == "cpu"
+    configs, parts = _group_configs(module), moving_parts(module)
+    if configs:
+        first = configs[0]
+        one = all(dataclasses.replace(each, module_prefix=first.module_prefix) == first for each in configs)
+        in_memory = first.offload_to_disk_path is None and torch.device(first.offload_device).type == "cpu"
+        return one and in_memory and not parts
     hooks = [hook for part in parts for hook in _hooks(part)]
     if any(type(hook) is CpuOffload for hook in hooks):
         return len(hooks) == 1 and parts == [module]
@@ -135,11 +138,12 @@ def moving_parts(module: nn.Module) -> list[nn.Module]:
 
 def group_offloading(module: nn.Module) -> Any:
     """Return the GroupOffloadingConfig with which diffusers offloads groups of layers of `module`, or None."""
-    for part in module.modules():
-        hooks = getattr(getattr(part, "_diffusers_hook", None), "hooks", {})
-        if _GROUP_HOOKS[0] in hooks:
-            return hooks[_GROUP_HOOKS[0]].config
-    return None
+    return next(iter(_group_configs(module)), None)
+
+
+def _group_configs(module: nn.Module) -> list[Any]:
+    hooks = [getattr(getattr(part, "_diffusers_hook", None), "hooks", {}) for part in module.modules()]
+    return [each[_GROUP_HOOKS[0]].config for each in hooks if _GROUP_HOOKS[0] in each]
 
 
 def _take_off_groups(module: nn.Module) -> PutBack | None:
