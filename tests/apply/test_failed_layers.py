@@ -101,7 +101,7 @@ def test_a_layer_that_fails_once_is_in_use_neither_too_long_nor_too_short(failin
         assert torch.equal(model(X), wanted)
     assert device.rooms == 0  # each found its place in the ring
     assert [phase.on_demand for phase in fitted.report().trace.phases] == [0]
-    streamer = fitted._places.of("model")._streamers["model"]
+    streamer = fitted._now.places.of("model")._streamers["model"]
     assert [here.users for here in streamer._loaded.values()] == [0] * len(streamer._loaded)
     fitted.undo()
 

@@ -82,7 +82,7 @@ def test_masters_that_are_cast_in_each_call_stay_page_locked(placement: str) -> 
     wanted = [run(pipe, case).cpu() for _ in range(2)]
     chosen = {"offload_to": "cpu", "pinned": True, "placement": placement}
     fitted = fit(pipe, plan={"components": {"vae": chosen, "unet": chosen}}, device="cuda")
-    groups, pinned = fitted._places.of("vae")._streamers["vae"]._groups, []
+    groups, pinned = fitted._now.places.of("vae")._streamers["vae"]._groups, []
     look = pipe.vae.decoder.register_forward_hook(
         lambda *_: pinned.extend(master.is_pinned() for group in groups for master in group.source_params)
     )
