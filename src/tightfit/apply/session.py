@@ -11,7 +11,6 @@ import torch
 from tightfit.apply.activations.sdpa_patch import AttentionHandler, current_handlers, set_handlers
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
 from tightfit.apply.weights.gradients import in_backward
-from tightfit.devices.memory import trim_now_and_then
 from tightfit.measure.passes import find_phase
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.footprint import Role
@@ -67,7 +66,6 @@ class Session:
                     yield
                     self._tell(self._places.end(), during=False)
                     self._done(self._recorder.trace())
-                trim_now_and_then()
                 if self._keeps:
                     self._places.rest()
                     self._clean = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import math
 import mmap
 import re
@@ -35,7 +34,6 @@ __all__ = [
     "move_into",
     "resident_bytes",
     "trim_heap",
-    "trim_now_and_then",
 ]
 
 
@@ -44,11 +42,9 @@ OWN_MEMORY = 2**20  # bytes from which a tensor gets a memory map of its own
 HUGE_PAGE = 2 * 2**20  # bytes, on x86-64, and on ARM with pages of 4 KiB
 LARGEST_PLUG = 2**30  # bytes: the largest heap block that `_plug_holes` tries
 RELEASED_AT_ONCE = 32 * 2**20  # bytes that `move_into` copies and releases per step
-TRIMMED = 16  # calls, after which the heap is trimmed
 ALONE = 2  # use count of a storage with one tensor: the tensor, and the caller that asks
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
 _USUAL_LIMITS = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20}  # glibc raises them up to these
-_calls = itertools.count(1)
 
 
 class RamExceeded(torch.OutOfMemoryError):
@@ -148,12 +144,6 @@ def trim_heap() -> None:
     """Return free memory of this process's heap to the system, where the C library supports it (glibc)."""
     with contextlib.suppress(OSError, AttributeError, TypeError):  # TypeError: Windows does not support CDLL(None)
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def trim_now_and_then() -> None:
-    """Trim the heap each TRIMMED times: to be called at the end of a call, which leaves holes that add up."""
-    if next(_calls) % TRIMMED == 0:
-        trim_heap()
 
 
 def map_large_tensors() -> Callable[[], None]:
