@@ -1,6 +1,7 @@
 """1,000 calls of one process within a budget, of 20 sizes, then 50 new sizes: is memory flat, are pictures right?
 
-The demo model on `loopback`. Anonymous memory, open files and threads are read after each call.
+The demo model, within RAM on the CPU, or on `loopback`, whose memory is this process's heap. Anonymous memory, open
+files and threads are read after each call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from measuring import write
 from tightfit import fit
 from tightfit.devices.ram import held_bytes
 
-BUDGET = "100MB"
+LIMITS: dict[str, dict[str, str]] = {"cpu": {"ram": "900MB"}, "loopback": {"budget": "100MB"}}  # by device
 CALLS, SIZES, NEW = 1000, 20, 50
 SETTLED = 200  # calls after which memory should be flat
 SIDES = [64 + 8 * index for index in range(17)]
@@ -54,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=CALLS)
     parser.add_argument("--new", type=int, default=NEW)
+    parser.add_argument("--device", choices=list(LIMITS), default="cpu")
     options = parser.parse_args()
     choice = random.Random(0)
     every = [(height, width) for height in SIDES for width in SIDES]
@@ -62,7 +64,7 @@ def main() -> None:
     plain = demo_pipeline()
     expected = {size: draw(plain, size) for size in chosen}
     pipe = demo_pipeline()
-    fitted = fit(pipe, budget=BUDGET, device="loopback")
+    fitted = fit(pipe, device=options.device, **LIMITS[options.device])
     began, different, states, grown = time.monotonic(), 0, list[tuple[int, int, int]](), list[int]()
     for size in sizes:
         different += not same(draw(pipe, size), expected[size])
@@ -79,7 +81,7 @@ def main() -> None:
         grown.append(held_bytes() - before)
     found |= {"different": different, "calls": len(states), "new sizes": len(grown), "growth": grown}
     fitted.undo()
-    write("many-calls", found)
+    write(f"many-calls-{options.device}", found)
     print({name: value for name, value in found.items() if name != "growth"}, f"{np.mean(grown):,.0f} bytes a new size")
 
 
