@@ -701,6 +701,14 @@ def predicted(pipe: Any) -> None:
     pipe.transformer.enable_cache(config)
 
 
+CACHES = {
+    "FirstBlockCache": cached,
+    "PyramidAttentionBroadcast": broadcast,
+    "FasterCache": faster,
+    "TaylorSeer": predicted,
+}
+
+
 def everywhere(said: str) -> dict[str, str]:
     """Refused in all ways, with what is said."""
     return dict.fromkeys(WAYS, said)
@@ -875,10 +883,7 @@ GROUPS: dict[str, list[Trial]] = {
         Trial("`enable_group_offload`, to disk", before(group_to_disk), refused=everywhere(BY_GROUPS)),
         Trial("device map", before(mapped)),
         Trial("`enable_layerwise_casting`", before(casting), refused={"budget": CASTS}),
-        Trial("`enable_cache` (FirstBlockCache)", before(cached), flux),
-        Trial("`enable_cache` (PyramidAttentionBroadcast)", before(broadcast), flux),
-        Trial("`enable_cache` (FasterCache)", before(faster), flux),
-        Trial("`enable_cache` (TaylorSeer)", before(predicted), flux),
+        *(Trial(f"`enable_cache` ({name})", before(throw), flux) for name, throw in CACHES.items()),
         Trial("`set_attention_backend`", before(products), flux, refused={"budget": SCORES}),
         Trial("`enable_attention_slicing`", before(sliced)),
         Trial("`enable_tiling` of the autoencoder", before(tiled)),
@@ -891,10 +896,7 @@ GROUPS: dict[str, list[Trial]] = {
         not_after("unet.enable_group_offload", lambda pipe: pipe.unet.enable_group_offload(HERE, HERE), "unet"),
         Trial("`enable_layerwise_casting`", switch(casting),
               refused={"budget": r"AlreadyFitted: unet follows a plan.*before enable_layerwise_casting\(\)"}),
-        Trial("`enable_cache` (FirstBlockCache)", switch(cached), flux),
-        Trial("`enable_cache` (PyramidAttentionBroadcast)", switch(broadcast), flux),
-        Trial("`enable_cache` (FasterCache)", switch(faster), flux),
-        Trial("`enable_cache` (TaylorSeer)", switch(predicted), flux),
+        *(Trial(f"`enable_cache` ({name})", switch(throw), flux) for name, throw in CACHES.items()),
         Trial("`set_attention_backend`", switch(products), flux, refused={"budget": SCORES}),
         Trial("`enable_attention_slicing`", switch(sliced)),
         Trial("`enable_tiling` of the autoencoder", switch(tiled)),

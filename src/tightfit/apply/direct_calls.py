@@ -5,6 +5,7 @@ A training loop calls the denoiser by itself, and other code calls parts of a pi
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -80,4 +81,4 @@ def _has_gradients(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     if not torch.is_grad_enabled():
         return False
     given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    return any(tensor.requires_grad for tensor in (*given, *module.parameters()))
+    return any(tensor.requires_grad for tensor in itertools.chain(given, module.parameters()))

@@ -1,7 +1,8 @@
 """Take diffusers' and accelerate's own offloading and device maps off a pipeline, and put them back.
 
-`undo()` has to restore it, so the settings that its hooks keep are read, and registered again with the public functions
-of the two libraries. The hooks themselves keep references to weights, which may have been replaced by then.
+Hooks of single layers and of groups of layers refer to weights, which may be others by the time of `undo()`. So what is
+put back are new ones with the same settings, by the public functions of the two libraries. Other hooks are put back as
+they were.
 """
 
 from __future__ import annotations
@@ -42,23 +43,21 @@ PutBack = Callable[[nn.Module], Any]
 class TakenOff:
     """The offloading that was taken off a pipeline. It does not keep the pipeline alive."""
 
-    def __init__(self, pipe: Any) -> None:
-        """Take the offloading off `pipe`, which is replaceable."""
-        self.names: list[str] = []
+    def __init__(self) -> None:
+        self.names: list[str] = []  # of components
         self._parts: list[tuple[weakref.ref[nn.Module], PutBack]] = []
+        self._own: dict[str, Any] = {}  # attributes of the pipeline
+
+    def take_off(self, pipe: Any) -> None:
+        """Take the offloading off `pipe`, which is replaceable; nothing if that was done already."""
         for name, module in find_components(pipe).items():
             if taken := _take_off_groups(module) or _take_off_hooks(module):
                 self.names.append(name)
                 self._parts.append((weakref.ref(module), taken))
-        self._own: dict[str, Any] = {}  # attributes of the pipeline
         for name in () if isinstance(pipe, nn.Module) else _OWN:
             if value := getattr(pipe, name, None):
                 self._own[name] = value
                 setattr(pipe, name, [] if isinstance(value, list) else None)
-
-    def __bool__(self) -> bool:
-        """Whether there was anything to take off."""
-        return bool(self.names or self._own)
 
     def put_back(self, pipe: Any) -> None:
         """Offload `pipe` as before."""
@@ -75,10 +74,8 @@ _taken: weakref.WeakKeyDictionary[Any, TakenOff] = weakref.WeakKeyDictionary()
 @contextmanager
 def replaced(pipe: Any) -> Iterator[None]:
     """Take offloading off `pipe`, which is replaceable; put it back after an error."""
-    taken = TakenOff(pipe)
-    if taken:
-        _taken[pipe] = taken
     try:
+        _taken.setdefault(pipe, TakenOff()).take_off(pipe)
         yield
     except BaseException:
         put_back(pipe)
