@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
 from tiny_pipelines import CASES
 
@@ -54,6 +55,12 @@ def own_cache(new_cache: Cache) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(new_cache()))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`set_attention_backend` of one model is for all that the process makes later."""
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from diffusers import (
     StableDiffusionImg2ImgPipeline,
     StableDiffusionPipeline,
 )
+from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
 
@@ -337,3 +338,22 @@ def test_a_setting_that_is_switched_is_planned_for() -> None:
         assert f"{name} has other settings: planned anew" in fitted.report().trace.notes
         run(pipe, CASES[0])
         assert not [note for note in fitted.report().trace.notes if "settings" in note]
+
+
+def test_an_attention_backend_of_the_process_is_planned_for() -> None:
+    """Attention by plain products needs memory for its scores, fused attention none."""
+    card_of(1000 * MIB, known_card("rtx3060"))
+    pipe = next(case for case in TINY if case.name == "Flux").make()
+    fitted = tightfit.fit(pipe, request=REQUEST, device="simulated:0")
+    fused = called(fitted, pipe)
+    with attention_backend("_native_math"):
+        products = called(fitted, pipe)
+        assert "diffusers' attention backend is _native_math: planned anew" in products.notes
+        assert products.peak_bytes > 1.2 * fused.peak_bytes
+        told = {phase.name: phase.peak_bytes for phase in fitted.plan.forecast}
+        for phase in products.phases:
+            assert phase.peak_bytes <= told[phase.name]
+        assert not [note for note in called(fitted, pipe).notes if "backend" in note]
+    native = called(fitted, pipe)
+    assert "diffusers' attention backend is native: planned anew" in native.notes
+    assert native.peak_bytes == fused.peak_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -22,6 +23,7 @@ class PipelineState:
         self._parts = {
             name: (weakref.ref(part), _size(part), _switches(part)) for name, part in find_components(pipe).items()
         }
+        self._attention_backend = _attention_backend()
 
     def changes(self, pipe: Any, *, measured: bool) -> list[str]:
         """Return what is different now, a few words each; with `measured`, also what changes a component's memory."""
@@ -35,6 +37,8 @@ class PipelineState:
                 found.append(f"{name} has other weights")
             elif measured and switches != _switches(now[name]):
                 found.append(f"{name} has other settings")
+        if measured and (backend := _attention_backend()) != self._attention_backend:
+            found.append(f"diffusers' attention backend is {backend}")
         return found + [f"{name} was added" for name in now if name not in self._parts]
 
 
@@ -52,3 +56,10 @@ def _switches(module: nn.Module) -> list[Any]:
         if (registry := own.get("_diffusers_hook")) is not None:
             found += registry.hooks
     return found
+
+
+def _attention_backend() -> str | None:
+    """Return diffusers' attention backend for all models of the process that have none of their own."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    backend = getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_active_backend", None)
+    return getattr(backend, "value", backend)
