@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from more_pipelines import MORE_CASES
 from simulator.conftest import ACCELERATOR
 from tightfit import Budget, BudgetTooSmall, InputError, PlanError
 from tightfit.catalog.known import known_card, known_model
+from tightfit.devices.ram import held_bytes
 from tightfit.measure.build_models import build_known
 from tightfit.measure.modules import inspect_pipeline
 from tightfit.plan.component_order import schedule_of
@@ -357,3 +359,22 @@ def test_an_attention_backend_of_the_process_is_planned_for() -> None:
     native = called(fitted, pipe)
     assert "diffusers' attention backend is native: planned anew" in native.notes
     assert native.peak_bytes == fused.peak_bytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_memory_freed_in_a_call_goes_back_to_the_system_after_it() -> None:
+    case = TINY[0]
+    pipe = case.make()
+    tightfit.fit(pipe, ram="20GB", device="cpu", request={"height": 32, "width": 32, "steps": 2})
+    run(pipe, case)
+    kept: list[Any] = []
+
+    def fill(*_: Any) -> dict[str, Any]:
+        """64 MiB of the heap in pieces, with something that stays between each two."""
+        pieces = [(bytearray(64 * 2**10), bytearray(1024)) for _ in range(1024)]
+        kept.extend(piece[1] for piece in pieces)
+        return {}
+
+    before = held_bytes()
+    pipe(**case.call(), callback_on_step_end=fill)
+    assert held_bytes() - before < 16 * MIB

@@ -17,7 +17,7 @@ from tightfit.apply.callbacks import raised_by
 from tightfit.apply.output_replay import OutputReplayCache, RngState, without_frames
 from tightfit.apply.session import Session
 from tightfit.devices.device import Device
-from tightfit.devices.memory import RamExceeded, is_out_of_memory
+from tightfit.devices.memory import RamExceeded, is_out_of_memory, trim_heap
 from tightfit.errors import BudgetTooSmall
 from tightfit.measure.call_log import CallLog
 from tightfit.measure.joint_recorder import JointRecorder
@@ -117,15 +117,16 @@ class CallRunner:
         if handle.recorder.running:
             return self._once(handle, pipe, call, args, kwargs)
         handle.keep_up(pipe)
-        if self.replans is not None:
-            self._replan_for_request(handle, self.replans, pipe, args, kwargs)
-        suited = handle.plan
         if self.replans is None or self.finished is None:
             found = self._once(handle, pipe, call, args, kwargs)
-        else:
-            found = self._to_the_end(handle, self.replans, self.finished, pipe, call, args, kwargs)
+            self._tell(handle, pipe, args, kwargs)
+            return found
+        self._replan_for_request(handle, self.replans, pipe, args, kwargs)
+        suited = handle.plan
+        found = self._to_the_end(handle, self.replans, self.finished, pipe, call, args, kwargs)
         if handle.plan is suited:
             self._tell(handle, pipe, args, kwargs)
+        trim_heap()  # else free memory between tensors grows, call by call
         return found
 
     def _to_the_end(
