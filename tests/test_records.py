@@ -151,7 +151,8 @@ STINT = ComponentRun(component="vae", method="decode", runs=2, unused_blocks=("e
 FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68, other_devices={"cuda:0": 7})
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,
-    offload_activations=True, expandable_segments=True, schedule=(STINT,), reasons=(REASON,), forecast=(FORECAST,),
+    offload_activations=True, context=2, context_attention="ring", expandable_segments=True, schedule=(STINT,),
+    reasons=(REASON,), forecast=(FORECAST,),
 )  # fmt: skip
 SAMPLE = Sample(seconds=0.25, weights=3, activations=4)
 PHASE = PhaseTrace(
@@ -715,6 +716,7 @@ def test_a_plan_says_everything_it_decides() -> None:
         "  autoencoder: exact strips within 256 MiB, feature maps kept in host memory, "
         "tiles of 512 px where strips are not possible, one item at a time",
         "  activations for later blocks: offloaded to host memory",
+        "  2 ranks share the rows, attention ring",
         "  lossy: fp8: transformer is stored in float8_e4m3fn",
         "  lossy: blended-tiling: pictures larger than 512 px are decoded in tiles, where they cannot be in strips",
         "  because: transformer streamed: it is larger than “the card”",

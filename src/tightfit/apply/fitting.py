@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.apply.activations.activation_offload import offload_waiting_activations
-from tightfit.apply.activations.ffn_chunking import chunk_feed_forwards
-from tightfit.apply.activations.gradient_checkpointing import checkpoint_blocks
-from tightfit.apply.activations.max_batch import chunk_blocks
+from tightfit.apply.activations.component_settings import change_activations
 from tightfit.apply.activations.memory_format import channels_last
 from tightfit.apply.allocator_limits import limit_allocators
 from tightfit.apply.applied_plan import AppliedPlan, collect_old_plans, fill_and_close
 from tightfit.apply.call_runner import CallObserver, CallRunner, ReplannerProtocol
 from tightfit.apply.changes import PipelineState
 from tightfit.apply.choices import choices_of, decide
+from tightfit.apply.context_parallel.executor import ContextParallel, parallel_forward
 from tightfit.apply.cross_device import CrossDeviceCall
 from tightfit.apply.members import Members
 from tightfit.apply.method_overrides import exported, override_class_members
@@ -38,7 +36,7 @@ from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
 from tightfit.errors import PlanError, RunError
 from tightfit.measure.joint_recorder import JointRecorder
-from tightfit.measure.modules import HANDLE, find_components, find_parts, has_skips
+from tightfit.measure.modules import HANDLE, find_components, find_parts
 from tightfit.measure.recorder import LiveNumbers, Recorder
 from tightfit.measure.shared import give_owners
 from tightfit.report.summary import Report
@@ -59,10 +57,13 @@ def fit(
     request: Request | Mapping[str, Any] | None = None,
     device: str | torch.device | Device | None = None,
     count_activations: bool = True,
+    parallel: ContextParallel | None = None,
 ) -> Fitted:
     """Make `pipe` run as a level or a plan says; `tightfit.fit` documents the arguments, and takes budgets too."""
     choices, target = choices_of(level, plan, device)
-    fitted = apply_plan(pipe, decide(pipe, choices, request, target), target, count_activations=count_activations)
+    choices |= parallel.choices if parallel is not None else {"context": 1}
+    decided = decide(pipe, choices, request, target)
+    fitted = apply_plan(pipe, decided, target, count_activations=count_activations, parallel=parallel)
     fitted.renews(lambda pipe: decide(pipe, choices, request, target))
     return fitted
 
@@ -74,10 +75,12 @@ def apply_plan(
     *,
     count_activations: bool = True,
     replans: ReplannerProtocol | None = None,
+    parallel: ContextParallel | None = None,
 ) -> Fitted:
     """Make `pipe` follow `plan` exactly as it is. Raises AlreadyFitted or PlanError; then nothing is changed.
 
-    `replans` makes other plans: for calls with another request, and after memory ran out.
+    `replans` makes other plans: for calls with another request, and after memory ran out. `parallel`: the ranks that
+    share the rows of its networks, as many as `plan.context`.
     """
     check_storage(plan)
     refuse_offloaded(pipe)
@@ -93,7 +96,7 @@ def apply_plan(
 
     with replaced(pipe):
         check_kinds(find_components(pipe), plan, device_of)
-        return Fitted(pipe, plan, target, count_activations=count_activations, replans=replans)
+        return Fitted(pipe, plan, target, count_activations=count_activations, replans=replans, parallel=parallel)
 
 
 class Fitted:
@@ -108,10 +111,11 @@ class Fitted:
         count_activations: bool = True,
         file_weights: FileBackedWeights | None = None,
         replans: ReplannerProtocol | None = None,
+        parallel: ContextParallel | None = None,
     ) -> None:
         """`file_weights`: the weights that are only in files (None: none)."""
         self._device, self._recorder = device, JointRecorder(device, count_activations)
-        self._calls = CallRunner(device, replans)
+        self._calls, self._parallel = CallRunner(device, replans), parallel
         self._trace: Trace | None = None
         self._applied: Callable[[], AppliedPlan | None] = lambda: None
         self._uncap: Callable[[], object] = lambda: None
@@ -149,7 +153,7 @@ class Fitted:
             session = Session(places, self._recorder, self._finished, calls.exceeded, calls.lock, keeps=alone)
             applied = AppliedPlan(file_weights, places, session, undo)
             self._applied = weakref.ref(applied)
-            members = Members(self, applied, plan, self._device, self._calls, places, session)
+            members = Members(self, applied, plan, self._device, self._calls, places, session, self._parallel)
             limit_allocators(plan, devices, uncap, self._calls.remark)
             for name, module in components.items():
                 self._fit_component(name, module, members, devices[plan.device_of(name)], applied)
@@ -196,20 +200,16 @@ class Fitted:
         manager, recorder = applied.places.of(name), self._recorder.of(device.name)
         applied.file_weights.fill(module, left_in_files(module, plan, separate=device.separate))
         forward = exported(module, plan)  # before any change: it is checked against the module
+        forward = forward or parallel_forward(name, module, self._parallel, recorder)
         if plan.channels_last:
             undo.callback(channels_last(module))
         manager.store(name, module, plan, undo)
         manager.place(name, module, plan, undo)
         manager.stream(name, module, plan, undo)
-        if plan.ffn_chunk is not None:
-            chunk_feed_forwards(module, plan.ffn_chunk, undo)
-        if plan.splits_batch and plan.placement == "stream":  # per block: weights are loaded once for all parts
-            chunk_blocks(module, plan.max_batch, undo, recorder.note)
-        if self.plan.offload_activations and has_skips(module) and not forward:
-            offload_waiting_activations(module, device, recorder, undo)
-        saves = plan.checkpoints_gradients and not forward
-        auto = plan.gradient_checkpointing is None
-        checkpoint_blocks(module, lambda: session.recompute(name), undo.callback, saves=saves, unless_recorded=auto)
+        change_activations(
+            module, plan, device, recorder, undo, offloads=self.plan.offload_activations,
+            recompute=lambda: session.recompute(name), replaced=bool(forward),
+        )  # fmt: skip
         if forward:
             undo.callback(override_class_members(module, **forward))
         undo.callback(override_class_members(module, **members.of_component(name, module, device, undo)))

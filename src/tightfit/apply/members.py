@@ -16,6 +16,7 @@ from tightfit.apply.activations.cfg_batching import batch_or_split
 from tightfit.apply.activations.gradient_checkpointing import attention_layers
 from tightfit.apply.activations.vae_tiling import wrap_vae_methods
 from tightfit.apply.call_runner import CallRunner, PlanHandle
+from tightfit.apply.context_parallel.executor import ContextParallel, parallel_methods
 from tightfit.apply.copies import copying
 from tightfit.apply.cross_device import CrossDeviceCall
 from tightfit.apply.direct_calls import DirectCalls
@@ -45,6 +46,7 @@ class Members:
     calls: CallRunner
     places: DeviceOffloaders
     session: Session
+    parallel: ContextParallel | None
 
     def of_component(self, name: str, module: nn.Module, device: Device, undo: ExitStack) -> dict[str, Any]:
         """Return the members of `module`, the component `name`, which runs on `device`."""
@@ -94,8 +96,10 @@ class Members:
         members: dict[str, Any] = {**self._kept(), **batch_or_split(module, plan, recorder.note)}
         members["__call__"] = working("forward", members.get("__call__", original.__call__))
         if role == "autoencoder":
-            for method, cut in wrap_vae_methods(original, self.plan.vae, device, recorder, undo).items():
-                members[method] = working(method, cut)
+            methods = wrap_vae_methods(original, self.plan.vae, device, recorder, undo)
+            if self.parallel is not None:
+                methods = parallel_methods(name, original, methods, self.parallel, recorder)
+            members |= {method: working(method, cut) for method, cut in methods.items()}
         if not plan.store.is_host_memory and hasattr(original, "save_pretrained"):
             members["save_pretrained"] = refused(name, plan.store.title)
         if hasattr(original, "device"):
@@ -109,9 +113,12 @@ class Members:
     def of_pipeline(self, original: type) -> dict[str, Any]:
         """Return the members of a pipeline of the class `original`."""
         handle, calls, device = self.handle, self.calls, self.device.torch_device
+        parallel, own = self.parallel, self.device
 
         @functools.wraps(original.__call__)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if parallel is not None:
+                parallel.share_random_state(own)
             return calls.make(handle, self, original.__call__, args, kwargs)
 
         here = property(lambda _: device)

@@ -17,6 +17,7 @@ from tightfit.devices.device import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE
 from tightfit.run.call_arguments import request_of_example
+from tightfit.run.context_parallel import context_parallel_of
 from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.replanning import Replanner
@@ -39,6 +40,7 @@ def fit(
     ram: str | int | None = None,
     allow: Sequence[str] = (),
     count_activations: bool = True,
+    parallel: str | Mapping[str, Any] | None = None,
 ) -> Fitted:
     """Make `pipe`, a diffusers pipeline or a single module, run within a budget, or under a level or a plan.
 
@@ -73,6 +75,10 @@ def fit(
     the CPU). A second `fit` of a pipeline replaces the first. Offloading by diffusers or accelerate that is on is
     replaced until `undo()`; its card is then the default.
 
+    `parallel={"context": 2}` runs denoisers and autoencoders on both ranks of a process group together: each computes
+    a share of the rows of every operation, and all get the same result. Every rank fits its own copy of the pipeline,
+    with a `level` or a `plan`, and makes the same calls, with the same seeds. "auto" takes all ranks.
+
     On a card the allocator counts bytes at no cost. On other devices each operation is observed, which takes tens of
     microseconds: nothing beside large layers, half of the time with tiny ones. `count_activations=False` turns this
     off; the report then has only weights, transferred bytes and times, and says so.
@@ -82,14 +88,22 @@ def fit(
     is undone, because only an unmodified pipeline can be measured.
     """
     limits = limits_for(budget, ram, allow, level, plan)
+    if parallel is not None and limits is not None:
+        raise PlanError(
+            f"parallel={parallel!r} goes with a level or a plan, not with a budget: give level=0, 1, 2 or 3"
+        )
     if device is None and plan is None and (limits is None or limits.budget is None or not limits.budget.devices):
         device = offloading_device(pipe)
     if limits is not None:
         planned = request_to_plan(request, example)
         return _fit_within(pipe, plan_target_of(limits, device), planned, example, count_activations)
+    earlier = getattr(pipe, HANDLE, None)
+    if parallel is not None and earlier is not None:  # only an unmodified pipeline can be measured
+        earlier.undo()
     return fitting.fit(
-        pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations
-    )
+        pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations,
+        parallel=context_parallel_of(pipe, parallel, request),
+    )  # fmt: skip
 
 
 def _fit_within(

@@ -36,6 +36,7 @@ Placement = Literal["resident", "offload", "stream"]
 Granularity = Literal["block", "layer"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
 Cfg = Literal["batched", "sequential"]
+ContextAttention = Literal["gathered", "ring", "heads"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 if TYPE_CHECKING:  # which cannot make a Literal of a registry
     OffloadTarget: TypeAlias = str
@@ -232,6 +233,8 @@ class Plan(Record):
     components: dict[str, ComponentPlan] = Field(default_factory=dict)
     vae: VaePlan = VaePlan()
     offload_activations: bool = False  # offload activations that are kept for a later block to host memory
+    context: Positive = 1  # ranks of a process group that share the rows of denoisers and autoencoders
+    context_attention: ContextAttention = "gathered"  # how their attention reaches the keys of other ranks
     expandable_segments: bool = False  # of the device's allocator: less reserved memory is lost to fragmentation
     schedule: tuple[ComponentRun, ...] = ()  # order of component calls, by which the next component is prefetched
     reasons: tuple[Reason, ...] = ()
@@ -278,6 +281,7 @@ class Plan(Record):
             lines.append(f"  {name}: {component.described}")
         lines.append(f"  autoencoder: {self.vae.described}")
         lines += ["  activations for later blocks: offloaded to host memory"] if self.offload_activations else []
+        lines += [f"  {self.context} ranks share the rows, attention {self.context_attention}"] * (self.context > 1)
         lines += [f"  lossy: {text}" for text in self.lossy] or ["  lossless"]
         lines += [f"  because: {reason.decision}: {reason.because}" for reason in self.reasons]
         return "\n".join(lines)

@@ -32,16 +32,22 @@ class NotExported(Exception):
 
 
 def export(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, functional: bool = False
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    functional: bool = False,
+    decomposed: bool = False,
 ) -> ExportedProgram:
     """Export `module(*args, **kwargs)` by torch.export; its weights and tensor arguments are on HERE.
 
-    With `functional`, operations that write into their arguments are replaced by ones that do not. Active torch modes
+    With `functional`, operations that write into their arguments are replaced by ones that do not, if there are any;
+    other operations then get other names, as they always do with `decomposed`. Active torch modes
     (that count bytes, for instance) do not see the export, which takes no memory. Raises NotExported.
     """
     with _unseen():
         exported: ExportedProgram = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
-        if functional and any(map(_writes, exported.graph.nodes)):
+        if decomposed or (functional and any(map(_writes, exported.graph.nodes))):
             exported = exported.run_decompositions({})
         return exported
 
@@ -70,6 +76,10 @@ def without_weights(module: nn.Module, kind: type[nn.Module] | None = None) -> n
             hooks = getattr(part, name)
             known[id(hooks)] = type(hooks)()
         known[id(part._compiled_call_impl)] = None
+        if (registry := vars(part).get("_diffusers_hook")) is not None:  # it refers to the module
+            if registry.hooks:
+                raise NotExported(f"diffusers' hooks run in place of its code: {', '.join(registry.hooks)}")
+            known[id(registry)] = None
     double = copy.copy(module)  # the class first: an overriding class may define its own way to copy
     object.__setattr__(double, "__class__", kind or type(module))
     return copy.deepcopy(double, known)

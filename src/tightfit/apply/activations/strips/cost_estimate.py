@@ -150,7 +150,7 @@ class _CostEstimator(StripWalker[OpLayout]):
             pieces.append(RowSlice(anything, NOTHING))
         return lambda: rule.make(pieces, span)
 
-    def _measure(self, index: int, rows: OpLayout) -> None:
+    def _measure(self, index: int, rows: OpLayout, span: Span) -> None:
         groups, again = self._groups[index], index in self._measured
         self._measured.add(index)
         self._costs.do(("measure", groups, again, rows), [rows], _measuring(groups, again=again))

@@ -29,8 +29,9 @@ from tightfit.apply.activations.strips.long_clips import (
     short_lengths,
 )
 from tightfit.apply.activations.strips.program import Node, Program, Ref
+from tightfit.apply.activations.strips.row_axes import UnsupportedGraph, with_axes
 
-__all__ = ["UnsupportedGraph", "capture"]
+__all__ = ["UnsupportedGraph", "capture", "capture_at"]
 
 # no-ops here: dropout is off, and nothing is written into these copies
 _SAME = {
@@ -41,10 +42,6 @@ _NEUTRAL = {"aten.mul.Tensor": 1, "aten.div.Tensor": 1, "aten.add.Tensor": 0, "a
 MOST_GRANULE = 32  # pixels; heights are often multiples of this
 MOST_OPERATIONS = 20_000  # each takes a few milliseconds to export
 _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._check")
-
-
-class UnsupportedGraph(Exception):
-    """The method cannot run in strips; the message says why."""
 
 
 def capture(module: nn.Module, call: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Program:
@@ -59,6 +56,26 @@ def capture(module: nn.Module, call: Callable[..., Sequence[torch.Tensor]], inpu
         _check_length(work, inputs)
         program = _at_two_heights(work, inputs)
     return _simplified(program)
+
+
+def capture_at(
+    module: nn.Module,
+    call: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor],
+) -> Program:
+    """Return the Program of `call(module, *inputs)`; rows are the dimension that differs in the call with `others`.
+
+    All are shapes on "meta". Raises UnsupportedGraph.
+    """
+    work = _Entry(module, call)
+    _check_length(work, inputs)
+    try:
+        one, other = (_nodes(_export(work, each)) for each in (inputs, others))
+        return _simplified(with_axes(one, other))
+    except UnsupportedGraph:  # one of them may have been decomposed
+        one, other = (_nodes(_export(work, each, decomposed=True)) for each in (inputs, others))
+        return _simplified(with_axes(one, other))
 
 
 def _check_length(work: _Entry, inputs: Sequence[torch.Tensor]) -> None:
@@ -82,7 +99,7 @@ def _at_two_heights(work: _Entry, inputs: Sequence[torch.Tensor]) -> Program:
 
     def compared(taller: int) -> Program:
         other = _nodes(_export(work, [_taller(x, rows, taller) for x in inputs]))
-        return replace(one, nodes=_with_axes(one.nodes, other.nodes))
+        return with_axes(one, other)
 
     close = math.gcd(rows, MOST_GRANULE)
     heights = [2 * rows, rows + close] + ([rows - close] if rows > close else [])
@@ -130,9 +147,9 @@ class _Entry(nn.Module):
         return tuple(self.call(self.module, *inputs))
 
 
-def _export(work: _Entry, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
+def _export(work: _Entry, inputs: Sequence[torch.Tensor], *, decomposed: bool = False) -> ExportedProgram:
     try:
-        return export(work, inputs, {}, functional=True)
+        return export(work, inputs, {}, functional=True, decomposed=decomposed)
     except NotExported as error:
         raise UnsupportedGraph(f"torch.export: {error}") from error
 
@@ -204,22 +221,6 @@ def _taller(x: torch.Tensor, rows: int, taller: int) -> torch.Tensor:
     if x.ndim < 4 or x.shape[-2] % rows:
         return x
     return torch.empty(*x.shape[:-2], x.shape[-2] // rows * taller, x.shape[-1], dtype=x.dtype, device=x.device)
-
-
-def _with_axes(nodes: Sequence[Node], others: Sequence[Node]) -> tuple[Node, ...]:
-    """Return `nodes` with their axes, by comparison with their counterparts at another height."""
-    if len(nodes) != len(others):
-        raise UnsupportedGraph(f"it does {len(nodes)} things at one height and {len(others)} at another")
-    return tuple(_compared(one, other) for one, other in zip(nodes, others, strict=True))
-
-
-def _compared(one: Node, other: Node) -> Node:
-    """Return `one` with its axis, by comparison with its counterpart at another height."""
-    if one.op != other.op or one.sources != other.sources or len(one.shape) != len(other.shape):
-        raise UnsupportedGraph(f"{one.op} at one height is {other.op} at another")
-    differs = [axis for axis, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
-    varying = (one.args, one.kwargs) != (other.args, other.kwargs)
-    return replace(one, axis=differs[0] if differs else None, varying=varying)
 
 
 def _simplified(program: Program) -> Program:

@@ -61,6 +61,7 @@ _MAKERS = (  # modules that programs depend on
     "apply/activations/strips/export_graph.py",
     "apply/activations/strips/executor.py",
     "apply/activations/strips/program.py",
+    "apply/activations/strips/row_axes.py",
     "apply/activations/strips/long_clips.py",
     "apply/activations/strips/workarounds.py",
     "apply/activations/strips/graph_cache.py",

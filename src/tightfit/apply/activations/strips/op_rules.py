@@ -25,6 +25,7 @@ from tightfit.apply.activations.strips.rows import (
     times,
 )
 from tightfit.apply.activations.strips.spatial_rules import (
+    concatenated,
     convolution,
     interleaved,
     nearest,
@@ -253,7 +254,7 @@ _MOVED = beside(nowhere)  # dimensions are moved, added or removed: the shapes s
 _RULES: dict[str, Callable[[Node, Sources], Rule | None]] = {
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "cumsum", "select", "sum", "mean", "amax", "amin", "norm",
                      "argmax", "argmin", "var", "std", "prod", "any", "all", "flip", "glu"), _ALONG_DIM_1),
-    **dict.fromkeys(("cat", "concat", "concatenate"), _ALONG_DIM_1),
+    **dict.fromkeys(("cat", "concat", "concatenate"), concatenated),
     **dict.fromkeys(("permute", "transpose", "movedim", "t", "swapaxes", "adjoint"), _MOVED),
     **dict.fromkeys(("stack", "unsqueeze", "squeeze"), _MOVED),
     **dict.fromkeys(("to", "_to_copy", "contiguous", "clone", "detach", "alias", "zeros_like", "ones_like",

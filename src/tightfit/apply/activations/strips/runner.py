@@ -26,7 +26,7 @@ from tightfit.apply.module_hooks import announce, at_work
 from tightfit.devices.pinned_pool import ActivationHostPool
 from tightfit.measure.recorder import Recorder
 
-__all__ = ["Runner"]
+__all__ = ["NOTHING", "Runner"]
 
 
 NOTHING = Span(0, 0)
@@ -55,14 +55,9 @@ class Runner(StripWalker[torch.Tensor]):
     def run(self, inputs: Sequence[torch.Tensor], passes: Sequence[PlannedStage]) -> list[torch.Tensor]:
         """Return the program's outputs for `inputs`."""
         program = self._graph.program
-        self._like = inputs[0]
-        for index, tensor in zip(program.inputs, inputs, strict=True):
-            self._values[index] = tensor
-            if self._nodes[index].axis is not None:
-                self._maps[index] = InputMapBuffer(tensor, self._nodes[index].axis or 0)
+        self._begin(inputs, passes)
         upcoming = [taken(stage, strip) for stage, strips, _ in passes for strip in strips][1:]
         following = iter([*upcoming, {}])
-        announce(self._layers(passes))
         try:
             for stage, strips, ahead in passes:
                 self.begin(stage)
@@ -76,6 +71,15 @@ class Runner(StripWalker[torch.Tensor]):
             if self._host_pool is not None:
                 self._host_pool.settle()
         return [self._outputs[index] if index in self._outputs else self._values[index] for index in program.outputs]
+
+    def _begin(self, inputs: Sequence[torch.Tensor], passes: Sequence[PlannedStage]) -> None:
+        """Take the program's inputs, and announce the layers that will run."""
+        self._like = inputs[0]
+        for index, tensor in zip(self._graph.program.inputs, inputs, strict=True):
+            self._values[index] = tensor
+            if self._nodes[index].axis is not None:
+                self._maps[index] = InputMapBuffer(tensor, self._nodes[index].axis or 0)
+        announce(self._layers(passes))
 
     def _layers(self, passes: Sequence[PlannedStage]) -> Iterator[nn.Module]:
         """Yield the layers that will run, and the modules around them, in order."""
@@ -132,7 +136,7 @@ class Runner(StripWalker[torch.Tensor]):
             self._maps[index].expect(self._following[index])
         return rows
 
-    def _measure(self, index: int, rows: torch.Tensor) -> None:
+    def _measure(self, index: int, rows: torch.Tensor, span: Span) -> None:
         self._measuring[index].take(rows)
 
     def _complete_statistics(self, index: int) -> None:

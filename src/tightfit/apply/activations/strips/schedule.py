@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 from tightfit.apply.activations.strips.rows import Needs, Span
 from tightfit.apply.activations.strips.stages import Stage, StageGraph
 
-__all__ = ["BoundaryState", "ScheduleStep", "StripPeak", "make_schedule", "taken"]
+__all__ = ["BoundaryState", "ScheduleStep", "Share", "StripPeak", "make_schedule", "taken", "whole"]
+
+Share = Callable[[int], Span]  # of so many rows, those that are computed here
+
+
+def whole(rows: int) -> Span:
+    """The share of a run on one device: all rows."""
+    return Span(0, rows)
 
 
 class StripPeak(NamedTuple):
@@ -60,15 +67,19 @@ class ScheduleStep(NamedTuple):
     trims: tuple[tuple[int, int], ...]
 
 
-def make_schedule(graph: StageGraph, stage: Stage, count: int, first: int | None = None) -> list[list[ScheduleStep]]:
+def make_schedule(
+    graph: StageGraph, stage: Stage, count: int, first: int | None = None, share: Share = whole
+) -> list[list[ScheduleStep]]:
     """Return the steps of `stage` in `count` strips; only of the `first` strips, if that is given.
 
-    The first rows of an output need more rows of its inputs than later ones, so the first strip has fewer of them.
+    What the stage keeps, measures and returns is made for the rows of a `share`, and whatever rows these need. The
+    first rows of an output need more rows of its inputs than later ones, so the first strip has fewer of them.
     """
     if count == 1:
-        return _StripPlanner(graph, stage, count, count).strips()
-    trial = _StripPlanner(graph, stage, count, min(count, TRIAL))
-    return _StripPlanner(graph, stage, count, min(first or count, count), trial.lead(), trial.derived()).strips()
+        return _StripPlanner(graph, stage, count, count, share).strips()
+    trial = _StripPlanner(graph, stage, count, min(count, TRIAL), share)
+    strips = min(first or count, count)
+    return _StripPlanner(graph, stage, count, strips, share, trial.lead(), trial.derived()).strips()
 
 
 def taken(stage: Stage, strip: Sequence[ScheduleStep]) -> dict[int, Span]:
@@ -147,11 +158,12 @@ class _StripPlanner:
         stage: Stage,
         count: int,
         first: int,
+        share: Share,
         lead: float = 0.0,
         derived: AbstractSet[int] = frozenset(),
     ) -> None:
         """Plan the `first` of `count` strips; nodes in `derived` are recomputed, because their arguments are held."""
-        self._graph, self._count, self._first, self._lead = graph, count, first, lead
+        self._graph, self._count, self._first, self._share, self._lead = graph, count, first, share, lead
         self._derived = derived
         self._nodes = graph.program.nodes
         self._stage_nodes = _stage_nodes_of(graph, stage)
@@ -164,9 +176,13 @@ class _StripPlanner:
             self._find_rows(index)
 
     def lead(self) -> float:
-        """Return by what share of all rows the foremost node is ahead of the targets after the first strip."""
-        ahead = (spans[0].hi / max(self._nodes[index].rows, 1) for index, spans in self._spans.items())
+        """Return by what part of its rows the foremost node is ahead of the targets after the first strip."""
+        ahead = (self._part(index, spans[0].hi) for index, spans in self._spans.items())
         return max(ahead, default=0.0) - 1 / self._count
+
+    def _part(self, index: int, reach: int) -> float:
+        lo, hi = self._share(self._nodes[index].rows)
+        return (reach - lo) / max(hi - lo, 1)
 
     def derived(self) -> set[int]:
         """Return nodes that need not be held between strips: their arguments are held, and recomputing takes little.
@@ -187,10 +203,11 @@ class _StripPlanner:
         return found
 
     def _wanted(self, rows: int, strip: int) -> int:
-        """Return how many rows of the targets must exist after a strip."""
+        """Return up to which row the targets must exist after a strip."""
+        lo, hi = self._share(rows)
         done = (strip + 1) / self._count
         behind = (1 - done) * (1 + self._lead * self._count / max(self._count - 1, 1))
-        return min(rows, max(strip + 1, math.ceil(rows * (1 - behind) - 1e-9)))
+        return lo + min(hi - lo, max(strip + 1, math.ceil((hi - lo) * (1 - behind) - 1e-9)))
 
     def _find_rows(self, index: int) -> None:
         again = index not in self._kept and (index in self._derived or self._graph.only_moves(index))
@@ -223,7 +240,8 @@ class _StripPlanner:
     def _once(self, index: int, asked: list[Span | None]) -> tuple[list[Span], list[int]]:
         """Compute each row once and hold it until its last use; return spans, and the first needed row, per strip."""
         rows, wanted = self._nodes[index].rows, index in self._stage_nodes.targets
-        first = 0 if wanted else min((span.lo for span in asked if span), default=0)
+        lowest = [span.lo for span in asked if span]
+        first = min([self._share(rows).lo, *lowest] if wanted else lowest, default=0)
         spans, reach = [], first
         for strip, span in enumerate(asked):
             before = reach

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from tightfit.apply.activations.strips.rows import (
     times,
 )
 
-__all__ = ["convolution", "interleaved", "nearest", "pad", "pool", "shuffle", "transposed"]
+__all__ = ["concatenated", "convolution", "interleaved", "nearest", "pad", "pool", "shuffle", "transposed"]
 
 
 def _window(span: Span, kernel: int, stride: int, dilation: int, padding: int) -> Span:
@@ -208,3 +209,29 @@ def interleaved(node: Node, sources: Sources) -> Rule | None:
         (lambda span: covering(span, factor),),
         lambda pieces, span: crop(run(pieces), axis, times(pieces[0].span, factor), span),
     )
+
+
+def concatenated(node: Node, sources: Sources) -> Rule | None:
+    """Along the rows, each argument has some of them; along another dimension, each has all."""
+    dim = argument(node, 1, "dim", 0) % len(node.shape)
+    if dim != node.axis:
+        return beside(lambda node, source: {dim})(node, sources)
+    if any(source.axis not in (None, dim) for source in sources):
+        return None
+    sizes = [source.shape[dim] for source in sources]
+    firsts = [sum(sizes[:place]) for place in range(len(sizes))]
+
+    def part(place: int, span: Span) -> Span:
+        return Span(span.lo - firsts[place], span.hi - firsts[place]).within(sizes[place])
+
+    def make(pieces: Sequence[RowSlice], span: Span) -> torch.Tensor:
+        parts = []
+        for place, (piece, source) in enumerate(zip(pieces, sources, strict=True)):
+            wanted = part(place, span)
+            has = Span(0, sizes[place]) if source.axis is None else piece.span
+            if wanted.lo < wanted.hi:
+                parts.append(crop(piece.tensor, dim, has, wanted))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    by_rows = [functools.partial(part, place) for place in range(len(sources))]
+    return Rule(tuple(each if x.axis == dim else None for each, x in zip(by_rows, sources, strict=True)), make)

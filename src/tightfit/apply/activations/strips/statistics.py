@@ -6,6 +6,8 @@ would lose all digits if the mean is large compared with the standard deviation.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 
@@ -27,8 +29,10 @@ class Statistics:
         grouped = _wide(strip.reshape(strip.shape[0] * self._groups, -1))
         self._dtype = grouped.dtype
         mean, variance = _moments(grouped)
-        mean, count = mean.double(), grouped.shape[1]
-        deviation = variance.double() * count
+        count = grouped.shape[1]
+        self._add(mean.double(), variance.double() * count, count)
+
+    def _add(self, mean: torch.Tensor, deviation: torch.Tensor, count: int) -> None:
         if self._mean is None or self._deviation is None:
             self._mean, self._deviation, self._count = mean, deviation, count
             return
@@ -36,6 +40,20 @@ class Statistics:
         self._deviation = self._deviation + deviation + apart * apart * (self._count * count / total)
         self._mean = self._mean + apart * (count / total)
         self._count = total
+
+    def packed(self) -> torch.Tensor:
+        """Return mean, deviation and count of the rows seen so far, (3, batch · groups), float64."""
+        assert self._mean is not None
+        assert self._deviation is not None
+        return torch.stack((self._mean, self._deviation, torch.full_like(self._mean, self._count)))
+
+    def merged(self, packs: Iterable[torch.Tensor]) -> Statistics:
+        """Return the statistics of all rows of which `packs` are `packed`, in their order."""
+        found = Statistics(self._groups)
+        found._dtype = self._dtype
+        for mean, deviation, count in packs:
+            found._add(mean, deviation, int(count[0]))
+        return found
 
     def known(self) -> torch.Tensor:
         """Return mean and variance of all rows, (2, batch · groups), in float32; for float64 rows in float64."""

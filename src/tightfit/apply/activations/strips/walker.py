@@ -97,7 +97,7 @@ class StripWalker(ABC, Generic[Rows]):
         index, span = step.node, step.span
         rows = self._take(index, span) if index in self._reads else self._make(index, span)
         if index in self._groups:
-            self._measure(index, rows)
+            self._measure(index, rows, span)
         if index in self._outputs:
             self._write(index, rows, span)
         self._hold(step, rows)
@@ -165,8 +165,8 @@ class StripWalker(ABC, Generic[Rows]):
         """Copy `rows` to where they are in an output."""
 
     @abstractmethod
-    def _measure(self, index: int, rows: Rows) -> None:
-        """Add `rows` to the statistics of a node."""
+    def _measure(self, index: int, rows: Rows, span: Span) -> None:
+        """Add `rows`, which are those of `span`, to the statistics of a node."""
 
     @abstractmethod
     def _complete_statistics(self, index: int) -> None:

@@ -1,0 +1,128 @@
+"""Attention of which each rank has some rows of the queries, keys and values: by a ring of keys, or by heads.
+
+In a ring (Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023), keys and values go
+from rank to rank while each attends to those that it has, and partial results are merged by their log-sum-exp. By heads
+(Jacobs et al., "DeepSpeed Ulysses", 2023), each rank exchanges rows of all heads for all rows of some heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tightfit.apply.activations.strips.rows import Span
+from tightfit.apply.context_parallel.rank_group import RankGroup
+
+__all__ = ["AttentionInputs", "attend_by_heads", "attend_in_ring"]
+
+
+class AttentionInputs(NamedTuple):
+    """Queries, keys and values, (batch, heads, rows, width), of which the keys are those of this rank's share.
+
+    `mask` is broadcast to (batch, heads, queries, all keys), boolean or added; None: all queries attend to all keys.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    scale: float | None
+
+
+def attend_in_ring(inputs: AttentionInputs, shares: Sequence[Span], group: RankGroup) -> torch.Tensor:
+    """Return the attention of this rank's queries to the keys of all ranks, which have the rows `shares`."""
+    query, key, value, mask, scale = inputs
+    pair, found = torch.stack((key, value)), None
+    for step in range(group.size):
+        owner = (group.rank - step) % group.size
+        last = step == group.size - 1
+        coming = pair.new_empty((*pair.shape[:-2], _length(shares[(owner - 1) % group.size]), pair.shape[-1]))
+        arrival = None if last else group.pass_on(pair, coming)
+        part = _partial(query, pair[0], pair[1], _columns(mask, shares[owner]), scale)
+        found = part if found is None else _merged(found, part)
+        if arrival is not None:
+            arrival()
+            pair = coming
+    assert found is not None
+    return found[0].to(query.dtype)
+
+
+def attend_by_heads(
+    inputs: AttentionInputs, queries: Sequence[Span], shares: Sequence[Span], group: RankGroup
+) -> torch.Tensor:
+    """Return the attention of this rank's queries to the keys of all ranks; ranks have the rows `queries` and `shares`.
+
+    The numbers of heads of queries and of keys are multiples of the number of ranks.
+    """
+    query, key, value, mask, scale = inputs
+    whole_query = _rows_for_heads(query, queries, group)
+    whole_key, whole_value = (_rows_for_heads(each, shares, group) for each in (key, value))
+    if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+        mask = mask.chunk(group.size, dim=1)[group.rank]
+    grouped = whole_query.shape[1] != whole_key.shape[1]
+    done = F.scaled_dot_product_attention(
+        whole_query, whole_key, whole_value, attn_mask=mask, scale=scale, enable_gqa=grouped
+    )
+    pieces = dict(enumerate(torch.split(done, [_length(span) for span in queries], dim=2)))
+    own = pieces[group.rank].shape
+    return torch.cat(group.all_to_all(pieces, dict.fromkeys(range(group.size), own)), dim=1)
+
+
+def _rows_for_heads(tensor: torch.Tensor, spans: Sequence[Span], group: RankGroup) -> torch.Tensor:
+    """Return all rows of this rank's share of the heads, for some rows of all heads."""
+    pieces = dict(enumerate(tensor.chunk(group.size, dim=1)))
+    batch, heads, _, width = pieces[group.rank].shape
+    shapes = {rank: (batch, heads, _length(span), width) for rank, span in enumerate(spans)}
+    return torch.cat(group.all_to_all(pieces, shapes), dim=2)
+
+
+def _partial(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention to some keys, and the log-sum-exp of scores, (batch, heads, queries, 1); in float32."""
+    if query.shape[1] != key.shape[1]:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if query.device.type == "cpu" and query.dtype != torch.float64 and query.shape[-1] == value.shape[-1]:
+        added = _added(mask, query.dtype)
+        if added is None or added.ndim in (2, 4):
+            done, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, attn_mask=added, scale=factor
+            )
+            return done.float(), total.float().unsqueeze(-1)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.to(wide) * factor) @ key.to(wide).transpose(-1, -2)
+    added = _added(mask, wide)
+    scores = scores if added is None else scores + added
+    total = scores.logsumexp(-1, keepdim=True)
+    return (scores - total).exp_().nan_to_num_(0.0) @ value.to(wide), total
+
+
+def _merged(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention and log-sum-exp over the keys of both."""
+    total = torch.logaddexp(one[1], other[1])
+    weights = [(each[1] - total).exp().nan_to_num(0.0) for each in (one, other)]
+    return one[0] * weights[0] + other[0] * weights[1], total
+
+
+def _columns(mask: torch.Tensor | None, keys: Span) -> torch.Tensor | None:
+    """Return the part of `mask` for some keys."""
+    return mask if mask is None or mask.shape[-1] == 1 else mask[..., keys.lo : keys.hi]
+
+
+def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Convert `mask` to one that is added to scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask if mask is None else mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def _length(span: Span) -> int:
+    return span.hi - span.lo

@@ -1,0 +1,199 @@
+"""A component's methods, each rank computing a share of the rows of every operation; the same numbers on every rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from tightfit.apply.activations.exporting import HERE, NotExported, without_weights
+from tightfit.apply.activations.outputs import take_apart
+from tightfit.apply.activations.strips.executor import program_of
+from tightfit.apply.activations.strips.export_graph import UnsupportedGraph, capture_at
+from tightfit.apply.activations.strips.program import Program
+from tightfit.apply.activations.strips.program_inputs import LiveWeights, usual_generators
+from tightfit.apply.activations.strips.stages import StageGraph
+from tightfit.apply.activations.strips.workarounds import work_around
+from tightfit.apply.context_parallel.doubled_inputs import ComponentArguments, DoubledInputs, rebuilt
+from tightfit.apply.context_parallel.rank_group import RankGroup
+from tightfit.apply.context_parallel.rank_plan import RankPlan
+from tightfit.apply.context_parallel.rank_runner import RankRunner
+from tightfit.apply.context_parallel.row_shares import RowShares
+from tightfit.devices.device import Device
+from tightfit.errors import RunError
+from tightfit.measure.modules import find_role
+from tightfit.measure.recorder import Recorder
+from tightfit.schema.plan import ContextAttention
+
+__all__ = ["ContextParallel", "ParallelMethod", "parallel_forward", "parallel_methods"]
+
+Rebuild = Callable[[Sequence[torch.Tensor]], Any]
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The ranks among which rows are shared, the share of each, and which inputs grow with the height, by component."""
+
+    group: RankGroup
+    shares: RowShares
+    attention: ContextAttention
+    doubled: Mapping[str, DoubledInputs | str]  # of denoisers; or why one runs whole on every rank
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Its fields of a Plan."""
+        return {"context": self.group.size, "context_attention": self.attention}
+
+    def share_random_state(self, device: Device) -> None:
+        """Give torch's generators on the CPU and on `device` the state that they have on rank 0."""
+        for generator in usual_generators(device) or ():
+            state = generator.get_state()
+            self.group.copy_from_first(state)
+            generator.set_state(state)
+
+
+@dataclass
+class _PreparedCall:
+    plan: RankPlan
+    weights: LiveWeights
+    rebuild: Rebuild
+
+
+class ParallelMethod:
+    """Runs `method` of the component `name`, of the class `kind`, on all ranks together.
+
+    Calls with gradients, under autocast, or that are not supported run whole on every rank, and the recorder notes why.
+    """
+
+    def __init__(
+        self, kind: type[nn.Module], name: str, method: str, parallel: ContextParallel, recorder: Recorder
+    ) -> None:
+        self._kind, self._name, self._method = kind, name, method
+        self._parallel, self._recorder = parallel, recorder
+        self._known: dict[Any, _PreparedCall | str] = {}  # or the reason why not, by arguments
+
+    def wrapped(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that runs in place of `plain`, a function of the class."""
+
+        @functools.wraps(plain)
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = ComponentArguments(args, kwargs)
+            leaves, _ = call.flat()
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            prepared = self._prepare(module, call, leaves) if tensors else "it takes no tensor"
+            if isinstance(prepared, str):
+                self._recorder.note(f"{self._name}.{self._method} runs whole on every rank: {prepared}")
+                return plain(module, *args, **kwargs)
+            self._check_same(tensors)
+            runner = RankRunner(prepared.plan, self._parallel.group, prepared.weights, self._recorder)
+            return prepared.rebuild(runner.run_share(tensors))
+
+        return run
+
+    def _check_same(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise RunError if ranks got different inputs: each must be given the same call, with the same seed."""
+        own = torch.stack([tensor.double().sum().to(tensors[0].device) for tensor in tensors])
+        for rank, its in enumerate(self._parallel.group.all_gather(own)):
+            if not torch.equal(its.nan_to_num(), own.nan_to_num()):
+                raise RunError(
+                    f"{self._name}: rank {rank} was called with other values than rank {self._parallel.group.rank}: "
+                    "give every rank the same arguments, and a generator with the same seed",
+                    name=self._name, rank=rank,
+                )  # fmt: skip
+
+    def _prepare(self, module: nn.Module, call: ComponentArguments, leaves: Sequence[Any]) -> _PreparedCall | str:
+        if torch.is_grad_enabled() and any(each.requires_grad for each in (*_tensors(leaves), *module.parameters())):
+            return "gradients were asked for"
+        if torch.is_autocast_enabled(_tensors(leaves)[0].device.type):
+            return "it is called under autocast"
+        shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+        if shapes not in self._known:
+            try:
+                with self._recorder.uncounted():
+                    self._known[shapes] = self._take_apart(module, call)
+            except UnsupportedGraph as reason:
+                self._known[shapes] = str(reason)
+        return self._known[shapes]
+
+    def _take_apart(self, module: nn.Module, call: ComponentArguments) -> _PreparedCall:
+        if self._method == "forward":
+            doubled = self._parallel.doubled.get(self._name, "it was not called when the pipeline was measured")
+            if isinstance(doubled, str):
+                raise UnsupportedGraph(doubled)
+            program, rebuild = _program_of(module, self._kind, self._method, call, doubled)
+        else:  # of an autoencoder, whose first argument is the only one with rows
+            (first, *others), kwargs = call.args, dict(call.kwargs)
+            program, _, rebuild = program_of(
+                module, self._kind, self._method, first, *tree_flatten((tuple(others), kwargs))
+            )
+        graph = StageGraph(program)
+        _check_rows(program, len(self._parallel.shares.speeds))
+        return _PreparedCall(
+            RankPlan(graph, self._parallel.shares, self._parallel.attention), LiveWeights(module, program), rebuild
+        )
+
+
+def parallel_forward(
+    name: str, module: nn.Module, parallel: ContextParallel | None, recorder: Recorder
+) -> dict[str, Any]:
+    """Return the `forward` that runs in place of that of the denoiser `module`, by name; nothing for other modules."""
+    if parallel is None or find_role(name, module) != "denoiser":
+        return {}
+    kind = type(module)
+    return {"forward": ParallelMethod(kind, name, "forward", parallel, recorder).wrapped(kind.forward)}
+
+
+def parallel_methods(
+    name: str, kind: type[nn.Module], otherwise: Mapping[str, Callable[..., Any]], parallel: ContextParallel,
+    recorder: Recorder,
+) -> dict[str, Callable[..., Any]]:  # fmt: skip
+    """Return an autoencoder's methods, each on all ranks together; calls that cannot be go to `otherwise`."""
+    return {
+        method: ParallelMethod(kind, name, method, parallel, recorder).wrapped(plain)
+        for method, plain in otherwise.items()
+    }
+
+
+def _program_of(
+    module: nn.Module, kind: type[nn.Module], method: str, call: ComponentArguments, doubled: DoubledInputs
+) -> tuple[Program, Rebuild]:
+    """Return the program of a call, and a function that rebuilds its output from tensors. Raises UnsupportedGraph."""
+    leaves, form = call.flat()
+    others, _ = doubled.double(call)
+    rebuild: list[Rebuild] = []
+    sizes = [tuple(each.shape) for each in _tensors(leaves)]
+
+    def run(double: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        own = [tuple(each.shape) for each in tensors] == sizes
+        left = iter(tensors)
+        filled = [next(left) if isinstance(x, torch.Tensor) else x for x in (leaves if own else others)]
+        again = rebuilt(filled, form)
+        parts, together = take_apart(getattr(double, method)(*again.args, **again.kwargs))
+        if own:
+            rebuild[:] = [together]
+        return parts
+
+    with torch.inference_mode(False):
+        given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in _tensors(leaves)]
+        try:
+            double = without_weights(module, kind)
+        except NotExported as error:
+            raise UnsupportedGraph(str(error)) from error
+    work_around(double)
+    return capture_at(double, run, given, _tensors(others)), rebuild[0]
+
+
+def _check_rows(program: Program, ranks: int) -> None:
+    """Raise UnsupportedGraph where an operation has fewer rows than there are ranks."""
+    fewest = min((node.rows for node in program.nodes if node.axis is not None), default=0)
+    if fewest < ranks:
+        raise UnsupportedGraph(f"one of its operations has {fewest} rows, for {ranks} ranks")
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,0 +1,122 @@
+"""A program's stages, by rank: the steps of each, and the rows of kept maps that each needs and has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+
+from tightfit.apply.activations.strips.program import Program
+from tightfit.apply.activations.strips.rows import Span, argument
+from tightfit.apply.activations.strips.schedule import ScheduleStep, make_schedule
+from tightfit.apply.activations.strips.stages import Stage, StageGraph
+from tightfit.apply.context_parallel.row_shares import RowShares
+from tightfit.schema.plan import ContextAttention
+
+__all__ = ["RankPlan", "RankStage", "sliced_rows"]
+
+NOTHING = Span(0, 0)
+
+
+@dataclass(frozen=True)
+class RankStage:
+    """One stage for all ranks; sequences are in the order of ranks.
+
+    `reads` has the rows of each kept map that each rank's steps read, `stores` those that it keeps, and `wholes` the
+    maps of which every rank needs rows at once: before the stage's operations on whole tensors, and before its strips.
+    """
+
+    stage: Stage
+    strips: tuple[Sequence[Sequence[ScheduleStep]], ...]
+    reads: Mapping[int, Sequence[Span]]
+    stores: Mapping[int, Sequence[Span]]
+    wholes: tuple[Mapping[int, Span], Mapping[int, Span]]
+    attends: Mapping[int, Sequence[Span]]  # queries of each rank, by attention whose keys are not gathered
+
+
+class RankPlan:
+    """How the ranks that have `shares` of its rows run the program of `graph`, each stage in `strips` strips."""
+
+    def __init__(
+        self, graph: StageGraph, shares: RowShares, attention: ContextAttention = "gathered", strips: int = 1
+    ) -> None:
+        self.graph, self.shares, self.attention, self._count = graph, shares, attention, strips
+        self._ranks = range(len(shares.speeds))
+
+    @cached_property
+    def stages(self) -> tuple[RankStage, ...]:
+        return tuple(map(self._planned, self.graph.stages))
+
+    def share(self, rank: int, index: int) -> Span:
+        """Return the rows of a node's output that `rank` answers for."""
+        return self.shares.of(rank, self.graph.program.nodes[index].rows)
+
+    def distributed(self, index: int) -> bool:
+        """Whether each rank keeps only its rows of a node's output."""
+        return self.graph.by_rows(index)
+
+    def _planned(self, stage: Stage) -> RankStage:
+        strips = tuple(
+            make_schedule(self.graph, stage, self._count, share=partial(self.shares.of, rank)) for rank in self._ranks
+        )
+        reads = {index: [_rows_of(index, each) for each in strips] for index in stage.reads if self.distributed(index)}
+        stores = {index: [_rows_of(index, each) for each in strips] for index in stage.stores}
+        queries = {index: [_rows_of(index, each) for each in strips] for index in stage.strips}
+        attends = {index: spans for index, spans in queries.items() if self._exchanges(index, spans)}
+        before, among = self._taken_whole(stage.whole, {}), self._taken_whole(stage.strips, attends)
+        return RankStage(stage, strips, reads, stores, (before, among), attends)
+
+    def _exchanges(self, index: int, queries: Sequence[Span]) -> bool:
+        """Whether ranks exchange keys or heads of this node, an attention, instead of gathering its keys."""
+        node = self.graph.program.nodes[index]
+        if self.attention == "gathered" or self._count > 1 or node.word != "scaled_dot_product_attention":
+            return False
+        query, key, value, *masks = (self.graph.program.nodes[source] for source in node.sources)
+        by_rows = all(self.distributed(source) for source in node.sources[:3])
+        if (
+            not by_rows
+            or key.shape != value.shape
+            or any(each.axis != 2 or len(each.shape) != 4 for each in (query, key, value))
+        ):
+            return False
+        if any(span.lo >= span.hi for span in queries) or query.dtype == torch.float64:
+            return False
+        if self.attention == "ring":
+            return True
+        heads = query.shape[1], key.shape[1]
+        square = any(mask.axis == len(mask.shape) - 2 for mask in masks)
+        return not square and all(count % len(queries) == 0 for count in heads)
+
+    def _taken_whole(self, indices: Sequence[int], attends: Mapping[int, object]) -> dict[int, Span]:
+        """Return the distributed maps that these nodes take at once, with the rows that they need of them."""
+        found: dict[int, Span] = {}
+        nodes = self.graph.program.nodes
+        for index in indices:
+            for place, source in enumerate(nodes[index].sources):
+                if index in attends and place in (1, 2):
+                    continue
+                if self.distributed(source) and not self.graph.taken_by_rows(index, place):
+                    rows = sliced_rows(self.graph.program, index) or Span(0, nodes[source].rows)
+                    lo, hi = found.get(source, rows)
+                    found[source] = Span(min(lo, rows.lo), max(hi, rows.hi))
+        return found
+
+
+def sliced_rows(program: Program, index: int) -> Span | None:
+    """Return the rows of its argument that a node takes that is a slice of so many rows at any height; else None."""
+    node = program.nodes[index]
+    if node.axis is not None or node.word != "slice":
+        return None
+    source = program.nodes[node.sources[0]]
+    if argument(node, 1, "dim", 0) % len(source.shape) != source.axis or argument(node, 4, "step", 1) != 1:
+        return None
+    start, end, _ = slice(argument(node, 2, "start"), argument(node, 3, "end")).indices(source.rows)
+    return Span(start, end)
+
+
+def _rows_of(index: int, strips: Sequence[Sequence[ScheduleStep]]) -> Span:
+    """Return the rows of a node that the steps of all strips compute or read."""
+    spans = [step.span for strip in strips for step in strip if step.node == index and step.span.lo < step.span.hi]
+    return Span(min(span.lo for span in spans), max(span.hi for span in spans)) if spans else NOTHING

@@ -1,0 +1,77 @@
+"""What a user asked of context parallelism → the ranks that share rows, in the process group that is running."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from tightfit.apply.context_parallel.doubled_inputs import DoubledInputs
+from tightfit.apply.context_parallel.executor import ContextParallel
+from tightfit.apply.context_parallel.rank_group import RankGroup
+from tightfit.apply.context_parallel.row_shares import RowShares
+from tightfit.errors import PlanError, TightfitError, unknown_name
+from tightfit.measure.modules import find_components, find_role
+from tightfit.run.doubled_calls import doubled_inputs_of
+from tightfit.schema.plan import ContextAttention
+from tightfit.schema.request import Request
+
+__all__ = ["context_parallel_of"]
+
+DEFAULT: ContextAttention = "gathered"
+
+
+def context_parallel_of(
+    pipe: Any, parallel: str | Mapping[str, Any] | None, request: Request | Mapping[str, Any] | None
+) -> ContextParallel | None:
+    """Return how `pipe` runs on all ranks of the default process group; None if `parallel` is None, or for one rank.
+
+    `parallel` is "auto" or a mapping: "context", the number of ranks, and "attention", how that reaches the keys of
+    other ranks: "gathered", "ring" or "heads". Collective: every rank calls it. Raises PlanError.
+    """
+    if parallel is None:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        raise PlanError(
+            f"parallel={parallel!r} needs a process group: start with torchrun --nproc-per-node 2 and call "
+            "torch.distributed.init_process_group() first"
+        )
+    group = RankGroup()
+    attention = _checked(parallel, group.size)
+    if group.size == 1:
+        return None
+    asked = Request.from_mapping(request) if isinstance(request, Mapping) else request or Request()
+    return ContextParallel(group, RowShares.equal(group.size), attention, _doubled(pipe, asked))
+
+
+def _checked(parallel: str | Mapping[str, Any], size: int) -> ContextAttention:
+    """Return the kind of attention. Raises PlanError where `parallel` is invalid, or for another number of ranks."""
+    if isinstance(parallel, str):
+        if parallel != "auto":
+            raise PlanError(f'parallel is "auto" or a mapping such as {{"context": {size}}}, not {parallel!r}')
+        return DEFAULT
+    for name in parallel:
+        if name not in ("context", "attention"):
+            raise PlanError(unknown_name("kind of parallelism", name, ["context", "attention"]), name=name)
+    if parallel.get("context", size) != size:
+        raise PlanError(
+            f"parallel={dict(parallel)} is for {parallel['context']} ranks, and the process group has {size}",
+            asked=parallel["context"], size=size,
+        )  # fmt: skip
+    attention = parallel.get("attention", DEFAULT)
+    if attention not in get_args(ContextAttention):
+        raise PlanError(unknown_name("attention of ranks", str(attention), get_args(ContextAttention)))
+    return attention  # type: ignore[no-any-return]
+
+
+def _doubled(pipe: Any, request: Request) -> dict[str, DoubledInputs | str]:
+    """Return `doubled_inputs_of`, or why these are not known, for each denoiser."""
+    if isinstance(pipe, torch.nn.Module):
+        raise PlanError(f"parallel is for a whole pipeline, not for a single {type(pipe).__name__}")
+    try:
+        return doubled_inputs_of(pipe, request)
+    except (TightfitError, RuntimeError, ValueError, TypeError) as error:
+        denoisers = (name for name, part in find_components(pipe).items() if find_role(name, part) == "denoiser")
+        return dict.fromkeys(denoisers, f"a call for twice the height could not be simulated: {error}")

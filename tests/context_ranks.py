@@ -1,0 +1,101 @@
+"""One rank of a process group that runs tiny pipelines by context parallelism: what a test starts several times.
+
+python -m context_ranks RANK SIZE STORE '[{"name": "Flux", "level": 0, "attention": "ring"}, …]' prints a line of JSON
+for each trial: the largest error against one process, relative to the largest value; whether a second call gave the
+same; and the report's notes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Trial = dict[str, Any]
+
+
+def run_ranks(size: int, trials: Sequence[Trial], timeout: float = 600) -> list[list[Trial]]:
+    """Run the trials on `size` ranks, and return what each rank printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", "-m", "context_ranks"]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(size), f"{folder}/store", json.dumps(trials)],
+                cwd=Path(__file__).parent, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+        try:
+            said = [rank.communicate(timeout=timeout) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    return [
+        [json.loads(line) for line in out.splitlines() if line.startswith("{")] or [{"stderr": err}]
+        for out, err in said
+    ]
+
+
+def main() -> None:
+    import torch.distributed as dist
+
+    rank, size, store, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    for trial in trials:
+        print(json.dumps(tried(rank, trial)), flush=True)
+    dist.destroy_process_group()
+
+
+def tried(rank: int, trial: Trial) -> Trial:
+    import torch
+
+    import tightfit
+    from more_pipelines import MORE_CASES
+    from tiny_pipelines import CASES, run
+
+    case = next(case for case in (*CASES, *MORE_CASES) if case.name == trial["name"])
+    expected = run(case.make(), case)
+    pipe = case.make()
+    parallel = {"context": trial["size"], "attention": trial.get("attention", "gathered")}
+    asked = case.call()
+    request = {ours: asked[name] for ours, name in NAMES.items() if name in asked}
+    fitted = tightfit.fit(
+        pipe, level=trial["level"], device=trial.get("device", "loopback"), request=request, parallel=parallel
+    )
+    if trial.get("unseeded"):
+        torch.manual_seed(rank)
+        drawn = pipe(**asked | {"generator": None})[0].float()
+        return {"sum": drawn.double().sum().item()}
+    if trial.get("killed") == rank:
+
+        def end(*_: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        asked["callback_on_step_end"] = end
+    try:
+        found = pipe(**asked)[0].float()
+    except tightfit.TightfitError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    again = run(pipe, case)
+    report = fitted.report()
+    fitted.undo()
+    return {
+        "apart": ((found - expected).abs().max() / expected.abs().max()).item(),
+        "same": torch.equal(found, again),
+        "undone": torch.equal(run(pipe, case), expected),
+        "notes": list(report.trace.notes),
+        "plan": str(report.plan),
+    }
+
+
+NAMES = {"height": "height", "width": "width", "frames": "num_frames"}
+
+if __name__ == "__main__":
+    main()

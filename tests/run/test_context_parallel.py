@@ -1,0 +1,48 @@
+"""Pipelines whose networks' rows are shared by the ranks of a process group: gloo, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+import tightfit
+from context_ranks import run_ranks
+from tightfit import PlanError
+from tiny_pipelines import CASES
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+
+CLOSE = 1e-5  # of the largest value: kernels round other numbers of rows differently
+
+
+def test_two_ranks_draw_what_one_process_draws() -> None:
+    unseeded = {"name": "StableDiffusion", "size": 2, "level": 0, "unseeded": True}
+    trials = [
+        {"name": "StableDiffusion", "size": 2, "level": 0, "attention": "gathered"},
+        {"name": "StableDiffusion", "size": 2, "level": 3, "attention": "heads"},
+        {"name": "Flux", "size": 2, "level": 3, "attention": "ring"},
+    ]
+    (drawn, *first), (too, *second) = run_ranks(2, [unseeded, *trials])
+    assert len(first) == len(second) == len(trials), (first, second)
+    assert drawn["sum"] == too["sum"]
+    for trial, one, other in zip(trials, first, second, strict=True):
+        assert one["apart"] <= CLOSE, (trial, one)
+        assert one["apart"] == other["apart"]
+        assert one["same"], trial
+        assert one["undone"], trial
+        assert not [note for note in one["notes"] if "every rank" in note]
+        assert "  2 ranks share the rows, attention " in one["plan"]
+
+
+def test_a_rank_that_is_killed_ends_the_others_call() -> None:
+    trial = {"name": "StableDiffusion", "size": 2, "level": 0, "killed": 1}
+    (first,), _ = run_ranks(2, [trial], timeout=120)
+    assert first["error"].startswith("RunError: rank 0: another rank ended or does not answer: "), first
+
+
+def test_what_is_asked_of_parallelism_is_checked_first() -> None:
+    pipe = CASES[0].make()
+    with pytest.raises(PlanError, match=r"needs a process group: start with torchrun"):
+        tightfit.fit(pipe, level=0, device="loopback", parallel={"context": 2})
+    with pytest.raises(PlanError, match=r"parallel='auto' goes with a level or a plan, not with a budget"):
+        tightfit.fit(pipe, budget="1GB", device="loopback", parallel="auto")
