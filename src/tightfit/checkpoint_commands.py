@@ -22,11 +22,15 @@ Examples:
   tightfit shard ./flux ./flux-shards --max-shard-size 2GB
   tightfit shard ./flux ./flux-bf16 --dtype bfloat16
   tightfit shard ./flux ./transformer --component transformer
+  tightfit shard sd15.safetensors ./sd15 --config ./sd15-layout
+  tightfit shard flux.safetensors ./transformer --config ./flux --component transformer
   tightfit shard ./flux-shards --verify
 
-SRC is a diffusers folder or the folder of one network. It is read piece by
-piece; DST is there when it is whole. After an interruption the same command
-goes on from there.
+SRC is a diffusers folder, the folder of one network, or a single safetensors
+file, also one as its authors published it, if diffusers can convert that;
+--config then names a diffusers folder of such a model, whose weights need not
+be there. The network is never used. SRC is read piece by piece; DST is there
+when it is whole. After an interruption the same command goes on from there.
 """
 
 
@@ -54,6 +58,8 @@ def shard(
                 found = shard_model(paths[0], paths[1], max_shard_size, dtype, component, config, on_progress)
         size = format_bytes(found.size)
         kept = f", of which {found.kept} ({format_bytes(found.kept_size)}) were finished before" if found.kept else ""
+        for note in found.notes:
+            typer.secho(note, err=True, fg="yellow")
         if verify:
             typer.echo(f"{found.path} is whole: {found.files} files, {size}, as its checksums say")
         else:

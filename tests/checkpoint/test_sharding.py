@@ -18,10 +18,10 @@ import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
 
 from anonymous_memory import anonymous_bytes, highest_anonymous
-from tightfit import ModelError, RunError, cli
+from shard_checks import assert_same, complaint, content, names, shard, weights
+from tightfit import ModelError, RunError
 from tightfit.checkpoint import folder_writer
 from tightfit.checkpoint.folder import check_folder
 from tightfit.checkpoint.loading import load_pipeline
@@ -31,38 +31,6 @@ from tiny_pipelines import CASES
 
 UNET = "unet/diffusion_pytorch_model"
 CASE = {case.name: case for case in CASES}
-
-
-def shard(*words: object) -> Result:
-    return CliRunner().invoke(cli.app, ["shard", *map(str, words)])
-
-
-def complaint(*words: object, code: int = 2) -> str:
-    """The one line that the command has against what it is given."""
-    result = shard(*words)
-    assert result.exit_code == code, result.output
-    assert result.stderr.count("\n") == 1
-    return result.stderr
-
-
-def weights(pipe: Any) -> dict[str, torch.Tensor]:
-    networks = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    return {f"{name}.{key}": value for name, part in networks.items() for key, value in part.state_dict().items()}
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value.dtype == other[name].dtype, name
-        assert torch.equal(value, other[name]), name
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def names(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture

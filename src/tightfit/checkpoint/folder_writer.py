@@ -34,13 +34,17 @@ StepProgress = Callable[[str, int, int], object]  # (what is done, bytes done, b
 
 @dataclass(frozen=True)
 class WrittenFolder:
-    """`size` bytes in `files` files, of which `kept_size` bytes in `kept` files were there already."""
+    """`size` bytes in `files` files, of which `kept_size` bytes in `kept` files were there already.
+
+    `notes` are sentences on what was read.
+    """
 
     path: Path
     files: int
     size: int
     kept: int
     kept_size: int
+    notes: tuple[str, ...] = ()
 
 
 def write_folder(target: Path, files: Sequence[OutputFile], on_progress: StepProgress) -> WrittenFolder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from tightfit.checkpoint.checksums import ChecksumRecord, verify_folder
 from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.folder_writer import WrittenFolder, write_folder
 from tightfit.checkpoint.headers import mode_of, names_in
+from tightfit.checkpoint.original_sharding import FilePlan, plan_original
 from tightfit.checkpoint.output_files import OutputFile
 from tightfit.checkpoint.sharding import choose_component, kept_files, plan_component, plan_folder
 from tightfit.errors import InputError, ModelError, unknown_name
@@ -32,7 +34,8 @@ def shard_model(
 ) -> WrittenFolder:
     """Write the model `source` as the new diffusers folder `target`, in safetensors of at most `max_shard_size` each.
 
-    `source` is a diffusers folder or one network's. With `component`, `target` is the folder of that network alone.
+    `source` is a diffusers folder, one network's, or a single safetensors file whose layout is that of the folder
+    `config`, as diffusers writes or as it converts it. With `component`, `target` is the folder of that network alone.
     `dtype` is what weights are rounded to (default: as stored).
 
     Raises InputError for wrong options; ModelError, naming the file, for a `source` that cannot be used and a
@@ -41,8 +44,11 @@ def shard_model(
     max_shard, rounded = parse_bytes(max_shard_size), _dtype_called(dtype)
     source, target = at_home(source), at_home(target)
     _check_target(source, target)
-    files = _files_of_folder(source, max_shard, rounded, component, config)
-    return write_folder(target, files, on_progress)
+    if stat.S_ISDIR(mode_of(source)):
+        plan = FilePlan(_files_of_folder(source, max_shard, rounded, component, config))
+    else:
+        plan = plan_original(source, None if config is None else at_home(config), component, max_shard, rounded)
+    return dataclasses.replace(write_folder(target, plan.files, on_progress), notes=plan.notes)
 
 
 def _dtype_called(name: str | None) -> torch.dtype | None:
