@@ -19,11 +19,12 @@ from tightfit.apply.call_runner import CallRunner, PlanHandle
 from tightfit.apply.copies import copying
 from tightfit.apply.cross_device import CrossDeviceCall
 from tightfit.apply.direct_calls import DirectCalls
-from tightfit.apply.method_overrides import computing, refused, while_followed
+from tightfit.apply.method_overrides import computing, while_followed
 from tightfit.apply.session import Session
 from tightfit.apply.switches import module_switches, pipeline_switches
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
 from tightfit.apply.weights.oom_retry import retry_on_oom
+from tightfit.apply.weights.saved_weights import saving_members
 from tightfit.devices.device import Device
 from tightfit.measure.modules import HANDLE, compiled_around, find_role
 from tightfit.schema.plan import ComponentPlan, Plan
@@ -96,8 +97,8 @@ class Members:
         if role == "autoencoder":
             for method, cut in wrap_vae_methods(original, self.plan.vae, device, recorder, undo).items():
                 members[method] = working(method, cut)
-        if not plan.store.is_host_memory and hasattr(original, "save_pretrained"):
-            members["save_pretrained"] = refused(name, plan.store.title)
+        if hasattr(original, "save_pretrained"):
+            members |= saving_members(original)
         if hasattr(original, "device"):
             members["device"] = property(lambda _: here())
         members |= module_switches(name, original, here, leave, measured=calls.replans is not None)
