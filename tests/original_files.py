@@ -256,11 +256,80 @@ def sana() -> tuple[Any, Tensors]:
     return network, {**all_renamed(tensors, rules), **more}
 
 
+def z_image() -> tuple[Any, Tensors]:
+    network = diffusers.ZImageTransformer2DModel(
+        dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=8, in_channels=4,
+        axes_dims=[4, 6, 6], axes_lens=[8, 8, 8],
+    )  # fmt: skip
+    tensors = joined(network.state_dict(), ("attention.to_q", "attention.to_k", "attention.to_v"), "attention.qkv")
+    rules = {r"all_final_layer\.2-1": "final_layer", r"all_x_embedder\.2-1": "x_embedder",
+             r"attention\.to_out\.0": "attention.out", r"attention\.norm_(.)": r"attention.\1_norm"}  # fmt: skip
+    return network, all_renamed(tensors, rules, "model.diffusion_model.")
+
+
+def mochi() -> tuple[Any, Tensors]:
+    network = diffusers.MochiTransformer3DModel(  # the conversion wants 48 layers
+        num_attention_heads=2, attention_head_dim=4, num_layers=48, pooled_projection_dim=6, in_channels=2,
+        text_embed_dim=6, time_embed_dim=4, max_sequence_length=8,
+    )  # fmt: skip
+    tensors = dict(network.state_dict())
+    turned = [name for name in tensors if name.startswith("norm_out") or name.endswith("net.0.proj.weight")]
+    tensors |= {name: swapped(tensors[name]) for name in turned}
+    tensors = joined(tensors, ("attn1.to_q", "attn1.to_k", "attn1.to_v"), "attn.qkv_x")
+    tensors = joined(tensors, ("attn1.add_q_proj", "attn1.add_k_proj", "attn1.add_v_proj"), "attn.qkv_y")
+    rules = {r"^patch_embed": "x_embedder", r"time_embed\.timestep_embedder\.linear_1": "t_embedder.mlp.0",
+             r"time_embed\.timestep_embedder\.linear_2": "t_embedder.mlp.2", r"time_embed\.pooler": "t5_y_embedder",
+             r"time_embed\.caption_proj": "t5_yproj", r"transformer_blocks": "blocks", r"norm1\.linear": "mod_x",
+             r"norm1_context\.linear(_1)?": "mod_y", r"attn1\.norm_added_(.)": r"attn.\1_norm_y",
+             r"attn1\.norm_(.)": r"attn.\1_norm_x", r"attn1\.to_out\.0": "attn.proj_x",
+             r"attn1\.to_add_out": "attn.proj_y", r"ff_context\.net\.0\.proj": "mlp_y.w1",
+             r"ff_context\.net\.2": "mlp_y.w2", r"ff\.net\.0\.proj": "mlp_x.w1", r"ff\.net\.2": "mlp_x.w2",
+             r"^norm_out\.linear": "final_layer.mod", r"^proj_out": "final_layer.linear"}  # fmt: skip
+    return network, all_renamed(tensors, rules)
+
+
+def ltx_autoencoder() -> tuple[Any, Tensors]:
+    network: Any = CASE["LTX"].make().vae  # type: ignore[attr-defined]
+    up = {r"mid_block": "@0", r"up_blocks\.0": "@1", r"up_blocks\.1\.upsamplers\.0": "@2", r"up_blocks\.1": "@3",
+          r"up_blocks\.2\.conv_in": "@4", r"up_blocks\.2\.upsamplers\.0": "@5", r"up_blocks\.2": "@6"}  # fmt: skip
+    down = {r"down_blocks\.0\.downsamplers\.0": "@1", r"down_blocks\.0\.conv_out": "@2", r"down_blocks\.0": "@0",
+            r"down_blocks\.1\.downsamplers\.0": "@4", r"down_blocks\.1": "@3", r"down_blocks\.2": "@6",
+            r"mid_block": "@9"}  # fmt: skip
+    rest = {"conv_shortcut.conv": "conv_shortcut", "resnets": "res_blocks", "norm3": "norm3.norm",
+            "latents_mean": "per_channel_statistics.mean-of-means",
+            "latents_std": "per_channel_statistics.std-of-means"}  # fmt: skip
+    found = {}
+    for name, value in network.state_dict().items():
+        side = {"e": {**down, "@": "down_blocks."}, "d": {**up, "@": "up_blocks."}}.get(name[0], {})
+        found["vae." + renamed(name, {**side, **rest})] = value
+    return network, found
+
+
+def wan_autoencoder() -> tuple[Any, Tensors]:
+    network: Any = CASE["Wan"].make().vae  # type: ignore[attr-defined]
+    rules = {
+        r"norm1": "residual.0", r"conv1": "residual.2", r"norm2": "residual.3", r"conv2": "residual.6",
+        r"mid_block\.resnets\.0": "middle.0", r"mid_block\.resnets\.1": "middle.2",
+        r"mid_block\.attentions\.0": "middle.1", r"norm_out": "head.0", r"conv_out": "head.2", r"conv_in": "conv1",
+        r"^quant_conv": "conv1", r"^post_quant_conv": "conv2", r"conv_shortcut": "shortcut",
+        r"down_blocks": "downsamples",
+    }  # fmt: skip
+
+    def original(name: str) -> str:
+        if match := re.match(r"decoder\.up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)", name):
+            number = 4 * int(match[1]) + (3 if match[2] == "upsamplers" else int(match[3]))
+            name = f"decoder.upsamples.{number}{name[match.end() :]}"
+        return renamed(name, rules)
+
+    return network, {original(name): value for name, value in network.state_dict().items()}
+
+
 PIPELINES: dict[str, Callable[[], tuple[Any, Tensors]]] = {
     "SD 1.x": stable_diffusion, "SDXL": stable_diffusion_xl, "SD3": stable_diffusion_3,
 }  # fmt: skip
 NETWORKS: dict[str, Callable[[], tuple[Any, Tensors]]] = {
-    "Wan": wan_transformer, "LTX": ltx_transformer, "AuraFlow": aura_flow, "Sana": sana,
+    "Wan": wan_transformer, "LTX": ltx_transformer, "AuraFlow": aura_flow, "Sana": sana, "Z-Image": z_image,
+    "Mochi": mochi, "autoencoder of LTX": ltx_autoencoder, "autoencoder of Wan": wan_autoencoder,
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from diffusers.loaders import single_file_model, single_file_utils
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from safetensors.torch import load_file, save_file
 
+from anonymous_memory import anonymous_bytes, highest_anonymous
 from original_files import NETWORKS, PIPELINES, THIN, Tensors
 from shard_checks import assert_same, complaint, content, names, shard, weights
 from tightfit.checkpoint.loading import quietly
@@ -87,6 +89,7 @@ def test_a_network_is_what_diffusers_makes_of_the_file(name: str, dtype: str, tm
         torch.manual_seed(1)
         network, tensors = NETWORKS[name]()
     stored = {key: value.to(getattr(torch, dtype)).contiguous().clone() for key, value in tensors.items()}
+    assert stored.keys() != network.state_dict().keys()
     save_file(stored, tmp_path / "one.safetensors")
     network.save_config(tmp_path / "layout")
     assert shard(tmp_path / "one.safetensors", tmp_path / "out", "--config", tmp_path / "layout").exit_code == 0
@@ -145,6 +148,28 @@ def test_every_operation_of_torch_is_followed(tmp_path: Path) -> None:
 
     ours, _ = written_by_recording(tmp_path / "some.safetensors", convert, tmp_path)
     assert_same(ours, convert(dict(tensors)))
+
+
+def test_memory_is_that_of_three_tensors_at_most(tmp_path: Path) -> None:
+    size = 2**26
+    tensors = {name: torch.full((2**10, 2**14), index, dtype=torch.float32) for index, name in enumerate("abcdef")}
+    save_file(tensors, tmp_path / "large.safetensors")
+    places = read_locations([tmp_path / "large.safetensors"])
+    a, b, c, d, e, f = (RecordedTensor.stored(places[name]) for name in "abcdef")
+    joined = torch.cat(a.chunk(2)[::-1])  # in stretches; the others are computed
+    side = torch.cat([c[:, :8], c[:, 8:]], dim=1)
+    made = {"whole": joined, "turned": b.t(), "side": side, "d": d, "e": e.t(), "f": f}
+    sources = {name: tensor_source(value, torch.bfloat16) for name, value in made.items()}
+    del tensors
+    before = anonymous_bytes(os.getpid())
+    with highest_anonymous() as seen, ChunkReader() as reader, (tmp_path / "made").open("wb") as stream:
+        for chunk in TensorFile("made", sources).chunks(reader):
+            stream.write(chunk)
+    assert size < seen.most - before < 3 * size + 2**25
+    with highest_anonymous() as seen, ChunkReader() as reader, (tmp_path / "made").open("wb") as stream:
+        for chunk in TensorFile("made", {name: sources[name] for name in ("whole", "d", "f")}).chunks(reader):
+            stream.write(chunk)
+    assert seen.most - before < size + 2**25
 
 
 def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from anonymous_memory import anonymous_bytes, highest_anonymous
 from shard_checks import assert_same, complaint, content, names, shard, weights
-from tightfit import ModelError, RunError
+from tightfit import ModelError, RunError, cli
 from tightfit.checkpoint import folder_writer
 from tightfit.checkpoint.folder import check_folder
 from tightfit.checkpoint.loading import load_pipeline
@@ -144,6 +145,28 @@ def test_dtypes_of_other_kinds_and_tensors_without_elements_stay(tiny_model: Pat
     save_file(tensors, source / "diffusion_pytorch_model.safetensors")
     assert shard(source, out).exit_code == 0
     assert_same(load_file(out / "diffusion_pytorch_model.safetensors"), tensors)
+
+
+def test_a_terminal_shows_what_is_written_and_the_time_left(tiny_model: Path, out: Path) -> None:
+    terminal = CliRunner(env={"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "200"})
+    result = terminal.invoke(cli.app, ["shard", str(tiny_model), str(out)])
+    assert result.exit_code == 0
+    assert re.search(r"writing \S+", result.stderr)
+    assert re.search(r"\d:\d\d:\d\d", result.stderr)
+    assert shard(tiny_model, out.with_name("quiet")).stderr == ""
+
+
+@pytest.mark.parametrize("name", [".", "new/folder", "link"])
+def test_other_names_of_the_target(
+    name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here" if name == "." else tmp_path)
+    result = shard(tiny_model, name)
+    assert result.exit_code == 0, result.output
+    assert shard(tmp_path / (name if name != "." else "here"), "--verify").exit_code == 0
+    assert not list(tmp_path.rglob("*.part"))
 
 
 # interruptions

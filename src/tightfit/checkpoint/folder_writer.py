@@ -58,7 +58,8 @@ def write_folder(target: Path, files: Sequence[OutputFile], on_progress: StepPro
     if _is_there(target, job):
         size = ChecksumRecord.read(target).size
         return WrittenFolder(target, len(files), size, len(files), size)
-    work = target.with_name(target.name + PART)
+    whole = target.resolve()  # of "." and "..", the name; of a link to an empty folder, that folder
+    work = whole.with_name(whole.name + PART)
     with _writing(target):
         work.mkdir(parents=True, exist_ok=True)
     with _only_here(work, target):
@@ -226,8 +227,9 @@ class _FolderWriter:
         """Give the folder its name."""
         self._delete_others()
         _sync_folder(self._work)
-        self._work.rename(self._target)
-        _sync_folder(self._target.parent)
+        whole = self._work.with_name(self._work.name.removesuffix(PART))
+        self._work.rename(whole)
+        _sync_folder(whole.parent)
 
 
 def _write_all(handle: int, chunk: memoryview) -> None:
