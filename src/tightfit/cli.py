@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from tightfit.checkpoint_commands import SHARD_EXAMPLES, shard
 from tightfit.errors import InputError
 from tightfit.run.plan_options import (
     CHART_EXAMPLES,
@@ -261,6 +262,9 @@ def chart(
             typer.echo(f"wrote {out}")
         if as_json:
             typer.echo(made.to_json())
+
+
+app.command(help=SHARD_EXAMPLES)(shard)
 
 
 def _work(job: Job, *, watch: bool, profile: bool, as_json: bool) -> None:

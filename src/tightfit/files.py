@@ -27,6 +27,7 @@ __all__ = [
     "cache_folder",
     "check_regular",
     "code_mark",
+    "locking",
     "mark_of_modules",
     "read_at",
     "read_regular",
@@ -153,6 +154,22 @@ def _lock(handle: int) -> None:
     """Lock an open file until it is closed. OSError where another process has it."""
     if sys.platform != "win32":
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextlib.contextmanager
+def locking(folder: Path) -> Iterator[None]:
+    """Keep other processes from `folder`, as far as they lock it, too. OSError where one has it, or moved it."""
+    if sys.platform == "win32":  # folders cannot be opened there
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle)
+        if not os.path.samestat(os.fstat(handle), folder.stat()):
+            raise FileNotFoundError(errno.ENOENT, "it was moved", str(folder))
+        yield
+    finally:
+        os.close(handle)
 
 
 class FileState(NamedTuple):

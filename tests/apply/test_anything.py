@@ -341,10 +341,6 @@ def test_what_is_saved_is_what_was_loaded(place: str, tmp_path: Path) -> None:
     pipe = SD.make()
     fitted = follow(pipe, place)
     run(pipe, SD)
-    if place.endswith("disk"):  # safetensors reads memory by its address
-        with pytest.raises(RunError, match="cannot be saved while its weights are on the disk"):
-            pipe.save_pretrained(tmp_path / "one")
-        fitted.undo()
     pipe.save_pretrained(tmp_path / "one")
     pipe.unet.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
     assert torch.equal(run(pipe, SD), untouched(SD.name))

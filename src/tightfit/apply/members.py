@@ -20,11 +20,12 @@ from tightfit.apply.context_parallel.executor import ContextParallel, parallel_m
 from tightfit.apply.copies import copying
 from tightfit.apply.cross_device import CrossDeviceCall
 from tightfit.apply.direct_calls import DirectCalls
-from tightfit.apply.method_overrides import computing, refused, while_followed
+from tightfit.apply.method_overrides import computing, while_followed
 from tightfit.apply.session import Session
 from tightfit.apply.switches import module_switches, pipeline_switches
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
 from tightfit.apply.weights.oom_retry import retry_on_oom
+from tightfit.apply.weights.saved_weights import saving_members
 from tightfit.devices.device import Device
 from tightfit.measure.modules import HANDLE, compiled_around, find_role
 from tightfit.schema.plan import ComponentPlan, Plan
@@ -100,8 +101,8 @@ class Members:
             if self.parallel is not None:
                 methods = parallel_methods(name, original, methods, self.parallel, recorder)
             members |= {method: working(method, cut) for method, cut in methods.items()}
-        if not plan.store.is_host_memory and hasattr(original, "save_pretrained"):
-            members["save_pretrained"] = refused(name, plan.store.title)
+        if hasattr(original, "save_pretrained"):
+            members |= saving_members(original)
         if hasattr(original, "device"):
             members["device"] = property(lambda _: here())
         members |= module_switches(name, original, here, leave, measured=calls.replans is not None)

@@ -16,12 +16,11 @@ from torch.utils._pytree import tree_map
 from tightfit.apply.activations.exported.compiled import CompiledProgram
 from tightfit.apply.activations.exported.file import ExportedFile
 from tightfit.apply.activations.exported.program import exported_forward
-from tightfit.errors import RunError
 from tightfit.files import cache_folder
 from tightfit.measure.module_equivalence import OVERRIDDEN
 from tightfit.schema.plan import ComponentPlan
 
-__all__ = ["computing", "exported", "override_class_members", "refused", "while_followed"]
+__all__ = ["computing", "exported", "override_class_members", "while_followed"]
 
 
 def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
@@ -31,13 +30,6 @@ def exported(module: nn.Module, plan: ComponentPlan) -> dict[str, Any]:
     exported_file = ExportedFile.load(Path(plan.exported))
     compiled = CompiledProgram(exported_file, cache_folder() / "compiled") if plan.compiled else None
     return {"forward": exported_forward(module, exported_file, compiled)}
-
-
-def refused(name: str, store: str) -> Callable[..., None]:
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise RunError(f"{name} cannot be saved while its weights are on the {store}: undo() first", name=name)
-
-    return save_pretrained
 
 
 def while_followed(

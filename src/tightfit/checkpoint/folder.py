@@ -57,8 +57,10 @@ class ModelFolder:
     variant: str | None = None
 
 
-def check_folder(path: Path) -> ModelFolder:
+def check_folder(path: Path, *, weights_needed: bool = True) -> ModelFolder:
     """Check the diffusers folder `path` and return its contents; the bytes of its weights are from their headers.
+
+    If no weights are needed, components may have none: the folder is only the layout of a model.
 
     Raises ModelError, naming the file and the numbers, if the folder is no pipeline, is incomplete, truncated or
     corrupt, has no safetensors, or needs Python code of its own.
@@ -67,7 +69,7 @@ def check_folder(path: Path) -> ModelFolder:
     index_file = _find_index(path)
     index = _read_config(index_file, named=True)
     parts = [_read_component(path, *entry) for entry in _entries(index_file, index)]
-    weights = {part.name: _weight_sets(path / part.name, part) for part in parts}
+    weights = {part.name: _weight_sets(path / part.name, part, weights_needed) for part in parts}
     variant = _choose_variant(path, weights)
     components = tuple(_add_weights(part, weights[part.name], variant) for part in parts)
     return ModelFolder(path, index["_class_name"], components, variant)
@@ -162,7 +164,7 @@ def _read_component(root: Path, name: str, library: str, class_name: str) -> Com
     return ComponentFolder(name, library, class_name)
 
 
-def _weight_sets(folder: Path, part: ComponentFolder) -> dict[str | None, Path]:
+def _weight_sets(folder: Path, part: ComponentFolder, needed: bool = True) -> dict[str | None, Path]:
     """variant → the safetensors file or shard index that the library would load. Empty: it needs no weights."""
     names = names_in(folder)
     if "config.json" not in names or _WEIGHTLESS.fullmatch(part.class_name):
@@ -173,7 +175,7 @@ def _weight_sets(folder: Path, part: ComponentFolder) -> dict[str | None, Path]:
     found: dict[str | None, Path] = {}
     for pattern in (index, file) if part.library == "transformers" else (file, index):
         found |= {match[1]: folder / name for name in names if (match := re.fullmatch(pattern, name))}
-    if not found:
+    if not found and needed:
         raise _no_weights(folder, part, names)
     return found
 
@@ -217,10 +219,10 @@ def _tensor_bytes(file: Path) -> int:
     return max((tensor["data_offsets"][1] for tensor in read_header(file)[1].values()), default=0)
 
 
-def network_folder(path: Path) -> ComponentFolder:
+def network_folder(path: Path, *, weights_needed: bool = True) -> ComponentFolder:
     """Check a single network, as `model.save_pretrained(path)` of diffusers writes it; return it as "model".
 
-    Raises ModelError as `check_folder` does.
+    If no weights are needed, its configuration is enough. Raises ModelError as `check_folder` does.
     """
     path = Path(path)
     if not stat.S_ISDIR(mode_of(path)) or "config.json" not in names_in(path):
@@ -230,5 +232,5 @@ def network_folder(path: Path) -> ComponentFolder:
     part = ComponentFolder("model", "diffusers", config["_class_name"])
     if not hasattr(importlib.import_module("diffusers"), part.class_name):
         raise file_error(path / "config.json", unknown_name("network of diffusers", part.class_name, ()))
-    sets = _weight_sets(path, part)
+    sets = _weight_sets(path, part, weights_needed)
     return _add_weights(part, sets, _choose_variant(path, {part.name: sets}))

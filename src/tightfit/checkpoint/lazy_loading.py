@@ -21,7 +21,7 @@ from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, locate_
 from tightfit.devices.disk import DiskReader
 from tightfit.measure.build_models import build_network
 
-__all__ = ["LazyCheckpoint", "build_folder", "build_lazily"]
+__all__ = ["LazyCheckpoint", "build_component", "build_folder", "build_lazily"]
 
 # a network that makes more tensors than that for each stored one, and these, is not the one that was stored: it may
 # have a billion layers
@@ -67,7 +67,7 @@ def build_lazily(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -> 
     for part in parts:
         here = path if folder is None else path / part.name
         stored = read_locations(part.weight_files, part.weight_index)
-        network = _build(path, here, part, dtype, len(stored))
+        network = build_component(path, here, part, dtype, len(stored))
         try:
             places[part.name] = locate_weights(network, stored, part.name)
         except NotLazyLoadable:  # only the library's own loader can load it
@@ -91,7 +91,7 @@ def _single_network(path: Path) -> ComponentFolder:
     return part
 
 
-def _build(root: Path, path: Path, part: ComponentFolder, dtype: torch.dtype, stored: int) -> nn.Module:
+def build_component(root: Path, path: Path, part: ComponentFolder, dtype: torch.dtype, stored: int) -> nn.Module:
     """Build a network as `from_pretrained` does, but without weights, of which its files have `stored` ones.
 
     ModelError if the configuration makes no network, or one that is not at all like the files.
@@ -144,7 +144,7 @@ def build_folder(folder: ModelFolder, dtype: torch.dtype) -> Any:
     networks: dict[str, Any] = {part.name: None for part in folder.components if "safety" in part.name}
     for part in _networks(folder):
         stored = read_locations(part.weight_files, part.weight_index)
-        networks[part.name] = _build(folder.path, folder.path / part.name, part, dtype, len(stored))
+        networks[part.name] = build_component(folder.path, folder.path / part.name, part, dtype, len(stored))
         with contextlib.suppress(NotLazyLoadable):
             locate_weights(networks[part.name], stored, part.name)
     return load_pipeline(folder, dtype, networks)

@@ -26,13 +26,14 @@ from tightfit.checkpoint.headers import DTYPES, file_error, file_state, listed, 
 from tightfit.errors import ModelError
 from tightfit.files import FileState
 
-__all__ = ["NotLazyLoadable", "TensorLocation", "locate_weights", "read_locations"]
+__all__ = ["DTYPE_CODES", "NotLazyLoadable", "TensorLocation", "locate_weights", "read_locations"]
 
 _OF_TORCH = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
 _DTYPES = dict(zip(DTYPES, _OF_TORCH, strict=True))
+DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}  # as headers of safetensors name them
 
 
 @dataclass(frozen=True)
