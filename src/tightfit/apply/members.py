@@ -18,6 +18,7 @@ from tightfit.apply.activations.vae_tiling import wrap_vae_methods
 from tightfit.apply.call_runner import CallRunner, PlanHandle
 from tightfit.apply.copies import copying
 from tightfit.apply.cross_device import CrossDeviceCall
+from tightfit.apply.device_maps import device_map_members
 from tightfit.apply.direct_calls import DirectCalls
 from tightfit.apply.method_overrides import computing, refused, while_followed
 from tightfit.apply.session import Session
@@ -119,4 +120,5 @@ class Members:
         members = {**self._kept(), "__call__": followed, "device": here, "_execution_device": here}
         members |= copying(handle.set_aside)
         # Cosmos 3 Omni's own would ask a weight
-        return members | {"_get_execution_device": lambda _: device} | pipeline_switches(original, device)
+        members |= device_map_members(handle, original, self.plan) | pipeline_switches(original, device)
+        return members | {"_get_execution_device": lambda _: device}
