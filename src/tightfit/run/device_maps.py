@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias, get_args
 
 import torch
 
-from tightfit.devices.choose import choose_device
+from tightfit.devices.choose import KINDS, choose_device
 from tightfit.devices.cuda_support import usable_cards
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
@@ -28,7 +28,6 @@ MaxMemory: TypeAlias = Mapping[DeviceName, str | int] | None
 
 ALL = ""  # the name that stands for all components that are not named
 _STRATEGIES: tuple[str, ...] = get_args(Strategy)
-KINDS = ("cpu", "cuda", "loopback", "simulated")
 
 
 def refuse_beside_map(device_map: DeviceMapLike, max_memory: MaxMemory, **others: object) -> None:
@@ -121,7 +120,7 @@ def _existing(name: str) -> str | None:
         try:
             torch.device(name)
         except RuntimeError:
-            raise InputError(unknown_name("device in max_memory", name, KINDS), name=name) from None
+            raise InputError(unknown_name("device in max_memory", name, KINDS[:-1]), name=name) from None
         return None
 
 
@@ -170,7 +169,7 @@ def _single(device_map: DeviceName, memory: _MaxMemory) -> list[str]:
     """Return the one card that `device_map` is; none if it is the CPU."""
     name = _name_of(device_map)
     if name.partition(":")[0] not in KINDS:
-        raise InputError(unknown_name("device_map", name, (*_STRATEGIES, "disk", *KINDS)), name=name)
+        raise InputError(unknown_name("device_map", name, (*_STRATEGIES, "disk", *KINDS[:-1])), name=name)
     device = choose_device(name)
     if memory.given and device.name not in memory.cards and (_cards(device) or memory.ram is None):
         raise PlanError(f"device_map={device.name}, but max_memory leaves that out: it names {memory.named}")
