@@ -16,9 +16,13 @@ from inspection import assert_same, imprint
 from run.test_several_devices import ONE, OTHER, cards_of
 from run.test_shrinking import MIB, REQUEST, draw, large_unet
 from tightfit import BudgetTooSmall, InputError, PlanError
+from tightfit.apply import device_maps as applied
+from tightfit.devices.choose import choose_device
+from tightfit.devices.cuda import CudaDevice
 from tightfit.devices.simulated import SimulatedDevice
 from tightfit.errors import AlreadyFitted
 from tightfit.measure.modules import find_components
+from tightfit.run import device_maps
 from tiny_pipelines import CASES, TinyCase, run
 from together.trials import load as load_lora
 
@@ -265,6 +269,34 @@ def test_what_cannot_be_is_said_before_anything_is_changed(asked: Any, error: ty
     with pytest.raises(error, match=said):
         tightfit.fit(pipe, **asked)
     assert_same(before, imprint(pipe))
+
+
+def test_numbers_are_cuda_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played by simulated ones: this computer has none."""
+    cards_of(96 * MIB, 96 * MIB)
+    played = lambda name: choose_device(str(name).replace("cuda", "simulated"))  # noqa: E731
+    monkeypatch.setattr(device_maps, "choose_device", played)
+    memory: Any = {0: "90MB", 1: 80_000_000, "cpu": "1GB", 2: "5GB"}
+    asked: Any = {"unet": 1, "vae": torch.device("cuda", 0), "text_encoder": "cpu"}
+    target = device_maps.target_of_map(asked, memory, (), list(asked))
+    assert [device.name for device in target.devices] == [ONE, OTHER]
+    budget, fixed = target.limits.budget, target.limits.device_map
+    assert budget == tightfit.Budget(devices={ONE: 90_000_000, OTHER: 80_000_000}, ram="1GB")
+    assert fixed is not None
+    assert (fixed.components, fixed.ignored) == ({"unet": OTHER, "vae": ONE, "text_encoder": "cpu"}, ("cuda:2",))
+    monkeypatch.setattr(device_maps, "usable_cards", lambda: (0, 1))
+    free = device_maps.target_of_map("balanced", None, ["fp8"], ["unet"], lambda device: 0).limits
+    assert free.budget is not None
+    assert set(free.budget.devices) == {ONE, OTHER}
+    assert all(0.94 * 96 * MIB < size < 96 * MIB for size in free.budget.devices.values())
+    assert free.allow == ("fp8",)
+
+
+def test_a_cuda_card_is_a_number_in_what_is_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applied, "choose_device", lambda name: CudaDevice(int(name.removeprefix("cuda:"))))
+    parts: Any = {"vae": {"device": "cuda:1"}, "text_encoder": {"placement": "offload", "offload_to": "disk"}}
+    plan = tightfit.Plan.from_mapping({"device": "cuda:0", "components": parts})
+    assert applied.hf_device_map(plan, CASE.make()) == {"unet": 0, "vae": 1, "text_encoder": "disk"}
 
 
 def test_a_single_network_takes_no_map() -> None:

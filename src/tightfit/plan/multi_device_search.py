@@ -114,7 +114,8 @@ class MultiDeviceSearch:
     def balanced(self, ram: int | None, fastest: JointSolution) -> JointSolution:
         """Return the solution whose fullest member is least full, of those hardly slower than `fastest`.
 
-        Of each assignment only the fastest solution is compared; `ram`: as for `best`.
+        Of those that are equally full, to a percent, it is the fastest. Of each assignment only the fastest solution is
+        compared; `ram`: as for `best`.
         """
         most, found = fastest.seconds * (1 + _BALANCING) + _SHORTEST, fastest
         for assignments in self.assignments():
@@ -129,8 +130,9 @@ class MultiDeviceSearch:
         peaks = {assignment.member: found.peak for assignment, found in solution.shares}
         return [peaks.get(number, 0) / max(member.size, 1) for number, member in enumerate(self.members)]
 
-    def _unevenness(self, solution: JointSolution) -> tuple[list[float], float]:
-        return sorted(self.fullness(solution), reverse=True), solution.seconds
+    def _unevenness(self, solution: JointSolution) -> tuple[float, float, list[float]]:
+        fullness = sorted(self.fullness(solution), reverse=True)
+        return round(fullness[0], 2), round(solution.seconds, 6), fullness
 
     def without_map(self) -> MultiDeviceSearch:
         """Return the search in which nothing is fixed."""
