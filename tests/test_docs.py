@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import make_command_line
+from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.plan import ComponentPlan, ComponentRun, Plan, VaePlan
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +32,7 @@ def test_the_command_line_page_is_what_help_says() -> None:
     assert make_command_line.PAGE.read_text() == make_command_line.page(), "run tools/make_command_line.py"
 
 
-@pytest.mark.parametrize("kind", [Plan, ComponentPlan, VaePlan, ComponentRun])
+@pytest.mark.parametrize("kind", [Plan, ComponentPlan, VaePlan, ComponentRun, DeviceMap])
 def test_every_plan_field_is_explained(kind: type[Plan]) -> None:
     page = (ROOT / "docs/plan-fields.md").read_text()
     assert not [name for name in kind.model_fields if f"`{name}`" not in page]

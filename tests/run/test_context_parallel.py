@@ -44,5 +44,5 @@ def test_what_is_asked_of_parallelism_is_checked_first() -> None:
     pipe = CASES[0].make()
     with pytest.raises(PlanError, match=r"needs a process group: start with torchrun"):
         tightfit.fit(pipe, level=0, device="loopback", parallel={"context": 2})
-    with pytest.raises(PlanError, match=r"parallel='auto' goes with a level or a plan, not with a budget"):
+    with pytest.raises(PlanError, match=r"parallel='auto' goes with a level or a plan, not with a budget or a map"):
         tightfit.fit(pipe, budget="1GB", device="loopback", parallel="auto")

@@ -93,6 +93,8 @@ class PlanHandle(Protocol):
 
     def report(self) -> Report: ...
 
+    def undo(self) -> None: ...
+
 
 class CallRunner:
     """Runs a pipeline's calls on `device`, one after another; `replans` makes other plans (None: the plan is fixed)."""
@@ -168,6 +170,10 @@ class CallRunner:
             except Exception:
                 logger.warning("nothing was learned from this call", exc_info=True)
 
+    def move(self, device: Device) -> None:
+        """Run the calls on `device` from now on."""
+        self._device, self.finished = device, self.finished and OutputReplayCache(device)
+
     def exceeded(self, held: int, during: bool) -> None:
         """Handle `held` bytes of RAM, above the limit: raise RamExceeded `during` a call, replan the next after one."""
         if self.finished is None:
@@ -238,12 +244,7 @@ class CallRunner:
         return self.finished.once(work, what, keeps=keeps)
 
     def _replan_for_request(
-        self,
-        handle: PlanHandle,
-        replans: ReplannerProtocol,
-        pipe: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, handle: PlanHandle, replans: ReplannerProtocol, pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         if self._held:
             less = replans.for_held(pipe, handle.plan, self._held)
@@ -295,6 +296,4 @@ def _free(handle: PlanHandle) -> dict[str, int]:
 def _beside(handle: PlanHandle) -> dict[str, int]:
     """Return the bytes that this process allocated on each device that counts them, by name, without the weights."""
     allocated = {each.name: each.allocated_bytes() for each in handle.devices if each.separate}
-    return {
-        name: max(size - handle.recorder.of(name).weights, 0) for name, size in allocated.items() if size is not None
-    }
+    return {n: max(size - handle.recorder.of(n).weights, 0) for n, size in allocated.items() if size is not None}

@@ -26,6 +26,7 @@ from tightfit.apply.members import Members
 from tightfit.apply.method_overrides import exported, override_class_members
 from tightfit.apply.module_hooks import watch
 from tightfit.apply.other_offloading import refuse_followers, refuse_offloaded
+from tightfit.apply.plan_devices import devices_of
 from tightfit.apply.replaced_offloading import put_back, replaced, replaced_names
 from tightfit.apply.scheduler_tensors import bring_back
 from tightfit.apply.session import Session
@@ -34,10 +35,10 @@ from tightfit.apply.weights.quantize import check_kinds, check_storage, left_in_
 from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
-from tightfit.errors import PlanError, RunError
+from tightfit.errors import RunError
 from tightfit.measure.joint_recorder import JointRecorder
 from tightfit.measure.modules import HANDLE, find_components, find_parts
-from tightfit.measure.recorder import LiveNumbers, Recorder
+from tightfit.measure.recorder import LiveNumbers
 from tightfit.measure.shared import give_owners
 from tightfit.report.summary import Report
 from tightfit.schema.plan import ComponentPlan, Plan
@@ -145,7 +146,9 @@ class Fitted:
             undo.callback(fill_and_close, file_weights, components.values())
             bring_back(pipe, undo.callback)
             file_weights.begin()
-            devices = self._devices_of(plan)
+            if plan.device != getattr(self, "plan", plan).device:
+                self._move(choose_device(plan.device))
+            devices = devices_of(plan, self._device, self._recorder)
             self.plan, self.devices = plan, tuple(devices.values())
             places = DeviceOffloaders(plan, devices, self._recorder, file_weights)
             alone = isinstance(pipe, nn.Module)  # no other component needs the device
@@ -181,16 +184,10 @@ class Fitted:
                 self.follow(pipe, plan)
             self._calls.remark(f"{', '.join(changes)}: planned anew")
 
-    def _devices_of(self, plan: Plan) -> dict[str, Device]:
-        """Return the devices on which components run by `plan`, by name, and set up a recorder for each."""
-        devices = {name: self._device if name == plan.device else choose_device(name) for name in plan.devices}
-        others = {name: device for name, device in devices.items() if device is not self._device}
-        for name, device in devices.items():
-            if others and device.allocated_bytes() is None:
-                raise PlanError(f"several devices have to be cards, which count bytes: {name} is none", device=name)
-        known = self._recorder.others
-        self._recorder.others = {name: known.get(name) or Recorder(device) for name, device in others.items()}
-        return devices
+    def _move(self, device: Device) -> None:
+        """Run the pipeline on `device` from now on, by the next plan to follow."""
+        self._device, self._recorder = device, JointRecorder(device, self._recorder.count_activations)
+        self._calls.move(device)
 
     def _fit_component(
         self, name: str, module: nn.Module, members: Members, device: Device, applied: AppliedPlan

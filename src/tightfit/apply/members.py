@@ -19,6 +19,7 @@ from tightfit.apply.call_runner import CallRunner, PlanHandle
 from tightfit.apply.context_parallel.executor import ContextParallel, parallel_methods
 from tightfit.apply.copies import copying
 from tightfit.apply.cross_device import CrossDeviceCall
+from tightfit.apply.device_maps import device_map_members
 from tightfit.apply.direct_calls import DirectCalls
 from tightfit.apply.method_overrides import computing, while_followed
 from tightfit.apply.session import Session
@@ -127,4 +128,5 @@ class Members:
         members = {**self._kept(), "__call__": followed, "device": here, "_execution_device": here}
         members |= copying(handle.set_aside)
         # Cosmos 3 Omni's own would ask a weight
-        return members | {"_get_execution_device": lambda _: device} | pipeline_switches(original, device)
+        members |= device_map_members(handle, original, self.plan) | pipeline_switches(original, device)
+        return members | {"_get_execution_device": lambda _: device}

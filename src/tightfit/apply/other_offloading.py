@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from tightfit.apply.replaced_offloading import group_offloading, is_replaceable, moving_parts
+from tightfit.apply.replaced_offloading import group_offloading, is_replaceable, moving_parts, own_device_map
 from tightfit.errors import AlreadyFitted, PlanError
 from tightfit.measure.modules import HANDLE, find_components
 
@@ -20,7 +20,7 @@ def refuse_offloaded(pipe: Any, *, measured: bool = False, replaced: bool = True
     `replaced_offloading.replaced`). Layerwise casting is refused if calls are `measured` beforehand: in a copy of the
     pipeline its hooks would call the original.
     """
-    if not replaced and getattr(pipe, "hf_device_map", None) and not isinstance(pipe, nn.Module):
+    if not replaced and own_device_map(pipe):
         raise PlanError(f"this pipeline has a device map: call {_call('reset_device_map')} first")
     for name, module in find_components(pipe).items():
         if measured and _casts_layers(module):

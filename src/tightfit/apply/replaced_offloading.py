@@ -26,6 +26,7 @@ __all__ = [
     "is_replaceable",
     "moving_parts",
     "offloading_device",
+    "own_device_map",
     "put_back",
     "replaced",
     "replaced_names",
@@ -55,7 +56,7 @@ class TakenOff:
                 self.names.append(name)
                 self._parts.append((weakref.ref(module), taken))
         for name in () if isinstance(pipe, nn.Module) else _OWN:
-            if value := getattr(pipe, name, None):
+            if value := vars(pipe).get(name):
                 self._own[name] = value
                 setattr(pipe, name, [] if isinstance(value, list) else None)
 
@@ -95,7 +96,7 @@ def put_back(pipe: Any) -> None:
 
 def offloading_device(pipe: Any) -> torch.device | None:
     """Return the card to which weights of `pipe` are moved, or on which they are by its device map; None if several."""
-    whole = None if isinstance(pipe, nn.Module) else getattr(pipe, "hf_device_map", None)
+    whole = own_device_map(pipe)
     named: set[Any] = set(whole.values()) if isinstance(whole, dict) else {whole}
     for module in find_components(pipe).values():
         if (config := group_offloading(module)) is not None:
@@ -103,6 +104,11 @@ def offloading_device(pipe: Any) -> torch.device | None:
         named |= {hook.execution_device for part in moving_parts(module) for hook in _hooks(part)}
     cards = {device for device in map(_device, named) if device is not None and device.type == "cuda"}
     return cards.pop() if len(cards) == 1 else None
+
+
+def own_device_map(pipe: Any) -> Any:
+    """Return the device map that diffusers gave to `pipe`; None without one. A plan's own is no attribute."""
+    return None if isinstance(pipe, nn.Module) else vars(pipe).get("hf_device_map")
 
 
 def _device(named: Any) -> torch.device | None:

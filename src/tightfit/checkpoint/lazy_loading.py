@@ -21,7 +21,7 @@ from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, locate_
 from tightfit.devices.disk import DiskReader
 from tightfit.measure.build_models import build_network
 
-__all__ = ["LazyCheckpoint", "build_component", "build_folder", "build_lazily"]
+__all__ = ["LazyCheckpoint", "build_component", "build_folder", "build_lazily", "networks_in"]
 
 # a network that makes more tensors than that for each stored one, and these, is not the one that was stored: it may
 # have a billion layers
@@ -82,6 +82,11 @@ def _networks(folder: ModelFolder) -> list[ComponentFolder]:
     """The components with weights, whose configurations are checked here; a safety checker is left out."""
     with quietly():
         check_configurations(folder)
+    return networks_in(folder)
+
+
+def networks_in(folder: ModelFolder) -> list[ComponentFolder]:
+    """Return the components with weights that are loaded: all but a safety checker."""
     return [part for part in folder.components if part.weight_files and "safety" not in part.name]
 
 

@@ -16,7 +16,7 @@ from tightfit.devices.ram import held_bytes, pinnable_bytes, ram_bytes, ram_free
 from tightfit.errors import InputError, unknown_name
 from tightfit.schema.machine import Accelerator, Machine
 
-__all__ = ["choose_device", "find_machine", "processor"]
+__all__ = ["KINDS", "choose_device", "find_machine", "processor"]
 
 logger = logging.getLogger("tightfit")
 KINDS = ("cpu", "cuda", "loopback", "simulated", "privateuseone")  # of which the last is torch's name of simulated

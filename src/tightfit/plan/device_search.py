@@ -10,8 +10,9 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 
-from tightfit.plan.options import SearchCache
+from tightfit.plan.options import SearchCache, WeightLocation
 from tightfit.plan.placement_search import SearchNode, Solution, VariantSearch
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
@@ -92,22 +93,27 @@ class DeviceSearch:
         store_rates: StoreRates,
         storages: Storages,
         caches: dict[int, SearchCache] | None = None,
+        fixed: Mapping[str, WeightLocation] = MappingProxyType({}),
     ) -> None:
-        """`caches` has earlier results for the same call on devices of equal speed, by variant number (0: usual)."""
+        """`caches` has earlier results for the same call on devices of equal speed, by variant number (0: usual).
+
+        `fixed` says where weights have to be, by component.
+        """
         self.footprint, self.device, self.store_rates = footprint, device, store_rates
         self._storages, self._caches = storages, {} if caches is None else caches
+        self._fixed = fixed
 
     @cached_property
     def variant_searches(self) -> list[VariantSearch]:
         """The search for the usual variant, and one for each other variant."""
         common = self.device, self.store_rates, self._storages
         caches = [self._caches.setdefault(number, SearchCache()) for number in range(len(self.footprint.variants) + 1)]
-        base = VariantSearch(self.footprint, *common, cache=caches[0])
+        base = VariantSearch(self.footprint, *common, cache=caches[0], fixed=self._fixed)
         others = zip(self.footprint.variants, caches[1:], strict=True)
         return [
             base,
             *(
-                VariantSearch(self.footprint.with_variant(other), *common, other, base, cache=cache)
+                VariantSearch(self.footprint.with_variant(other), *common, other, base, cache, self._fixed)
                 for other, cache in others
             ),
         ]

@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from tightfit.errors import BudgetTooSmall, PlanError, unknown_name
 from tightfit.plan.component_order import schedule_of
 from tightfit.plan.default_rates import with_default_rates
+from tightfit.plan.device_maps import check_cards, on_whole_calls, with_device_map
 from tightfit.plan.device_search import storages_of
 from tightfit.plan.forecast import add_joint_forecast, bytes_within
 from tightfit.plan.multi_device_search import DeviceBudget, JointSolution, MultiDeviceSearch
 from tightfit.plan.presets import idle_plan, plan_for
+from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Budget, Machine
 from tightfit.schema.plan import Plan, Reason, Storage
@@ -19,17 +21,26 @@ from tightfit.units import format_bytes, format_enough, format_seconds
 
 __all__ = ["check_devices", "plan_jointly"]
 
+_SAME = 1e-6  # seconds by which two plans may differ and still take as long
+
 
 def plan_jointly(
-    footprint: Footprint, machine: Machine, budget: Budget, allowed: Collection[str], host: str | None = None
+    footprint: Footprint,
+    machine: Machine,
+    budget: Budget,
+    allowed: Collection[str],
+    host: str | None = None,
+    device_map: DeviceMap | None = None,
 ) -> Plan:
     """Return the best plan within the bytes that `budget` allows on each of several devices of `machine`.
 
-    `host` is the device on which denoisers compute, if that is fixed. `allowed` are lossy techniques. Raises PlanError
-    for unknown devices and for a CPU among them, and BudgetTooSmall if nothing fits.
+    `host` is the device on which denoisers compute, if that is fixed, and `device_map` fixes more. `allowed` are lossy
+    techniques. Raises PlanError for unknown devices and for a CPU among them, and BudgetTooSmall if nothing fits.
     """
     known = {name: _member(machine, name) for name in budget.devices}
     check_devices({name: each.kind for name, each in known.items()}, host)
+    check_cards(device_map, known)
+    footprint = on_whole_calls(footprint, device_map.cards if device_map else {})
     members = [
         DeviceBudget(with_default_rates(each), bytes_within(each, budget.devices[each.name])) for each in known.values()
     ]
@@ -37,14 +48,16 @@ def plan_jointly(
     rates = default_store_rates(machine, members[0].device)
 
     def search_with(storages: Mapping[str, Storage]) -> MultiDeviceSearch:
-        return MultiDeviceSearch(footprint, members, rates, storages, first)
+        return MultiDeviceSearch(footprint, members, rates, storages, first, device_map)
 
     for storages in storages_of(footprint, allowed):
         search = search_with(storages)
-        found = search.best(budget.ram)
-        if found is not None:
-            reasons = [*_reasons(search, found, budget.ram), *_guessed(known.values(), members)]
-            return _plan(search, machine, budget, found, reasons)
+        fastest = search.best(budget.ram)
+        if fastest is not None:
+            balanced = search.device_map.strategy == "balanced"
+            found = search.balanced(budget.ram, fastest) if balanced else fastest
+            reasons = [*_reasons(search, found, fastest, budget.ram), *_guessed(known.values(), members)]
+            return with_device_map(_plan(search, machine, budget, found, reasons), device_map)
     others = [name for name in ("fp8", "int8") if name not in allowed]
     lossy = [
         name for name in others
@@ -74,8 +87,14 @@ def _plan(
 ) -> Plan:
     footprint, devices = search.footprint, [member.device for member in search.members]
     (host, _), *_ = found.shares
-    store = default_store(spare_ram=bool(budget.ram))
-    components = {c.name: idle_plan(c, store) for c in footprint.components}
+    store, device_map = default_store(spare_ram=bool(budget.ram)), search.device_map
+    components = {c.name: idle_plan(c, device_map.stores.get(c.name, store)) for c in footprint.components}
+    host_name = devices[host.member].name
+    components |= {
+        name: components[name].model_copy(update={"device": card})
+        for name, card in device_map.cards.items()
+        if name in components and card != host_name and components[name].placement != "resident"
+    }
     for assignment, share in found.shares:
         elsewhere = {} if assignment is host else {"device": devices[assignment.member].name}
         components |= {name: option.plan.model_copy(update=elsewhere) for name, option in share.options}
@@ -94,17 +113,26 @@ def _plan(
     return add_joint_forecast(footprint, plan, {each.name: each for each in devices}, search.store_rates)
 
 
-def _reasons(search: MultiDeviceSearch, found: JointSolution, ram: int | None) -> Iterator[Reason]:
+def _reasons(
+    search: MultiDeviceSearch, found: JointSolution, fastest: JointSolution, ram: int | None
+) -> Iterator[Reason]:
     """Yield why components compute where they do, and why the weights of each device are where they are."""
+    balanced = found is not fastest
+    if balanced:
+        yield _balance_reason(search, found, fastest)
     (host, _), *others = found.shares
     name, alone = search.members[host.member].device.name, search.best(ram, host.member)
     gain = None if alone is None else alone.seconds - found.seconds
     size = format_bytes(search.members[host.member].size)
-    for assignment, _ in others:
-        because = f"{name} alone cannot do it within {size}"
-        if gain is not None:
+    for assignment, _ in () if balanced else others:
+        names = assignment.names - search.device_map.cards.keys()
+        if not names:
+            continue
+        because, device = f"{name} alone cannot do it within {size}", search.members[assignment.member].device
+        if gain is not None and gain < 0:
+            because = "with what device_map fixes, that is fastest"
+        elif gain is not None:
             because = f"on {name} alone all of it would take {format_seconds(gain)} more"
-        names, device = assignment.names, search.members[assignment.member].device
         text = f"{_listed(names)} compute{'s' * (len(names) == 1)} on {device.name}"
         yield Reason(decision=text, because=because)
     busy = {assignment.member for assignment, _ in found.shares}
@@ -114,6 +142,21 @@ def _reasons(search: MultiDeviceSearch, found: JointSolution, ram: int | None) -
         yield Reason(decision=f"{_listed(idle)} {'is' if len(idle) == 1 else 'are'} not used", because=because)
     for assignment, share in found.shares:
         yield from share.variant_search.reasons(share, search.members[assignment.member].size)
+
+
+def _balance_reason(search: MultiDeviceSearch, found: JointSolution, fastest: JointSolution) -> Reason:
+    def full(solution: JointSolution) -> str:
+        shares = search.fullness(solution)
+        return ", ".join(f"{shares[i]:.0%} of {m.device.name}" for i, m in enumerate(search.members))
+
+    where = [
+        f"{_listed(assignment.names)} on {search.members[assignment.member].device.name}"
+        for assignment, _ in found.shares
+    ]
+    slower = found.seconds - fastest.seconds
+    other = f"what is {format_seconds(slower)} faster" if slower > _SAME else "what takes as long on fewer devices"
+    because = f"the call needs at most {full(found)}; {other} needs {full(fastest)}"
+    return Reason(decision=f"balanced: {'; '.join(where)}", because=because)
 
 
 def _guessed(known: Collection[Accelerator], members: Sequence[DeviceBudget]) -> Iterator[Reason]:
@@ -136,6 +179,9 @@ def _too_small(search: MultiDeviceSearch, lossy: Sequence[str], budget: Budget) 
     would += [f"allow={' or '.join(lossy)} would do"] if lossy else []
     would += ["something smaller may do"]
     text = f"{footprint.pipeline} cannot do {request} within {_listed(has)}"
+    if search.device_map.components:
+        text += f", with {search.device_map.described}"
+        would.insert(0, "leaving these to the planner would do") if search.without_map().fits(ram) else None
     known = {name: size for name, size in needed.items() if size is not None}
     return BudgetTooSmall(f"{text}: {'; '.join(would)}", needed_devices=known, needed_ram=min_ram)
 

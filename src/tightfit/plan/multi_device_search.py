@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from tightfit.plan.device_maps import fixed_locations
 from tightfit.plan.device_search import DeviceSearch, ParetoFront, Storages
 from tightfit.plan.forecast import share_of
 from tightfit.plan.options import SearchCache
 from tightfit.plan.placement_search import Solution
+from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.stores import StoreRates
@@ -24,6 +26,7 @@ __all__ = ["Assignment", "DeviceBudget", "JointSolution", "MultiDeviceSearch"]
 
 _GUESS = 0.02  # first guess of how much the best exceeds the lower bound, as a fraction of it …
 _SHORTEST = 1e-6  # … but at least this many seconds
+_BALANCING = 0.02  # fraction of its time by which a balanced solution may exceed the fastest
 _ROUNDING = 1e-9  # relative tolerance of time limits
 _OWN = {"name", "bytes", "free", "allocated", "product_name"}  # fields of an accelerator that do not affect its speed
 
@@ -55,8 +58,8 @@ class JointSolution(NamedTuple):
 class MultiDeviceSearch:
     """Joint options of `members` for the call that `footprint` describes, with components stored as `storages` says.
 
-    `host` is the index of the member on which denoisers compute, if that is fixed. `store_rates`: see
-    `StoreRates`.
+    `host` is the index of the member on which denoisers compute, if that is fixed; `device_map` fixes more.
+    `store_rates`: see `StoreRates`.
     """
 
     def __init__(
@@ -66,7 +69,11 @@ class MultiDeviceSearch:
         store_rates: StoreRates,
         storages: Storages,
         host: int | None = None,
+        device_map: DeviceMap | None = None,
     ) -> None:
+        self.device_map = device_map or DeviceMap()
+        numbers = {member.device.name: number for number, member in enumerate(members)}
+        self._fixed = {name: numbers[card] for name, card in self.device_map.cards.items()}
         self.footprint, self.members = footprint, members
         self.store_rates, self._storages, self._host = store_rates, storages, host
         self._kinds = [member.device.model_dump_json(exclude=_OWN) for member in members]
@@ -83,7 +90,8 @@ class MultiDeviceSearch:
             share = share_of(self.footprint, assignment.names, hosts=assignment.hosts)
             device = self.members[assignment.member].device
             caches = self._caches.setdefault(kind, {})
-            self._searches[key] = DeviceSearch(share, device, self.store_rates, self._storages, caches)
+            fixed = fixed_locations(self.device_map, share, device)
+            self._searches[key] = DeviceSearch(share, device, self.store_rates, self._storages, caches, fixed)
         return self._searches[key]
 
     def best(self, ram: int | None, alone: int | None = None) -> JointSolution | None:
@@ -102,6 +110,33 @@ class MultiDeviceSearch:
             if _lower_bound(each) < math.inf and (best is None or _lower_bound(each) <= best.seconds):
                 best = _best(assignments, each, ram, best)
         return best
+
+    def balanced(self, ram: int | None, fastest: JointSolution) -> JointSolution:
+        """Return the solution whose fullest member is least full, of those hardly slower than `fastest`.
+
+        Of those that are equally full, to a percent, it is the fastest. Of each assignment only the fastest solution is
+        compared; `ram`: as for `best`.
+        """
+        most, found = fastest.seconds * (1 + _BALANCING) + _SHORTEST, fastest
+        for assignments in self.assignments():
+            fronts = [self._front(assignment, ram) for assignment in assignments]
+            each = _best(assignments, fronts, ram, None) if _lower_bound(fronts) <= most else None
+            if each is not None and each.seconds <= most and self._unevenness(each) < self._unevenness(found):
+                found = each
+        return found
+
+    def fullness(self, solution: JointSolution) -> list[float]:
+        """Return the predicted peak of each member as a share of its bytes."""
+        peaks = {assignment.member: found.peak for assignment, found in solution.shares}
+        return [peaks.get(number, 0) / max(member.size, 1) for number, member in enumerate(self.members)]
+
+    def _unevenness(self, solution: JointSolution) -> tuple[float, float, list[float]]:
+        fullness = sorted(self.fullness(solution), reverse=True)
+        return round(fullness[0], 2), round(solution.seconds, 6), fullness
+
+    def without_map(self) -> MultiDeviceSearch:
+        """Return the search in which nothing is fixed."""
+        return MultiDeviceSearch(self.footprint, self.members, self.store_rates, self._storages, self._host)
 
     def fits(self, ram: int | None) -> bool:
         """Whether anything fits within the members' bytes and `ram` bytes of host memory (None: unlimited)."""
@@ -142,15 +177,26 @@ class MultiDeviceSearch:
         return self._known_min_bytes[key]
 
     @cached_property
-    def _groups(self) -> list[frozenset[str]]:
-        """Components that share a device: denoisers and all unused ones; autoencoders; each other one by itself."""
+    def _fixed_groups(self) -> list[tuple[int | None, frozenset[str]]]:
+        """Components that share a device: denoisers and all unused ones; autoencoders; each other one by itself.
+
+        Each with the member on which the device map fixes them (None: any). What is fixed to different devices is
+        separate; what is not fixed is with the first that is.
+        """
         used = {call.component for phase in self.footprint.phases for call in phase.calls}
-        by_role: dict[str, set[str]] = {"denoiser": set()}
-        for component in self.footprint.components:
+        by_role: dict[str, dict[int | None, set[str]]] = {"denoiser": {}}
+        for component in sorted(self.footprint.components, key=lambda c: c.name not in self._fixed):
             alone = component.role not in ("denoiser", "autoencoder")
-            key = component.name if alone else component.role
-            by_role.setdefault(key if component.name in used else "denoiser", set()).add(component.name)
-        return [frozenset(names) for names in by_role.values() if names]
+            key = (component.name if alone else component.role) if component.name in used else "denoiser"
+            by_device = by_role.setdefault(key, {})
+            fixed = self._fixed.get(component.name) if component.name in used else None
+            number = fixed if fixed is not None or not by_device else next(iter(by_device))
+            by_device.setdefault(number, set()).add(component.name)
+        return [(number, frozenset(names)) for by_device in by_role.values() for number, names in by_device.items()]
+
+    @property
+    def _groups(self) -> list[frozenset[str]]:
+        return [names for _, names in self._fixed_groups]
 
     def assignments(self) -> Iterator[tuple[Assignment, ...]]:
         """Yield all ways to assign components, the host's first in each; of equal members only one is tried."""
@@ -166,10 +212,11 @@ class MultiDeviceSearch:
         if len(taken) == len(self._groups):
             yield taken
             return
-        tried = set()
+        tried, fixed = set(), [member for member, _ in self._fixed_groups]
         for number, member in enumerate(self.members):
-            kind = number if number in taken else (self._kinds[number], member.size)
-            if kind not in tried and (taken or self._host in (None, number)):
+            kind = number if number in taken or number in fixed else (self._kinds[number], member.size)
+            allowed = fixed[len(taken)] in (None, number) and (taken or self._host in (None, number))
+            if kind not in tried and allowed:
                 tried.add(kind)
                 yield from self._places((*taken, number))
 

@@ -87,6 +87,7 @@ class VariantSearch:
     variant: Variant | None = None
     base: VariantSearch | None = None
     cache: SearchCache = field(default_factory=SearchCache)
+    fixed: Mapping[str, WeightLocation] = field(default_factory=dict)  # where weights have to be, by component
     # by whether RAM is limited
     _placements_by_limit: dict[bool, list[_WeightLocations]] = field(default_factory=dict, init=False)
 
@@ -193,7 +194,7 @@ class VariantSearch:
             stores = (n for n, kind in STORES.items() if (not on_cpu if kind.is_host_memory else limited or on_cpu))
             locations = [RESIDENT, *stores]
             names = [name for group in self._groups for name in group.names]
-            chosen = itertools.product(locations, repeat=len(names))
+            chosen = itertools.product(*([self.fixed[n]] if n in self.fixed else locations for n in names))
             found = (self._placement(dict(zip(names, each, strict=True))) for each in chosen)
             self._placements_by_limit[limited] = [placement for placement in found if placement is not None]
         return self._placements_by_limit[limited]
@@ -259,8 +260,7 @@ class VariantSearch:
             weights = always + sum(option.streamed_bytes for option in chosen)
             peak = max(peak, needed_bytes(weights, activation_bytes, self.device))
         ram = sum(option.ram for option in options.values())
-        seconds = sum(option.seconds for option in options.values())
-        return Solution(seconds, peak, ram, tuple(options.items()), vae, self)
+        return Solution(sum(each.seconds for each in options.values()), peak, ram, tuple(options.items()), vae, self)
 
     @cached_property
     def _vae_plans(self) -> list[VaePlan]:

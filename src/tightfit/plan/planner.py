@@ -10,6 +10,7 @@ from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.plan.calibration import calibrate
 from tightfit.plan.component_order import schedule_of
 from tightfit.plan.default_rates import with_default_rates
+from tightfit.plan.device_maps import check_cards, fixed_locations, with_device_map
 from tightfit.plan.device_search import DeviceSearch, Storages, storages_of
 from tightfit.plan.forecast import add_forecast, bytes_within, taken_by_others
 from tightfit.plan.missing import missing_parts
@@ -17,6 +18,7 @@ from tightfit.plan.multi_device import plan_jointly
 from tightfit.plan.options import SearchCaches
 from tightfit.plan.placement_search import Solution
 from tightfit.plan.presets import idle_plan, plan_for
+from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import GROUP_SPARE, Accelerator, Budget, Machine
 from tightfit.schema.plan import Plan, Reason, check_techniques
@@ -24,7 +26,7 @@ from tightfit.schema.results import CallMeasurement
 from tightfit.schema.stores import default_store, default_store_rates
 from tightfit.units import format_bytes, format_enough
 
-__all__ = ["SPARE", "find_missing", "make_plan"]
+__all__ = ["SPARE", "SPARE_LEAST", "find_missing", "make_plan"]
 
 SPARE = 0.05  # fraction of free memory that is left unused without a budget …
 SPARE_LEAST = 512 * 2**20  # … and at least this many bytes of a card: kernels and libraries are loaded later
@@ -62,6 +64,7 @@ def make_plan(
     allow: Sequence[str] = (),
     *,
     device: str | None = None,
+    device_map: DeviceMap | None = None,
     measurements: Sequence[CallMeasurement] = (),
     cache: SearchCaches | None = None,
 ) -> Plan:
@@ -72,6 +75,7 @@ def make_plan(
 
     Without a budget: within 95 % of what was free, and on a card at least 512 MiB less. On a CPU, device bytes and RAM
     are the same, and what this process uses already counts; on a card, other tensors of this process do.
+    `device_map` fixes where components compute, or where their weights are; None: nothing.
     The plan is lossless if any such plan fits; else it uses lossy techniques of `allow`. `measurements` are those
     of calls like this one on this machine, which correct what shapes and rates give. `cache` is shared with
     other plans of the same call on the same device (None: no cache).
@@ -82,15 +86,16 @@ def make_plan(
     if not footprint.phases:
         raise PlanError(f"this footprint of {footprint.pipeline} tells of no call: measure it with a request")
     if budget is not None and budget.devices:
-        return plan_jointly(footprint, machine, budget, allowed, device)
+        return plan_jointly(footprint, machine, budget, allowed, device, device_map)
     known = _accelerator(machine, device)
+    check_cards(device_map, [known.name])
     accelerator, store_rates = with_default_rates(known), default_store_rates(machine, known)
-    limits = _memory_limits(accelerator, machine, budget)
+    limits, fixed = _memory_limits(accelerator, machine, budget), fixed_locations(device_map, footprint, accelerator)
 
     def search_with(storages: Storages) -> DeviceSearch:
         calibrated = calibrate(footprint, measurements, storages).footprint
         caches = cache.caches_for(calibrated) if cache is not None and not storages else None
-        return DeviceSearch(calibrated, accelerator, store_rates, storages, caches)
+        return DeviceSearch(calibrated, accelerator, store_rates, storages, caches, fixed)
 
     for storages in storages_of(footprint, allowed):
         search = search_with(storages)
@@ -99,10 +104,10 @@ def make_plan(
             reasons = list(found.variant_search.reasons(found, limits.size))
             reasons += _limit_reasons(known, accelerator, limits, budget)
             reasons += calibrate(footprint, measurements, storages).reasons
-            return _plan(search, machine, budget, limits.size, found, reasons)
+            return _plan(search, machine, budget, limits.size, found, reasons, device_map)
     others = [name for name in ("fp8", "int8") if name not in allowed]
     lossy = {name: [search_with(stored) for stored in storages_of(footprint, [name]) if stored] for name in others}
-    raise _too_small(search_with({}), lossy, machine, limits)
+    raise _too_small(search_with({}), lossy, machine, limits, device_map)
 
 
 def find_missing(
@@ -111,6 +116,7 @@ def find_missing(
     budget: Budget | None = None,
     *,
     device: str | None = None,
+    device_map: DeviceMap | None = None,
     measurements: Sequence[CallMeasurement] = (),
     cache: SearchCaches | None = None,
 ) -> tuple[str, ...]:
@@ -123,9 +129,10 @@ def find_missing(
     known = _accelerator(machine, device)
     accelerator, store_rates = with_default_rates(known), default_store_rates(machine, known)
     limits, cache = _memory_limits(accelerator, machine, budget), cache or SearchCaches()
+    fixed = fixed_locations(device_map, footprint, accelerator)
 
     def search(calibrated: Footprint) -> DeviceSearch:
-        return DeviceSearch(calibrated, accelerator, store_rates, {}, cache.caches_for(calibrated))
+        return DeviceSearch(calibrated, accelerator, store_rates, {}, cache.caches_for(calibrated), fixed)
 
     return missing_parts(calibrate(footprint, measurements, {}).footprint, search, limits.size, limits.ram)
 
@@ -181,7 +188,11 @@ def _limit_reasons(
 
 
 def _too_small(
-    search: DeviceSearch, lossy: Mapping[str, Sequence[DeviceSearch]], machine: Machine, limits: _MemoryLimits
+    search: DeviceSearch,
+    lossy: Mapping[str, Sequence[DeviceSearch]],
+    machine: Machine,
+    limits: _MemoryLimits,
+    device_map: DeviceMap | None,
 ) -> BudgetTooSmall:
     """Return an error with what would fit: more of the device, more RAM, or a `lossy` technique not allowed so far."""
     footprint, device, (size, ram, taken, *_) = search.footprint, search.device, limits
@@ -190,6 +201,7 @@ def _too_small(
     request = footprint.request.described if footprint.request else "this call"
     text = f"{footprint.pipeline} cannot do {request} within {limits.described} on {device.display_name}"
     text += f" and {format_bytes(ram)} of RAM" if ram is not None else ""
+    text += f", with {device_map.described}" if device_map and device_map.components else ""
     would = [f"{format_enough(needed + taken)} would do, for {phase}"]
     min_ram = search.min_ram(size) if ram is not None else None
     would += [f"{format_enough(min_ram)} of RAM would do"] if min_ram is not None else []
@@ -230,6 +242,7 @@ def _plan(
     size: int,
     found: Solution,
     reasons: Sequence[Reason] = (),
+    device_map: DeviceMap | None = None,
 ) -> Plan:
     """Return the solution found for `size` bytes as a plan; `reasons` says why weights are where they are.
 
@@ -238,7 +251,8 @@ def _plan(
     """
     footprint, device = found.variant_search.footprint, search.device
     store = default_store(spare_ram=device.is_cpu or bool(budget and budget.ram))
-    components = {c.name: idle_plan(c, store) for c in footprint.components}
+    stores = device_map.stores if device_map else {}
+    components = {c.name: idle_plan(c, stores.get(c.name, store)) for c in footprint.components}
     components |= {name: option.plan for name, option in found.options}
     choices = {
         "components": {name: part.to_mapping() for name, part in components.items()},
@@ -251,4 +265,4 @@ def _plan(
         footprint, device.name, separate=not device.is_cpu, choices=choices, request=footprint.request,
         pinnable=machine.pinnable or 0, accelerator=device, placed=reasons,
     )  # fmt: skip
-    return add_forecast(footprint, plan, device, search.store_rates)
+    return with_device_map(add_forecast(footprint, plan, device, search.store_rates), device_map)

@@ -87,15 +87,15 @@ class PlanningInputs(NamedTuple):
 
     def missing(self, limits: Limits) -> tuple[str, ...]:
         """Return the parts that the footprint lacks and a plan within `limits` could benefit from."""
-        budget, _, host = limits
-        past = self.past.read()
-        return find_missing(self.footprint, self.machine, budget, device=host, measurements=past, cache=self.cache)
+        budget, _, host, device_map = limits
+        known: dict[str, Any] = {"device": host, "device_map": device_map, "cache": self.cache}
+        return find_missing(self.footprint, self.machine, budget, measurements=self.past.read(), **known)
 
     def plan(self, limits: Limits) -> Plan:
         """Make the plan within `limits`, calibrated by the stored measurements. Raises BudgetTooSmall."""
-        budget, allow, host = limits
-        past = self.past.read()
-        return make_plan(self.footprint, self.machine, budget, allow, device=host, measurements=past, cache=self.cache)
+        budget, allow, host, device_map = limits
+        known: dict[str, Any] = {"device": host, "device_map": device_map, "cache": self.cache}
+        return make_plan(self.footprint, self.machine, budget, allow, measurements=self.past.read(), **known)
 
     def time_scales(self, plan: Plan) -> dict[str, float]:
         """Return measured over predicted time of phases under `plan`, by name; factors of 1 are left out."""

@@ -15,17 +15,21 @@ from tightfit.apply.other_offloading import refuse_offloaded
 from tightfit.apply.replaced_offloading import offloading_device, replaced
 from tightfit.devices.device import Device
 from tightfit.errors import PlanError
-from tightfit.measure.modules import HANDLE
+from tightfit.measure.modules import HANDLE, find_components
 from tightfit.run.call_arguments import request_of_example
 from tightfit.run.context_parallel import context_parallel_of
+from tightfit.run.device_maps import DeviceMapLike, MaxMemory, refuse_beside_map, target_of_map
 from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
+from tightfit.run.planning_context import bytes_on
 from tightfit.run.replanning import Replanner
 from tightfit.run.unmeasured import plan_until_called
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 
 __all__ = ["fit"]
+
+_ALONE = "parallel={parallel!r} goes with a level or a plan, not with a budget or a map: give level=0, 1, 2 or 3"
 
 
 def fit(
@@ -39,6 +43,8 @@ def fit(
     device: str | torch.device | Device | None = None,
     ram: str | int | None = None,
     allow: Sequence[str] = (),
+    device_map: DeviceMapLike = None,
+    max_memory: MaxMemory = None,
     count_activations: bool = True,
     parallel: str | Mapping[str, Any] | None = None,
 ) -> Fitted:
@@ -51,6 +57,17 @@ def fit(
     memory, and at least 512 MiB of a card are left free. Several cards have a budget each:
     `budget={"cuda:0": "10GB", "cuda:1": "8GB"}`; each component runs on one of them, and the pipeline on the denoiser's
     (`device`, or the best one).
+
+    `device_map` and `max_memory` are as for diffusers and accelerate, instead of `budget`, `ram` and `device`.
+    `max_memory` has bytes by device: `{0: "10GB", 1: "8GB", "cpu": "30GB"}`, where 0 is cuda:0. Cards that it does not
+    name, or gives 0 bytes, are not used, and those that do not exist are ignored; "cpu" limits the weights in host
+    memory, beyond which they are on disk (not named: no limit; alone: the pipeline runs on the CPU). Without it, free
+    memory is planned for, on all cards. `device_map` is "auto" (the fastest plan; the default), "balanced" (of the
+    plans that take at most 2 % longer, that whose fullest card is least full at its predicted peak), one device
+    ("cuda", 1, "cpu"), or a mapping of components to a card, on which they compute, or to "cpu" or "disk", in which
+    their weights are while they do not run; a component that is left out is planned for ("" stands for all of them).
+    While the pipeline follows such a plan, `pipe.hf_device_map` says where the weights of each component are, and
+    `pipe.reset_device_map()` undoes the plan and moves all of them to the CPU.
 
     A budget is planned for at the first call, from its arguments (also images, masks, embeddings and numbers), or at
     once: for an `example`, the arguments of a call by name (`example=dict(prompt="a fox", image=picture)`), or for a
@@ -87,11 +104,17 @@ def fit(
     arguments, before anything is changed, and BudgetTooSmall if no plan fits; by then, an earlier plan of the pipeline
     is undone, because only an unmodified pipeline can be measured.
     """
+    if device_map is not None or max_memory is not None:
+        if parallel is not None:
+            raise PlanError(_ALONE.format(parallel=parallel))
+        refuse_beside_map(device_map, max_memory, budget=budget, ram=ram, level=level, plan=plan, device=device)
+        plan_target = target_of_map(
+            device_map, max_memory, allow, list(find_components(pipe)), lambda device: bytes_on(device, pipe)
+        )
+        return _fit_within(pipe, plan_target, request_to_plan(request, example), example, count_activations)
     limits = limits_for(budget, ram, allow, level, plan)
     if parallel is not None and limits is not None:
-        raise PlanError(
-            f"parallel={parallel!r} goes with a level or a plan, not with a budget: give level=0, 1, 2 or 3"
-        )
+        raise PlanError(_ALONE.format(parallel=parallel))
     if device is None and plan is None and (limits is None or limits.budget is None or not limits.budget.devices):
         device = offloading_device(pipe)
     if limits is not None:

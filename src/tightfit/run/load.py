@@ -14,9 +14,10 @@ from tightfit.apply.weights.quantize import left_in_files
 from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.headers import names_in
-from tightfit.checkpoint.lazy_loading import LazyCheckpoint, build_lazily
+from tightfit.checkpoint.lazy_loading import LazyCheckpoint, build_lazily, networks_in
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
+from tightfit.run.device_maps import DeviceMapLike, MaxMemory, refuse_beside_map, target_of_map
 from tightfit.run.models import DTYPES, at_home, find_model, stored_dtype
 from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
@@ -46,15 +47,18 @@ def load(
     device: str | torch.device | Device | None = None,
     ram: str | int | None = None,
     allow: Sequence[str] = (),
+    device_map: DeviceMapLike = None,
+    max_memory: MaxMemory = None,
     dtype: str | None = None,
     count_activations: bool = True,
 ) -> Loaded:
     """Load `model`, a diffusers folder, a hub id, or the folder of one diffusers network, to run under a plan.
 
-    Give at most one of `budget` (with `ram` and `allow`, see `fit`), `level` and `plan`; with none of them, the plan is
-    for the free memory, as in `fit`. A budget's plan is made from the folder's configurations before anything is
-    loaded: for `request`, for an `example` call, or else for the pipeline's defaults. A call with another request is
-    planned for as in `fit`, without reading weights that are left in files.
+    Give at most one of `budget` (with `ram` and `allow`, see `fit`), `level`, `plan`, and `device_map` with
+    `max_memory` (see `fit`); with none of them, the plan is for the free memory, as in `fit`. A budget's plan is made
+    from the folder's configurations before anything is loaded: for `request`, for an `example` call, or else for the
+    pipeline's defaults. A call with another request is planned for as in `fit`, without reading weights that are left
+    in files.
 
     Like `fit(DiffusionPipeline.from_pretrained(model), …)`, except that weights which the plan leaves on disk are not
     loaded: of a component with `offload_to="disk"`, large layers are read from its safetensors files at each use.
@@ -64,10 +68,15 @@ def load(
     Raises ModelError, naming file and tensor, if the files do not match the model, before anything is computed;
     PlanError, RequestError, InputError and BudgetTooSmall as `fit`.
     """
-    limits = limits_for(budget, ram, allow, level, plan)
-    plan_target = plan_target_of(limits, device) if limits is not None else None
+    if device_map is not None or max_memory is not None:
+        refuse_beside_map(device_map, max_memory, budget=budget, ram=ram, level=level, plan=plan, device=device)
+        path, folder = _find(model)
+        plan_target: PlanTarget | None = target_of_map(device_map, max_memory, allow, _network_names(folder))
+    else:
+        limits = limits_for(budget, ram, allow, level, plan)
+        plan_target = plan_target_of(limits, device) if limits is not None else None
+        path, folder = _find(model)
     choices, target = ({}, plan_target.devices[0]) if plan_target is not None else choices_of(level, plan, device)
-    path, folder = _find(model)
     if dtype is not None and dtype not in DTYPES:
         raise InputError(unknown_name("dtype", dtype, DTYPES), dtype=dtype)
     dtype = dtype or _usual(path, folder, target)
@@ -121,6 +130,10 @@ def _find(model: str | Path) -> tuple[Path, ModelFolder | None]:
         return path, None
     folder = check_folder(path) if isinstance(model, Path) else find_model(model)
     return folder.path, folder
+
+
+def _network_names(folder: ModelFolder | None) -> list[str]:
+    return [part.name for part in networks_in(folder)] if folder is not None else ["model"]
 
 
 def _usual(path: Path, folder: ModelFolder | None, target: Device) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from tightfit.errors import PlanError, RequestError
+from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import Plan, check_techniques
 from tightfit.schema.request import Request
@@ -63,6 +64,7 @@ class Limits(NamedTuple):
     budget: Budget | None  # None: the free memory
     allow: tuple[str, ...] = ()  # lossy techniques, used only if nothing else fits
     host: str | None = None  # of several devices, the one that runs denoisers; None: the best
+    device_map: DeviceMap | None = None  # what a user fixed; None: nothing
 
 
 def limits_for(

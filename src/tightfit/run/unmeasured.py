@@ -13,9 +13,11 @@ from tightfit.apply.choices import decide
 from tightfit.devices.device import Device
 from tightfit.errors import BudgetTooSmall, PlanError
 from tightfit.measure.modules import find_components, inspect_pipeline
+from tightfit.plan.device_maps import with_device_map
 from tightfit.plan.layer_selection import resolve_streaming
 from tightfit.plan.presets import idle_plan
 from tightfit.run.plan_target import PlanTarget
+from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.footprint import Component
 from tightfit.schema.machine import Budget
 from tightfit.schema.plan import ComponentPlan, Plan, Reason
@@ -44,11 +46,17 @@ def plan_unmeasured(pipe: Any, plan_target: PlanTarget) -> Plan:
     choices["vae"] |= {"feature_maps": "host"} if device.separate else {}
     store = default_store(spare_ram=budget is not None and not device.separate)
     components = inspect_pipeline(pipe).components
-    choices["components"] = {each.name: _placed(each, free_bytes // STAYING, store) for each in components}
+    device_map = plan_target.limits.device_map or DeviceMap()
+    choices["components"] = {
+        each.name: _placed(each, free_bytes // STAYING, device_map.stores.get(each.name, store))
+        | ({"device": device_map.cards[each.name]} if each.name in device_map.cards else {})
+        for each in components
+    }
     if (resident := sum(each.bytes for each in components if not each.has_forward)) >= free_bytes:
         about = f"{format_bytes(resident)} of weights, which the pipeline reads itself, have to stay on {device.name}"
         raise BudgetTooSmall(f"{about}: more than {format_bytes(free_bytes)}", available_bytes=free_bytes)
-    return decide(pipe, choices, None, device).model_copy(update={"budget": budget})
+    plan = decide(pipe, choices, None, device).model_copy(update={"budget": budget})
+    return with_device_map(plan, plan_target.limits.device_map)
 
 
 def _placed(component: Component, free_bytes: int, store: str) -> dict[str, Any]:
@@ -69,7 +77,8 @@ def plan_until_called(pipe: Any, plan_target: PlanTarget) -> Plan:
     because = "give fit request=… or example=… to have it earlier"
     reason = Reason(decision="the plan is made at the first call, from its arguments", because=because)
     plan = decide(pipe, choices, None, device)
-    return plan.model_copy(update={"budget": plan_target.limits.budget, "reasons": (reason,)})
+    plan = plan.model_copy(update={"budget": plan_target.limits.budget, "reasons": (reason,)})
+    return with_device_map(plan, plan_target.limits.device_map)
 
 
 def plan_direct_calls(unmeasured: Plan, now: Plan, because: str) -> Plan | None:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 from tightfit.errors import PlanError, unknown_name
 from tightfit.schema.attention import ATTENTION_NAMES, BACKENDS
 from tightfit.schema.base import Count, Positive, Real, Record, Size
+from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.footprint import FeatureMaps, Phase, StripProfile
 from tightfit.schema.machine import Budget
 from tightfit.schema.request import Request
@@ -230,6 +231,7 @@ class Plan(Record):
     level: Annotated[int, Strict(), Field(ge=0, le=3)] | None = None
     request: Request | None = None
     budget: Budget | None = None
+    device_map: DeviceMap | None = None  # what a user fixed of `components`; None: nothing
     components: dict[str, ComponentPlan] = Field(default_factory=dict)
     vae: VaePlan = VaePlan()
     offload_activations: bool = False  # offload activations that are kept for a later block to host memory

@@ -126,7 +126,7 @@ class TensorLoader:
             return False
         with self._recorder.uncounted():
             stored = self._device.to_host(copy)  # a simulated card may have only shapes
-        return not stored.is_meta and not torch.equal(stored, original)
+        return not stored.is_meta and not torch.equal(stored, original.to(stored.device))
 
     def _move_to_host(self, originals: set[int]) -> None:
         """Move tensors that other code put on the device in place of weights to host memory."""
