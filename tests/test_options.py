@@ -81,7 +81,19 @@ COMMANDS = {
         "--out",
         "--width",
     ],
+    "shard": [
+        "SRC DST",
+        "--component",
+        "--config",
+        "--dtype",
+        "--json",
+        "--max-shard-size",
+        "--verify",
+    ],
 }
+
+
+STATED = {"batch": 1, "max_shard_size": "2GB"}  # defaults that options state
 
 
 def found() -> dict[str, list[str]]:
@@ -112,4 +124,4 @@ def test_options_left_out_leave_the_decision_to_the_request_and_the_plan() -> No
     for command in get_command(app).commands.values():  # type: ignore[attr-defined]
         options = [p for p in command.params if p.param_type_name == "option" and not p.required]
         decided = {p.name: p.default for p in options if p.default not in (None, False)}
-        assert decided == {p.name: 1 for p in options if p.name == "batch"}
+        assert decided == {p.name: STATED[p.name] for p in options if p.name in STATED}

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from tightfit.errors import InputError, PlanError, RequestError, unknown_name
 from tightfit.schema import footprint, machine, plan, results
 from tightfit.schema.base import Record
+from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.footprint import (
     BlockUse,
     Component,
@@ -149,10 +150,11 @@ STORED = ComponentPlan(
 TRACED = ComponentPlan(exported="unet.trace", compiled=True)
 STINT = ComponentRun(component="vae", method="decode", runs=2, unused_blocks=("encoder", "quant_conv"), prefetch=2**20)
 FORECAST = PhaseForecast(name="denoise", seconds=1.5, peak_bytes=68, other_devices={"cuda:0": 7})
+DEVICE_MAP = DeviceMap(strategy="balanced", components={"vae": "cpu"}, ignored=("cuda:7",))
 PLAN = Plan(
     device="cuda:1", level=3, request=REQUEST, budget=BUDGET, components={"transformer": STORED}, vae=VAE,
-    offload_activations=True, context=2, context_attention="ring", expandable_segments=True, schedule=(STINT,),
-    reasons=(REASON,), forecast=(FORECAST,),
+    device_map=DEVICE_MAP, offload_activations=True, context=2, context_attention="ring",
+    expandable_segments=True, schedule=(STINT,), reasons=(REASON,), forecast=(FORECAST,),
 )  # fmt: skip
 SAMPLE = Sample(seconds=0.25, weights=3, activations=4)
 PHASE = PhaseTrace(
@@ -174,7 +176,8 @@ PREDICTION = Prediction(
 )  # fmt: skip
 EXAMPLES = [
     REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, LEG, WAY, STRETCH, VARIANT,
-    FOOTPRINT, REASON, VAE, STORED, TRACED, STINT, FORECAST, PLAN, SAMPLE, PHASE, TRACE, LIVED, EXPERIENCE, PREDICTION,
+    FOOTPRINT, REASON, VAE, STORED, TRACED, STINT, FORECAST, DEVICE_MAP, PLAN, SAMPLE, PHASE, TRACE, LIVED, EXPERIENCE,
+    PREDICTION,
 ]  # fmt: skip
 
 each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
