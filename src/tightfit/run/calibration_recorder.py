@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tightfit.apply.latest_used import LatestUsed
 from tightfit.devices.device import Device
 from tightfit.measure.recorder import UNCOUNTED
 from tightfit.run.calibration import MOST, PlanningInputs
@@ -30,7 +31,7 @@ class CalibrationRecorder:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._inputs_by_request: dict[Request, PlanningInputs] = {}
+        self._inputs_by_request = LatestUsed[Request, PlanningInputs]()
         self._recorded: Counter[Request] = Counter()
 
     def studies(self, plan: Plan, planning_inputs: PlanningInputs) -> None:

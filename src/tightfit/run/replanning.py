@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tightfit.apply.latest_used import MOST_SHAPES
 from tightfit.devices.device import Device
 from tightfit.errors import BudgetTooSmall, RequestError
 from tightfit.measure.call_log import CallLog
@@ -39,7 +40,6 @@ __all__ = ["Replanner"]
 
 logger = logging.getLogger("tightfit")
 
-MOST_SHAPES = 32  # shapes of calls whose plans and footprints, some megabytes each, are kept in memory
 LESS = 0.95  # of the predicted peak of a plan that ran out of memory: the most that the next one may need
 
 

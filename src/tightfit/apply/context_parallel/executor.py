@@ -24,6 +24,7 @@ from tightfit.apply.context_parallel.rank_group import RankGroup
 from tightfit.apply.context_parallel.rank_plan import RankPlan
 from tightfit.apply.context_parallel.rank_runner import RankRunner
 from tightfit.apply.context_parallel.row_shares import RowShares
+from tightfit.apply.latest_used import LatestUsed
 from tightfit.devices.device import Device
 from tightfit.errors import RunError
 from tightfit.measure.modules import find_role
@@ -75,7 +76,7 @@ class ParallelMethod:
     ) -> None:
         self._kind, self._name, self._method = kind, name, method
         self._parallel, self._recorder = parallel, recorder
-        self._known: dict[Any, _PreparedCall | str] = {}  # or the reason why not, by arguments
+        self._known = LatestUsed[Any, _PreparedCall | str]()  # or the reason why not, by arguments
 
     def wrapped(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that runs in place of `plain`, a function of the class."""
@@ -112,13 +113,15 @@ class ParallelMethod:
         if torch.is_autocast_enabled(_tensors(leaves)[0].device.type):
             return "it is called under autocast"
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
-        if shapes not in self._known:
+        found = self._known.get(shapes)
+        if found is None:
             try:
                 with self._recorder.uncounted():
-                    self._known[shapes] = self._take_apart(module, call)
+                    found = self._take_apart(module, call)
             except UnsupportedGraph as reason:
-                self._known[shapes] = str(reason)
-        return self._known[shapes]
+                found = str(reason)
+            self._known[shapes] = found
+        return found
 
     def _take_apart(self, module: nn.Module, call: ComponentArguments) -> _PreparedCall:
         if self._method == "forward":
