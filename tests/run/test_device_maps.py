@@ -221,7 +221,7 @@ def test_a_folder_is_loaded_by_its_map(devices: str, tmp_path: Path) -> None:
         ({"device_map": "auto", "max_memory": {ONE: 0, OTHER: "96MiB"}}, {OTHER}),
         ({"max_memory": {0: "1GB", "mps": "1GB", "cpu": "50GB"}}, {"cpu"}),
     ],
-    ids=str,
+    ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_devices_are_written_as_users_of_diffusers_do(asked: Any, where: set[str]) -> None:
     cards_of(96 * MIB, 96 * MIB)
