@@ -108,7 +108,7 @@ def offloading_device(pipe: Any) -> torch.device | None:
 
 def own_device_map(pipe: Any) -> Any:
     """Return the device map that diffusers gave to `pipe`; None without one. A plan's own is no attribute."""
-    return None if isinstance(pipe, nn.Module) else vars(pipe).get("hf_device_map")
+    return None if isinstance(pipe, nn.Module) else getattr(pipe, "__dict__", {}).get("hf_device_map")
 
 
 def _device(named: Any) -> torch.device | None:
