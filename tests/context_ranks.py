@@ -55,6 +55,7 @@ def main() -> None:
 
 def tried(rank: int, trial: Trial) -> Trial:
     import torch
+    import torch.distributed as dist
 
     import tightfit
     from more_pipelines import MORE_CASES
@@ -63,7 +64,7 @@ def tried(rank: int, trial: Trial) -> Trial:
     case = next(case for case in (*CASES, *MORE_CASES) if case.name == trial["name"])
     expected = run(case.make(), case)
     pipe = case.make()
-    parallel = {"context": trial["size"], "attention": trial.get("attention", "gathered")}
+    parallel = {"context": dist.get_world_size(), "attention": trial.get("attention", "gathered")}
     asked = case.call()
     request = {ours: asked[name] for ours, name in NAMES.items() if name in asked}
     fitted = tightfit.fit(

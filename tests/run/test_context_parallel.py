@@ -16,11 +16,11 @@ CLOSE = 1e-5  # of the largest value: kernels round other numbers of rows differ
 
 
 def test_two_ranks_draw_what_one_process_draws() -> None:
-    unseeded = {"name": "StableDiffusion", "size": 2, "level": 0, "unseeded": True}
+    unseeded = {"name": "StableDiffusion", "level": 0, "unseeded": True}
     trials = [
-        {"name": "StableDiffusion", "size": 2, "level": 0, "attention": "gathered"},
-        {"name": "StableDiffusion", "size": 2, "level": 3, "attention": "heads"},
-        {"name": "Flux", "size": 2, "level": 3, "attention": "ring"},
+        {"name": "StableDiffusion", "level": 0, "attention": "gathered"},
+        {"name": "StableDiffusion", "level": 3, "attention": "heads"},
+        {"name": "Flux", "level": 3, "attention": "ring"},
     ]
     (drawn, *first), (too, *second) = run_ranks(2, [unseeded, *trials])
     assert len(first) == len(second) == len(trials), (first, second)
@@ -35,7 +35,7 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
 
 
 def test_a_rank_that_is_killed_ends_the_others_call() -> None:
-    trial = {"name": "StableDiffusion", "size": 2, "level": 0, "killed": 1}
+    trial = {"name": "StableDiffusion", "level": 0, "killed": 1}
     (first,), _ = run_ranks(2, [trial], timeout=120)
     assert first["error"].startswith("RunError: rank 0: another rank ended or does not answer: "), first
 
@@ -44,5 +44,7 @@ def test_what_is_asked_of_parallelism_is_checked_first() -> None:
     pipe = CASES[0].make()
     with pytest.raises(PlanError, match=r"needs a process group: start with torchrun"):
         tightfit.fit(pipe, level=0, device="loopback", parallel={"context": 2})
+    with pytest.raises(PlanError, match=r"the plan is for 2 ranks, and 1 would run it"):
+        tightfit.fit(pipe, plan={"context": 2}, device="loopback")
     with pytest.raises(PlanError, match=r"parallel='auto' goes with a level or a plan, not with a budget or a map"):
         tightfit.fit(pipe, budget="1GB", device="loopback", parallel="auto")

@@ -20,7 +20,7 @@ from tightfit.apply.applied_plan import AppliedPlan, collect_old_plans, fill_and
 from tightfit.apply.call_runner import CallObserver, CallRunner, ReplannerProtocol
 from tightfit.apply.changes import PipelineState
 from tightfit.apply.choices import choices_of, decide
-from tightfit.apply.context_parallel.executor import ContextParallel, parallel_forward
+from tightfit.apply.context_parallel.executor import ContextParallel, check_ranks, parallel_forward
 from tightfit.apply.cross_device import CrossDeviceCall
 from tightfit.apply.members import Members
 from tightfit.apply.method_overrides import exported, override_class_members
@@ -62,7 +62,7 @@ def fit(
 ) -> Fitted:
     """Make `pipe` run as a level or a plan says; `tightfit.fit` documents the arguments, and takes budgets too."""
     choices, target = choices_of(level, plan, device)
-    choices |= parallel.choices if parallel is not None else {"context": 1}
+    choices |= {} if parallel is None else parallel.choices
     decided = decide(pipe, choices, request, target)
     fitted = apply_plan(pipe, decided, target, count_activations=count_activations, parallel=parallel)
     fitted.renews(lambda pipe: decide(pipe, choices, request, target))
@@ -84,6 +84,7 @@ def apply_plan(
     share the rows of its networks, as many as `plan.context`.
     """
     check_storage(plan)
+    check_ranks(plan, parallel)
     refuse_offloaded(pipe)
     earlier = getattr(pipe, HANDLE, None)
     refuse_followers(pipe, earlier)

@@ -12,27 +12,21 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class LatestUsed(Generic[Key, Value]):
-    """At most `most` values, by key; `get` and setting a value use a key."""
+class LatestUsed(dict[Key, Value], Generic[Key, Value]):
+    """A dictionary of at most MOST_SHAPES values; reading and setting a value use its key."""
 
-    def __init__(self, most: int = MOST_SHAPES) -> None:
-        self._most = most
-        self._values: dict[Key, Value] = {}
+    def __getitem__(self, key: Key) -> Value:
+        value = super().pop(key)
+        super().__setitem__(key, value)
+        return value
 
-    def get(self, key: Key) -> Value | None:
-        if key in self._values:
-            self._values[key] = self._values.pop(key)
-        return self._values.get(key)
+    def get(self, key: Key, default: None = None) -> Value | None:  # type: ignore[override]
+        if key not in self:
+            return default
+        return self[key]
 
     def __setitem__(self, key: Key, value: Value) -> None:
-        self._values.pop(key, None)
-        self._values[key] = value
-        while len(self._values) > self._most:
-            del self._values[next(iter(self._values))]
-
-    def pop(self, key: Key) -> None:
-        """Forget a key, if it is known."""
-        self._values.pop(key, None)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        while len(self) > MOST_SHAPES:
+            del self[next(iter(self))]

@@ -12,8 +12,8 @@ from tightfit.apply.context_parallel.doubled_inputs import DoubledInputs
 from tightfit.apply.context_parallel.executor import ContextParallel
 from tightfit.apply.context_parallel.rank_group import RankGroup
 from tightfit.apply.context_parallel.row_shares import RowShares
-from tightfit.errors import PlanError, TightfitError, unknown_name
-from tightfit.measure.modules import find_components, find_role
+from tightfit.errors import PlanError, unknown_name
+from tightfit.measure.modules import HANDLE, find_components, find_role
 from tightfit.run.doubled_calls import doubled_inputs_of
 from tightfit.schema.plan import ContextAttention
 from tightfit.schema.request import Request
@@ -33,6 +33,8 @@ def context_parallel_of(
     """
     if parallel is None:
         return None
+    if isinstance(pipe, torch.nn.Module):
+        raise PlanError(f"parallel={parallel!r} is for a whole pipeline, not for a single {type(pipe).__name__}")
     if not dist.is_available() or not dist.is_initialized():
         raise PlanError(
             f"parallel={parallel!r} needs a process group: start with torchrun --nproc-per-node 2 and call "
@@ -42,6 +44,8 @@ def context_parallel_of(
     attention = _checked(parallel, group.size)
     if group.size == 1:
         return None
+    if (earlier := getattr(pipe, HANDLE, None)) is not None:  # only an unmodified pipeline can be measured
+        earlier.undo()
     asked = Request.from_mapping(request) if isinstance(request, Mapping) else request or Request()
     return ContextParallel(group, RowShares.equal(group.size), attention, _doubled(pipe, asked))
 
@@ -68,10 +72,8 @@ def _checked(parallel: str | Mapping[str, Any], size: int) -> ContextAttention:
 
 def _doubled(pipe: Any, request: Request) -> dict[str, DoubledInputs | str]:
     """Return `doubled_inputs_of`, or why these are not known, for each denoiser."""
-    if isinstance(pipe, torch.nn.Module):
-        raise PlanError(f"parallel is for a whole pipeline, not for a single {type(pipe).__name__}")
     try:
         return doubled_inputs_of(pipe, request)
-    except (TightfitError, RuntimeError, ValueError, TypeError) as error:
+    except Exception as error:  # raised by the pipeline's code
         denoisers = (name for name, part in find_components(pipe).items() if find_role(name, part) == "denoiser")
         return dict.fromkeys(denoisers, f"a call for twice the height could not be simulated: {error}")

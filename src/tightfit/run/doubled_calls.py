@@ -52,8 +52,8 @@ def _recorded(pipe: Any, request: Request) -> dict[str, ComponentArguments]:
         simulation = SimulationRun(meta_copy(pipe), card, {"level": 0}, request)
         for name, replayer in simulation.denoisers.items():
             _record(simulation.components[name], name, replayer, found)
-        for part in simulation.components.values():
-            if hasattr(part, "decode") and find_role("", part) == "autoencoder":
+        for name, part in simulation.components.items():
+            if hasattr(part, "decode") and find_role(name, part) == "autoencoder":
                 vars(part)["decode"] = _stop
         with contextlib.suppress(_Enough):
             simulation.run()

@@ -120,9 +120,6 @@ def fit(
     if limits is not None:
         planned = request_to_plan(request, example)
         return _fit_within(pipe, plan_target_of(limits, device), planned, example, count_activations)
-    earlier = getattr(pipe, HANDLE, None)
-    if parallel is not None and earlier is not None:  # only an unmodified pipeline can be measured
-        earlier.undo()
     return fitting.fit(
         pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations,
         parallel=context_parallel_of(pipe, parallel, request),

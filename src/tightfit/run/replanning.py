@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tightfit.apply.latest_used import MOST_SHAPES
+from tightfit.apply.latest_used import LatestUsed
 from tightfit.devices.device import Device
 from tightfit.errors import BudgetTooSmall, RequestError
 from tightfit.measure.call_log import CallLog
@@ -69,8 +69,8 @@ class Replanner:
         self._unmeasured = plan_unmeasured(pipe, plan_target)  # for calls that cannot be measured
         self._measurer = _measurer(pipe, plan_target)
         self._machine = None
-        self._inputs_by_shape: dict[CallShape, PlanningInputs] = {}
-        self._plans: dict[CallShape, Plan] = {}
+        self._inputs_by_shape = LatestUsed[CallShape, PlanningInputs]()
+        self._plans = LatestUsed[CallShape, Plan]()
         self._logs: dict[CallShape, CallLog] = {}  # of finished calls that were not measured before
         self._tried: set[Request] = set()  # the requests of such calls
 
@@ -91,8 +91,7 @@ class Replanner:
         if shape not in self._plans:
             with showing("planning", getattr(pipe, "_progress_bar_config", {})):
                 self._plans[shape] = self._new(request, shape, given)
-        _keep_latest(self._plans, shape)
-        _keep_latest(self._inputs_by_shape, shape)
+        self._inputs_by_shape.get(shape)  # used, as the plan is
         return self._plans[shape]
 
     def _new(self, request: Request, shape: CallShape, given: Mapping[str, Any] | None) -> Plan:
@@ -215,14 +214,16 @@ class Replanner:
         )
         plan = planning_inputs.plan(self._limits)
         self._use_machine(machine)
-        self._plans = {shape: plan}
+        self._plans.clear()
+        self._plans[shape] = plan
         self.calibration_recorder.studies(plan, self._inputs_by_shape[shape])
         return plan
 
     def _use_machine(self, machine: Machine) -> Machine:
         """Make later plans for `machine`, and return it."""
         self._machine = machine
-        self._inputs_by_shape = {each: known._replace(machine=machine) for each, known in self._inputs_by_shape.items()}
+        for shape, known in list(self._inputs_by_shape.items()):
+            self._inputs_by_shape[shape] = known._replace(machine=machine)
         return machine
 
     def for_less(self, pipe: Any, now: Plan, free: Mapping[str, int], beside: Mapping[str, int]) -> Plan:
@@ -256,14 +257,6 @@ class Replanner:
             self._limits = limits
             self._use_machine(known)
             raise
-
-
-def _keep_latest(known: dict[CallShape, Any], shape: CallShape) -> None:
-    """Note that `shape` is used now, and forget what was used longest ago, beyond MOST_SHAPES."""
-    if shape in known:
-        known[shape] = known.pop(shape)
-    while len(known) > MOST_SHAPES:
-        del known[next(iter(known))]
 
 
 def _measurer(pipe: Any, plan_target: PlanTarget) -> Measurer | Exception:

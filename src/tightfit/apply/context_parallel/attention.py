@@ -34,18 +34,20 @@ class AttentionInputs(NamedTuple):
 
 
 def attend_in_ring(inputs: AttentionInputs, shares: Sequence[Span], group: RankGroup) -> torch.Tensor:
-    """Return the attention of this rank's queries to the keys of all ranks, which have the rows `shares`."""
-    query, key, value, mask, scale = inputs
-    pair, found = torch.stack((key, value)), None
+    """Return the attention of this rank's queries to the keys of all ranks, which have the rows `shares`; no mask."""
+    query, key, value, _, scale = inputs
+    pair = torch.stack((key, value))
+    found = None
     for step in range(group.size):
-        owner = (group.rank - step) % group.size
-        last = step == group.size - 1
-        coming = pair.new_empty((*pair.shape[:-2], _length(shares[(owner - 1) % group.size]), pair.shape[-1]))
-        arrival = None if last else group.pass_on(pair, coming)
-        part = _partial(query, pair[0], pair[1], _columns(mask, shares[owner]), scale)
+        upcoming = shares[(group.rank - step - 1) % group.size]
+        coming = arrived = None
+        if step < group.size - 1:
+            coming = pair.new_empty((*pair.shape[:-2], _length(upcoming), pair.shape[-1]))
+            arrived = group.pass_on(pair, coming)
+        part = _partial(query, pair[0], pair[1], scale)
         found = part if found is None else _merged(found, part)
-        if arrival is not None:
-            arrival()
+        if coming is not None and arrived is not None:
+            arrived()
             pair = coming
     assert found is not None
     return found[0].to(query.dtype)
@@ -81,26 +83,19 @@ def _rows_for_heads(tensor: torch.Tensor, spans: Sequence[Span], group: RankGrou
 
 
 def _partial(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention to some keys, and the log-sum-exp of scores, (batch, heads, queries, 1); in float32."""
     if query.shape[1] != key.shape[1]:
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if query.device.type == "cpu" and query.dtype != torch.float64 and query.shape[-1] == value.shape[-1]:
-        added = _added(mask, query.dtype)
-        if added is None or added.ndim in (2, 4):
-            done, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, attn_mask=added, scale=factor
-            )
-            return done.float(), total.float().unsqueeze(-1)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(wide) * factor) @ key.to(wide).transpose(-1, -2)
-    added = _added(mask, wide)
-    scores = scores if added is None else scores + added
+    if query.device.type == "cpu":
+        done, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=factor)
+        return done.float(), total.float().unsqueeze(-1)
+    scores = (query.float() * factor) @ key.float().transpose(-1, -2)
     total = scores.logsumexp(-1, keepdim=True)
-    return (scores - total).exp_().nan_to_num_(0.0) @ value.to(wide), total
+    return (scores - total).exp_() @ value.float(), total
 
 
 def _merged(
@@ -108,20 +103,7 @@ def _merged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention and log-sum-exp over the keys of both."""
     total = torch.logaddexp(one[1], other[1])
-    weights = [(each[1] - total).exp().nan_to_num(0.0) for each in (one, other)]
-    return one[0] * weights[0] + other[0] * weights[1], total
-
-
-def _columns(mask: torch.Tensor | None, keys: Span) -> torch.Tensor | None:
-    """Return the part of `mask` for some keys."""
-    return mask if mask is None or mask.shape[-1] == 1 else mask[..., keys.lo : keys.hi]
-
-
-def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Convert `mask` to one that is added to scores."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask if mask is None else mask.to(dtype)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+    return sum(done * (own - total).exp() for done, own in (one, other)), total  # type: ignore[return-value]
 
 
 def _length(span: Span) -> int:

@@ -26,12 +26,12 @@ from tightfit.apply.context_parallel.rank_runner import RankRunner
 from tightfit.apply.context_parallel.row_shares import RowShares
 from tightfit.apply.latest_used import LatestUsed
 from tightfit.devices.device import Device
-from tightfit.errors import RunError
+from tightfit.errors import PlanError, RunError
 from tightfit.measure.modules import find_role
 from tightfit.measure.recorder import Recorder
-from tightfit.schema.plan import ContextAttention
+from tightfit.schema.plan import ContextAttention, Plan
 
-__all__ = ["ContextParallel", "ParallelMethod", "parallel_forward", "parallel_methods"]
+__all__ = ["ContextParallel", "ParallelMethod", "check_ranks", "parallel_forward", "parallel_methods"]
 
 Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -139,6 +139,17 @@ class ParallelMethod:
         return _PreparedCall(
             RankPlan(graph, self._parallel.shares, self._parallel.attention), LiveWeights(module, program), rebuild
         )
+
+
+def check_ranks(plan: Plan, parallel: ContextParallel | None) -> None:
+    """Raise PlanError if `plan` is for another number of ranks than run it."""
+    ranks = 1 if parallel is None else parallel.group.size
+    if plan.context != ranks:
+        raise PlanError(
+            f"the plan is for {plan.context} ranks, and {ranks} would run it: give fit "
+            f'parallel={{"context": {plan.context}}} on that many ranks, or leave context out of the plan',
+            context=plan.context, ranks=ranks,
+        )  # fmt: skip
 
 
 def parallel_forward(

@@ -83,8 +83,8 @@ class RankPlan:
             return False
         if any(span.lo >= span.hi for span in queries) or query.dtype == torch.float64:
             return False
-        if self.attention == "ring":
-            return True
+        if self.attention == "ring":  # kernels say 0 of a row without any key, whose log-sum-exp is minus infinity
+            return not masks
         heads = query.shape[1], key.shape[1]
         square = any(mask.axis == len(mask.shape) - 2 for mask in masks)
         return not square and all(count % len(queries) == 0 for count in heads)

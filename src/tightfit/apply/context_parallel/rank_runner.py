@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from tightfit.apply.activations.strips.feature_maps import TensorMapBuffer
+from tightfit.apply.activations.strips.feature_maps import DeviceMapBuffer
 from tightfit.apply.activations.strips.program import Node
 from tightfit.apply.activations.strips.program_inputs import LiveWeights
 from tightfit.apply.activations.strips.rows import Span, argument, crop
@@ -130,7 +130,7 @@ class RankRunner(Runner):
 
     # the rows of this rank
 
-    def _new_map(self, index: int) -> TensorMapBuffer:
+    def _new_map(self, index: int) -> DeviceMapBuffer:
         return _RankMapBuffer(self._nodes[index].axis or 0)
 
     def _all(self, index: int) -> torch.Tensor:
@@ -187,32 +187,16 @@ class RankRunner(Runner):
         return torch.empty(shape, dtype=node.dtype, device=self._like.device)
 
 
-class _RankMapBuffer(TensorMapBuffer):
+class _RankMapBuffer(DeviceMapBuffer):
     """The rows of a map that are on this rank, in pieces: those that it computed, and those that others sent."""
 
-    def __init__(self, axis: int) -> None:
-        self._axis = axis
-        self._pieces: list[tuple[Span, torch.Tensor]] = []  # in the order of rows
-
     def put(self, rows: torch.Tensor, span: Span) -> None:
-        alone = rows.untyped_storage().nbytes() <= rows.nbytes
-        self._pieces.append((span, rows if alone else rows.clone()))
-        self._pieces.sort(key=lambda piece: piece[0])
-
-    def take(self, span: Span) -> torch.Tensor:
-        parts = []
-        for has, rows in self._pieces:
-            common = _common(has, span)
-            if common.lo < common.hi:
-                parts.append(crop(rows, self._axis, has, common))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self._axis)
+        super().put(rows, span)
+        self._strips.sort(key=lambda piece: piece[0])
 
     def remove(self, span: Span) -> None:
         """Free a piece as it was put; it may be gone already."""
-        self._pieces = [piece for piece in self._pieces if piece[0] != span]
-
-    def forget(self, before: int) -> None:
-        self._pieces = [piece for piece in self._pieces if piece[0].hi > before]
+        self._strips = [piece for piece in self._strips if piece[0] != span]
 
 
 def _common(one: Span, other: Span) -> Span:
