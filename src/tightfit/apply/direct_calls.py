@@ -20,7 +20,7 @@ from tightfit.devices.device import Device
 from tightfit.devices.memory import is_out_of_memory
 from tightfit.schema.footprint import Role
 
-__all__ = ["DirectCalls"]
+__all__ = ["DirectCalls", "needs_gradients"]
 
 GRADIENTS = "is called by itself, with gradients; give fit request={'backward': …} to have it planned"
 MEMORY = "is called by itself, and memory ran out"
@@ -50,7 +50,7 @@ class DirectCalls(NamedTuple):
         """
         if self.calls.replans is None or self.handle.recorder.running:
             return call()
-        if self.role == "denoiser" and _has_gradients(module, args, kwargs) and self._follow_level_3(GRADIENTS):
+        if self.role == "denoiser" and needs_gradients(module, args, kwargs) and self._follow_level_3(GRADIENTS):
             return again()
         rng_state, handled = RngState(kwargs, self.device), sys.exception()
         try:
@@ -76,7 +76,7 @@ class DirectCalls(NamedTuple):
         return True
 
 
-def _has_gradients(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def needs_gradients(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of `module` with these arguments can be differentiated."""
     if not torch.is_grad_enabled():
         return False

@@ -24,6 +24,7 @@ from tightfit.apply.context_parallel.rank_group import RankGroup
 from tightfit.apply.context_parallel.rank_plan import RankPlan
 from tightfit.apply.context_parallel.rank_runner import RankRunner
 from tightfit.apply.context_parallel.row_shares import RowShares
+from tightfit.apply.direct_calls import needs_gradients
 from tightfit.apply.latest_used import LatestUsed
 from tightfit.devices.device import Device
 from tightfit.errors import PlanError, RunError
@@ -108,7 +109,7 @@ class ParallelMethod:
                 )  # fmt: skip
 
     def _prepare(self, module: nn.Module, call: ComponentArguments, leaves: Sequence[Any]) -> _PreparedCall | str:
-        if torch.is_grad_enabled() and any(each.requires_grad for each in (*_tensors(leaves), *module.parameters())):
+        if needs_gradients(module, call.args, call.kwargs):
             return "gradients were asked for"
         if torch.is_autocast_enabled(_tensors(leaves)[0].device.type):
             return "it is called under autocast"
