@@ -16,13 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tightfit.report.chart import NONE
 from tightfit.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
 PAGES = (
     ROOT / "README.md", ROOT / "src/tightfit/demo/model/README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "demo-model", "prediction-accuracy")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "demo-model", "device-maps", "prediction-accuracy")),
 )  # fmt: skip
 OURS = "tightfit"  # among contenders
 SWITCHES = {  # of diffusers, as bench/rivals.py calls them
@@ -374,11 +375,34 @@ def ladder(kind: str) -> str:
     return table((f"{facts['model']}, {facts['side']}², {facts['steps']} steps", "a picture", "faster"), rows)
 
 
+def device_maps() -> str:
+    """diffusers' balanced device map beside ours, for the same limits."""
+    rows = []
+    for row in read("device-maps")["rows"]:
+        each = f"{row['share']:.0%}: {format_bytes(row['each_card'])}"
+        sides = [(", ".join(side["lost"]) or NONE, _mapped(side)) for side in (row["diffusers"], row["tightfit"])]
+        rows.append((f"{row['model']}, {row['request']}", each, *sides[0], *sides[1]))
+    fullest = "fullest card (both peaks)"
+    return table(("", "each card", "diffusers: lost", fullest, "tightfit: lost", fullest), rows)
+
+
+def _mapped(side: dict[str, Any]) -> str:
+    """What came of a call with a device map."""
+    if "refused" in side:
+        return "refused: " + side["refused"].split(": ", 1)[1].split(";")[0]
+    if side["lost"]:
+        return "the call fails"
+    if "failed" in side:
+        return "out of memory" if "out of memory" in side["failed"] else "fails: tensors on two devices"
+    return f"{side['fullest']:.0%} ({', '.join(format_bytes(peak) for peak in side['peaks'])})"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "score": score,
     "levels": levels,
     "vae": vae,
     "fp8": fp8,
+    "device_maps": device_maps,
     "gradients": gradients,
     "reliability": reliability,
     "published": published,

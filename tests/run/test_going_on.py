@@ -146,7 +146,7 @@ def test_what_was_written_goes_with_it(folder: Path) -> None:
     assert torch.equal(weight, wanted)
 
 
-@pytest.mark.parametrize("where", ["apply.weights.weight_offloader.store_weights", "apply.fitting.Fitted._devices_of"])
+@pytest.mark.parametrize("where", ["apply.weights.weight_offloader.store_weights", "apply.fitting.devices_of"])
 def test_a_plan_that_cannot_be_followed_leaves_the_pipeline_whole(
     where: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

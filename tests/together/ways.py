@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
 import tightfit
 from simulator.conftest import ACCELERATOR
@@ -103,9 +104,20 @@ def untouched(_: Any, **more: Any) -> Any:
     return SimpleNamespace(undo=lambda: None, fitted=False)
 
 
+@contextlib.contextmanager
+def own_attention_backend() -> Iterator[None]:
+    """`set_attention_backend` of one model is for all that the process makes later."""
+    before = _AttentionBackendRegistry._active_backend
+    try:
+        yield
+    finally:
+        _AttentionBackendRegistry._active_backend = before
+
+
 @functools.cache
 def wanted(script: Script, make: Callable[[int], Any], scale: int) -> list[torch.Tensor]:
-    return script(make(scale), untouched)
+    with own_attention_backend():
+        return script(make(scale), untouched)
 
 
 def _drawn(pipe: Any, fit: Fit) -> list[torch.Tensor]:
@@ -122,9 +134,10 @@ def outcome(trial: Trial, way: Way) -> str:
             return handles[-1]
 
         try:
-            found = trial.script(pipe, fit)
-            for handle in handles:
-                handle.undo()
+            with own_attention_backend():
+                found = trial.script(pipe, fit)
+                for handle in handles:
+                    handle.undo()
         except TightfitError as error:
             for handle in handles:
                 handle.undo()
