@@ -27,6 +27,7 @@ __all__ = [
     "TensorSource",
     "TextFile",
     "byte_view",
+    "rounded",
 ]
 
 CHUNK = 16 * 2**20  # bytes; a multiple of every dtype's
@@ -89,7 +90,13 @@ class StoredTensor(TensorSource):
     def chunks(self, reader: ChunkReader) -> Iterator[memoryview]:
         (place,) = self.places
         for chunk in reader.chunks(Extent(place.path, place.offset, place.size, place.state)):
-            yield byte_view(chunk if place.dtype == self.dtype else chunk.view(place.dtype).to(self.dtype))
+            yield byte_view(chunk if place.dtype == self.dtype else rounded(chunk.view(place.dtype), self.dtype))
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Copy `tensor` as `dtype`, contiguous, into pages of its own: the heap may keep those of a freed tensor."""
+    made = arena(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape)
+    return made.copy_(tensor)
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tightfit.apply.weights.disk_store import read_stored
 from tightfit.apply.weights.weight_store import FileTensor
-from tightfit.checkpoint.output_files import ChunkReader, TensorSource, byte_view
+from tightfit.checkpoint.output_files import ChunkReader, TensorSource, byte_view, rounded
 from tightfit.checkpoint.tensors import TensorLocation
 from tightfit.devices.disk import Extent
 from tightfit.errors import ModelError
@@ -99,11 +99,12 @@ class ConvertedTensor(TensorSource):
         stretches = _stretches(self._tensor)
         if stretches is None:
             value = _evaluate(self._tensor, lambda place: _read(place, reader), {})
-            yield byte_view(value.to(self.dtype).contiguous())
+            as_stored = value.dtype == self.dtype and value.is_contiguous()
+            yield byte_view(value if as_stored else rounded(value, self.dtype))
             return
         for extent in stretches:
             for chunk in reader.chunks(extent):
-                yield byte_view(chunk if self._as_stored else chunk.view(self._tensor.dtype).to(self.dtype))
+                yield byte_view(chunk if self._as_stored else rounded(chunk.view(self._tensor.dtype), self.dtype))
 
     @property
     def _as_stored(self) -> bool:
