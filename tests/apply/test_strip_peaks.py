@@ -13,7 +13,8 @@ from apply.test_labour import ROWS, on
 from apply.test_strips import prepared
 from simulator.conftest import ACCELERATOR
 from tightfit import fit
-from tightfit.apply.activations.strips.executor import StripConfig, program_of
+from tightfit.apply.activations.strips.called_program import program_of
+from tightfit.apply.activations.strips.executor import StripConfig
 from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
 from tightfit.apply.activations.strips.strip_plan import peak_of_stages
 from tightfit.schema.footprint import FeatureMaps

@@ -324,7 +324,7 @@ def test_where_tiles_are_allowed_they_stand_in(tmp_path: Path) -> None:
     fitted = fit(model, plan={"vae": {"strips": 1, "tile": 16}}, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where the reason is kept
-        patch.setattr("tightfit.apply.activations.strips.executor.capture", broken)
+        patch.setattr("tightfit.apply.activations.strips.called_program.capture", broken)
         decode(model, case, case.latents(8, 1), 1)
     trace = fitted.report().trace
     fitted.undo()

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tightfit.apply.activations.exporting import NotExported, without_weights
+from tightfit.apply.activations.strips.called_program import program_of
 from tightfit.apply.activations.strips.cost_estimate import profile_stages
 from tightfit.apply.activations.strips.executor import StripConfig as Strips
-from tightfit.apply.activations.strips.executor import program_of
 from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
 from tightfit.apply.activations.strips.op_costs import OpCostCache
 from tightfit.measure.modules import find_layers, find_role

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from tightfit.apply.activations.exporting import HERE, NotExported, without_weights
 from tightfit.apply.activations.outputs import take_apart
-from tightfit.apply.activations.strips.executor import program_of
+from tightfit.apply.activations.strips.called_program import Rebuild, program_of, to_export
 from tightfit.apply.activations.strips.export_graph import UnsupportedGraph, capture_at
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.program_inputs import LiveWeights, usual_generators
@@ -33,8 +32,6 @@ from tightfit.measure.recorder import Recorder
 from tightfit.schema.plan import ContextAttention, Plan
 
 __all__ = ["ContextParallel", "ParallelMethod", "check_ranks", "parallel_forward", "parallel_methods"]
-
-Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 
 
 @dataclass(frozen=True)
@@ -193,12 +190,7 @@ def _program_of(
             rebuild[:] = [together]
         return parts
 
-    with torch.inference_mode(False):
-        given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in _tensors(leaves)]
-        try:
-            double = without_weights(module, kind)
-        except NotExported as error:
-            raise UnsupportedGraph(str(error)) from error
+    double, given = to_export(module, kind, leaves)
     work_around(double)
     return capture_at(double, run, given, _tensors(others)), rebuild[0]
 

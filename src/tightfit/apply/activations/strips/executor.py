@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,17 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
-from tightfit.apply.activations.exporting import HERE, NotExported, play, without_weights
-from tightfit.apply.activations.outputs import take_apart
-from tightfit.apply.activations.strips.export_graph import UnsupportedGraph, capture
-from tightfit.apply.activations.strips.graph_cache import kept_program, kept_strip_plan, mark_of_call
+from tightfit.apply.activations.strips.called_program import Rebuild, program_of
+from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
+from tightfit.apply.activations.strips.graph_cache import kept_strip_plan
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.program_inputs import LiveWeights, rewinder
 from tightfit.apply.activations.strips.runner import Runner
 from tightfit.apply.activations.strips.strip_plan import StripPlan
-from tightfit.apply.activations.strips.workarounds import work_around
+from tightfit.apply.latest_used import LatestUsed
 from tightfit.apply.output_replay import without_frames
 from tightfit.devices.device import Device
 from tightfit.devices.memory import is_out_of_memory
@@ -30,7 +28,7 @@ from tightfit.measure.recorder import Recorder
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.units import format_bytes
 
-__all__ = ["NeedsWholeBatch", "StripConfig", "StripExecutor", "program_of"]
+__all__ = ["NeedsWholeBatch", "StripConfig", "StripExecutor"]
 
 
 LESS = 0.98  # of the bytes on the device; a retry has to take less than that
@@ -85,9 +83,6 @@ class StripConfig:
         return other.strip_plan.peak.device < LESS * self.strip_plan.peak.device
 
 
-Rebuild = Callable[[Sequence[torch.Tensor]], Any]
-
-
 class NeedsWholeBatch(Exception):
     """A method was called with one item of a batch, but needs the whole batch."""
 
@@ -115,7 +110,7 @@ class StripExecutor:
         self._kind, self._working, self._maps = kind, working, maps
         self._device, self._recorder = device, recorder
         self._host_pool: ActivationHostPool | None = None  # made when maps are first kept in host memory
-        self._known: dict[Any, _Prepared | str] = {}  # or the reason why not, by method and arguments
+        self._known = LatestUsed[Any, _Prepared | str]()  # or the reason why not, by method and arguments
 
     def bound(
         self, module: nn.Module, method: str, otherwise: Callable[..., Any], *, alone: bool = True
@@ -181,13 +176,15 @@ class StripExecutor:
         leaves, form = tree_flatten((args, kwargs))
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in (first, *leaves))
         key = method, str(form), shapes
-        if key not in self._known:
+        prepared = self._known.get(key)
+        if prepared is None:
             try:
                 with self._recorder.uncounted():
-                    self._known[key] = self._take_apart(module, method, first, leaves, form)
+                    prepared = self._take_apart(module, method, first, leaves, form)
             except UnsupportedGraph as reason:
-                self._known[key] = str(reason)
-        return self._known[key]
+                prepared = str(reason)
+            self._known[key] = prepared
+        return prepared
 
     def _take_apart(
         self, module: nn.Module, method: str, first: torch.Tensor, leaves: list[Any], form: Any
@@ -195,40 +192,6 @@ class StripExecutor:
         program, mark, rebuild = program_of(module, self._kind, method, first, leaves, form)
         planned = StripConfig(program, self._working, self._maps, mark)
         return _Prepared(planned, planned, LiveWeights(module, program), rebuild)
-
-
-def program_of(
-    module: nn.Module, kind: type[nn.Module], method: str, first: torch.Tensor, leaves: Sequence[Any], form: Any
-) -> tuple[Program, str, Rebuild]:
-    """Return the program of a call of `module`'s `method`, its cache key, and a function that rebuilds its output.
-
-    `module` is an instance of `kind`; its arguments are `first` and `leaves`, flattened, with tree spec `form`. Raises
-    UnsupportedGraph.
-    """
-    rebuild: list[Rebuild] = []
-
-    def call(double: Any, first: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-        left = iter(others)
-        args, kwargs = tree_unflatten([next(left) if isinstance(x, torch.Tensor) else x for x in leaves], form)
-        tensors, together = take_apart(getattr(double, method)(first, *args, **kwargs))
-        rebuild[:] = [together]
-        return tensors
-
-    with torch.inference_mode(False):
-        given = [torch.empty(x.shape, dtype=x.dtype, device=HERE) for x in (first, *_tensors(leaves))]
-        try:
-            double = without_weights(module, kind)
-        except NotExported as error:
-            raise UnsupportedGraph(str(error)) from error
-    mark = mark_of_call(double, method, form, (first, *leaves))
-    work_around(double)
-    program = kept_program(mark, double, given, lambda: capture(double, call, given))
-    if not rebuild:  # the program was cached, so the type of the output is not known yet
-        with contextlib.suppress(NotExported):
-            play(lambda: call(double, *given))
-    if not rebuild:
-        program = capture(double, call, given)
-    return program, mark, rebuild[0]
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -59,7 +59,7 @@ _MAKERS = (  # modules that programs depend on
     "apply/activations/exporting.py",
     "apply/activations/outputs.py",
     "apply/activations/strips/export_graph.py",
-    "apply/activations/strips/executor.py",
+    "apply/activations/strips/called_program.py",
     "apply/activations/strips/program.py",
     "apply/activations/strips/row_axes.py",
     "apply/activations/strips/long_clips.py",
