@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ def tried(rank: int, trial: Trial) -> Trial:
             os.kill(os.getpid(), signal.SIGKILL)
 
         asked["callback_on_step_end"] = end
+    if "fails" in trial:  # a rank's callback, and its process lives on
+        return failed(rank, trial, pipe, asked) | {"apart": apart(run(pipe, case), expected)}
     try:
         found = pipe(**asked)[0].float()
     except tightfit.TightfitError as error:
@@ -88,7 +91,7 @@ def tried(rank: int, trial: Trial) -> Trial:
     report = fitted.report()
     fitted.undo()
     return {
-        "apart": ((found - expected).abs().max() / expected.abs().max()).item(),
+        "apart": apart(found, expected),
         "same": torch.equal(found, again),
         "undone": torch.equal(run(pipe, case), expected),
         "notes": list(report.trace.notes),
@@ -96,6 +99,26 @@ def tried(rank: int, trial: Trial) -> Trial:
     }
 
 
+def apart(found: Any, expected: Any) -> float:
+    return float((found.float() - expected).abs().max() / expected.abs().max())
+
+
+def failed(rank: int, trial: Trial, pipe: Any, asked: dict[str, Any]) -> Trial:
+    """A call that fails on one rank: how it ended here, and when; the error is still held for a while."""
+
+    def fail(*_: Any) -> Any:
+        raise ArithmeticError("of the user's own")
+
+    try:
+        pipe(**asked | ({"callback_on_step_end": fail} if trial["fails"] == rank else {}))
+    except Exception as error:
+        ended = time.time()
+        time.sleep(HELD)
+        return {"error": f"{type(error).__name__}: {error}", "ended": ended}
+    return {}
+
+
+HELD = 20  # seconds
 NAMES = {"height": "height", "width": "width", "frames": "num_frames"}
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.apply.activations.strips import executor as method
+from tightfit.apply.activations.strips import called_program
 from tightfit.apply.activations.strips.graph_cache import SHIPPED, mark_of_makers
 from tightfit.apply.activations.strips.program import Program
 from tightfit.catalog.known import model_names
@@ -47,7 +47,7 @@ def test_nothing_is_exported_for_a_usual_call(
         raise AssertionError("exported")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(new_cache() / "none"))
-    monkeypatch.setattr(method, "capture", refuse)
+    monkeypatch.setattr(called_program, "capture", refuse)
     with unlimited_card(ANY_CARD) as card, ExitStack() as undo:
         stage = SimulationRun(model, card, {"level": 0}, Request())
         calls = AutoencoderStripProfiles(stage.components, undo, expandable=True)

@@ -21,7 +21,7 @@ from torch import nn
 from apply.test_strips import program_of
 from tightfit import fit
 from tightfit.apply.activations.exporting import NotExported, without_weights
-from tightfit.apply.activations.strips import executor as method
+from tightfit.apply.activations.strips import called_program
 from tightfit.apply.activations.strips import graph_cache as archive
 from tightfit.apply.activations.strips.export_graph import UnsupportedGraph
 from tightfit.apply.activations.strips.graph_cache import (
@@ -72,7 +72,7 @@ def refuse(*_: object) -> Program:
 def archived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Program, torch.Tensor]:
     """A folder in which the program of `make()` is kept, the program, and what it decodes."""
     folder, made = tmp_path_factory.mktemp("archived"), []
-    capture = method.capture
+    capture = called_program.capture
 
     def told(*args: Any) -> Program:
         made.append(capture(*args))
@@ -80,7 +80,7 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Program, t
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.setattr(method, "capture", told)
+        patch.setattr(called_program, "capture", told)
         result, notes = decode(make())
     assert notes == []
     return folder, made[0], result.sample
@@ -91,7 +91,7 @@ def programs(archived: tuple[Path, Program, torch.Tensor], tmp_path: Path, monke
     """The folder of programs, as it was; exporting raises Anew."""
     shutil.copytree(archived[0], tmp_path, dirs_exist_ok=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(method, "capture", refuse)
+    monkeypatch.setattr(called_program, "capture", refuse)
     return tmp_path / "tightfit" / "programs"
 
 
@@ -263,9 +263,9 @@ def test_what_is_no_program_is_made_anew(
     SPOILT[how](file)
     with pytest.raises(Anew):
         decode(make())
-    monkeypatch.setattr(method, "capture", lambda *_: program)
+    monkeypatch.setattr(called_program, "capture", lambda *_: program)
     assert torch.equal(decode(make())[0].sample, wanted)
-    monkeypatch.setattr(method, "capture", refuse)
+    monkeypatch.setattr(called_program, "capture", refuse)
     if file.is_file():  # which is whole again
         assert torch.equal(decode(make())[0].sample, wanted)
     assert [*programs.iterdir()] == [file]
@@ -278,7 +278,7 @@ def test_where_nothing_can_be_written_it_works_all_the_same(
     file = tmp_path / "no folder"
     file.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    monkeypatch.setattr(method, "capture", lambda *_: program)
+    monkeypatch.setattr(called_program, "capture", lambda *_: program)
     result, notes = decode(make())
     assert torch.equal(result.sample, wanted)
     assert notes == []
@@ -292,7 +292,7 @@ def test_the_reason_why_there_is_none_is_kept_too(programs: Path, monkeypatch: p
     with torch.no_grad():
         wanted = module.decode(x).sample
     for capture in (fail, refuse):
-        monkeypatch.setattr(method, "capture", capture)
+        monkeypatch.setattr(called_program, "capture", capture)
         result, notes = decode(module, x)
         assert notes == ["decode runs whole: it looks at values"]
         assert torch.equal(result.sample, wanted)
@@ -304,9 +304,9 @@ def test_a_reason_that_may_pass_is_not_kept(programs: Path, monkeypatch: pytest.
         exhausted.__cause__ = MemoryError()
         raise UnsupportedGraph("no memory") from exhausted
 
-    monkeypatch.setattr(method, "capture", fail)
+    monkeypatch.setattr(called_program, "capture", fail)
     assert decode(make(), X[:, :, :4])[1] == ["decode runs whole: no memory"]
-    monkeypatch.setattr(method, "capture", refuse)
+    monkeypatch.setattr(called_program, "capture", refuse)
     with pytest.raises(Anew):
         decode(make(), X[:, :, :4])
 

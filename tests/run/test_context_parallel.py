@@ -6,13 +6,14 @@ import pytest
 import torch.distributed as dist
 
 import tightfit
-from context_ranks import run_ranks
+from context_ranks import HELD, Trial, run_ranks
 from tightfit import PlanError
 from tiny_pipelines import CASES
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
 CLOSE = 1e-5  # of the largest value: kernels round other numbers of rows differently
+FAILS: Trial = {"name": "StableDiffusion", "level": 0, "fails": 1}
 
 
 def test_two_ranks_draw_what_one_process_draws() -> None:
@@ -22,7 +23,9 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
         {"name": "StableDiffusion", "level": 3, "attention": "heads"},
         {"name": "Flux", "level": 3, "attention": "ring"},
     ]
-    (drawn, *first), (too, *second) = run_ranks(2, [unseeded, *trials])
+    said = run_ranks(2, [FAILS, unseeded, *trials])
+    check_failed(said)
+    (_, drawn, *first), (_, too, *second) = said
     assert len(first) == len(second) == len(trials), (first, second)
     assert drawn["sum"] == too["sum"]
     for trial, one, other in zip(trials, first, second, strict=True):
@@ -38,6 +41,22 @@ def test_a_rank_that_is_killed_ends_the_others_call() -> None:
     trial = {"name": "StableDiffusion", "level": 0, "killed": 1}
     (first,), _ = run_ranks(2, [trial], timeout=120)
     assert first["error"].startswith("RunError: rank 0: another rank ended or does not answer: "), first
+
+
+@pytest.mark.slow
+def test_a_rank_whose_call_fails_ends_the_others_calls_and_the_next_call_is_right() -> None:
+    check_failed(run_ranks(3, [FAILS], timeout=240))
+
+
+def check_failed(said: list[list[Trial]]) -> None:
+    """Rank 1's call failed: so did the others', without waiting until its error was handled."""
+    theirs = said[1][0]
+    assert theirs["error"] == "ArithmeticError: of the user's own"
+    for rank, (its, *_) in enumerate(said):
+        if rank != 1:
+            assert its["error"].startswith(f"RunError: rank {rank}: another rank ended or does not answer: "), its
+            assert its["ended"] - theirs["ended"] < HELD / 2
+        assert its["apart"] <= CLOSE
 
 
 def test_what_is_asked_of_parallelism_is_checked_first() -> None:

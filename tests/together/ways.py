@@ -48,7 +48,8 @@ class Way:
     def ready(self) -> Iterator[None]:
         """Make the simulated card available, where the way needs it."""
         if self.card:
-            use_cards([SimulatedCard(0, ACCELERATOR.model_copy(update={"bytes": 512 * MIB}), Host(), values="real")])
+            kind = ACCELERATOR.model_copy(update={"bytes": 512 * MIB})
+            use_cards([SimulatedCard(0, kind, Host(), values="real", history=False)])
         try:
             yield
         finally:

@@ -119,9 +119,8 @@ class Members:
 
         @functools.wraps(original.__call__)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if parallel is not None:
-                parallel.share_random_state(own)
-            return calls.make(handle, self, original.__call__, args, kwargs)
+            with nullcontext() if parallel is None else parallel.call(own):
+                return calls.make(handle, self, original.__call__, args, kwargs)
 
         here = property(lambda _: device)
         followed = while_followed(call, "__call__", lambda: not handle.fitted, calls.lock)

@@ -37,6 +37,7 @@ class SimulatedCard:
     host: Host
     values: Values = "shapes"
     expandable: bool = False  # whether segments are expandable, see CachingAllocator
+    history: bool = True  # whether the allocator records its calls: some hundred kilobytes a step of a large network
     stream: int = 0  # the current stream
     base: int = field(default_factory=lambda: next(_bases))  # start of its address range, unique to this card
     timeline: Timeline = field(init=False)
@@ -54,7 +55,9 @@ class SimulatedCard:
 
     def __post_init__(self) -> None:
         self.timeline = Timeline(self.host, round(self.accelerator.launch_overhead * 1e9))
-        self.allocator = CachingAllocator(self.accelerator.bytes, self.timeline.record, expandable=self.expandable)
+        self.allocator = CachingAllocator(
+            self.accelerator.bytes, self.timeline.record, expandable=self.expandable, keep=self.history
+        )
 
     @contextlib.contextmanager
     def on(self, stream: int) -> Iterator[None]:

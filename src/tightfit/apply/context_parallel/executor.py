@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +49,15 @@ class ContextParallel:
         """Its fields of a Plan."""
         return {"context": self.group.size, "context_attention": self.attention}
 
-    def share_random_state(self, device: Device) -> None:
-        """Give torch's generators on the CPU and on `device` the state that they have on rank 0."""
-        for generator in usual_generators(device) or ():
-            state = generator.get_state()
-            self.group.copy_from_first(state)
-            generator.set_state(state)
+    @contextlib.contextmanager
+    def call(self, device: Device) -> Iterator[None]:
+        """A pipeline's call, in which torch's generators on the CPU and on `device` begin as they do on rank 0."""
+        with self.group.call():
+            for generator in usual_generators(device) or ():
+                state = generator.get_state()
+                self.group.copy_from_first(state)
+                generator.set_state(state)
+            yield
 
 
 @dataclass
@@ -88,9 +92,11 @@ class ParallelMethod:
             if isinstance(prepared, str):
                 self._recorder.note(f"{self._name}.{self._method} runs whole on every rank: {prepared}")
                 return plain(module, *args, **kwargs)
-            self._check_same(tensors)
-            runner = RankRunner(prepared.plan, self._parallel.group, prepared.weights, self._recorder)
-            return prepared.rebuild(runner.run_share(tensors))
+            group = self._parallel.group
+            with group.call():
+                self._check_same(tensors)
+                runner = RankRunner(prepared.plan, group, prepared.weights, self._recorder)
+                return prepared.rebuild(runner.run_share(tensors))
 
         return run
 

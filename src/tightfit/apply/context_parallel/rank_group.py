@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,15 +15,53 @@ __all__ = ["RankGroup"]
 
 
 class RankGroup:
-    """The ranks of a `torch.distributed` group (None: all of the process's default group), numbered from 0.
+    """The ranks of torch.distributed's default process group, numbered from 0, and their calls.
 
-    Every method is collective: all ranks call it, in the same order.
+    Every method is collective: all ranks call it, in the same order. What they send each other in a call goes through a
+    group of its own. A rank whose call fails leaves that group, which ends the others' calls, too: whoever waits for a
+    rank that has left gets an error. The next call begins with a new one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.bytes_sent = 0
+        self._group: dist.ProcessGroup | None = None  # of calls, from the first one on
+        self._calling = False
+        self._pending: list[list[dist.Work]] = []  # sends and receives that were started and not waited for
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Send and receive within this; calls within a call are part of it. Raises RunError where a rank is gone."""
+        if self._calling:
+            yield
+            return
+        self._join()
+        self._calling = True
+        try:
+            yield
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            self._calling = False
+
+    def _join(self) -> None:
+        """Make a new group if a rank has none."""
+        missing = torch.tensor(int(self._group is None))
+        with _errors_named(self.rank):
+            dist.all_reduce(missing)
+            if missing.item():
+                self._leave()
+                self._group = dist.new_group(timeout=_default_timeout())
+
+    def _leave(self) -> None:
+        """Close the connections of the group: they are closed when nothing refers to them any more."""
+        for requests in self._pending:
+            requests.clear()
+        self._pending.clear()
+        if self._group is not None:
+            group, self._group = self._group, None
+            dist.destroy_process_group(group)
 
     def exchange(self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send each tensor of `sent` to its rank and fill each of `received` from its rank; both may be empty.
@@ -41,13 +80,19 @@ class RankGroup:
         work = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for rank, tensor in sent]
         work += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for rank, tensor in received]
         self.bytes_sent += sum(tensor.nbytes for _, tensor in sent)
-        with _errors_named(self.rank):
-            requests = dist.batch_isend_irecv(work) if work else []
+        requests: list[dist.Work] = []
+        self._pending.append(requests)
+        try:
+            with _errors_named(self.rank):
+                requests += dist.batch_isend_irecv(work) if work else []
+        finally:
+            work.clear()  # an error that is handled keeps this frame, which must not keep the connections
 
         def wait() -> None:
             with _errors_named(self.rank):
-                for request in requests:
-                    request.wait()
+                while requests:
+                    requests.pop(0).wait()
+            self._pending.remove(requests)
 
         return wait
 
@@ -83,4 +128,11 @@ def _errors_named(rank: int) -> Iterator[None]:
         raise
     except RuntimeError as error:
         said = next(iter(str(error).strip().splitlines()), "")
-        raise RunError(f"rank {rank}: another rank ended or does not answer: {said:.200}", rank=rank) from error
+        message = f"rank {rank}: another rank ended or does not answer: {said:.200}"
+        raise RunError(message, rank=rank) from error.with_traceback(None)  # its frames would keep the connections
+
+
+def _default_timeout() -> timedelta | None:
+    """Return the timeout that the default group was made with; None if this version of torch does not say it."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    return getattr(getattr(backend, "options", None), "_timeout", None)
