@@ -37,7 +37,7 @@ class SimulatedCard:
     host: Host
     values: Values = "shapes"
     expandable: bool = False  # whether segments are expandable, see CachingAllocator
-    history: bool = True  # whether the allocator records its calls: some hundred kilobytes a step of a large network
+    history: bool = True  # whether the allocator records its calls, a few thousand a call of a tiny pipeline
     stream: int = 0  # the current stream
     base: int = field(default_factory=lambda: next(_bases))  # start of its address range, unique to this card
     timeline: Timeline = field(init=False)
