@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
+from attention_backend import own_attention_backend
 from tiny_pipelines import CASES
 
 # transformers swaps torch.linspace while it loads, and torch would remember that one for `with torch.device`
@@ -58,9 +58,9 @@ def own_cache(new_cache: Cache) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`set_attention_backend` of one model is for all that the process makes later."""
-    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
+def attention_backend_put_back() -> Iterator[None]:
+    with own_attention_backend():
+        yield
 
 
 @pytest.fixture(scope="session")

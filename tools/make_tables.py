@@ -393,7 +393,8 @@ def _mapped(side: dict[str, Any]) -> str:
     if side["lost"]:
         return "the call fails"
     if "failed" in side:
-        return "out of memory" if "out of memory" in side["failed"] else "fails: tensors on two devices"
+        known = {"out of memory": "out of memory", "on the same device": "fails: tensors on two devices"}
+        return next((words for said, words in known.items() if said in side["failed"]), f"fails: {side['failed']}")
     return f"{side['fullest']:.0%} ({', '.join(format_bytes(peak) for peak in side['peaks'])})"
 
 

@@ -67,3 +67,12 @@ def test_what_is_asked_of_parallelism_is_checked_first() -> None:
         tightfit.fit(pipe, plan={"context": 2}, device="loopback")
     with pytest.raises(PlanError, match=r"parallel='auto' goes with a level or a plan, not with a budget or a map"):
         tightfit.fit(pipe, budget="1GB", device="loopback", parallel="auto")
+
+
+def test_a_group_for_cards_only_is_refused() -> None:
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(PlanError, match=r'init_process_group\("cpu:gloo,cuda:nccl"\), not \'cuda:gloo\''):
+            tightfit.fit(CASES[0].make(), level=0, device="loopback", parallel="auto")
+    finally:
+        dist.destroy_process_group()

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
 import tightfit
+from attention_backend import own_attention_backend
 from simulator.conftest import ACCELERATOR
 from tightfit.errors import TightfitError
 from tightfit.measure.modules import find_components, find_role
@@ -103,16 +103,6 @@ def draw(pipe: Any, height: int = PIXELS, **more: Any) -> torch.Tensor:
 def untouched(_: Any, **more: Any) -> Any:
     """The `fit` of an untouched pipeline: its handle does nothing."""
     return SimpleNamespace(undo=lambda: None, fitted=False)
-
-
-@contextlib.contextmanager
-def own_attention_backend() -> Iterator[None]:
-    """`set_attention_backend` of one model is for all that the process makes later."""
-    before = _AttentionBackendRegistry._active_backend
-    try:
-        yield
-    finally:
-        _AttentionBackendRegistry._active_backend = before
 
 
 @functools.cache

@@ -40,6 +40,12 @@ def context_parallel_of(
             f"parallel={parallel!r} needs a process group: start with torchrun --nproc-per-node 2 and call "
             "torch.distributed.init_process_group() first"
         )
+    if torch.device("cpu") not in dist.distributed_c10d._get_default_group()._device_types:
+        raise PlanError(
+            f"parallel={parallel!r} needs a process group that also sends tensors of the CPU: "
+            'torch.distributed.init_process_group("cpu:gloo,cuda:nccl"), not '
+            f"{dist.get_backend()!r}", backend=dist.get_backend(),
+        )  # fmt: skip
     group = RankGroup()
     attention = _checked(parallel, group.size)
     if group.size == 1:
