@@ -65,12 +65,16 @@ def tried(rank: int, trial: Trial) -> Trial:
     case = next(case for case in (*CASES, *MORE_CASES) if case.name == trial["name"])
     expected = run(case.make(), case)
     pipe = case.make()
-    parallel = {"context": dist.get_world_size(), "attention": trial.get("attention", "gathered")}
+    parallel = {"context": dist.get_world_size(), "attention": trial.get("attention", "auto")}
     asked = case.call()
     request = {ours: asked[name] for ours, name in NAMES.items() if name in asked}
-    fitted = tightfit.fit(
-        pipe, level=trial["level"], device=trial.get("device", "loopback"), request=request, parallel=parallel
-    )
+    within = {name: trial[name] for name in ("level", "budget") if name in trial}
+    try:
+        fitted = tightfit.fit(
+            pipe, **within, device=trial.get("device", "loopback"), request=request, parallel=parallel
+        )
+    except tightfit.TightfitError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
     if trial.get("unseeded"):
         torch.manual_seed(rank)
         drawn = pipe(**asked | {"generator": None})[0].float()
@@ -88,6 +92,11 @@ def tried(rank: int, trial: Trial) -> Trial:
     except tightfit.TightfitError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     again = run(pipe, case)
+    if trial.get("changed"):  # a setting of the network, as adapters' scales are
+        return {
+            "apart": apart(found := rescaled(pipe, case), rescaled(case.make(), case)),
+            "change": apart(found, expected),
+        }
     report = fitted.report()
     fitted.undo()
     return {
@@ -96,11 +105,23 @@ def tried(rank: int, trial: Trial) -> Trial:
         "undone": torch.equal(run(pipe, case), expected),
         "notes": list(report.trace.notes),
         "plan": str(report.plan),
+        "predicted": report.plan.predicted_peak(report.plan.device),
+        "peak": max(phase.peak_bytes for phase in report.trace.phases),
     }
 
 
 def apart(found: Any, expected: Any) -> float:
     return float((found.float() - expected).abs().max() / expected.abs().max())
+
+
+def rescaled(pipe: Any, case: Any) -> Any:
+    """What is drawn with another `output_scale_factor`, a plain attribute of the network's blocks."""
+    from tiny_pipelines import run
+
+    blocks = [block for block in pipe.unet.modules() if hasattr(block, "output_scale_factor")]
+    for block in blocks:
+        block.output_scale_factor *= 2
+    return run(pipe, case)
 
 
 def failed(rank: int, trial: Trial, pipe: Any, asked: dict[str, Any]) -> Trial:

@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 from tightfit.checkpoint_commands import SHARD_EXAMPLES, shard
 from tightfit.errors import InputError
+from tightfit.run.launched_ranks import launched_rank
 from tightfit.run.plan_options import (
     CHART_EXAMPLES,
     EXAMPLES,
@@ -112,7 +113,7 @@ def run(
     verbose: Annotated[bool, typer.Option("--verbose", help="Log one line per call.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    with errors_as_lines(as_json):
+    with errors_as_lines(as_json), launched_rank() as rank:
         if len(words) > 2:
             raise InputError(f"run takes [MODEL] PROMPT, not {len(words)} words: put the prompt in quotes")
         choices = plan_fields(plan, level, set_ or [])
@@ -125,7 +126,7 @@ def run(
             from tightfit.run.prompt import Prompt
 
         job = Job(
-            prompt=Prompt(words[-1], random.randrange(2**32) if seed is None else seed, negative),
+            prompt=Prompt(words[-1], rank.agreed(random.randrange(2**32)) if seed is None else seed, negative),
             request=request,
             choices=choices,
             limits=limits,
@@ -135,6 +136,7 @@ def run(
             out=out,
             timeline=timeline,
             snapshot=snapshot,
+            rank=rank,
         )
         with log_to_stderr(verbose), quiet_transformers():
             _work(job, watch=watch, profile=profile, as_json=as_json)

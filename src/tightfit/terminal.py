@@ -125,8 +125,12 @@ def _ended(
     error: BaseException, message: str, code: int, as_json: bool, facts: dict[str, object] | None = None
 ) -> typer.Exit:
     message = _shortened(" ".join(message.split()))
-    typer.secho(f"tightfit: {message}", err=True, fg="red")
-    if as_json:
+    rank = int(os.environ.get("RANK", "0")) if "WORLD_SIZE" in os.environ else 0  # under torchrun
+    if rank == 0:
+        typer.secho(f"tightfit: {message}", err=True, fg="red")
+    elif code == 1 and "ended_by" not in (facts or {}):  # else rank 0 says it
+        typer.secho(f"tightfit: rank {rank}: {message}", err=True, fg="red")
+    if as_json and rank == 0:
         known = {name: _shortened(fact) if isinstance(fact, str) else fact for name, fact in (facts or {}).items()}
         typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": message, **known}}, default=str))
     return typer.Exit(code)

@@ -189,9 +189,14 @@ def _copied(function: Any, args: Any, out: Any, tensors: list[torch.Tensor]) -> 
 
 
 def _attention(function: Any, args: Any, kwargs: Any) -> Any:
-    """Fused attention, by whatever kernel: query, key, value, and a mask where it takes one."""
+    """Fused attention, by whatever kernel: query, key, value, and a mask where it takes one; and the log-sum-exp."""
     named = {a.name: v for a, v in zip(function._schema.arguments, args, strict=False)} | kwargs
     mask = named.get("attn_bias")
+    plain = mask is None and not named.get("is_causal", False) and named["query"].shape[1] == named["key"].shape[1]
+    if plain and named.get("compute_log_sumexp", True) and named["key"].shape == named["value"].shape:
+        parts = (named[name].float() for name in ("query", "key", "value"))
+        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, scale=named.get("scale"))
+        return (out.to(named["query"].dtype), total) + (None,) * (len(function._schema.returns) - 2)
     out = torch.nn.functional.scaled_dot_product_attention(
         *(named[name].float() for name in ("query", "key", "value")),
         attn_mask=None if mask is None else mask.float(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch.distributed as dist
 
@@ -13,6 +15,8 @@ from tiny_pipelines import CASES
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
 CLOSE = 1e-5  # of the largest value: kernels round other numbers of rows differently
+TOO_SMALL: Trial = {"name": "StableDiffusion", "budget": "30MB"}
+CHANGED: Trial = {"name": "StableDiffusion", "level": 0, "changed": True}
 FAILS: Trial = {"name": "StableDiffusion", "level": 0, "fails": 1}
 
 
@@ -22,13 +26,22 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
         {"name": "StableDiffusion", "level": 0, "attention": "gathered"},
         {"name": "StableDiffusion", "level": 3, "attention": "heads"},
         {"name": "Flux", "level": 3, "attention": "ring"},
+        {"name": "StableDiffusion", "budget": "56MB"},
     ]
-    said = run_ranks(2, [FAILS, unseeded, *trials])
+    said = run_ranks(2, [FAILS, TOO_SMALL, CHANGED, unseeded, *trials])
     check_failed(said)
-    (_, drawn, *first), (_, too, *second) = said
+    (_, refused, changed, drawn, *first), (_, same, _, too, *second) = said
+    assert changed["apart"] <= CLOSE < 0.01 < changed["change"]
+    assert refused == same
+    assert re.match(
+        r"BudgetTooSmall: rank 0: StableDiffusionPipeline cannot do 64×64 within 28\.6 MiB", refused["error"]
+    )
     assert len(first) == len(second) == len(trials), (first, second)
     assert drawn["sum"] == too["sum"]
     for trial, one, other in zip(trials, first, second, strict=True):
+        if "budget" in trial:
+            assert one["peak"] <= one["predicted"] <= 56e6
+            assert "because: attention of ranks by " in one["plan"]
         assert one["apart"] <= CLOSE, (trial, one)
         assert one["apart"] == other["apart"]
         assert one["same"], trial
@@ -65,8 +78,12 @@ def test_what_is_asked_of_parallelism_is_checked_first() -> None:
         tightfit.fit(pipe, level=0, device="loopback", parallel={"context": 2})
     with pytest.raises(PlanError, match=r"the plan is for 2 ranks, and 1 would run it"):
         tightfit.fit(pipe, plan={"context": 2}, device="loopback")
-    with pytest.raises(PlanError, match=r"parallel='auto' goes with a level or a plan, not with a budget or a map"):
-        tightfit.fit(pipe, budget="1GB", device="loopback", parallel="auto")
+    with pytest.raises(
+        PlanError, match=r"parallel='auto' goes with a budget for each rank's one device.* not with devi"
+    ):
+        tightfit.fit(pipe, max_memory={"cpu": "1GB"}, parallel="auto")
+    with pytest.raises(PlanError, match=r"not with budget=954 MiB on cuda:0 and 954 MiB on cuda:1"):
+        tightfit.fit(pipe, budget={"cuda:0": "1GB", "cuda:1": "1GB"}, parallel="auto")
 
 
 def test_a_group_for_cards_only_is_refused() -> None:

@@ -33,7 +33,9 @@ logger = logging.getLogger("tightfit")
 
 
 class ReplannerProtocol(Protocol):
-    """Makes other plans for a pipeline."""
+    """Makes other plans for a pipeline; `retries`: whether a call is made again under one when memory runs out."""
+
+    retries: bool
 
     def renew(self, pipe: Any) -> Plan:
         """Measure `pipe`, which follows no plan, as it is now; return a plan until its next call is planned for."""
@@ -150,7 +152,7 @@ class CallRunner:
                 try:
                     return self._once(handle, pipe, call, args, kwargs)
                 except RuntimeError as error:
-                    if not is_out_of_memory(error) or raised_by((*args, *kwargs.values()), error):
+                    if not (replans.retries and is_out_of_memory(error)) or raised_by((*args, *kwargs.values()), error):
                         raise
                     failure = without_frames(error, handled)
                 self._before.append(handle.recorder.trace())
@@ -171,7 +173,6 @@ class CallRunner:
                 logger.warning("nothing was learned from this call", exc_info=True)
 
     def move(self, device: Device) -> None:
-        """Run the calls on `device` from now on."""
         self._device, self.finished = device, self.finished and OutputReplayCache(device)
 
     def exceeded(self, held: int, during: bool) -> None:

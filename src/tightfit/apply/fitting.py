@@ -151,6 +151,7 @@ class Fitted:
                 self._move(choose_device(plan.device))
             devices = devices_of(plan, self._device, self._recorder)
             self.plan, self.devices = plan, tuple(devices.values())
+            self._parallel = self._parallel and self._parallel.following(plan)
             places = DeviceOffloaders(plan, devices, self._recorder, file_weights)
             alone = isinstance(pipe, nn.Module)  # no other component needs the device
             calls = self._calls

@@ -116,11 +116,12 @@ class Members:
         """Return the members of a pipeline of the class `original`."""
         handle, calls, device = self.handle, self.calls, self.device.torch_device
         parallel, own = self.parallel, self.device
+        work = original.__call__ if parallel is None else parallel.noting(original.__call__, handle.recorder.note)
 
         @functools.wraps(original.__call__)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             with nullcontext() if parallel is None else parallel.call(own):
-                return calls.make(handle, self, original.__call__, args, kwargs)
+                return calls.make(handle, self, work, args, kwargs)
 
         here = property(lambda _: device)
         followed = while_followed(call, "__call__", lambda: not handle.fitted, calls.lock)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["cuda_count", "mapping_refused", "unusable_card", "usable_cards"]
+__all__ = ["attention_support", "cuda_count", "mapping_refused", "unusable_card", "usable_cards"]
 
 
 ELSEWHERE = "https://pytorch.org/get-started/locally/"  # download page of torch for other CUDA versions
@@ -34,6 +34,17 @@ def unusable_card() -> str | None:
     if torch.version.cuda is None or usable_cards():
         return None
     return _missing_kernels(0) if torch.cuda.is_available() else _driver_error()
+
+
+def attention_support(device: torch.device) -> tuple[tuple[int, int], bool]:
+    """Return the compute capability by which attention on `device` is chosen, and whether torch has flash attention.
+
+    (0, 0) on ROCm, whose numbers belong to other architectures; a simulated card has all kernels.
+    """
+    if device.type != "cuda":
+        return (8, 0), True
+    told = getattr(torch.backends.cuda, "is_flash_attention_available", None)
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device), told is None or bool(told())
 
 
 def _driver_error() -> str | None:

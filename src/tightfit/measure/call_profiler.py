@@ -211,12 +211,10 @@ class CallProfiler:
             raise self._doubt
         if not self._phases or self._phases[-1].name != phase:
             self._phases.append(OpenPhase(phase, len(self._card.allocator.history)))
-            self._phases[-1].between, self._before = (
-                self._before,
-                KernelCounter(),
-            )  # work before the first phase counts as its
+            # work before the first phase counts as its
+            self._phases[-1].between, self._before = self._before, KernelCounter()
         self._open.append(opened)
-        self._turn("")
+        self.turn("")
 
     def _end(self) -> None:
         """End a call; one without any kernel was skipped, and is recorded like the previous one with equal inputs.
@@ -235,13 +233,13 @@ class CallProfiler:
     def _enter(self, name: str, path: str, *_: Any) -> None:
         if self._open and self._open[-1].component == name:
             self._open[-1].inside.append(path)
-            self._turn(path)
+            self.turn(path)
 
     def _leave(self, name: str, *_: Any) -> None:
         if self._open and self._open[-1].component == name and self._open[-1].inside:
             inside = self._open[-1].inside
             inside.pop()
-            self._turn(inside[-1] if inside else "")
+            self.turn(inside[-1] if inside else "")
 
     def _at_layer(self, name: str, layer: str, *_: Any) -> None:
         if self._open and self._open[-1].component == name:
@@ -258,10 +256,11 @@ class CallProfiler:
             block, layer = self._open[-1].forward_place(sequence_number)
             began, self._open[-1].in_backward = not self._open[-1].in_backward, True
             if began or block != self._open[-1].segments[-1].block:
-                self._turn(block)
+                self.turn(block)
             self._open[-1].layer = layer
 
-    def _turn(self, block: str) -> None:
+    def turn(self, block: str) -> None:
+        """Count what follows for `block` of the component call in progress."""
         free_dead_tensors()
         now = self._activations
         opened = self._open[-1]

@@ -36,11 +36,18 @@ def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = ""
     """Return the kernels of `work`, one after another on `device`, as one segment; what has no rate takes no time."""
     seconds = launching = 0.0
     for kernels in work:
+        if kernels.kind == "exchange":
+            seconds += kernels.kernels * device.exchange_latency + _over(kernels.traffic, device.exchange_rate)
+            continue
         rate = device.arithmetic_rate(kernels.kind, kernels.dtype)
         arithmetic = kernels.operations / rate if rate else 0.0
-        seconds += max(arithmetic, kernels.traffic / device.memory_rate if device.memory_rate else 0.0)
+        seconds += max(arithmetic, _over(kernels.traffic, device.memory_rate))
         launching += kernels.kernels * device.launch_overhead
     return ComputeSegment(group, seconds + launching if device.is_cpu else seconds, launching)
+
+
+def _over(size: int, rate: float | None) -> float:
+    return size / rate if rate else 0.0
 
 
 def seconds_without_weights(segments: Iterable[ComputeSegment], overhead: float = 0.0) -> float:

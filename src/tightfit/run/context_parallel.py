@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,20 +13,35 @@ from tightfit.apply.context_parallel.doubled_inputs import DoubledInputs
 from tightfit.apply.context_parallel.executor import ContextParallel
 from tightfit.apply.context_parallel.rank_group import RankGroup
 from tightfit.apply.context_parallel.row_shares import RowShares
+from tightfit.devices.device import Device
 from tightfit.errors import PlanError, unknown_name
 from tightfit.measure.modules import HANDLE, find_components, find_role
 from tightfit.run.doubled_calls import doubled_inputs_of
+from tightfit.run.plan_options import Limits
 from tightfit.schema.plan import ContextAttention
 from tightfit.schema.request import Request
 
-__all__ = ["context_parallel_of"]
-
-DEFAULT: ContextAttention = "gathered"
+__all__ = ["AskedParallelism", "parallelism_of", "refuse_beside_ranks"]
 
 
-def context_parallel_of(
+class AskedParallelism(NamedTuple):
+    """The ranks that a user asked for, and the kinds of attention from which a plan may choose."""
+
+    ranks: ContextParallel
+    ways: tuple[ContextAttention, ...]
+
+    def measured(self, device: Device) -> ContextParallel:
+        """Return the ranks with what it takes them to send tensors on `device`. Collective."""
+        group = self.ranks.group
+        with group.call():
+            group.count_ranks_here()
+            rates = group.exchange_rates(device.torch_device, device.synchronize)
+        return replace(self.ranks, exchange_rates=rates)
+
+
+def parallelism_of(
     pipe: Any, parallel: str | Mapping[str, Any] | None, request: Request | Mapping[str, Any] | None
-) -> ContextParallel | None:
+) -> AskedParallelism | None:
     """Return how `pipe` runs on all ranks of the default process group; None if `parallel` is None, or for one rank.
 
     `parallel` is "auto" or a mapping: "context", the number of ranks, and "attention", how that reaches the keys of
@@ -47,21 +63,36 @@ def context_parallel_of(
             f"{dist.get_backend()!r}", backend=dist.get_backend(),
         )  # fmt: skip
     group = RankGroup()
-    attention = _checked(parallel, group.size)
+    ways = _checked(parallel, group.size)
     if group.size == 1:
         return None
     if (earlier := getattr(pipe, HANDLE, None)) is not None:  # only an unmodified pipeline can be measured
         earlier.undo()
     asked = Request.from_mapping(request) if isinstance(request, Mapping) else request or Request()
-    return ContextParallel(group, RowShares.equal(group.size), attention, _doubled(pipe, asked))
+    ranks = ContextParallel(group, RowShares.equal(group.size), ways[0], _doubled(pipe, asked))
+    return AskedParallelism(ranks, ways)
 
 
-def _checked(parallel: str | Mapping[str, Any], size: int) -> ContextAttention:
-    """Return the kind of attention. Raises PlanError where `parallel` is invalid, or for another number of ranks."""
+def refuse_beside_ranks(parallel: str | Mapping[str, Any] | None, beside: str | Limits) -> None:
+    """Raise PlanError if ranks, of which each has one device, are asked for `beside` several devices."""
+    if isinstance(beside, Limits):
+        several = beside.budget is not None and bool(beside.budget.devices)
+        beside = f"budget={beside.budget.described}" if beside.budget is not None and several else ""
+    if parallel is not None and beside:
+        raise PlanError(
+            f"parallel={parallel!r} goes with a budget for each rank's one device, a level or a plan, not with {beside}"
+        )
+
+
+def _checked(parallel: str | Mapping[str, Any], size: int) -> tuple[ContextAttention, ...]:
+    """Return the kinds of attention to choose from, the default first.
+
+    Raises PlanError where `parallel` is invalid, or for another number of ranks.
+    """
     if isinstance(parallel, str):
         if parallel != "auto":
             raise PlanError(f'parallel is "auto" or a mapping such as {{"context": {size}}}, not {parallel!r}')
-        return DEFAULT
+        return get_args(ContextAttention)
     for name in parallel:
         if name not in ("context", "attention"):
             raise PlanError(unknown_name("kind of parallelism", name, ["context", "attention"]), name=name)
@@ -70,10 +101,12 @@ def _checked(parallel: str | Mapping[str, Any], size: int) -> ContextAttention:
             f"parallel={dict(parallel)} is for {parallel['context']} ranks, and the process group has {size}",
             asked=parallel["context"], size=size,
         )  # fmt: skip
-    attention = parallel.get("attention", DEFAULT)
+    attention = parallel.get("attention", "auto")
+    if attention == "auto":
+        return get_args(ContextAttention)
     if attention not in get_args(ContextAttention):
-        raise PlanError(unknown_name("attention of ranks", str(attention), get_args(ContextAttention)))
-    return attention  # type: ignore[no-any-return]
+        raise PlanError(unknown_name("attention of ranks", str(attention), ("auto", *get_args(ContextAttention))))
+    return (attention,)
 
 
 def _doubled(pipe: Any, request: Request) -> dict[str, DoubledInputs | str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,17 @@ from tightfit.devices.device import Device
 from tightfit.errors import PlanError
 from tightfit.measure.modules import HANDLE, find_components
 from tightfit.run.call_arguments import request_of_example
-from tightfit.run.context_parallel import context_parallel_of
+from tightfit.run.context_parallel import AskedParallelism, parallelism_of, refuse_beside_ranks
 from tightfit.run.device_maps import DeviceMapLike, MaxMemory, refuse_beside_map, target_of_map
 from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import bytes_on
+from tightfit.run.rank_replanning import RankReplanner
 from tightfit.run.replanning import Replanner
-from tightfit.run.unmeasured import plan_until_called
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 
 __all__ = ["fit"]
-
-_ALONE = "parallel={parallel!r} goes with a level or a plan, not with a budget or a map: give level=0, 1, 2 or 3"
 
 
 def fit(
@@ -94,7 +93,9 @@ def fit(
 
     `parallel={"context": 2}` runs denoisers and autoencoders on both ranks of a process group together: each computes
     a share of the rows of every operation, and all get the same result. Every rank fits its own copy of the pipeline,
-    with a `level` or a `plan`, and makes the same calls, with the same seeds. "auto" takes all ranks.
+    with a level, a plan or a budget for its own device, and makes the same calls, with the same seeds. "auto" takes
+    all ranks; "attention" is how attention reaches the keys of other ranks: "gathered", "ring", "heads", or "auto" (the
+    default), with which a budget's plan takes the fastest that fits on all ranks.
 
     On a card the allocator counts bytes at no cost. On other devices each operation is observed, which takes tens of
     microseconds: nothing beside large layers, half of the time with tiny ones. `count_activations=False` turns this
@@ -105,24 +106,25 @@ def fit(
     is undone, because only an unmodified pipeline can be measured.
     """
     if device_map is not None or max_memory is not None:
-        if parallel is not None:
-            raise PlanError(_ALONE.format(parallel=parallel))
+        refuse_beside_ranks(parallel, "device_map or max_memory")
         refuse_beside_map(device_map, max_memory, budget=budget, ram=ram, level=level, plan=plan, device=device)
         plan_target = target_of_map(
             device_map, max_memory, allow, list(find_components(pipe)), lambda device: bytes_on(device, pipe)
         )
         return _fit_within(pipe, plan_target, request_to_plan(request, example), example, count_activations)
     limits = limits_for(budget, ram, allow, level, plan)
-    if parallel is not None and limits is not None:
-        raise PlanError(_ALONE.format(parallel=parallel))
+    if limits is not None:
+        refuse_beside_ranks(parallel, limits)
     if device is None and plan is None and (limits is None or limits.budget is None or not limits.budget.devices):
         device = offloading_device(pipe)
     if limits is not None:
         planned = request_to_plan(request, example)
-        return _fit_within(pipe, plan_target_of(limits, device), planned, example, count_activations)
+        asked = parallelism_of(pipe, parallel, request)
+        return _fit_within(pipe, plan_target_of(limits, device), planned, example, count_activations, asked)
+    asked = parallelism_of(pipe, parallel, request)
     return fitting.fit(
         pipe, level=level, plan=plan, request=request, device=device, count_activations=count_activations,
-        parallel=context_parallel_of(pipe, parallel, request),
+        parallel=asked and asked.ranks,
     )  # fmt: skip
 
 
@@ -132,6 +134,7 @@ def _fit_within(
     request: Request | None,
     example: Mapping[str, Any] | None,
     count_activations: bool,
+    asked: AskedParallelism | None = None,
 ) -> Fitted:
     if isinstance(pipe, nn.Module):
         raise PlanError(f"a budget is for a whole pipeline: give a single {type(pipe).__name__} a level or a plan")
@@ -140,13 +143,15 @@ def _fit_within(
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()
-    with replaced(pipe):
-        replanner = Replanner(pipe, plan_target)
-        if call_request is None:
-            plan = plan_until_called(pipe, plan_target)
-        else:
-            plan = replanner.plan(pipe, call_request, example)
+    ranks = asked and asked.measured(plan_target.devices[0])
+    with replaced(pipe), nullcontext() if ranks is None else ranks.group.call():
+        replanner = (
+            Replanner(pipe, plan_target)
+            if asked is None or ranks is None
+            else RankReplanner(pipe, plan_target, ranks, asked.ways)
+        )
+        plan = replanner.first_plan(pipe) if call_request is None else replanner.plan(pipe, call_request, example)
         target = plan_target.host_of(plan)
-        fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner)
+        fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner, parallel=ranks)
         fitted.tell(replanner.calibration_recorder)
         return fitted

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import hashlib
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tightfit.apply.context_parallel.executor import ContextParallel
 from tightfit.apply.fitting import fit
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.loading import quietly
-from tightfit.devices.memory import trim_heap
 from tightfit.errors import InputError, unknown_name
 from tightfit.measure.call_log import CallLog
 from tightfit.measure.call_profiler import CallProfiler
@@ -27,8 +25,10 @@ from tightfit.plan.default_rates import ANY_CARD
 from tightfit.progress import ProgressTracker
 from tightfit.run.answer_cache import Missing, footprint_question, keep_footprint, lookup
 from tightfit.run.argument_values import Given
+from tightfit.run.collecting_rarely import collecting_rarely
 from tightfit.run.differentiated_calls import with_gradients
 from tightfit.run.models import DTYPES, resolve_model
+from tightfit.run.rank_footprints import measure_rank
 from tightfit.run.simulate import Inputs as CallInputs
 from tightfit.run.simulate import SimulationRun, unlimited_card
 from tightfit.run.strip_profiles import AutoencoderStripProfiles
@@ -96,12 +96,21 @@ class Measurer:
     Raises as `measure_footprint` does.
     """
 
-    def __init__(self, subject: Any, dtype: str | None = None, *, expandable: bool = True) -> None:
-        """`expandable`: whether the allocators that plans are made for have expandable segments."""
+    def __init__(
+        self, subject: Any, dtype: str | None = None, *, expandable: bool = True,
+        parallel: ContextParallel | None = None,
+    ) -> None:  # fmt: skip
+        """`expandable`: whether the allocators that plans are made for have expandable segments.
+
+        `parallel`: the ranks that share the pipeline's rows; what this rank does is measured. None: there are none.
+        """
         named = isinstance(subject, str | Path)
         self._model: Any = None
         self._model, self._mark = resolve_model(str(subject)) if named else (meta_copy(subject), fingerprint(subject))
         self._dtype, self._expandable = _checked(dtype), expandable
+        self._parallel = parallel
+        if parallel is not None and self._mark:
+            self._mark += f" {parallel.mark}"
         if not named:
             self._mark += _note_compiled(subject, self._model)
 
@@ -113,7 +122,10 @@ class Measurer:
         Strip options and variants, which take most of the time, are measured only while `missing` names them for the
         footprint so far (None: all of them).
         """
-        return _kept(self._mark, request, call, self._model, self._dtype, expandable=self._expandable, missing=missing)
+        return _kept(
+            self._mark, request, call, self._model, self._dtype, expandable=self._expandable, missing=missing,
+            parallel=self._parallel,
+        )  # fmt: skip
 
     def question(self, request: Request) -> dict[str, Any] | None:
         """Return the cache question of a footprint; None if it is not cached."""
@@ -143,6 +155,7 @@ def _kept(
     *,
     expandable: bool = True,
     missing: Missing | None = None,
+    parallel: ContextParallel | None = None,
 ) -> Footprint:
     """Return the footprint, from the cache if the model has a `mark` and `inputs` are not extra arguments.
 
@@ -153,6 +166,8 @@ def _kept(
         raise InputError(f"a pipeline's inputs go by name, not as {type(inputs).__name__}", kind=type(inputs).__name__)
 
     def measure(missing: Missing) -> Footprint:
+        if parallel is not None:
+            return measure_rank(_untouched(model), request, inputs, dtype, parallel, expandable=expandable)
         try:
             return _measure_call(model, request, inputs, dtype, expandable, missing)
         except Exception:  # a network that needs tensor values: its logged parts are called instead
@@ -190,27 +205,7 @@ def _trained(model: Any) -> str:
     return hashlib.sha256("\0".join(named).encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """Raise the garbage collector's threshold tenfold: collections took up to a third of the time.
-
-    Existing objects are frozen meanwhile: libraries have a million of them. In the end the simulated pipeline is freed.
-    """
-    before, frozen = gc.get_threshold(), gc.get_freeze_count()
-    gc.set_threshold(10 * before[0], *before[1:])
-    if not frozen:  # unfreeze would also undo an earlier freeze by other code
-        gc.freeze()
-    try:
-        yield
-    finally:
-        gc.collect()
-        trim_heap()
-        if not frozen:
-            gc.unfreeze()
-        gc.set_threshold(*before)
-
-
-@_collecting_rarely()
+@collecting_rarely()
 def _measure_call(
     model: Any,
     request: Request,

@@ -27,7 +27,8 @@ from tightfit.report.timeline import draw_timeline
 from tightfit.run.call_arguments import call_arguments
 from tightfit.run.files import check_timeline, check_writable, output_paths, save_pictures, writing
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
-from tightfit.run.load import load, load_made
+from tightfit.run.launched_ranks import ALONE, LaunchedRank
+from tightfit.run.load import load, load_made, load_on_rank
 from tightfit.run.models import DTYPES, find_model, stored_dtype
 from tightfit.run.plan_options import Limits, demo_request
 from tightfit.run.plan_target import PlanTarget, plan_target_of
@@ -56,10 +57,12 @@ class Job:
     out: Path | None = None
     timeline: Path | None = None
     snapshot: Path | None = None
+    rank: LaunchedRank = ALONE
     written: list[Path] = field(default_factory=list)
 
     def prepare(self) -> None:
         """Check all arguments, before anything is loaded or written."""
+        self.device = self.rank.device(self.device)
         Plan.from_mapping(self.choices)
         self._plan_target: PlanTarget | None = (
             plan_target_of(self.limits, self.device) if self.limits is not None else None
@@ -104,17 +107,24 @@ class Job:
         if self._plan_target is None and not self.choices and self._target.kind == "cuda":
             self._plan_target = PlanTarget(Limits(None), (self._target,))
         if self._plan_target is not None:
-            made = plan_within(self._folder.path, self.request, self._plan_target, dtype)
-            self._target = self._plan_target.host_of(made.plan)
-            self._pipe, fitted = load_made(self._folder, dtype, self._plan_target, made)
+            self._load_within(self._plan_target, dtype)
         else:
             choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
             self._pipe, fitted = load(
-                self._folder.path, plan=choices, request=self.request, device=self._target, dtype=dtype
-            )
+                self._folder.path, plan=choices, request=self.request, device=self._target, dtype=dtype,
+                parallel=self.rank.parallel(self.choices.get("context_attention")),
+            )  # fmt: skip
+            self.fitted: Fitted = fitted
         call_arguments(self._pipe, self.prompt, self.request)
-        self.fitted: Fitted = fitted
         self._loading = elapsed()
+
+    def _load_within(self, plan_target: PlanTarget, dtype: str) -> None:
+        if (parallel := self.rank.parallel()) is not None:
+            self._pipe, self.fitted = load_on_rank(self._folder, dtype, plan_target, self.request, parallel)
+            return
+        made = plan_within(self._folder.path, self.request, plan_target, dtype)
+        self._target = plan_target.host_of(made.plan)
+        self._pipe, self.fitted = load_made(self._folder, dtype, plan_target, made)
 
     def run(self, progress: Progress | None = None, *, profile: bool = False) -> str:
         """Generate and write all outputs; return the profiler's table, or ""."""
@@ -127,7 +137,8 @@ class Job:
 
         result, table = profiled(work) if profile else (work(), "")
         self.report: Report = with_loading(result.report, self._loading, weights)
-        self._write(result.pictures)
+        if self.rank.writes:
+            self._write(result.pictures)
         return table
 
     def _write(self, pictures: list[Any]) -> None:

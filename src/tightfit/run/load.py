@@ -17,16 +17,19 @@ from tightfit.checkpoint.headers import names_in
 from tightfit.checkpoint.lazy_loading import LazyCheckpoint, build_lazily, networks_in
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
+from tightfit.run.call_arguments import request_of_example
+from tightfit.run.context_parallel import parallelism_of, refuse_beside_ranks
 from tightfit.run.device_maps import DeviceMapLike, MaxMemory, refuse_beside_map, target_of_map
 from tightfit.run.models import DTYPES, at_home, find_model, stored_dtype
 from tightfit.run.plan_options import BudgetLike, limits_for, request_to_plan
 from tightfit.run.plan_target import PlanTarget, plan_target_of
 from tightfit.run.planning_context import PlannedFolder, plan_within
+from tightfit.run.rank_replanning import RankReplanner
 from tightfit.run.replanning import Replanner
 from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 
-__all__ = ["Loaded", "load", "load_made"]
+__all__ = ["Loaded", "load", "load_made", "load_on_rank"]
 
 
 class Loaded(NamedTuple):
@@ -51,6 +54,7 @@ def load(
     max_memory: MaxMemory = None,
     dtype: str | None = None,
     count_activations: bool = True,
+    parallel: str | Mapping[str, Any] | None = None,
 ) -> Loaded:
     """Load `model`, a diffusers folder, a hub id, or the folder of one diffusers network, to run under a plan.
 
@@ -59,6 +63,8 @@ def load(
     from the folder's configurations before anything is loaded: for `request`, for an `example` call, or else for the
     pipeline's defaults. A call with another request is planned for as in `fit`, without reading weights that are left
     in files.
+
+    `parallel`: the ranks of a process group that share the pipeline's rows, as in `fit`; each loads the model itself.
 
     Like `fit(DiffusionPipeline.from_pretrained(model), …)`, except that weights which the plan leaves on disk are not
     loaded: of a component with `offload_to="disk"`, large layers are read from its safetensors files at each use.
@@ -70,6 +76,7 @@ def load(
     """
     if device_map is not None or max_memory is not None:
         refuse_beside_map(device_map, max_memory, budget=budget, ram=ram, level=level, plan=plan, device=device)
+        refuse_beside_ranks(parallel, "device_map or max_memory")
         path, folder = _find(model)
         plan_target: PlanTarget | None = target_of_map(device_map, max_memory, allow, _network_names(folder))
     else:
@@ -83,15 +90,24 @@ def load(
     if plan_target is not None:
         if folder is None:
             raise PlanError(f"a budget is for a whole pipeline: give the network in {path} a level or a plan")
+        if parallel is not None:
+            asked = request_to_plan(request, example)
+            return load_on_rank(
+                folder, dtype, plan_target, asked, parallel, example=example, count_activations=count_activations
+            )
         made = plan_within(path, request_to_plan(request, example), plan_target, dtype, example)
         return load_made(folder, dtype, plan_target, made, count_activations=count_activations)
     checkpoint = build_lazily(path, folder, getattr(torch, dtype))
-    decided = decide(checkpoint.pipe, choices, request, target)
+    shared = parallelism_of(checkpoint.pipe, parallel, request)
+    decided = decide(checkpoint.pipe, choices | (shared.ranks.choices if shared else {}), request, target)
     file_weights = _fill(checkpoint, decided, target)
     return Loaded(
         checkpoint.pipe,
-        Fitted(checkpoint.pipe, decided, target, count_activations=count_activations, file_weights=file_weights),
-    )
+        Fitted(
+            checkpoint.pipe, decided, target, count_activations=count_activations, file_weights=file_weights,
+            parallel=shared and shared.ranks,
+        ),
+    )  # fmt: skip
 
 
 def load_made(
@@ -115,6 +131,35 @@ def load_made(
     )
     fitted.tell(replans.calibration_recorder)
     return Loaded(checkpoint.pipe, fitted)
+
+
+def load_on_rank(
+    folder: ModelFolder, dtype: str, plan_target: PlanTarget, request: Request | None,
+    parallel: str | Mapping[str, Any], *, example: Mapping[str, Any] | None = None, count_activations: bool = True,
+) -> Loaded:  # fmt: skip
+    """Load the pipeline in `folder` on one rank of several, under the plan that all decide for `request` or `example`.
+
+    Raises as `load`.
+    """
+    refuse_beside_ranks(parallel, plan_target.limits)
+    checkpoint = build_lazily(folder.path, folder, getattr(torch, dtype))
+    pipe, target = checkpoint.pipe, plan_target.devices[0]
+    call_request = request or Request() if example is None else request_of_example(pipe, example)
+    shared = parallelism_of(pipe, parallel, call_request)
+    if shared is None:  # the only rank
+        made = plan_within(folder.path, request, plan_target, dtype, example)
+        return load_made(folder, dtype, plan_target, made, count_activations=count_activations)
+    ranks = shared.measured(target)
+    with ranks.group.call():
+        replans = RankReplanner(pipe, plan_target, ranks, shared.ways)
+        plan = replans.plan(pipe, call_request, example)
+        file_weights = _fill(checkpoint, plan, target)
+        fitted = Fitted(
+            pipe, plan, target, count_activations=count_activations, file_weights=file_weights, replans=replans,
+            parallel=ranks,
+        )  # fmt: skip
+    fitted.tell(replans.calibration_recorder)
+    return Loaded(pipe, fitted)
 
 
 def _fill(checkpoint: LazyCheckpoint, plan: Plan, target: Device) -> FileBackedWeights:

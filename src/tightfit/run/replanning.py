@@ -49,6 +49,9 @@ class Replanner:
     `made` is a plan that exists already, with its inputs. The `calibration_recorder` is given the inputs of each plan.
     """
 
+    retries = True  # whether a call is made again, under another plan, when memory runs out
+    keeps_whole = True  # whether a plan that offloads nothing is kept for smaller calls
+
     def __init__(self, pipe: Any, plan_target: PlanTarget, made: PlannedFolder | None = None) -> None:
         self._limits, self._devices = plan_target
         self._machine: Machine | None = None  # as before the pipeline followed any plan
@@ -67,18 +70,28 @@ class Replanner:
     def _look_at(self, pipe: Any, plan_target: PlanTarget) -> None:
         self._own = {device.name: bytes_on(device, pipe) for device in self._devices}
         self._unmeasured = plan_unmeasured(pipe, plan_target)  # for calls that cannot be measured
-        self._measurer = _measurer(pipe, plan_target)
+        self._measurer = self._measurer_of(pipe, plan_target)
         self._machine = None
         self._inputs_by_shape = LatestUsed[CallShape, PlanningInputs]()
         self._plans = LatestUsed[CallShape, Plan]()
         self._logs: dict[CallShape, CallLog] = {}  # of finished calls that were not measured before
         self._tried: set[Request] = set()  # the requests of such calls
 
+    def _measurer_of(self, pipe: Any, plan_target: PlanTarget) -> Measurer | Exception:
+        """Return a Measurer of `pipe`, or the exception that prevents it, e.g. for weights in a custom format."""
+        try:
+            return Measurer(pipe, expandable=plan_target.expandable)
+        except Exception as error:  # raised by third-party code, which copying modules runs
+            return error
+
     def renew(self, pipe: Any) -> Plan:
         """Measure `pipe`, which follows no plan, as it is now; return a plan until its next call is planned for."""
-        plan_target = PlanTarget(self._limits, self._devices)
-        self._look_at(pipe, plan_target)
-        return plan_until_called(pipe, plan_target)
+        self._look_at(pipe, PlanTarget(self._limits, self._devices))
+        return self.first_plan(pipe)
+
+    def first_plan(self, pipe: Any) -> Plan:
+        """Return the plan of `pipe`, which follows none, until a call is planned for."""
+        return plan_until_called(pipe, PlanTarget(self._limits, self._devices))
 
     def plan(self, pipe: Any, request: Request, given: Mapping[str, Any] | None = None) -> Plan:
         """Return the plan for `request`, an earlier or a new one; level 3 if its call cannot be measured.
@@ -171,7 +184,7 @@ class Replanner:
         if now.request is not None:
             planned = shape_of(pipe, now.request)
             known = planned in shapes and planned not in self._logs
-            if known or (_is_whole(now) and _is_within(shapes[0], planned)):
+            if known or (self.keeps_whole and _is_whole(now) and _is_within(shapes[0], planned)):
                 return None
         given = given_to(pipe, args, kwargs)
         for each in requests[:-1]:
@@ -257,14 +270,6 @@ class Replanner:
             self._limits = limits
             self._use_machine(known)
             raise
-
-
-def _measurer(pipe: Any, plan_target: PlanTarget) -> Measurer | Exception:
-    """Return a Measurer of `pipe`, or the exception that prevents it, e.g. for weights in a custom format."""
-    try:
-        return Measurer(pipe, expandable=plan_target.expandable)
-    except Exception as error:  # raised by third-party code, which copying modules runs
-        return error
 
 
 def _nothing_less(now: Plan, size: int) -> BudgetTooSmall:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tightfit.apply.context_parallel.executor import ContextParallel
 from tightfit.apply.fitting import fit
 from tightfit.catalog.known import known_model
 from tightfit.checkpoint.folder import ModelFolder
@@ -90,10 +91,12 @@ class SimulationRun:
         unable: Collection[tuple[str, str]] = (),
         *,
         keeps_gradients: bool = True,
+        parallel: ContextParallel | None = None,
     ) -> None:
         """`unable`: components and methods that cannot run on shapes, see `Repeater`.
 
         `keeps_gradients`: those of parameters stay until the end of their backward pass, on the parameters' device.
+        `parallel`: the ranks of which `card` is one.
         """
         # on a CPU, models that are loaded here compute in float32, as in `tightfit run`
         self.pipe, default = _without_weights(model, dtype or (torch.float32 if card.accelerator.is_cpu else None))
@@ -104,7 +107,9 @@ class SimulationRun:
         denoisers = {name: part for name, part in self.components.items() if find_role(name, part) == "denoiser"}
         if self.request.backward is not None:
             require_gradients(denoisers, self.request)
-        self.fitted = fit(self.pipe, plan=choices, request=self.request, device=f"simulated:{card.index}")
+        ranks = parallel and parallel.simulated(card)
+        device = f"simulated:{card.index}"
+        self.fitted = fit(self.pipe, plan=choices, request=self.request, device=device, parallel=ranks)
         self._repeater = Repeater(self.components, self._device, unable)  # before others replace methods
         self.denoisers: dict[str, PassReplayer] = {}
         self.differentiated: dict[str, DifferentiatedCalls] = {}

@@ -75,6 +75,8 @@ class Accelerator(Record):
     memory_rate: Rate | None = None  # bytes per second
     link_rate: Rate | None = None  # bytes per second, pinned host memory to device
     link_rate_out: Rate | None = None  # bytes per second, device to pinned host memory; None: as link_rate
+    exchange_rate: Rate | None = None  # bytes per second that it sends to other ranks of a process group
+    exchange_latency: Real = 0.0  # seconds of an exchange with other ranks, however small
     launch_overhead: Real = 0.0  # host seconds for each kernel or copy launched
     streamed_overhead: Real = 0.0  # host seconds to load a streamed layer and use it once, without the launch
     resident_overhead: Real = 0.0  # host seconds for each use of a layer that is already on the device
@@ -101,10 +103,10 @@ class Accelerator(Record):
 class KernelGroup(Record):
     """Sums over kernels of one kind and dtype and of similar arithmetic intensity (operations per byte)."""
 
-    kind: Literal["matmul", "convolution", "attention", "memory"]
+    kind: Literal["matmul", "convolution", "attention", "memory", "exchange"]
     dtype: str
     operations: Count  # a multiply-add counts as two
-    traffic: Count  # bytes read and written on the device, weights included
+    traffic: Count  # bytes read and written on the device, weights included; of an exchange, bytes sent or received
     kernels: Positive  # number of kernels
 
 

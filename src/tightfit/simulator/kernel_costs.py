@@ -19,7 +19,7 @@ from tightfit.simulator.output_layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, no
 
 __all__ = ["KernelCost", "Kind", "duration", "kernel_cost_of"]
 
-Kind = Literal["matmul", "convolution", "attention", "memory"]
+Kind = Literal["matmul", "convolution", "attention", "memory", "exchange"]
 aten = torch.ops.aten
 _KINDS: dict[Any, Kind] = {
     aten.mm: "matmul",
@@ -53,7 +53,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class KernelCost:
-    """The cost of one operation: `operations` in FLOP, `bytes` of memory traffic."""
+    """The cost of one operation: `operations` in FLOP, `bytes` of memory traffic.
+
+    Of an "exchange" between ranks of a process group, `bytes` are those sent or received, whichever is more.
+    """
 
     kind: Kind
     dtype: torch.dtype
@@ -90,6 +93,9 @@ def kernel_cost_of(
 
 def duration(work: KernelCost, accelerator: Accelerator) -> int:
     """Nanoseconds that `work` takes at the rates of `accelerator`; an unknown rate counts as no time."""
+    if work.kind == "exchange":
+        sending = work.bytes / accelerator.exchange_rate if accelerator.exchange_rate else 0.0
+        return round((accelerator.exchange_latency + sending) * 1e9)
     rate = accelerator.arithmetic_rate(work.kind, str(work.dtype).removeprefix("torch."))
     arithmetic = work.operations / rate if rate else 0.0
     memory = work.bytes / accelerator.memory_rate if accelerator.memory_rate else 0.0

@@ -8,7 +8,7 @@ from rank to rank while each attends to those that it has, and partial results a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from tightfit.apply.activations.strips.rows import Span
 from tightfit.apply.context_parallel.rank_group import RankGroup
+from tightfit.devices.cuda_support import attention_support
+from tightfit.schema.attention import AttentionCall, unsupported
 
 __all__ = ["AttentionInputs", "attend_by_heads", "attend_in_ring"]
 
@@ -90,12 +92,39 @@ def _partial(
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if query.device.type == "cpu":
-        done, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=factor)
-        return done.float(), total.float().unsqueeze(-1)
+    kernel = _fused_kernel(query, key, value)
+    if kernel is not None:
+        done, total, *_ = _FUSED[kernel](query, key, value, factor)
+        return done.float(), total[..., : query.shape[-2]].float().unsqueeze(-1)
     scores = (query.float() * factor) @ key.float().transpose(-1, -2)
     total = scores.logsumexp(-1, keepdim=True)
     return (scores - total).exp_() @ value.float(), total
+
+
+_aten = torch.ops.aten
+_FUSED: Mapping[str, Callable[..., Sequence[torch.Tensor]]] = {  # in order of preference; each also returns the sums
+    "cpu": lambda q, k, v, scale: _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale),
+    "flash": lambda q, k, v, scale: _aten._scaled_dot_product_flash_attention(q, k, v, scale=scale),
+    "efficient": lambda q, k, v, scale: _aten._scaled_dot_product_efficient_attention(
+        q,
+        k,
+        v,
+        None,
+        True,
+        scale=scale,  # the log-sum-exp is wanted
+    ),
+}
+
+
+def _fused_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Return the name of the fused kernel that takes these, as torch would choose it; None: their scores are kept."""
+    if query.device.type == "cpu":
+        return "cpu"
+    capability, flash = attention_support(query.device)
+    call = AttentionCall.of(query, key, value, capability=capability, flash=flash)
+    if query.shape[-1] % 8:  # torch pads heads for flash attention, whose output is then wider
+        call = call._replace(flash=False)
+    return next((name for name in ("flash", "efficient") if unsupported(name, call) is None), None)
 
 
 def _merged(

@@ -5,32 +5,39 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from tightfit.apply.activations.exporting import NotExported, play
 from tightfit.apply.activations.outputs import take_apart
 from tightfit.apply.activations.strips.called_program import Rebuild, program_of, to_export
 from tightfit.apply.activations.strips.export_graph import UnsupportedGraph, capture_at
+from tightfit.apply.activations.strips.graph_cache import kept_program, mark_of_call
 from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.program_inputs import LiveWeights, usual_generators
 from tightfit.apply.activations.strips.stages import StageGraph
 from tightfit.apply.activations.strips.workarounds import work_around
 from tightfit.apply.context_parallel.doubled_inputs import ComponentArguments, DoubledInputs, rebuilt
-from tightfit.apply.context_parallel.rank_group import RankGroup
+from tightfit.apply.context_parallel.rank_group import ExchangeRates, RankGroup
 from tightfit.apply.context_parallel.rank_plan import RankPlan
 from tightfit.apply.context_parallel.rank_runner import RankRunner
 from tightfit.apply.context_parallel.row_shares import RowShares
+from tightfit.apply.context_parallel.settings import NetworkSettings
+from tightfit.apply.context_parallel.simulated_ranks import SimulatedRankGroup
 from tightfit.apply.direct_calls import needs_gradients
 from tightfit.apply.latest_used import LatestUsed
 from tightfit.devices.device import Device
-from tightfit.errors import PlanError, RunError
+from tightfit.errors import PlanError
+from tightfit.files import code_mark
 from tightfit.measure.modules import find_role
 from tightfit.measure.recorder import Recorder
 from tightfit.schema.plan import ContextAttention, Plan
+from tightfit.simulator.card import SimulatedCard
+from tightfit.units import format_bytes
 
 __all__ = ["ContextParallel", "ParallelMethod", "check_ranks", "parallel_forward", "parallel_methods"]
 
@@ -43,11 +50,26 @@ class ContextParallel:
     shares: RowShares
     attention: ContextAttention
     doubled: Mapping[str, DoubledInputs | str]  # of denoisers; or why one runs whole on every rank
+    exchange_rates: ExchangeRates | None = None  # None: not measured
 
     @property
     def choices(self) -> dict[str, Any]:
         """Its fields of a Plan."""
         return {"context": self.group.size, "context_attention": self.attention}
+
+    @property
+    def mark(self) -> str:
+        """What a call's measurement on this rank depends on, as text."""
+        inputs = sorted(self.doubled.items())
+        return f"rank {self.group.rank} of {self.shares}, attention {self.attention}, inputs {inputs}"
+
+    def following(self, plan: Plan) -> ContextParallel:
+        """Return the same with the kind of attention that `plan` chose."""
+        return replace(self, attention=plan.context_attention)
+
+    def simulated(self, card: SimulatedCard) -> ContextParallel:
+        """Return the same for this rank alone, on a simulated card."""
+        return replace(self, group=SimulatedRankGroup(self.group.rank, self.group.size, card))
 
     @contextlib.contextmanager
     def call(self, device: Device) -> Iterator[None]:
@@ -58,6 +80,19 @@ class ContextParallel:
                 self.group.copy_from_first(state)
                 generator.set_state(state)
             yield
+
+    def noting(self, call: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
+        """Return `call`, after which `note` is told how many bytes were sent."""
+
+        @functools.wraps(call)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            before = self.group.bytes_sent
+            found = call(*args, **kwargs)
+            sent = format_bytes(self.group.bytes_sent - before)
+            note(f"rank {self.group.rank} of {self.group.size}: {sent} were sent to other ranks")
+            return found
+
+        return noted
 
 
 @dataclass
@@ -79,6 +114,7 @@ class ParallelMethod:
         self._kind, self._name, self._method = kind, name, method
         self._parallel, self._recorder = parallel, recorder
         self._known = LatestUsed[Any, _PreparedCall | str]()  # or the reason why not, by arguments
+        self._settings: NetworkSettings | None = None  # with which these were prepared
 
     def wrapped(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that runs in place of `plain`, a function of the class."""
@@ -94,55 +130,45 @@ class ParallelMethod:
                 return plain(module, *args, **kwargs)
             group = self._parallel.group
             with group.call():
-                self._check_same(tensors)
+                group.check_same(self._name, tensors)
                 runner = RankRunner(prepared.plan, group, prepared.weights, self._recorder)
                 return prepared.rebuild(runner.run_share(tensors))
 
         return run
-
-    def _check_same(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise RunError if ranks got different inputs: each must be given the same call, with the same seed."""
-        own = torch.stack([tensor.double().sum().to(tensors[0].device) for tensor in tensors])
-        for rank, its in enumerate(self._parallel.group.all_gather(own)):
-            if not torch.equal(its.nan_to_num(), own.nan_to_num()):
-                raise RunError(
-                    f"{self._name}: rank {rank} was called with other values than rank {self._parallel.group.rank}: "
-                    "give every rank the same arguments, and a generator with the same seed",
-                    name=self._name, rank=rank,
-                )  # fmt: skip
 
     def _prepare(self, module: nn.Module, call: ComponentArguments, leaves: Sequence[Any]) -> _PreparedCall | str:
         if needs_gradients(module, call.args, call.kwargs):
             return "gradients were asked for"
         if torch.is_autocast_enabled(_tensors(leaves)[0].device.type):
             return "it is called under autocast"
+        if self._method == "forward" and (self._settings is None or not self._settings.unchanged):
+            self._known.clear()
+            self._settings = NetworkSettings(module)
         shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
         found = self._known.get(shapes)
         if found is None:
             try:
                 with self._recorder.uncounted():
-                    found = self._take_apart(module, call)
+                    program, rebuild = self._take_apart(_without_wrappers(module), call)
+                    _check_rows(program, self._parallel.group.size)
+                    plan = RankPlan(StageGraph(program), self._parallel.shares, self._parallel.attention)
+                    found = _PreparedCall(plan, LiveWeights(module, program), rebuild)
             except UnsupportedGraph as reason:
                 found = str(reason)
             self._known[shapes] = found
         return found
 
-    def _take_apart(self, module: nn.Module, call: ComponentArguments) -> _PreparedCall:
+    def _take_apart(self, module: nn.Module, call: ComponentArguments) -> tuple[Program, Rebuild]:
         if self._method == "forward":
             doubled = self._parallel.doubled.get(self._name, "it was not called when the pipeline was measured")
             if isinstance(doubled, str):
                 raise UnsupportedGraph(doubled)
-            program, rebuild = _program_of(module, self._kind, self._method, call, doubled)
-        else:  # of an autoencoder, whose first argument is the only one with rows
-            (first, *others), kwargs = call.args, dict(call.kwargs)
-            program, _, rebuild = program_of(
-                module, self._kind, self._method, first, *tree_flatten((tuple(others), kwargs))
-            )
-        graph = StageGraph(program)
-        _check_rows(program, len(self._parallel.shares.speeds))
-        return _PreparedCall(
-            RankPlan(graph, self._parallel.shares, self._parallel.attention), LiveWeights(module, program), rebuild
+            return _program_of(module, self._kind, self._method, call, doubled)
+        (first, *others), kwargs = call.args, dict(call.kwargs)  # an autoencoder's first argument alone has rows
+        program, _, rebuild = program_of(
+            module, self._kind, self._method, first, *tree_flatten((tuple(others), kwargs))
         )
+        return program, rebuild
 
 
 def check_ranks(plan: Plan, parallel: ContextParallel | None) -> None:
@@ -180,7 +206,10 @@ def parallel_methods(
 def _program_of(
     module: nn.Module, kind: type[nn.Module], method: str, call: ComponentArguments, doubled: DoubledInputs
 ) -> tuple[Program, Rebuild]:
-    """Return the program of a call, and a function that rebuilds its output from tensors. Raises UnsupportedGraph."""
+    """Return the program of a call, and a function that rebuilds its output from tensors. Raises UnsupportedGraph.
+
+    Programs are cached on disk.
+    """
     leaves, form = call.flat()
     others, _ = doubled.double(call)
     rebuild: list[Rebuild] = []
@@ -197,8 +226,24 @@ def _program_of(
         return parts
 
     double, given = to_export(module, kind, leaves)
+    mark = mark_of_call(double, method, (form, doubled.leaves), leaves)
     work_around(double)
-    return capture_at(double, run, given, _tensors(others)), rebuild[0]
+    make = functools.partial(capture_at, double, run, given, _tensors(others))
+    program = kept_program(mark and f"{mark}-{code_mark():.16}", double, given, make)
+    if not rebuild:  # the program was cached, so the type of the output is not known yet
+        with contextlib.suppress(NotExported):
+            play(lambda: run(double, *given))
+    return (program if rebuild else make()), rebuild[0]
+
+
+def _without_wrappers(module: nn.Module) -> nn.Module:
+    """Return `module` without what others put around its methods, which runs already: a profiler, a library's hook."""
+    bare = object.__new__(type(module))
+    vars(bare).update({name: value for name, value in vars(module).items() if name not in WRAPPED})
+    return bare
+
+
+WRAPPED = ("forward", "encode", "decode")
 
 
 def _check_rows(program: Program, ranks: int) -> None:

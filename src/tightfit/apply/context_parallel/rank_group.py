@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from tightfit.errors import RunError
 
-__all__ = ["RankGroup"]
+__all__ = ["ExchangeRates", "RankGroup"]
+
+
+TEXT = 1000  # bytes of a text that ranks send each other
+TRIES, LARGE = 4, 4 * 2**20  # how often an exchange is timed, and the bytes of a large one
+
+
+class ExchangeRates(NamedTuple):
+    """What it takes to send to another rank while receiving as much."""
+
+    rate: float  # bytes per second
+    latency: float  # seconds of an exchange, however small
 
 
 class RankGroup:
@@ -25,6 +39,7 @@ class RankGroup:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.bytes_sent = 0
+        self.ranks_here = 1  # on this computer, as far as `count_ranks_here` was called
         self._group: dist.ProcessGroup | None = None  # of calls, from the first one on
         self._calling = False
         self._pending: list[list[dist.Work]] = []  # sends and receives that were started and not waited for
@@ -104,6 +119,46 @@ class RankGroup:
         self.bytes_sent += tensor.nbytes * (self.size - 1)
         return found
 
+    def count_ranks_here(self) -> None:
+        """Set `ranks_here`."""
+        names = self.all_gather_text(socket.gethostname())
+        self.ranks_here = names.count(names[self.rank])
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return the `text` of each rank, of which the first TEXT bytes are sent."""
+        sent = torch.zeros(TEXT, dtype=torch.uint8)
+        said = text.encode()[:TEXT]
+        sent[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else 0
+        return [bytes(each.tolist()).rstrip(b"\0").decode(errors="ignore") for each in self.all_gather(sent)]
+
+    def exchange_rates(self, device: torch.device, wait: Callable[[], None]) -> ExchangeRates:
+        """Measure what it takes to send to the next rank from `device`, for which `wait` waits: the best of a few."""
+        seconds = [min(self._timed(device, size, wait) for _ in range(TRIES)) for size in (1, LARGE)]
+        return ExchangeRates(LARGE / max(seconds[1] - seconds[0], 1e-9), seconds[0])
+
+    def _timed(self, device: torch.device, size: int, wait: Callable[[], None]) -> float:
+        tensor, coming = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        self.all_gather(torch.zeros(1))  # begin together
+        wait()
+        began = time.perf_counter()
+        self.pass_on(tensor, coming)()
+        wait()
+        return time.perf_counter() - began
+
+    def check_same(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise RunError if ranks give the component `name` different inputs: each must be given the same call."""
+        own = self._sums(tensors)
+        for rank, its in enumerate(self.all_gather(own)):
+            if not torch.equal(its.nan_to_num(), own.nan_to_num()):
+                raise RunError(
+                    f"{name}: rank {rank} was called with other values than rank {self.rank}: "
+                    "give every rank the same arguments, and a generator with the same seed",
+                    name=name, rank=rank,
+                )  # fmt: skip
+
+    def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([tensor.double().sum().to(tensors[0].device) for tensor in tensors])
+
     def copy_from_first(self, tensor: torch.Tensor) -> None:
         """Fill `tensor` with that of rank 0."""
         with _errors_named(self.rank):
@@ -129,7 +184,9 @@ def _errors_named(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         said = next(iter(str(error).strip().splitlines()), "")
         message = f"rank {rank}: another rank ended or does not answer: {said:.200}"
-        raise RunError(message, rank=rank) from error.with_traceback(None)  # its frames would keep the connections
+        raise RunError(message, rank=rank, ended_by="another rank") from error.with_traceback(
+            None
+        )  # its frames would keep the connections
 
 
 def _default_timeout() -> timedelta | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -125,8 +126,11 @@ class RankRunner(Runner):
         return self._joined(node, shares, Span(0, node.rows), mine)
 
     def _complete_statistics(self, index: int) -> None:
-        measured = self._measuring.pop(index)
-        self._known[index] = measured.merged(self._group.all_gather(measured.packed())).known()
+        measured, node = self._measuring.pop(index), self._nodes[index]
+        row = math.prod(node.shape[1:]) // self._groups[index] // node.rows
+        shares = [self._plan.share(rank, index) for rank in range(self._group.size)]
+        counts = [row * (share.hi - share.lo) for share in shares]
+        self._known[index] = measured.merged(self._group.all_gather(measured.packed()), counts).known()
 
     # the rows of this rank
 

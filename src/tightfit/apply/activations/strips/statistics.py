@@ -42,17 +42,20 @@ class Statistics:
         self._count = total
 
     def packed(self) -> torch.Tensor:
-        """Return mean, deviation and count of the rows seen so far, (3, batch · groups), float64."""
+        """Return mean and deviation of the rows seen so far, (2, batch · groups), float64."""
         assert self._mean is not None
         assert self._deviation is not None
-        return torch.stack((self._mean, self._deviation, torch.full_like(self._mean, self._count)))
+        return torch.stack((self._mean, self._deviation))
 
-    def merged(self, packs: Iterable[torch.Tensor]) -> Statistics:
-        """Return the statistics of all rows of which `packs` are `packed`, in their order."""
+    def merged(self, packs: Iterable[torch.Tensor], counts: Iterable[int]) -> Statistics:
+        """Return the statistics of all rows of which `packs` are `packed`, in their order.
+
+        `counts`: the elements of a group of channels that each pack is of.
+        """
         found = Statistics(self._groups)
         found._dtype = self._dtype
-        for mean, deviation, count in packs:
-            found._add(mean, deviation, int(count[0]))
+        for (mean, deviation), count in zip(packs, counts, strict=True):
+            found._add(mean, deviation, count)
         return found
 
     def known(self) -> torch.Tensor:

@@ -1,0 +1,44 @@
+"""A pipeline whose rows several ranks share → the Footprint of one rank: its memory, its work, and what it sends."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from tightfit.apply.context_parallel.executor import ContextParallel
+from tightfit.apply.module_hooks import watch
+from tightfit.measure.call_profiler import CallProfiler
+from tightfit.measure.graph_layers import follow_graph
+from tightfit.measure.modules import inspect_pipeline
+from tightfit.plan.default_rates import ANY_CARD
+from tightfit.run.collecting_rarely import collecting_rarely
+from tightfit.run.simulate import Inputs, SimulationRun, unlimited_card
+from tightfit.schema.footprint import Footprint
+from tightfit.schema.request import Request
+
+__all__ = ["measure_rank"]
+
+
+@collecting_rarely()
+def measure_rank(
+    model: Any, request: Request, inputs: Inputs, dtype: str | None, parallel: ContextParallel, *,
+    expandable: bool,
+) -> Footprint:  # fmt: skip
+    """Measure a call on this rank of `parallel`, as `measure_footprint` does without ranks; `model` is modified.
+
+    What the other ranks send has no values. There are neither variants nor strips: ranks share what these would split.
+    """
+    with unlimited_card(ANY_CARD) as card:
+        precision = getattr(torch, dtype) if dtype else None
+        ranks: dict[str, Any] = {"keeps_gradients": False, "parallel": parallel}
+        simulation = SimulationRun(model, card, {"level": 0}, request, precision, **ranks)
+        profiler = CallProfiler(card, expandable=expandable)
+        with ExitStack() as undo:
+            profiler.follow(simulation.components, undo)
+            for name, module in simulation.components.items():
+                follow_graph(profiler, name, module, watch, undo)
+            simulation.run(inputs)
+            found = inspect_pipeline(simulation.pipe)
+            return found.model_copy(update={"request": simulation.request, "phases": profiler.phases()})

@@ -1,0 +1,139 @@
+"""Plans within a budget for one rank of several that share a pipeline's rows: decided by all ranks together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tightfit.apply.context_parallel.executor import ContextParallel
+from tightfit.errors import BudgetTooSmall
+from tightfit.run.calibration import PlanningInputs
+from tightfit.run.call_arguments import CallShape
+from tightfit.run.footprints import Measurer
+from tightfit.run.plan_target import PlanTarget
+from tightfit.run.replanning import Replanner
+from tightfit.schema.footprint import Footprint
+from tightfit.schema.machine import Machine
+from tightfit.schema.plan import ContextAttention, Plan, Reason
+from tightfit.schema.request import Request
+from tightfit.units import format_bytes, format_seconds
+
+__all__ = ["RankReplanner"]
+
+NAMES: Mapping[ContextAttention, str] = {"gathered": "gathered keys", "ring": "a ring", "heads": "heads"}
+
+
+class RankReplanner(Replanner):
+    """Makes plans for this rank of `parallel`. Each rank has its own device and budget, and so its own weights there.
+
+    How attention reaches the keys of other ranks must be the same on all of them: of the `ways` the one with which the
+    slowest rank is fastest. Where no way fits on every rank, all raise BudgetTooSmall.
+    """
+
+    retries = False  # the other ranks' calls have ended by then
+    keeps_whole = False  # other ranks may have plans that are not kept
+
+    def __init__(
+        self, pipe: Any, plan_target: PlanTarget, parallel: ContextParallel, ways: Sequence[ContextAttention]
+    ) -> None:
+        self._parallel, self._ways = parallel, tuple(ways)
+        self._by_way: dict[ContextAttention, Measurer | Exception] = {}
+        super().__init__(pipe, plan_target)
+
+    def _measurer_of(self, pipe: Any, plan_target: PlanTarget) -> Measurer | Exception:
+        for way in self._ways:
+            parallel = replace(self._parallel, attention=way)
+            try:
+                self._by_way[way] = Measurer(pipe, expandable=plan_target.expandable, parallel=parallel)
+            except Exception as error:  # raised by third-party code, which copying modules runs
+                self._by_way[way] = error
+        return self._by_way[self._ways[0]]
+
+    def first_plan(self, pipe: Any) -> Plan:
+        return self._on_ranks(super().first_plan(pipe))
+
+    def for_direct_calls(self, now: Plan, because: str) -> Plan | None:
+        plan = super().for_direct_calls(now, because)
+        return plan and self._on_ranks(plan)
+
+    def for_held(self, pipe: Any, now: Plan, held: int) -> Plan:
+        """Return the plan `now`: another one could not be agreed upon with ranks that hold less."""
+        return now
+
+    def _free_machine(self) -> Machine:
+        machine, rates = super()._free_machine(), self._parallel.exchange_rates
+        (own, *_) = machine.accelerators
+        if rates is not None:
+            own = own.model_copy(update={"exchange_rate": rates.rate, "exchange_latency": rates.latency})
+        if own.is_cpu and own.free is not None and self._limits.budget is None:  # other ranks have the same memory
+            own = own.model_copy(update={"free": own.free // self._parallel.group.ranks_here})
+        return machine.model_copy(update={"accelerators": (own,)})
+
+    def _new(self, request: Request, shape: CallShape, given: Mapping[str, Any] | None) -> Plan:
+        found: dict[ContextAttention, tuple[Plan, PlanningInputs | None]] = {}
+        refusal, log = None, self._logs.get(shape)
+        for way, measurer in self._by_way.items():
+            self._measurer = measurer
+            self._inputs_by_shape.pop(shape, None)
+            if log is not None:
+                self._logs[shape] = log
+            try:
+                plan = super()._new(request, shape, given)
+            except BudgetTooSmall as error:
+                refusal = error
+            else:
+                found[way] = self._on_ranks(plan, way), self._inputs_by_shape.get(shape)
+        seconds = self._agreed({way: _seconds(plan) for way, (plan, _) in found.items()}, refusal)
+        way = min(seconds, key=lambda way: seconds[way])
+        plan, inputs = found[way]
+        if inputs is not None:
+            self._inputs_by_shape[shape] = inputs
+            self.calibration_recorder.studies(plan, inputs)
+        reasons = [] if len(self._ways) == 1 else [_reason(way, seconds)]
+        reasons += [] if inputs is None else [_exchanged(inputs.footprint)]
+        return plan.model_copy(update={"reasons": (*plan.reasons, *reasons)})
+
+    def _agreed(
+        self, seconds: Mapping[ContextAttention, float], refusal: BudgetTooSmall | None
+    ) -> dict[ContextAttention, float]:
+        """Return the seconds of the slowest rank by way, of those ways that fit on all ranks."""
+        group = self._parallel.group
+        own = torch.tensor([seconds.get(way, math.inf) for way in self._ways], dtype=torch.float64)
+        with group.call():
+            slowest = torch.stack(group.all_gather(own)).amax(0).tolist()
+            agreed = {way: each for way, each in zip(self._ways, slowest, strict=True) if each < math.inf}
+            if agreed:
+                return agreed
+            texts = group.all_gather_text("" if refusal is None else str(refusal))
+        rank = next(rank for rank, text in enumerate(texts) if text)
+        needed = refusal.facts.get("needed_bytes") if refusal is not None else None
+        raise BudgetTooSmall(f"rank {rank}: {texts[rank]}", rank=rank, needed_bytes=needed)
+
+    def _on_ranks(self, plan: Plan, way: ContextAttention | None = None) -> Plan:
+        choices = self._parallel.choices | ({} if way is None else {"context_attention": way})
+        return plan.model_copy(update=choices)
+
+
+def _seconds(plan: Plan) -> float:
+    """The predicted seconds of a call; 0 if nothing is predicted."""
+    return sum(phase.seconds for phase in plan.forecast)
+
+
+def _exchanged(footprint: Footprint) -> Reason:
+    done = [(call, call.runs) for phase in footprint.phases for call in phase.calls]
+    work = [(group, runs) for call, runs in done for use in call.block_uses for group in use.work]
+    exchanges = [(group, runs) for group, runs in work if group.kind == "exchange"]
+    size, count = (sum(getattr(group, name) * runs for group, runs in exchanges) for name in ("traffic", "kernels"))
+    because = f"a call exchanges them with other ranks in {count} exchanges, counted in its predicted time"
+    return Reason(decision=f"{format_bytes(size)} are sent", because=because)
+
+
+def _reason(way: ContextAttention, seconds: Mapping[ContextAttention, float]) -> Reason:
+    others = [f"{NAMES[each]} {format_seconds(its)}" for each, its in seconds.items() if each != way]
+    because = f"predicted are {format_seconds(seconds[way])}; with " + " and ".join(others)
+    alone = "with no other kind does the call fit on all ranks"
+    return Reason(decision=f"attention of ranks by {NAMES[way]}", because=because if others else alone)
