@@ -49,6 +49,7 @@ bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/fp8.py
 	$(BIN)/python bench/gradients.py
 	$(BIN)/python bench/levels.py
+	$(BIN)/python bench/loading.py --folder "$${TMPDIR:-/tmp}/tightfit-loading"
 	$(BIN)/python bench/vae.py
 	$(BIN)/python bench/attention.py
 	$(BIN)/python bench/activations.py

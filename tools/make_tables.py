@@ -135,6 +135,31 @@ def gradients() -> str:
     return table(("plan", "peak of weights, activations, gradients and optimizer", "of the peak without a plan"), rows)
 
 
+def loading() -> str:
+    facts = read("loading")
+    plain, names = "plain read", {
+        "plain read": "plain read of the files", "from_pretrained": "`from_pretrained`, which maps files",
+        "from_pretrained disable_mmap": "`from_pretrained(disable_mmap=True)`", "level-0": "`load(level=0)`, CPU",
+        "level-2": "`load(level=2)`, `loopback`", "level-3": "`load(level=3)`, `loopback`",
+        "disk": "`load`, weights left on disk, CPU",
+        "from_pretrained + fit level-2": "`from_pretrained`, `fit(level=2)`",
+        "from_pretrained + fit level-3": "`from_pretrained`, `fit(level=3)`",
+    }  # fmt: skip
+    rows: list[tuple[object, ...]] = []
+    for row in facts["summary"]:
+        read_all, name = row["contender"] != "disk", row["contender"]
+        memory = [format_bytes(max(row[key], 0)) for key in ("stays", "peak_above")] if name != plain else [NONE] * 2
+        rows.append((
+            names[name], "cold" if row["cold"] else "warm", format_seconds(row["seconds"]),
+            f"{row['of_disk_rate']:.0%}" if read_all and row["cold"] else NONE,
+            f"{row['times_theirs']:.2f} ×", f"{row['times_no_mmap']:.2f} ×", *memory,
+        ))  # fmt: skip
+    return table(
+        ("", "files", "time", "of the disk's rate", "of `from_pretrained`", "of `disable_mmap`", "memory that stays",
+         "peak above it"), rows,
+    )  # fmt: skip
+
+
 def reliability() -> str:
     signals, groups, inputs = (lines(name) for name in ("signals", "group-limits", "fuzz"))
     sent, after = [row for row in signals if "signal" in row], [row for row in signals if "again" in row]
@@ -405,6 +430,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fp8": fp8,
     "device_maps": device_maps,
     "gradients": gradients,
+    "loading": loading,
     "reliability": reliability,
     "published": published,
     "streaming": streaming,

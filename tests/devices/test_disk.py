@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.apply.weights.disk_store import SpillFile, read_stored
-from tightfit.devices import disk
+from tightfit.devices import disk_file
 from tightfit.devices.disk import SECTOR, DiskReader, Extent, Reading
 from tightfit.devices.memory import arena
 from tightfit.errors import InputError, ModelError, RunError
@@ -158,8 +159,8 @@ def test_long_reads_go_in_steps(reader: DiskReader, direct_folder: Path, monkeyp
     target = arena(size)
     reader.read([(Extent(path, 0, size), target)]).wait()
     assert torch.equal(target, content)
-    assert max(steps) == disk.STEP
-    assert len(steps) == size // disk.STEP
+    assert max(steps) == disk_file.STEP
+    assert len(steps) == size // disk_file.STEP
     assert reader.bytes_read == reader.direct_bytes == size
     assert 0 < reader.seconds_busy < 60
 
@@ -167,7 +168,7 @@ def test_long_reads_go_in_steps(reader: DiskReader, direct_folder: Path, monkeyp
 @pytest.fixture(scope="module")
 def small_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "STEP", 2 * SECTOR)
+        patch.setattr(disk_file, "STEP", 2 * SECTOR)
         yield
 
 
@@ -280,6 +281,30 @@ def test_file_systems_that_do_not_open_directly(
     ]
 
 
+def test_what_is_in_the_page_cache_is_copied_from_there_where_that_is_wanted(direct_folder: Path) -> None:
+    """To look whether a page is there may bring a few in, which are not read again."""
+    size, path = 64 * SECTOR, direct_folder / "file"
+    content = arena(size)
+    content.copy_(torch.frombuffer(bytearray(noise(size)), dtype=torch.uint8))
+    handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
+    assert os.pwritev(handle, [content.numpy().data], 0) == size  # leaves nothing in the page cache
+    os.close(handle)
+
+    def direct_bytes(*, cached: bool) -> int:
+        target, done, direct = arena(size), 0, 0
+        with closing(disk_file.DiskFile(path, cached=cached)) as file:
+            while done < size:
+                counts = file.read(disk_file.ReadTarget.of(Extent(path, 0, size), target), done)
+                done, direct = done + counts[0], direct + counts[1]
+        assert torch.equal(target, content)
+        return direct
+
+    assert direct_bytes(cached=True) >= size - 8 * SECTOR
+    path.read_bytes()
+    assert direct_bytes(cached=True) == 0
+    assert direct_bytes(cached=False) == size
+
+
 @pytest.mark.parametrize("good_steps", [0, 1])
 def test_file_systems_that_open_but_do_not_read_directly(
     reader: DiskReader, direct_folder: Path, file: Path, monkeypatch: pytest.MonkeyPatch, good_steps: int
@@ -294,7 +319,7 @@ def test_file_systems_that_open_but_do_not_read_directly(
         return real(handle, views, offset)
 
     replace_preadv(monkeypatch, refusing)
-    monkeypatch.setattr(disk, "STEP", SECTOR)
+    monkeypatch.setattr(disk_file, "STEP", SECTOR)
     handles = left_behind()[1]
     for _ in range(2):
         assert get(reader, file, 0, 3 * SECTOR) == noise(LENGTH)[: 3 * SECTOR]
@@ -504,7 +529,7 @@ def test_what_is_cancelled_before_it_begins_is_not_read(reader: DiskReader, file
 def test_what_is_cancelled_in_the_middle_ends_with_its_step(
     reader: DiskReader, file: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "STEP", SECTOR)
+    monkeypatch.setattr(disk_file, "STEP", SECTOR)
     target = arena(LENGTH)
     reading = reader.read([(Extent(file, 0, LENGTH), target)])
     assert gate.reached.wait(20)
@@ -542,7 +567,7 @@ def test_nothing_is_there_before_the_first_request(file: Path) -> None:
 
 
 def test_close_cancels_what_is_pending(file: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "STEP", SECTOR)
+    monkeypatch.setattr(disk_file, "STEP", SECTOR)
     before = left_behind()
     reader = DiskReader()
     readings = [reader.read([(Extent(file, 0, LENGTH), arena(LENGTH))]) for _ in range(3)]

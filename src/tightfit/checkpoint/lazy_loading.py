@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,71 +12,97 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.apply.weights.disk_store import read_stored
 from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.apply.weights.weight_store import FileTensor
 from tightfit.checkpoint.configurations import check_configuration, check_configurations, class_of, making
 from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, network_folder
 from tightfit.checkpoint.loading import load_pipeline, quietly
+from tightfit.checkpoint.tensor_reads import PendingTensor, TensorReads
 from tightfit.checkpoint.tensors import NotLazyLoadable, TensorLocation, locate_weights, read_locations
-from tightfit.devices.disk import DiskReader
 from tightfit.measure.build_models import build_network
 
-__all__ = ["LazyCheckpoint", "build_component", "build_folder", "build_lazily", "networks_in"]
+__all__ = ["LazyCheckpoint", "LeftInFiles", "build_component", "build_folder", "build_lazily", "networks_in"]
 
 # a network that makes more tensors than that for each stored one, and these, is not the one that was stored: it may
 # have a billion layers
 _TIMES_STORED, _MORE = 10, 1000
 
+LeftInFiles = Callable[[str, nn.Module], Set[int]]  # a component → ids of its weights that are not loaded
 
-class LazyCheckpoint:
-    """A pipeline or a network whose weights are still in its files."""
 
-    def __init__(
-        self, pipe: Any, networks: Mapping[str, nn.Module], places: Mapping[str, dict[str, TensorLocation]]
-    ) -> None:
-        self.pipe = pipe
-        self._networks, self._places = networks, places
+class LazyCheckpoint(AbstractContextManager["LazyCheckpoint"]):
+    """A pipeline or a network whose weights are in its files, or are being read; reading ends with the context."""
 
-    def fill(self, left: Callable[[str, nn.Module], Set[int]]) -> FileBackedWeights:
+    def __init__(self) -> None:
+        self.pipe: Any = None
+        self._file_weights, self._reads = FileBackedWeights(), TensorReads()
+        self._networks: dict[str, nn.Module] = {}
+        self._places: dict[str, dict[str, TensorLocation]] = {}  # of components that are not read yet
+        self._pending: dict[str, list[tuple[torch.Tensor, PendingTensor]]] = {}
+
+    def add(self, name: str, network: nn.Module, places: dict[str, TensorLocation], left: LeftInFiles | None) -> None:
+        """Add a component; start to read its weights where it is known which are `left` in files."""
+        self._networks[name], self._places[name] = network, places
+        if left is not None:
+            self._start(name, left)
+
+    def _start(self, name: str, left: LeftInFiles) -> None:
+        """Start to read the weights of a component, but for those that are left in files."""
+        network = self._networks[name]
+        unread, pending = left(name, network), []
+        for weight, place in _weights(network, self._places.pop(name)).values():
+            if isinstance(weight, nn.Parameter) and id(weight) in unread:
+                strides = _strides(weight.shape)
+                self._file_weights.put(
+                    weight, FileTensor(place.path, place.offset, place.dtype, weight.shape, strides, place.state)
+                )
+            else:
+                pending.append((weight, PendingTensor(place, weight.dtype)))
+        self._pending[name] = pending
+        self._reads.start([tensor for _, tensor in pending])
+
+    def fill(self, left: LeftInFiles) -> FileBackedWeights:
         """Load all weights but those whose ids `left(name, network)` returns; return the file locations of these.
 
         ModelError if a file ends too soon, cannot be read, or has changed since its header was read.
         """
-        file_weights = FileBackedWeights()
-        with DiskReader() as reader:
-            for name, places in self._places.items():
-                network = self._networks[name]
-                unread = left(name, network)
-                for weight, place in _weights(network, places).values():
-                    strides = _strides(weight.shape)
-                    where = FileTensor(place.path, place.offset, place.dtype, weight.shape, strides, place.state)
-                    if isinstance(weight, nn.Parameter) and id(weight) in unread:
-                        file_weights.put(weight, where)
-                    else:
-                        _replace(network, weight, read_stored(where, reader).to(weight.dtype))
-        return file_weights
+        for name in list(self._places):
+            self._start(name, left)
+        self._reads.wait()
+        for name, pending in self._pending.items():
+            _replace(self._networks[name], pending)
+        self._pending.clear()
+        return self._file_weights
+
+    def __exit__(self, *_: object) -> None:
+        self._reads.close()
 
 
-def build_lazily(path: Path, folder: ModelFolder | None, dtype: torch.dtype) -> LazyCheckpoint:
+def build_lazily(
+    path: Path, folder: ModelFolder | None, dtype: torch.dtype, left: LeftInFiles | None = None
+) -> LazyCheckpoint:
     """Build the pipeline of `folder`, or the single diffusers network in `path` (None), to be computed in `dtype`.
 
-    Raises ModelError, naming file and tensor, if the files do not match the networks.
+    Where `left` is known, the weights of a component are read while the next one is built. Raises ModelError, naming
+    file and tensor, if the files do not match the networks.
     """
     parts = [_single_network(path)] if folder is None else _networks(folder)
-    networks, places = {}, {}
-    for part in parts:
-        here = path if folder is None else path / part.name
-        stored = read_locations(part.weight_files, part.weight_index)
-        network = build_component(path, here, part, dtype, len(stored))
-        try:
-            places[part.name] = locate_weights(network, stored, part.name)
-        except NotLazyLoadable:  # only the library's own loader can load it
-            with quietly(), making(here / "config.json", part.class_name):
-                network = class_of(path, part).from_pretrained(str(here), torch_dtype=dtype, local_files_only=True)
-        networks[part.name] = network
-    pipe = networks[parts[0].name] if folder is None else load_pipeline(folder, dtype, networks)
-    return LazyCheckpoint(pipe, networks, places)
+    networks: dict[str, nn.Module] = {}
+    with contextlib.ExitStack() as on_failure:
+        checkpoint = on_failure.enter_context(LazyCheckpoint())
+        for part in parts:
+            here = path if folder is None else path / part.name
+            stored = read_locations(part.weight_files, part.weight_index)
+            network = build_component(path, here, part, dtype, len(stored))
+            try:
+                checkpoint.add(part.name, network, locate_weights(network, stored, part.name), left)
+            except NotLazyLoadable:  # only the library's own loader can load it
+                with quietly(), making(here / "config.json", part.class_name):
+                    network = class_of(path, part).from_pretrained(str(here), torch_dtype=dtype, local_files_only=True)
+            networks[part.name] = network
+        checkpoint.pipe = networks[parts[0].name] if folder is None else load_pipeline(folder, dtype, networks)
+        on_failure.pop_all()
+    return checkpoint
 
 
 def _networks(folder: ModelFolder) -> list[ComponentFolder]:
@@ -126,15 +153,18 @@ def _weights(
     return {id(held[name]): (held[name], places[name]) for name in named}
 
 
-def _replace(network: nn.Module, weight: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace `weight` by `value` wherever `network` has it."""
-    now = nn.Parameter(value, weight.requires_grad) if isinstance(weight, nn.Parameter) else value
+def _replace(network: nn.Module, pending: Iterable[tuple[torch.Tensor, PendingTensor]]) -> None:
+    """Replace each weight by what was read, wherever `network` has it."""
+    now: dict[int, torch.Tensor] = {}
+    for weight, tensor in pending:
+        assert tensor.value is not None
+        value = tensor.value
+        now[id(weight)] = nn.Parameter(value, weight.requires_grad) if isinstance(weight, nn.Parameter) else value
     for module in network.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for table in tables:
             for name, there in table.items():
-                if there is weight:
-                    table[name] = now
+                table[name] = now.get(id(there), there)
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

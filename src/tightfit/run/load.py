@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from tightfit.apply.choices import choices_of, decide
 from tightfit.apply.fitting import Fitted
 from tightfit.apply.weights.quantize import left_in_files
-from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.checkpoint.folder import ModelFolder, check_folder, network_folder
 from tightfit.checkpoint.headers import names_in
-from tightfit.checkpoint.lazy_loading import LazyCheckpoint, build_lazily, networks_in
+from tightfit.checkpoint.lazy_loading import LeftInFiles, build_lazily, networks_in
 from tightfit.devices.device import Device
 from tightfit.errors import InputError, PlanError, unknown_name
 from tightfit.run.call_arguments import request_of_example
@@ -97,10 +97,11 @@ def load(
             )
         made = plan_within(path, request_to_plan(request, example), plan_target, dtype, example)
         return load_made(folder, dtype, plan_target, made, count_activations=count_activations)
-    checkpoint = build_lazily(path, folder, getattr(torch, dtype))
-    shared = parallelism_of(checkpoint.pipe, parallel, request)
-    decided = decide(checkpoint.pipe, choices | (shared.ranks.choices if shared else {}), request, target)
-    file_weights = _fill(checkpoint, decided, target)
+    left = _nothing_left if plan is None and parallel is None else None  # a level leaves nothing in files
+    with build_lazily(path, folder, getattr(torch, dtype), left) as checkpoint:
+        shared = parallelism_of(checkpoint.pipe, parallel, request)
+        decided = decide(checkpoint.pipe, choices | (shared.ranks.choices if shared else {}), request, target)
+        file_weights = checkpoint.fill(_left_by(decided, target))
     return Loaded(
         checkpoint.pipe,
         Fitted(
@@ -118,8 +119,9 @@ def load_made(
     Raises as `load`.
     """
     target = plan_target.host_of(made.plan)
-    checkpoint = build_lazily(folder.path, folder, getattr(torch, dtype))
-    file_weights = _fill(checkpoint, made.plan, target)
+    left = _left_by(made.plan, target)
+    with build_lazily(folder.path, folder, getattr(torch, dtype), left) as checkpoint:
+        file_weights = checkpoint.fill(left)
     replans = Replanner(checkpoint.pipe, plan_target, made)
     fitted = Fitted(
         checkpoint.pipe,
@@ -142,31 +144,33 @@ def load_on_rank(
     Raises as `load`.
     """
     refuse_beside_ranks(parallel, plan_target.limits)
-    checkpoint = build_lazily(folder.path, folder, getattr(torch, dtype))
-    pipe, target = checkpoint.pipe, plan_target.devices[0]
-    call_request = request or Request() if example is None else request_of_example(pipe, example)
-    shared = parallelism_of(pipe, parallel, call_request)
-    if shared is None:  # the only rank
-        made = plan_within(folder.path, request, plan_target, dtype, example)
-        return load_made(folder, dtype, plan_target, made, count_activations=count_activations)
-    ranks = shared.measured(target)
-    with ranks.group.call():
-        replans = RankReplanner(pipe, plan_target, ranks, shared.ways)
-        plan = replans.plan(pipe, call_request, example)
-        file_weights = _fill(checkpoint, plan, target)
-        fitted = Fitted(
-            pipe, plan, target, count_activations=count_activations, file_weights=file_weights, replans=replans,
-            parallel=ranks,
-        )  # fmt: skip
+    with build_lazily(folder.path, folder, getattr(torch, dtype)) as checkpoint:
+        pipe, target = checkpoint.pipe, plan_target.devices[0]
+        call_request = request or Request() if example is None else request_of_example(pipe, example)
+        shared = parallelism_of(pipe, parallel, call_request)
+        if shared is None:  # the only rank
+            made = plan_within(folder.path, request, plan_target, dtype, example)
+            return load_made(folder, dtype, plan_target, made, count_activations=count_activations)
+        ranks = shared.measured(target)
+        with ranks.group.call():
+            replans = RankReplanner(pipe, plan_target, ranks, shared.ways)
+            plan = replans.plan(pipe, call_request, example)
+            file_weights = checkpoint.fill(_left_by(plan, target))
+            fitted = Fitted(
+                pipe, plan, target, count_activations=count_activations, file_weights=file_weights, replans=replans,
+                parallel=ranks,
+            )  # fmt: skip
     fitted.tell(replans.calibration_recorder)
     return Loaded(pipe, fitted)
 
 
-def _fill(checkpoint: LazyCheckpoint, plan: Plan, target: Device) -> FileBackedWeights:
-    """Load the weights that `plan` does not leave in their files."""
-    return checkpoint.fill(
-        lambda name, network: left_in_files(network, plan.components[name], separate=target.separate)
-    )
+def _left_by(plan: Plan, target: Device) -> LeftInFiles:
+    """Return what says which weights `plan` leaves in their files."""
+    return lambda name, network: left_in_files(network, plan.components[name], separate=target.separate)
+
+
+def _nothing_left(name: str, network: nn.Module) -> set[int]:
+    return set()
 
 
 def _find(model: str | Path) -> tuple[Path, ModelFolder | None]:
