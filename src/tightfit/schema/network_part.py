@@ -1,0 +1,54 @@
+"""A later part of a network that is split over devices: from which block on it runs. Does not import torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from tightfit.errors import PlanError
+from tightfit.schema.base import Count, Record, Size
+
+__all__ = ["Granularity", "NetworkPart", "Placement"]
+
+Placement = Literal["resident", "offload", "stream"]
+Granularity = Literal["block", "layer"]
+_STREAMED = ("weight_memory", "granularity", "ring_buffer", "resident_layers")
+
+
+class NetworkPart(Record):
+    """The blocks from `first` on, up to the first of the next part; `first` alone may be given as text.
+
+    Where its weights are: fields left out are the component's.
+    """
+
+    first: str  # dotted path of a block
+    placement: Placement | None = None
+    weight_memory: Size | None = None
+    granularity: Granularity | None = None
+    ring_buffer: Count | None = None
+    resident_layers: tuple[str, ...] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, fields: Any) -> Any:
+        return {"first": fields} if isinstance(fields, str) else fields
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        streamed = [name for name in _STREAMED if getattr(self, name) is not None]
+        if streamed and self.placement not in (None, "stream"):
+            raise PlanError(f"{streamed[0]} only means something with placement=stream", field=streamed[0])
+        return self
+
+    def fields(self, placement: Placement) -> dict[str, object]:
+        """Return its values for a ComponentPlan; `placement` is that of the component."""
+        streamed = {name: getattr(self, name) for name in _STREAMED}
+        if self.placement not in (None, placement) or placement != "stream":
+            return {"placement": self.placement or placement, **streamed}
+        return {name: value for name, value in streamed.items() if value is not None}
+
+    @property
+    def described(self) -> str:
+        """Which blocks it has, and how their weights are placed where that is not as the component's."""
+        return f"{self.first} and later" + (f" ({self.placement})" if self.placement else "")
