@@ -33,6 +33,7 @@ from tightfit.schema.plan import (
     TECHNIQUES,
     ComponentPlan,
     ComponentRun,
+    NetworkPart,
     PhaseForecast,
     Plan,
     Reason,
@@ -128,8 +129,13 @@ FOOTPRINT = Footprint(
 )
 REASON = Reason(decision="transformer streamed", because="it is larger than “the card”", detail=True)
 VAE = VaePlan(slicing=True, strips=2**28, feature_maps="host", tile=512, overlap=0.125)
+PART = NetworkPart(
+    first="transformer_blocks.1", placement="stream", weight_memory=3 * 2**30, granularity="layer", ring_buffer=2**29,
+    resident_layers=("transformer_blocks.1.attn",),
+)  # fmt: skip
 STORED = ComponentPlan(
     device="cuda:0",
+    split={"cuda:1": PART},
     placement="stream",
     offload_to="disk",
     pinned=False,
@@ -176,8 +182,8 @@ PREDICTION = Prediction(
 )  # fmt: skip
 EXAMPLES = [
     REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, LEG, WAY, STRETCH, VARIANT,
-    FOOTPRINT, REASON, VAE, STORED, TRACED, STINT, FORECAST, DEVICE_MAP, PLAN, SAMPLE, PHASE, TRACE, LIVED, EXPERIENCE,
-    PREDICTION,
+    FOOTPRINT, REASON, VAE, PART, STORED, TRACED, STINT, FORECAST, DEVICE_MAP, PLAN, SAMPLE, PHASE, TRACE, LIVED,
+    EXPERIENCE, PREDICTION,
 ]  # fmt: skip
 
 each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
@@ -713,7 +719,8 @@ def test_an_unknown_name_comes_with_the_nearest_or_all(known: list[str], sentenc
 def test_a_plan_says_everything_it_decides() -> None:
     assert str(PLAN).splitlines() == [
         "plan: level 3 on cuda:1",
-        "  transformer: on cuda:0, stream, from disk, by block, 2 resident, ring buffer of 1 GiB, "
+        "  transformer: on cuda:0, transformer_blocks.1 and later on cuda:1 (stream), stream, from disk, by block, "
+        "2 resident, ring buffer of 1 GiB, "
         "stored as float8_e4m3fn, channels-last, at most 2 items at a time, batched guidance, "
         "feed-forward within 1 MiB, gradient checkpointing on, attention by chunked",
         "  autoencoder: exact strips within 256 MiB, feature maps kept in host memory, "

@@ -13,6 +13,7 @@ import tightfit
 from a_few import a_few
 from more_pipelines import MORE_CASES
 from simulator.conftest import ACCELERATOR
+from tightfit import PlanError
 from tightfit.measure.modules import find_blocks, find_components, has_skips
 from tightfit.plan.network_parts import block_order
 from tightfit.simulator.backend import use_cards
@@ -65,7 +66,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
-@pytest.mark.parametrize("case", a_few(CASES, "StableDiffusion", "StableDiffusionXL", "Flux", "Wan"))
+@pytest.mark.parametrize("case", a_few(CASES, "StableDiffusion", "Flux", "Wan"))
 def test_numbers_are_those_of_one_card(case: TinyCase, fields: dict[str, Any], cards: Any) -> None:
     together = tightfit.fit(pipe := case.make(), level=0, device=ONE)
     wanted = run(pipe, case).cpu()
@@ -101,12 +102,16 @@ def split_at(pipe: Any, name: str, *places: int, devices: tuple[str, ...] = (OTH
     return {"split": {device: order[place] for device, place in zip(devices, places, strict=False)}}
 
 
+def args_device(out: Any) -> int:
+    return (out[-1] if isinstance(out, tuple) else out).device.index  # type: ignore[no-any-return]
+
+
 def test_each_block_computes_where_its_part_is() -> None:
     case = case_of("Flux")
     pipe = case.make()
     network, ran = pipe.transformer, {}
     for path, block in find_blocks(network).items():
-        block.register_forward_hook(lambda _, args, out, path=path: ran.setdefault(path, out[-1].device.index))
+        block.register_forward_hook(lambda _, args, out, path=path: ran.update({path: args_device(out)}))
     plan = {"device": ONE, "components": {"transformer": split_at(pipe, "transformer", 1, 3)}}
     tightfit.fit(pipe, plan=plan)
     run(pipe, case)
@@ -144,7 +149,9 @@ def test_residuals_of_a_controlnet_are_added_on_either_card() -> None:
         fitted.undo()
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "level", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 @pytest.mark.parametrize("name", ["StableDiffusionXL", "Flux"])
 def test_levels_and_other_sizes(name: str, level: int) -> None:
     case = case_of(name)
@@ -311,7 +318,7 @@ def test_an_error_in_a_block_leaves_nothing_behind() -> None:
         ({"split": {ONE: "transformer_blocks.1"}}, "simulated:0 is where transformer begins already"),
         ({"split": {"moon:1": "transformer_blocks.1"}}, "unknown device 'moon'"),
         ({"split": {"cpu": "transformer_blocks.1"}}, "several devices have to be cards"),
-        ({"split": {OTHER: {"first": "transformer_blocks.1", "placement": "offload", "ring_buffer": 1}}}, "ring_buffer"),
+        ({"split": {OTHER: {"first": "proj_out", "placement": "offload", "ring_buffer": 1}}}, "ring_buffer"),
         ({"split": {OTHER: "transformer_blocks.1"}, "exported": "a.pt"}, "leave split out"),
     ],
 )  # fmt: skip

@@ -48,7 +48,6 @@ class NetworkPart(Record):
             return {"placement": self.placement or placement, **streamed}
         return {name: value for name, value in streamed.items() if value is not None}
 
-    @property
-    def described(self) -> str:
-        """Which blocks it has, and how their weights are placed where that is not as the component's."""
-        return f"{self.first} and later" + (f" ({self.placement})" if self.placement else "")
+    def described(self, device: str) -> str:
+        """Which blocks it has on `device`, and how their weights are placed where that is not as the component's."""
+        return f"{self.first} and later on {device}" + (f" ({self.placement})" if self.placement else "")

@@ -181,7 +181,7 @@ class ComponentPlan(Record):
     def described(self) -> str:
         """All that differs from the defaults, on one line."""
         parts = [f"on {self.device}"] if self.device else []
-        parts += [f"{part.described} on {name}" for name, part in self.split.items()]
+        parts += [part.described(name) for name, part in self.split.items()]
         parts += [self.placement] + ([] if self.store.is_host_memory else [f"from {self.store.title}"])
         if self.ring_buffer is not None and self.resident_layers is not None:
             resident, ring = len(self.resident_layers), format_bytes(self.ring_buffer)
