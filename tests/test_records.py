@@ -88,7 +88,15 @@ WORKLOAD = KernelGroup(kind="matmul", dtype="bfloat16", operations=8, traffic=16
 TURN = LayerWork(layer="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), host_waits=True)
 USE = BlockUse(block="transformer_blocks.0", live_bytes_at_start=32, peak=64, layer_work=(TURN,))
 PASS = ComponentCall(
-    component="unet", method="forward", runs=2, peak=65, block_uses=(USE,), backward_from=0, time_scale=1.5
+    component="unet",
+    method="forward",
+    runs=2,
+    peak=65,
+    block_uses=(USE,),
+    backward_from=0,
+    time_scale=1.5,
+    is_part=True,
+    crossing_bytes=9,
 )
 LEG = StripStageProfile(
     strips=3,

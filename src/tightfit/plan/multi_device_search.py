@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -133,6 +133,26 @@ class MultiDeviceSearch:
     def _unevenness(self, solution: JointSolution) -> tuple[float, float, list[float]]:
         fullness = sorted(self.fullness(solution), reverse=True)
         return round(fullness[0], 2), round(solution.seconds, 6), fullness
+
+    @property
+    def host(self) -> int | None:
+        """Index of the member on which denoisers compute, if that is fixed."""
+        return self._host
+
+    def kind_of(self, number: int) -> tuple[str, int]:
+        """Return what the member of that index is, as far as it matters here: equal members have equal kinds."""
+        return self._kinds[number], self.members[number].size
+
+    def with_parts(
+        self, footprint: Footprint, owners: Mapping[str, Sequence[str]], cards: Mapping[str, str]
+    ) -> MultiDeviceSearch:
+        """Return the search for `footprint`, in which components are split into parts that compute on `cards`.
+
+        `owners` has the names of the parts of each component, which are all stored alike.
+        """
+        storages = {part: s for name, s in self._storages.items() for part in owners.get(name, (name,))}
+        device_map = self.device_map.model_copy(update={"components": {**self.device_map.components, **cards}})
+        return MultiDeviceSearch(footprint, self.members, self.store_rates, storages, None, device_map)
 
     def without_map(self) -> MultiDeviceSearch:
         """Return the search in which nothing is fixed."""

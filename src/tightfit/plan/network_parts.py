@@ -13,7 +13,7 @@ from tightfit.plan.layer_selection import resolve_streaming
 from tightfit.schema.footprint import Component
 from tightfit.schema.plan import ComponentPlan
 
-__all__ = ["block_order", "blocks_by_part", "check_split", "part_finder", "part_of", "resolve_parts"]
+__all__ = ["block_order", "check_split", "finder_of", "order_of", "part_finder", "part_of", "resolve_parts"]
 
 _MIDDLE, _LATE = "mid_block", "up_blocks."  # of a U-Net
 
@@ -56,7 +56,7 @@ def check_split(component: Component, chosen: ComponentPlan) -> None:
             f"{component.name} is an autoencoder, which is not split: vae.strips is how it takes less memory",
             name=component.name,
         )
-    order, last = _order_of(component), 0
+    order, last = order_of(component), 0
     for device, part in chosen.split.items():
         if part.first not in order:
             raise PlanError(unknown_name(f"block of {component.name}", part.first, order), name=part.first)
@@ -75,20 +75,11 @@ def check_split(component: Component, chosen: ComponentPlan) -> None:
         last = place
 
 
-def blocks_by_part(component: Component, chosen: ComponentPlan) -> list[list[str]]:
-    """Return the paths of the blocks of each part of `component`."""
-    order, find = _order_of(component), _finder_of(component, chosen)
-    parts: list[list[str]] = [[] for _ in range(len(chosen.split) + 1)]
-    for path in order:
-        parts[find(path)].append(path)
-    return parts
-
-
 def part_of(component: Component, chosen: ComponentPlan, index: int) -> Component:
     """Return the record of one part of `component`, with its own blocks, layers and bytes; under the same name."""
     if not chosen.split:
         return component
-    find = _finder_of(component, chosen)
+    find = finder_of(component, chosen)
     layers = tuple(layer for layer in component.layers if find(layer.name) == index)
     blocks = tuple(block for block in component.blocks if block.name and find(block.name) == index)
     size = sum(block.bytes for block in blocks) + _outside(component, layers, index)
@@ -120,7 +111,7 @@ def resolve_parts(
     if not chosen.split:
         return resolve_streaming(component, chosen, seconds) if chosen.placement == "stream" else chosen
     check_split(component, chosen)
-    find = _finder_of(component, chosen)
+    find = finder_of(component, chosen)
 
     def resolved(index: int, plan: ComponentPlan) -> ComponentPlan:
         own = plan.resident_layers
@@ -139,9 +130,11 @@ def resolve_parts(
     return first.model_copy(update={"split": split, "device": chosen.device})
 
 
-def _order_of(component: Component) -> list[str]:
+def order_of(component: Component) -> list[str]:
+    """Return the paths of the blocks of `component` in the order in which they run."""
     return block_order((block.name for block in component.blocks), has_skips=component.has_skip_connections)
 
 
-def _finder_of(component: Component, chosen: ComponentPlan) -> Callable[[str], int]:
-    return part_finder(_order_of(component), [part.first for part in chosen.split.values()])
+def finder_of(component: Component, chosen: ComponentPlan) -> Callable[[str], int]:
+    """Return a function from the path of a module of `component` to the index of its part by `chosen`."""
+    return part_finder(order_of(component), [part.first for part in chosen.split.values()])
