@@ -14,6 +14,7 @@ from a_few import a_few
 from more_pipelines import MORE_CASES
 from simulator.conftest import ACCELERATOR
 from tightfit import PlanError
+from tightfit.apply.device_maps import hf_device_map
 from tightfit.measure.modules import find_blocks, find_components, has_skips
 from tightfit.plan.network_parts import block_order
 from tightfit.simulator.backend import use_cards
@@ -346,6 +347,20 @@ def test_a_weight_in_two_parts_is_refused() -> None:
     last.attn.to_q.weight = first.attn.to_q.weight
     with pytest.raises(PlanError, match="are one weight, and split puts them on two devices"):
         tightfit.fit(pipe, plan={"device": ONE, "components": {"transformer": split_at(pipe, "transformer", 1)}})
+
+
+def test_a_device_map_names_the_blocks_of_later_parts() -> None:
+    pipe = case_of("Flux").make()
+    order = order_of(pipe.transformer)
+    later = {"first": order[2], "placement": "offload"}
+    plan = tightfit.Plan.from_mapping({"device": ONE, "components": {"transformer": {"split": {OTHER: order[1]}}}})
+    found = hf_device_map(plan, pipe)
+    assert found["transformer"] == ONE
+    assert {name: place for name, place in found.items() if "." in name} == {
+        f"transformer.{path}": OTHER for path in order[1:]
+    }
+    plan = tightfit.Plan.from_mapping({"device": ONE, "components": {"transformer": {"split": {OTHER: later}}}})
+    assert hf_device_map(plan, pipe)[f"transformer.{order[2]}"] == "cpu"
 
 
 def test_parts_have_placements_of_their_own() -> None:

@@ -94,10 +94,12 @@ class MultiDeviceSearch:
             self._searches[key] = DeviceSearch(share, device, self.store_rates, self._storages, caches, fixed)
         return self._searches[key]
 
-    def best(self, ram: int | None, alone: int | None = None) -> JointSolution | None:
+    def best(
+        self, ram: int | None, alone: int | None = None, than: JointSolution | None = None
+    ) -> JointSolution | None:
         """Return the best solution within the members' bytes and `ram` bytes of host memory (None: unlimited), if any.
 
-        With `alone`, all components compute on the member of this index.
+        With `alone`, all components compute on the member of this index. With `than`, return that if none is better.
         """
         choices = (
             self.assignments() if alone is None else [(Assignment(alone, frozenset().union(*self._groups), True),)]
@@ -105,7 +107,7 @@ class MultiDeviceSearch:
         fronts = [
             (assignments, [self._front(assignment, ram) for assignment in assignments]) for assignments in choices
         ]
-        best: JointSolution | None = None
+        best = than
         for assignments, each in sorted(fronts, key=lambda chosen: _lower_bound(chosen[1])):
             if _lower_bound(each) < math.inf and (best is None or _lower_bound(each) <= best.seconds):
                 best = _best(assignments, each, ram, best)

@@ -80,6 +80,8 @@ def _split_call(call: ComponentCall, names: Sequence[str], find: Callable[[str],
         before = index
         uses[index].append(use)
         begins[index] = use.live_bytes_at_start if begins[index] is None else begins[index]
+    if before:  # the network's output
+        crossing[before] += max(call.block_uses[-1].live_bytes_at_start - base, 0)
     parts = []
     for index, name in enumerate(names):
         peak = max((use.peak for use in uses[index]), default=base) - base * (index > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from tightfit.units import format_seconds
 __all__ = ["SplitSolution", "Splits", "best_split", "folded", "split_reasons"]
 
 _WORTH = 0.005  # fraction of the call's time that a split has to gain
+_PLACES = 8  # networks are split at multiples of this fraction of their bytes
+_TRIED = 3  # ways that are tried to split a network over the same devices, those nearest to their memory's shares
 Splits = Mapping[str, ComponentPlan]  # plans that say only where components begin and are split, by name
 
 
@@ -31,18 +34,19 @@ class SplitSolution(NamedTuple):
 def best_split(search: MultiDeviceSearch, ram: int | None, fastest: JointSolution | None) -> SplitSolution | None:
     """Return a solution with networks split that is faster than `fastest` of `search`, or fits where that is None.
 
-    Only networks that would be streamed are split: denoisers, together, and then encoders one by one, each part as
-    large as the memory of its device allows. None: nothing is gained. `ram`: as for `MultiDeviceSearch.best`.
+    Only networks that would not be resident are split: denoisers, together, and then encoders one by one. None: nothing
+    is gained, or too little. `ram`: as for `MultiDeviceSearch.best`.
     """
     best: SplitSolution | None = None
-    for names in _streamed(search, fastest):
+    for names in _splittable(search, fastest):
         known = best
         for devices in _chains(search, names):
             for splits in _candidates(search, names, devices):
                 combined = {**(known.splits if known else {}), **splits}
-                found = _solved(search, combined, ram)
                 usual = best.found if best else fastest
-                if found and (usual is None or found.found.seconds < usual.seconds * (1 - _WORTH)):
+                found = _solved(search, combined, ram, usual)
+                enough = math.inf if fastest is None else fastest.seconds * (1 - _WORTH)
+                if found is not None and found.found.seconds < enough:
                     best = found
     return best
 
@@ -64,7 +68,7 @@ def split_reasons(solution: SplitSolution, fastest: JointSolution | None) -> Ite
     """Yield why networks are split, where `fastest` is the best without that."""
     because = "no device has the memory for it otherwise"
     if fastest is not None:
-        because = f"streamed on one device it would make the call {_more(solution, fastest)} longer"
+        because = f"on one device, where it is not resident, it would make the call {_more(solution, fastest)} longer"
     for name, chosen in solution.splits.items():
         where = [f"blocks from {part.first} on compute on {device}" for device, part in chosen.split.items()]
         yield Reason(decision=f"{name} is split: {', '.join(where)}", because=because)
@@ -74,15 +78,15 @@ def _more(solution: SplitSolution, fastest: JointSolution) -> str:
     return format_seconds(fastest.seconds - solution.found.seconds)
 
 
-def _streamed(search: MultiDeviceSearch, fastest: JointSolution | None) -> Iterator[list[str]]:
-    """Yield the names of components that are split alike, if they have blocks and would be streamed."""
+def _splittable(search: MultiDeviceSearch, fastest: JointSolution | None) -> Iterator[list[str]]:
+    """Yield the names of components that are split alike, if they have blocks and would not be resident."""
     shares = fastest.shares if fastest else ()
     options = {name: option.plan for _, share in shares for name, option in share.options}
     able = [
         component for component in search.footprint.components
         if component.role in ("denoiser", "encoder") and not component.compiled and len(order_of(component)) > 1
         and component.name not in search.device_map.components
-        and (not options or options.get(component.name, ComponentPlan()).placement == "stream")
+        and (not options or options.get(component.name, ComponentPlan()).placement != "resident")
         and _called(search.footprint, component)
     ]  # fmt: skip
     denoisers = [component.name for component in able if component.role == "denoiser"]
@@ -112,20 +116,25 @@ def _chains(search: MultiDeviceSearch, names: Sequence[str]) -> Iterator[tuple[i
 
 
 def _candidates(search: MultiDeviceSearch, names: Sequence[str], devices: Sequence[int]) -> Iterator[Splits]:
-    """Yield splits of `names` over `devices`, by the bytes that each device has for weights in their phases."""
-    tried = []
-    for more in (0, 1):  # the first part takes at most its share, or a block more
+    """Yield splits of `names` over `devices`, those nearest to the bytes that each device has for weights."""
+    components = [component for component in search.footprint.components if component.name in names]
+    rooms = [[_room(search, number, component) for number in devices] for component in components]
+    whole = sum(map(sum, rooms))
+    shares = [sum(sum(room[:count]) for room in rooms) / whole for count in range(1, len(devices))]
+    first, *later = [search.members[number].device.name for number in devices]
+
+    def distance(places: tuple[int, ...]) -> float:
+        return sum(abs(place / _PLACES - share) for place, share in zip(places, shares, strict=False))
+
+    tried: list[Splits] = []
+    for places in sorted(itertools.combinations(range(1, _PLACES), len(devices) - 1), key=distance)[:_TRIED]:
         splits = {}
-        for component in search.footprint.components:
-            if component.name in names:
-                plan = _by_share(component, [_room(search, number, component) for number in devices], more)
-                names_of = [search.members[number].device.name for number in devices]
-                if plan is None:
-                    return
-                first, *later = names_of
-                parts = {device: NetworkPart(first=block) for device, block in zip(later, plan, strict=True)}
+        for component in components:
+            blocks = [_block_at(component, place / _PLACES) for place in places]
+            if len(set(blocks)) == len(blocks):
+                parts = {device: NetworkPart(first=block) for device, block in zip(later, blocks, strict=True)}
                 splits[component.name] = ComponentPlan(device=first, split=parts)
-        if splits not in tried:
+        if len(splits) == len(components) and splits not in tried:
             tried.append(splits)
             yield splits
 
@@ -141,29 +150,17 @@ def _room(search: MultiDeviceSearch, number: int, component: Component) -> int:
     return max(most_weights(member.size, max(phases), member.device), 1)
 
 
-def _by_share(component: Component, rooms: Sequence[int], more: int) -> list[str] | None:
-    """Return the first block of each later part, so that parts are as `rooms`; None if one would have no block."""
-    order = order_of(component)
-    firsts: list[str] = []
-    at, share = 0, 0.0
-    for room in rooms[:-1]:
-        share += room / sum(rooms)
-        place = at + 1
-        while place < len(order) - 1 and _bytes_before(component, order[place + 1]) <= share * component.bytes:
-            place += 1
-        place = min(place + more, len(order) - 1)
-        if place <= at:
-            return None
-        firsts.append(order[place])
-        at = place
-    return firsts
+def _block_at(component: Component, share: float) -> str:
+    """Return the block before which is about that share of the bytes of `component`; never its first."""
+    _, *blocks = order_of(component)
+    before = [part_of(component, ComponentPlan(split={"": NetworkPart(first=block)}), 0).bytes for block in blocks]
+    return min(zip(before, blocks, strict=True), key=lambda each: abs(each[0] - share * component.bytes))[1]
 
 
-def _bytes_before(component: Component, block: str) -> int:
-    return part_of(component, ComponentPlan(split={"": NetworkPart(first=block)}), 0).bytes
-
-
-def _solved(search: MultiDeviceSearch, splits: Splits, ram: int | None) -> SplitSolution | None:
+def _solved(
+    search: MultiDeviceSearch, splits: Splits, ram: int | None, usual: JointSolution | None
+) -> SplitSolution | None:
+    """Return the best with `splits`, if it is better than `usual`."""
     cards = {
         own: device
         for name, chosen in splits.items()
@@ -171,5 +168,5 @@ def _solved(search: MultiDeviceSearch, splits: Splits, ram: int | None) -> Split
     }
     owners = {name: part_names(name, chosen) for name, chosen in splits.items()}
     parts = search.with_parts(split_components(search.footprint, splits), owners, cards)
-    found = parts.best(ram)
-    return None if found is None else SplitSolution(splits, parts, found)
+    found = parts.best(ram, than=usual)
+    return None if found is None or found is usual else SplitSolution(splits, parts, found)
