@@ -138,8 +138,8 @@ FOOTPRINT = Footprint(
 REASON = Reason(decision="transformer streamed", because="it is larger than “the card”", detail=True)
 VAE = VaePlan(slicing=True, strips=2**28, feature_maps="host", tile=512, overlap=0.125)
 PART = NetworkPart(
-    first="transformer_blocks.1", placement="stream", weight_memory=3 * 2**30, granularity="layer", ring_buffer=2**29,
-    resident_layers=("transformer_blocks.1.attn",),
+    first="transformer_blocks.1", placement="stream", offload_to="disk", weight_memory=3 * 2**30,
+    granularity="layer", ring_buffer=2**29, resident_layers=("transformer_blocks.1.attn",),
 )  # fmt: skip
 STORED = ComponentPlan(
     device="cuda:0",

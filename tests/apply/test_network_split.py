@@ -363,16 +363,17 @@ def test_a_device_map_names_the_blocks_of_later_parts() -> None:
     assert hf_device_map(plan, pipe)[f"transformer.{order[2]}"] == "cpu"
 
 
-def test_parts_have_placements_of_their_own() -> None:
+@pytest.mark.parametrize("store", ["cpu", "disk"])
+def test_parts_have_placements_of_their_own(store: str) -> None:
     case = case_of("Flux")
     pipe = case.make()
     wanted = alone(pipe, case)
     order = order_of(pipe.transformer)
-    later = {"first": order[2], "placement": "stream", "weight_memory": "1MB"}
+    later = {"first": order[2], "placement": "stream", "offload_to": store, "weight_memory": "1MB"}
     plan = {"device": ONE, "components": {"transformer": {"placement": "offload", "split": {OTHER: later}}}}
     fitted = tightfit.fit(pipe, plan=plan)
     part = fitted.plan.parts_of("transformer")[OTHER]
-    assert part.placement == "stream"
+    assert (part.placement, part.offload_to) == ("stream", store)
     assert part.resident_layers is not None
     assert torch.equal(run(pipe, case).cpu(), wanted)
     assert tightfit.Plan.from_text(fitted.plan.to_yaml()) == fitted.plan

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from tightfit.errors import PlanError, unknown_name
 from tightfit.plan.layer_selection import resolve_streaming
 from tightfit.schema.footprint import Component
+from tightfit.schema.network_part import PART_FIELDS
 from tightfit.schema.plan import ComponentPlan
 
 __all__ = ["block_order", "check_split", "finder_of", "order_of", "part_finder", "part_of", "resolve_parts"]
@@ -122,9 +123,8 @@ def resolve_parts(
 
     done = [resolved(index, plan) for index, plan in enumerate(chosen.parts("").values())]
     first, *others = done
-    fields = ("placement", "weight_memory", "granularity", "ring_buffer", "resident_layers")
     split = {
-        device: part.model_copy(update={name: getattr(plan, name) for name in fields})
+        device: part.model_copy(update={name: getattr(plan, name) for name in PART_FIELDS})
         for (device, part), plan in zip(chosen.split.items(), others, strict=True)
     }
     return first.model_copy(update={"split": split, "device": chosen.device})

@@ -126,7 +126,9 @@ def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
     pinnable -= sum(sizes[name] for name, chosen in components.items() if chosen.pinned)
     for name in sorted(components, key=lambda name: components[name].placement != "stream"):
         chosen = components[name]
-        if chosen.placement == "resident" or not chosen.store.is_host_memory or chosen.pinned is not None:
+        parts = chosen.parts("").values()
+        moves = any(part.placement != "resident" and part.store.is_host_memory for part in parts)
+        if not moves or chosen.pinned is not None:
             continue
         pinned = sizes[name] <= pinnable
         pinnable -= sizes[name] * pinned

@@ -12,6 +12,7 @@ from tightfit.plan.multi_device_search import JointSolution, MultiDeviceSearch
 from tightfit.plan.network_parts import order_of, part_of
 from tightfit.plan.split_footprint import part_names, split_components
 from tightfit.schema.footprint import Component, Footprint
+from tightfit.schema.network_part import PART_FIELDS
 from tightfit.schema.plan import ComponentPlan, NetworkPart, Reason
 from tightfit.units import format_seconds
 
@@ -54,12 +55,11 @@ def best_split(search: MultiDeviceSearch, ram: int | None, fastest: JointSolutio
 def folded(components: Mapping[str, ComponentPlan], splits: Splits) -> dict[str, ComponentPlan]:
     """Return the plans of `components`, among them those of parts, with each part in its component's `split`."""
     plans = dict(components)
-    fields = ("placement", "weight_memory", "granularity", "ring_buffer", "resident_layers")
     for name, chosen in splits.items():
         later = {}
         for own, (device, part) in zip(part_names(name, chosen)[1:], chosen.split.items(), strict=True):
             plan = plans.pop(own)
-            later[device] = NetworkPart(first=part.first, **{field: getattr(plan, field) for field in fields})
+            later[device] = NetworkPart(first=part.first, **{field: getattr(plan, field) for field in PART_FIELDS})
         plans[name] = plans[name].model_copy(update={"split": later})
     return plans
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from pydantic import model_validator
 
 from tightfit.errors import PlanError
 from tightfit.schema.base import Count, Record, Size
+from tightfit.schema.stores import STORES
 
-__all__ = ["Granularity", "NetworkPart", "Placement"]
+__all__ = ["PART_FIELDS", "Granularity", "NetworkPart", "OffloadTarget", "Placement"]
 
 Placement = Literal["resident", "offload", "stream"]
 Granularity = Literal["block", "layer"]
+if TYPE_CHECKING:  # which cannot make a Literal of a registry
+    OffloadTarget: TypeAlias = str
+else:
+    OffloadTarget = Literal[tuple(STORES)]
 _STREAMED = ("weight_memory", "granularity", "ring_buffer", "resident_layers")
+# fields of a ComponentPlan that each part has of its own
+PART_FIELDS = ("placement", "offload_to", *_STREAMED)
 
 
 class NetworkPart(Record):
@@ -24,6 +31,7 @@ class NetworkPart(Record):
 
     first: str  # dotted path of a block
     placement: Placement | None = None
+    offload_to: OffloadTarget | None = None
     weight_memory: Size | None = None
     granularity: Granularity | None = None
     ring_buffer: Count | None = None
@@ -44,9 +52,10 @@ class NetworkPart(Record):
     def fields(self, placement: Placement) -> dict[str, object]:
         """Return its values for a ComponentPlan; `placement` is that of the component."""
         streamed = {name: getattr(self, name) for name in _STREAMED}
+        store: dict[str, object] = {} if self.offload_to is None else {"offload_to": self.offload_to}
         if self.placement not in (None, placement) or placement != "stream":
-            return {"placement": self.placement or placement, **streamed}
-        return {name: value for name, value in streamed.items() if value is not None}
+            return {"placement": self.placement or placement, **streamed} | store
+        return {name: value for name, value in streamed.items() if value is not None} | store
 
     def described(self, device: str) -> str:
         """Which blocks it has on `device`, and how their weights are placed where that is not as the component's."""

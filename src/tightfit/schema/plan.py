@@ -13,7 +13,7 @@ from tightfit.schema.base import Count, Positive, Real, Record, Size
 from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.footprint import FeatureMaps
 from tightfit.schema.machine import Budget
-from tightfit.schema.network_part import Granularity, NetworkPart, Placement
+from tightfit.schema.network_part import Granularity, NetworkPart, OffloadTarget, Placement
 from tightfit.schema.request import Request
 from tightfit.schema.stores import STORES, StoreKind
 from tightfit.schema.vae_plan import VaePlan
@@ -41,10 +41,9 @@ Cfg = Literal["batched", "sequential"]
 ContextAttention = Literal["gathered", "ring", "heads"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 if TYPE_CHECKING:  # which cannot make a Literal of a registry
-    OffloadTarget: TypeAlias = str
     Attention: TypeAlias = str
 else:
-    OffloadTarget, Attention = Literal[tuple(STORES)], Literal[ATTENTION_NAMES]
+    Attention = Literal[ATTENTION_NAMES]
 
 
 Auto = Annotated[bool | None, BeforeValidator(lambda said: None if said == "auto" else said)]
