@@ -10,7 +10,7 @@ from tightfit.errors import PlanError
 from tightfit.schema.base import Count, Record, Size
 from tightfit.schema.stores import STORES
 
-__all__ = ["PART_FIELDS", "Granularity", "NetworkPart", "OffloadTarget", "Placement"]
+__all__ = ["PART_FIELDS", "Granularity", "NetworkPart", "Placement"]
 
 Placement = Literal["resident", "offload", "stream"]
 Granularity = Literal["block", "layer"]
