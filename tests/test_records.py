@@ -33,6 +33,7 @@ from tightfit.schema.plan import (
     TECHNIQUES,
     ComponentPlan,
     ComponentRun,
+    NetworkPart,
     PhaseForecast,
     Plan,
     Reason,
@@ -88,7 +89,15 @@ WORKLOAD = KernelGroup(kind="matmul", dtype="bfloat16", operations=8, traffic=16
 TURN = LayerWork(layer="transformer_blocks.0.ff.net.2", work=(WORKLOAD,), host_waits=True)
 USE = BlockUse(block="transformer_blocks.0", live_bytes_at_start=32, peak=64, layer_work=(TURN,))
 PASS = ComponentCall(
-    component="unet", method="forward", runs=2, peak=65, block_uses=(USE,), backward_from=0, time_scale=1.5
+    component="unet",
+    method="forward",
+    runs=2,
+    peak=65,
+    block_uses=(USE,),
+    backward_from=0,
+    time_scale=1.5,
+    is_part=True,
+    crossing_bytes=9,
 )
 LEG = StripStageProfile(
     strips=3,
@@ -129,8 +138,13 @@ FOOTPRINT = Footprint(
 )
 REASON = Reason(decision="transformer streamed", because="it is larger than “the card”", detail=True)
 VAE = VaePlan(slicing=True, strips=2**28, feature_maps="host", tile=512, overlap=0.125)
+PART = NetworkPart(
+    first="transformer_blocks.1", placement="stream", offload_to="disk", weight_memory=3 * 2**30,
+    granularity="layer", ring_buffer=2**29, resident_layers=("transformer_blocks.1.attn",),
+)  # fmt: skip
 STORED = ComponentPlan(
     device="cuda:0",
+    split={"cuda:1": PART},
     placement="stream",
     offload_to="disk",
     pinned=False,
@@ -177,8 +191,8 @@ PREDICTION = Prediction(
 )  # fmt: skip
 EXAMPLES = [
     REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, LEG, WAY, STRETCH, VARIANT,
-    FOOTPRINT, REASON, VAE, STORED, TRACED, STINT, FORECAST, DEVICE_MAP, PLAN, SAMPLE, PHASE, TRACE, LIVED, EXPERIENCE,
-    PREDICTION,
+    FOOTPRINT, REASON, VAE, PART, STORED, TRACED, STINT, FORECAST, DEVICE_MAP, PLAN, SAMPLE, PHASE, TRACE, LIVED,
+    EXPERIENCE, PREDICTION,
 ]  # fmt: skip
 
 each = pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
@@ -714,7 +728,8 @@ def test_an_unknown_name_comes_with_the_nearest_or_all(known: list[str], sentenc
 def test_a_plan_says_everything_it_decides() -> None:
     assert str(PLAN).splitlines() == [
         "plan: level 3 on cuda:1",
-        "  transformer: on cuda:0, stream, from disk, by block, 2 resident, ring buffer of 1 GiB, "
+        "  transformer: on cuda:0, transformer_blocks.1 and later on cuda:1 (stream), stream, from disk, by block, "
+        "2 resident, ring buffer of 1 GiB, "
         "stored as float8_e4m3fn, channels-last, at most 2 items at a time, batched guidance, "
         "feed-forward within 1 MiB, gradient checkpointing on, attention by chunked",
         "  autoencoder: exact strips within 256 MiB, feature maps kept in host memory, "

@@ -15,7 +15,7 @@ from tightfit.errors import PlanError
 from tightfit.measure.kept_rates import known_accelerator
 from tightfit.measure.modules import inspect_pipeline
 from tightfit.plan.presets import plan_for
-from tightfit.schema.plan import Plan
+from tightfit.schema.plan import ComponentPlan, Plan
 from tightfit.schema.request import Request
 
 __all__ = ["choices_of", "decide"]
@@ -56,12 +56,17 @@ def decide(pipe: Any, choices: dict[str, Any], request: Request | Mapping[str, A
 
 def _with_device_names(plan: Plan) -> Plan:
     """Return `plan` with the full device name of each component ("cuda:0" for "cuda"); None if it is the plan's."""
-    names = {part.device: choose_device(part.device).name for part in plan.components.values() if part.device}
-    elsewhere = {said: None if name == plan.device else name for said, name in names.items()}
-    components = {
-        name: part.model_copy(update={"device": elsewhere[part.device]}) if part.device else part
-        for name, part in plan.components.items()
-    }
+    names = {said: choose_device(said).name for said in plan.devices if said != plan.device}
+
+    def named(part: ComponentPlan) -> ComponentPlan:
+        own = None if part.device is None else names.get(part.device, plan.device)
+        split = {names.get(said, said): later for said, later in part.split.items()}
+        return part.model_copy(update={"device": None if own == plan.device else own, "split": split})
+
+    components = {name: named(part) for name, part in plan.components.items()}
+    for name, part in components.items():
+        if (own := part.device or plan.device) in part.split:
+            raise PlanError(f"components.{name}.split: {own} is where {name} begins already", name=name)
     return plan.model_copy(update={"components": components})
 
 

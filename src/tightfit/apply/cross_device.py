@@ -13,7 +13,7 @@ from torch import nn
 from tightfit.apply.weights.weight_store import HOST
 from tightfit.devices.device import Device
 
-__all__ = ["CrossDeviceCall"]
+__all__ = ["CrossDeviceCall", "with_tensors"]
 
 
 class CrossDeviceCall:
@@ -57,23 +57,33 @@ class CrossDeviceCall:
 
 def _moved(value: Any, sources: Container[torch.device], target: torch.device) -> Any:
     """Return `value` with its tensors on `sources` moved to `target`; the same object where there are none."""
+    return with_tensors(
+        value, lambda tensor: tensor.to(target, non_blocking=True) if _goes(tensor, sources) else tensor
+    )
+
+
+def with_tensors(value: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with each of its tensors replaced by `move` of it; the same object where all stay the same.
+
+    Tensors in mappings, lists and tuples count, and those that are attributes of an object, e.g. of a distribution.
+    """
     if isinstance(value, torch.Tensor):
-        return value.to(target, non_blocking=True) if _goes(value, sources) else value
+        return move(value)
     if isinstance(value, Mapping):
-        moved = {key: _moved(item, sources, target) for key, item in value.items()}
+        moved = {key: with_tensors(item, move) for key, item in value.items()}
         same = all(moved[key] is item for key, item in value.items())
         return value if same else moved if type(value) is dict else type(value)(**moved)
     if isinstance(value, list | tuple):
-        items = [_moved(item, sources, target) for item in value]
+        items = [with_tensors(item, move) for item in value]
         if all(one is other for one, other in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     held = {} if isinstance(value, nn.Module | type) else getattr(value, "__dict__", {})
-    tensors = {name: item for name, item in held.items() if isinstance(item, torch.Tensor) and _goes(item, sources)}
-    if tensors:  # e.g. a distribution
+    pairs = [(name, item, move(item)) for name, item in held.items() if isinstance(item, torch.Tensor)]
+    if any(there is not item for _, item, there in pairs):
         value = copy.copy(value)
-        for name, item in tensors.items():
-            setattr(value, name, item.to(target, non_blocking=True))
+        for name, _, there in pairs:
+            setattr(value, name, there)
     return value
 
 

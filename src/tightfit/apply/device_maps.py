@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from tightfit.devices.choose import choose_device
-from tightfit.measure.modules import find_components
+from tightfit.measure.modules import find_blocks, find_components, has_skips
+from tightfit.plan.network_parts import block_order, part_finder
 from tightfit.schema.plan import ComponentPlan, Plan
 
 __all__ = ["device_map_members", "hf_device_map"]
@@ -38,14 +39,25 @@ def hf_device_map(plan: Plan, pipe: object) -> dict[str, int | str]:
     """Return where the weights of each component of `pipe` are by `plan` while no component runs, as diffusers does.
 
     That is the number of a CUDA card, or the name of another device, on which a component is resident; else "cpu" or
-    "disk", from which it is loaded onto the device on which it computes.
+    "disk", from which it is loaded onto the device on which it computes. The blocks of later parts of a split component
+    have entries of their own ("transformer.blocks.5").
     """
-    return {name: _place(plan, name) for name in find_components(pipe)}
+    where: dict[str, int | str] = {}
+    for name, module in find_components(pipe).items():
+        chosen = plan.components.get(name, ComponentPlan())
+        (own, first), *later = plan.parts_of(name).items()
+        where[name] = _place(first, own)
+        order = block_order(find_blocks(module), has_skips=has_skips(module))
+        part_of = part_finder(order, [part.first for part in chosen.split.values()])
+        for path in order:
+            if index := part_of(path):
+                device, part = later[index - 1]
+                where[f"{name}.{path}"] = _place(part, device)
+    return where
 
 
-def _place(plan: Plan, name: str) -> int | str:
-    chosen = plan.components.get(name, ComponentPlan())
+def _place(chosen: ComponentPlan, device_name: str) -> int | str:
     if chosen.placement != "resident":
         return chosen.offload_to
-    device = choose_device(plan.device_of(name))
+    device = choose_device(device_name)
     return device.torch_device.index if device.kind == "cuda" else device.name

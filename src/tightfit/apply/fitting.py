@@ -25,13 +25,14 @@ from tightfit.apply.cross_device import CrossDeviceCall
 from tightfit.apply.members import Members
 from tightfit.apply.method_overrides import exported, override_class_members
 from tightfit.apply.module_hooks import watch
+from tightfit.apply.network_split import split_network
 from tightfit.apply.other_offloading import refuse_followers, refuse_offloaded
 from tightfit.apply.plan_devices import devices_of
 from tightfit.apply.replaced_offloading import put_back, replaced, replaced_names
 from tightfit.apply.scheduler_tensors import bring_back
 from tightfit.apply.session import Session
 from tightfit.apply.weights.device_offloaders import DeviceOffloaders
-from tightfit.apply.weights.quantize import check_kinds, check_storage, left_in_files
+from tightfit.apply.weights.quantize import check_kinds, check_storage
 from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.devices.choose import choose_device
 from tightfit.devices.device import Device
@@ -196,22 +197,22 @@ class Fitted:
     ) -> None:
         """Apply layout, storage, placement and activation settings; then override methods and add hooks."""
         plan, undo, session = self.plan.components.get(name, ComponentPlan()), applied.undo, applied.session
-        manager, recorder = applied.places.of(name), self._recorder.of(device.name)
-        applied.file_weights.fill(module, left_in_files(module, plan, separate=device.separate))
+        recorder = self._recorder.of(device.name)
+        applied.file_weights.fill(module, applied.places.left_in_files(name, module))
         forward = exported(module, plan)  # before any change: it is checked against the module
         forward = forward or parallel_forward(name, module, self._parallel, recorder)
         if plan.channels_last:
             undo.callback(channels_last(module))
-        manager.store(name, module, plan, undo)
-        manager.place(name, module, plan, undo)
-        manager.stream(name, module, plan, undo)
+        applied.places.place(name, module, undo)
         change_activations(
-            module, plan, device, recorder, undo, offloads=self.plan.offload_activations,
+            module, plan, device, recorder, undo, offloads=self.plan.offload_activations and not plan.split,
             recompute=lambda: session.recompute(name), replaced=bool(forward),
         )  # fmt: skip
         if forward:
             undo.callback(override_class_members(module, **forward))
         undo.callback(override_class_members(module, **members.of_component(name, module, device, undo)))
+        if plan.split:
+            split_network(module, plan, applied.places.devices_of(name), undo.callback)
         if device is not self._device:
             for child in module.children():
                 crossing = CrossDeviceCall(self._device, device)

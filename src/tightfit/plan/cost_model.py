@@ -65,7 +65,13 @@ class CostModel:
         groups = self._groups[granularity]
         uses = ((work, _group(groups, use, work.layer)) for use in call.block_uses for work in use.layer_work)
         plain = (self._segment(work, group, granularity)._replace(waits=work.host_waits) for work, group in uses)
-        return merge_segments(plain, call.time_scale)
+        crossing = [self._crossing(call.crossing_bytes)] if call.crossing_bytes else []
+        return [*crossing, *merge_segments(plain, call.time_scale)]
+
+    def _crossing(self, size: int) -> ComputeSegment:
+        """Return the copies of `size` bytes between two devices: out of one, through the host, into the other."""
+        link, out = self._device.link_rate, self._device.link_rate_out or self._device.link_rate
+        return ComputeSegment("", size / link + size / out if link and out else 0.0, 0.0)
 
     def timings(
         self, strip_profile: StripProfile, time_scale: float, granularity: Granularity | None

@@ -12,6 +12,7 @@ from tightfit.plan.component_cost import SEGMENT, ComponentCost, round_up
 from tightfit.plan.component_order import CoResidencyTracker, method_of, prefetch_reasons
 from tightfit.plan.cost_model import CostModel
 from tightfit.plan.options import variant_of
+from tightfit.plan.split_footprint import with_parts
 from tightfit.plan.timeline import seconds_without_weights, segment_of
 from tightfit.schema.footprint import ComponentCall, Footprint, Phase, Variant
 from tightfit.schema.machine import Accelerator
@@ -84,7 +85,7 @@ def simulate_jointly(
 def _calls(
     footprint: Footprint, plan: Plan, devices: Mapping[str, Accelerator], store_rates: StoreRates
 ) -> dict[str, _CallSimulation]:
-    footprint = footprint.with_variant(variant_of(footprint, plan))
+    footprint, plan = with_parts(footprint.with_variant(variant_of(footprint, plan)), plan)
     names = {name: {c.name for c in footprint.components if plan.device_of(c.name) == name} for name in plan.devices}
     shares = {name: share_of(footprint, names[name], hosts=name == plan.device) for name in names}
     return {name: _CallSimulation(share, plan, devices[name], store_rates) for name, share in shares.items()}
@@ -242,8 +243,11 @@ def _phase_on_device(phase: Phase, after: Phase | None, names: Collection[str], 
     if kept:
         order = tuple(kept.index(index) for index in phase.call_order if index in kept)
         passes = tuple(phase.calls[index] for index in kept)
-        between = phase.other_work if hosts else ()
-        return phase.model_copy(update={"calls": passes, "call_order": order, "other_work": between})
+        update: dict[str, object] = {"calls": passes, "call_order": order, "other_work": phase.other_work * hosts}
+        if any(call.is_part for call in passes):
+            peak = max([phase.peak_between_calls * hosts, *(call.peak for call in passes)])
+            update |= {"peak": peak, "allocator_bytes": peak + phase.allocator_bytes - phase.peak}
+        return phase.model_copy(update=update)
     live_bytes = (
         max(
             [

@@ -12,6 +12,7 @@ from tightfit.plan.device_search import storages_of
 from tightfit.plan.forecast import add_joint_forecast, bytes_within
 from tightfit.plan.multi_device_search import DeviceBudget, JointSolution, MultiDeviceSearch
 from tightfit.plan.presets import idle_plan, plan_for
+from tightfit.plan.splitting import Splits, best_split, folded, split_reasons
 from tightfit.schema.device_map import DeviceMap
 from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Accelerator, Budget, Machine
@@ -52,12 +53,18 @@ def plan_jointly(
 
     for storages in storages_of(footprint, allowed):
         search = search_with(storages)
-        fastest = search.best(budget.ram)
+        fastest, guessed = search.best(budget.ram), _guessed(known.values(), members)
+        split = best_split(search, budget.ram, fastest)
+        if split is not None:
+            alone = search.best(budget.ram, _host_of(split.found))
+            reasons = [*split_reasons(split, fastest), *_reasons(split.search, split.found, split.found, alone)]
+            plan = _plan(split.search, machine, budget, split.found, [*reasons, *guessed], footprint, split.splits)
+            return with_device_map(plan, device_map)
         if fastest is not None:
             balanced = search.device_map.strategy == "balanced"
             found = search.balanced(budget.ram, fastest) if balanced else fastest
-            reasons = [*_reasons(search, found, fastest, budget.ram), *_guessed(known.values(), members)]
-            return with_device_map(_plan(search, machine, budget, found, reasons), device_map)
+            reasons = [*_reasons(search, found, fastest, search.best(budget.ram, _host_of(found))), *guessed]
+            return with_device_map(_plan(search, machine, budget, found, reasons, footprint, {}), device_map)
     others = [name for name in ("fp8", "int8") if name not in allowed]
     lossy = [
         name for name in others
@@ -82,10 +89,22 @@ def _member(machine: Machine, name: str) -> Accelerator:
     return known[name]
 
 
+def _host_of(solution: JointSolution) -> int:
+    (host, _), *_ = solution.shares
+    return host.member
+
+
 def _plan(
-    search: MultiDeviceSearch, machine: Machine, budget: Budget, found: JointSolution, reasons: Sequence[Reason]
+    search: MultiDeviceSearch,
+    machine: Machine,
+    budget: Budget,
+    found: JointSolution,
+    reasons: Sequence[Reason],
+    footprint: Footprint,
+    splits: Splits,
 ) -> Plan:
-    footprint, devices = search.footprint, [member.device for member in search.members]
+    """Return the plan of what was `found` for the call of `footprint`, in which `splits` are parts in `search`."""
+    devices = [member.device for member in search.members]
     (host, _), *_ = found.shares
     store, device_map = default_store(spare_ram=bool(budget.ram)), search.device_map
     components = {c.name: idle_plan(c, device_map.stores.get(c.name, store)) for c in footprint.components}
@@ -98,6 +117,7 @@ def _plan(
     for assignment, share in found.shares:
         elsewhere = {} if assignment is host else {"device": devices[assignment.member].name}
         components |= {name: option.plan.model_copy(update=elsewhere) for name, option in share.options}
+    components = folded(components, splits)
     choices = {
         "components": {name: component.to_mapping() for name, component in components.items()},
         "vae": next((share.vae for _, share in found.shares if share.vae.splits), found.shares[0][1].vae).to_mapping(),
@@ -114,14 +134,17 @@ def _plan(
 
 
 def _reasons(
-    search: MultiDeviceSearch, found: JointSolution, fastest: JointSolution, ram: int | None
+    search: MultiDeviceSearch, found: JointSolution, fastest: JointSolution, alone: JointSolution | None
 ) -> Iterator[Reason]:
-    """Yield why components compute where they do, and why the weights of each device are where they are."""
+    """Yield why components compute where they do, and why the weights of each device are where they are.
+
+    `alone` is the best on the device of denoisers alone, if there is any.
+    """
     balanced = found is not fastest
     if balanced:
         yield _balance_reason(search, found, fastest)
     (host, _), *others = found.shares
-    name, alone = search.members[host.member].device.name, search.best(ram, host.member)
+    name = search.members[host.member].device.name
     gain = None if alone is None else alone.seconds - found.seconds
     size = format_bytes(search.members[host.member].size)
     for assignment, _ in () if balanced else others:

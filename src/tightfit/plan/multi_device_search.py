@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -94,10 +94,12 @@ class MultiDeviceSearch:
             self._searches[key] = DeviceSearch(share, device, self.store_rates, self._storages, caches, fixed)
         return self._searches[key]
 
-    def best(self, ram: int | None, alone: int | None = None) -> JointSolution | None:
+    def best(
+        self, ram: int | None, alone: int | None = None, than: JointSolution | None = None
+    ) -> JointSolution | None:
         """Return the best solution within the members' bytes and `ram` bytes of host memory (None: unlimited), if any.
 
-        With `alone`, all components compute on the member of this index.
+        With `alone`, all components compute on the member of this index. With `than`, return that if none is better.
         """
         choices = (
             self.assignments() if alone is None else [(Assignment(alone, frozenset().union(*self._groups), True),)]
@@ -105,7 +107,7 @@ class MultiDeviceSearch:
         fronts = [
             (assignments, [self._front(assignment, ram) for assignment in assignments]) for assignments in choices
         ]
-        best: JointSolution | None = None
+        best = than
         for assignments, each in sorted(fronts, key=lambda chosen: _lower_bound(chosen[1])):
             if _lower_bound(each) < math.inf and (best is None or _lower_bound(each) <= best.seconds):
                 best = _best(assignments, each, ram, best)
@@ -133,6 +135,26 @@ class MultiDeviceSearch:
     def _unevenness(self, solution: JointSolution) -> tuple[float, float, list[float]]:
         fullness = sorted(self.fullness(solution), reverse=True)
         return round(fullness[0], 2), round(solution.seconds, 6), fullness
+
+    @property
+    def host(self) -> int | None:
+        """Index of the member on which denoisers compute, if that is fixed."""
+        return self._host
+
+    def kind_of(self, number: int) -> tuple[str, int]:
+        """Return what the member of that index is, as far as it matters here: equal members have equal kinds."""
+        return self._kinds[number], self.members[number].size
+
+    def with_parts(
+        self, footprint: Footprint, owners: Mapping[str, Sequence[str]], cards: Mapping[str, str]
+    ) -> MultiDeviceSearch:
+        """Return the search for `footprint`, in which components are split into parts that compute on `cards`.
+
+        `owners` has the names of the parts of each component, which are all stored alike.
+        """
+        storages = {part: s for name, s in self._storages.items() for part in owners.get(name, (name,))}
+        device_map = self.device_map.model_copy(update={"components": {**self.device_map.components, **cards}})
+        return MultiDeviceSearch(footprint, self.members, self.store_rates, storages, None, device_map)
 
     def without_map(self) -> MultiDeviceSearch:
         """Return the search in which nothing is fixed."""

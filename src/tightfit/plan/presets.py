@@ -14,7 +14,7 @@ from typing import Any
 from tightfit.errors import PlanError, unknown_name
 from tightfit.plan.explain import explain
 from tightfit.plan.kernel_choice import LayoutChoice, choose_layout
-from tightfit.plan.layer_selection import resolve_streaming
+from tightfit.plan.network_parts import resolve_parts
 from tightfit.schema.footprint import Component, Footprint
 from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import ComponentPlan, Placement, Plan, Reason
@@ -96,6 +96,11 @@ def _check(plan: Plan, footprint: Footprint) -> None:
             raise PlanError(unknown_name(f"component of {footprint.pipeline}", name, known), name=name)
         if component.placement == "stream" and not known[name].layers:
             raise PlanError(f"{name} has no layers to stream: offload would work", name=name)
+        if component.split and plan.context > 1:
+            raise PlanError(
+                f"split puts {name} on several devices, and context={plan.context} ranks have one each: leave one out",
+                name=name,
+            )
 
 
 def _with_layouts(plan: Plan, layouts: Mapping[str, LayoutChoice]) -> Plan:
@@ -110,10 +115,7 @@ def _with_layouts(plan: Plan, layouts: Mapping[str, LayoutChoice]) -> Plan:
 def _streaming(plan: Plan, footprint: Footprint) -> Plan:
     """Return `plan` with the open fields of streamed components resolved."""
     known = {component.name: component for component in footprint.components}
-    components = {
-        name: resolve_streaming(known[name], chosen) if chosen.placement == "stream" else chosen
-        for name, chosen in plan.components.items()
-    }
+    components = {name: resolve_parts(known[name], chosen) for name, chosen in plan.components.items()}
     return plan.model_copy(update={"components": components})
 
 
@@ -124,7 +126,9 @@ def _pinning(plan: Plan, footprint: Footprint, pinnable: int) -> Plan:
     pinnable -= sum(sizes[name] for name, chosen in components.items() if chosen.pinned)
     for name in sorted(components, key=lambda name: components[name].placement != "stream"):
         chosen = components[name]
-        if chosen.placement == "resident" or not chosen.store.is_host_memory or chosen.pinned is not None:
+        parts = chosen.parts("").values()
+        moves = any(part.placement != "resident" and part.store.is_host_memory for part in parts)
+        if not moves or chosen.pinned is not None:
             continue
         pinned = sizes[name] <= pinnable
         pinnable -= sizes[name] * pinned

@@ -11,10 +11,12 @@ from tightfit.errors import PlanError, unknown_name
 from tightfit.schema.attention import ATTENTION_NAMES, BACKENDS
 from tightfit.schema.base import Count, Positive, Real, Record, Size
 from tightfit.schema.device_map import DeviceMap
-from tightfit.schema.footprint import FeatureMaps, Phase, StripProfile
+from tightfit.schema.footprint import FeatureMaps
 from tightfit.schema.machine import Budget
+from tightfit.schema.network_part import Granularity, NetworkPart, OffloadTarget, Placement
 from tightfit.schema.request import Request
 from tightfit.schema.stores import STORES, StoreKind
+from tightfit.schema.vae_plan import VaePlan
 from tightfit.units import format_bytes
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "ComponentRun",
     "FeatureMaps",
     "Granularity",
+    "NetworkPart",
     "PhaseForecast",
     "Placement",
     "Plan",
@@ -33,17 +36,14 @@ __all__ = [
     "check_techniques",
 ]
 
-Placement = Literal["resident", "offload", "stream"]
-Granularity = Literal["block", "layer"]
 Storage = Literal["as-loaded", "float8_e4m3fn", "float8_e5m2", "int8"]
 Cfg = Literal["batched", "sequential"]
 ContextAttention = Literal["gathered", "ring", "heads"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
 if TYPE_CHECKING:  # which cannot make a Literal of a registry
-    OffloadTarget: TypeAlias = str
     Attention: TypeAlias = str
 else:
-    OffloadTarget, Attention = Literal[tuple(STORES)], Literal[ATTENTION_NAMES]
+    Attention = Literal[ATTENTION_NAMES]
 
 
 Auto = Annotated[bool | None, BeforeValidator(lambda said: None if said == "auto" else said)]
@@ -83,47 +83,6 @@ class ComponentRun(Record):
     prefetch: Count | None = None  # bytes loaded while the previous component finishes; None: as many as fit
 
 
-class VaePlan(Record):
-    """How autoencoders process their images, in `encode` and in `decode`."""
-
-    slicing: bool = False  # one item of a batch at a time
-    strips: Size | None = None  # exact tiling: bytes for strips of rows, beside the feature maps kept between them
-    feature_maps: FeatureMaps = "device"  # where those are kept; "recompute": at most `strips` bytes of them
-    tile: Annotated[int, Strict(), Field(ge=16)] | None = None  # blended tiling: side in pixels; None: whole images
-    overlap: Annotated[float, Strict(), Field(ge=0, le=0.5)] = 0.25  # share of a tile shared with its neighbour
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        maps = self.feature_maps
-        if self.strips is None and maps != "device":
-            raise PlanError(f"vae.feature_maps={maps} needs vae.strips too, e.g. vae.strips=256MB", feature_maps=maps)
-        if self.tile is None and "overlap" in self.model_fields_set and self.overlap != 0.25:
-            raise PlanError(
-                f"vae.overlap={self.overlap} needs a tile size too, e.g. vae.tile=512", overlap=self.overlap
-            )
-        return self
-
-    @property
-    def splits(self) -> bool:
-        """Whether batches or images are processed in parts."""
-        return self.slicing or self.strips is not None or self.tile is not None
-
-    def strip_profile(self, phase: Phase) -> StripProfile | None:
-        """Return the strip option that this plan selects in `phase`; None if it selects none, or an unmeasured one."""
-        wanted = self.strips, self.feature_maps
-        return next((each for each in phase.strip_options if (each.strip_bytes, each.feature_maps) == wanted), None)
-
-    @property
-    def described(self) -> str:
-        """How images are processed, on one line."""
-        text = f"tiles of {self.tile} px" if self.tile else "whole images"
-        if self.strips is not None:
-            kept = {"device": "on the device", "host": "in host memory", "recompute": "as far as they fit"}
-            text = f"exact strips within {format_bytes(self.strips)}, feature maps kept {kept[self.feature_maps]}"
-            text += f", tiles of {self.tile} px where strips are not possible" if self.tile else ""
-        return f"{text}, one item at a time" if self.slicing or self.strips is not None else text
-
-
 class ComponentPlan(Record):
     """Where one component's weights are, in which form, and how it computes.
 
@@ -133,6 +92,7 @@ class ComponentPlan(Record):
     """
 
     device: str | None = None  # device on which it computes; None: the plan's device
+    split: dict[str, NetworkPart] = Field(default_factory=dict)  # its later parts, by the device on which each computes
     placement: Placement = "resident"  # on the device always, while its phase runs, or layer by layer
     offload_to: OffloadTarget = "cpu"  # where its weights are while they are not on the device
     pinned: bool | None = None  # page-lock them in host memory; None: where the system allows it
@@ -162,6 +122,10 @@ class ComponentPlan(Record):
             raise PlanError(f"cfg=sequential halves each batch, max_batch={self.max_batch} limits it: leave one out")
         if self.exported is not None and (self.ffn_chunk or self.attention != "auto"):
             raise PlanError(f"the layers of exported={self.exported} are fixed: leave ffn_chunk and attention out")
+        if self.split and self.exported is not None:
+            raise PlanError(f"the blocks of exported={self.exported} are one graph: leave split out", field="split")
+        if self.device in self.split:
+            raise PlanError(f"split: {self.device} is where the first part is already", device=self.device)
         if self.compiled and (self.exported is None or self.storage != "as-loaded" or self.placement == "stream"):
             raise PlanError(
                 "compiled needs exported=FILE, weights as loaded and all of them on the device: here are "
@@ -173,6 +137,14 @@ class ComponentPlan(Record):
                 if getattr(self, field) is not None:
                     raise PlanError(f"{field} only means something with placement=stream", field=field)
         return self
+
+    def parts(self, own: str) -> dict[str, ComponentPlan]:
+        """Return the plan of each part, by device, in the order in which they run; `own` is the device of the first."""
+        plans = {own: self.model_copy(update={"split": {}}) if self.split else self}
+        for name, part in self.split.items():
+            fields: dict[str, object] = {"device": name, "split": {}}
+            plans[name] = self.model_copy(update=fields | part.fields(self.placement))
+        return plans
 
     @property
     def store(self) -> StoreKind:
@@ -208,6 +180,7 @@ class ComponentPlan(Record):
     def described(self) -> str:
         """All that differs from the defaults, on one line."""
         parts = [f"on {self.device}"] if self.device else []
+        parts += [part.described(name) for name, part in self.split.items()]
         parts += [self.placement] + ([] if self.store.is_host_memory else [f"from {self.store.title}"])
         if self.ring_buffer is not None and self.resident_layers is not None:
             resident, ring = len(self.resident_layers), format_bytes(self.ring_buffer)
@@ -258,11 +231,16 @@ class Plan(Record):
     @property
     def devices(self) -> tuple[str, ...]:
         """Devices on which components compute, the pipeline's own first."""
-        others = (component.device for component in self.components.values() if component.device is not None)
-        return tuple(dict.fromkeys((self.device, *others)))
+        own = [component.device for component in self.components.values() if component.device is not None]
+        split = [name for component in self.components.values() for name in component.split]
+        return tuple(dict.fromkeys((self.device, *own, *split)))
+
+    def parts_of(self, name: str) -> dict[str, ComponentPlan]:
+        """Return the plan of each part of the component `name`, by the device on which it computes."""
+        return self.components.get(name, ComponentPlan()).parts(self.device_of(name))
 
     def device_of(self, name: str) -> str:
-        """Return the device on which the component `name` computes."""
+        """Return the device on which the component `name` computes, or its first part."""
         component = self.components.get(name)
         return self.device if component is None or component.device is None else component.device
 

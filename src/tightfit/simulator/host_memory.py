@@ -51,7 +51,10 @@ def copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False)
     elif store.values is not None:
         inner(target).copy_(numbers)
     if source.device.type == NAME:
-        card.timeline.wait(card.stream, store_of(source).card.record())
+        other = store_of(source).card  # as torch does: the copy waits for both streams, and the other one for it
+        other.timeline.wait(other.stream, card.record())
+        other.copy_out(source.nbytes, pinned=True, wait=False)
+        card.timeline.wait(card.stream, other.record())
     pinned = source.device.type == NAME or is_pinned(source)
     with card.holding(() if source.device.type == NAME else _buffers(source, target, non_blocking)):
         card.copy_in(source.nbytes, pinned=pinned, wait=not non_blocking)

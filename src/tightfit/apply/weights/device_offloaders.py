@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 
+from torch import nn
+
+from tightfit.apply.weights.network_parts import part_views
+from tightfit.apply.weights.part_offloaders import PartOffloaders
+from tightfit.apply.weights.quantize import left_in_files
 from tightfit.apply.weights.stores import FileBackedWeights
 from tightfit.apply.weights.weight_offloader import WeightOffloader
 from tightfit.devices.device import Device
 from tightfit.measure.joint_recorder import JointRecorder
-from tightfit.schema.plan import Plan
+from tightfit.schema.plan import ComponentPlan, Plan
 
 __all__ = ["DeviceOffloaders"]
 
@@ -23,7 +29,7 @@ class DeviceOffloaders:
         recorder: JointRecorder,
         file_weights: FileBackedWeights,
     ) -> None:
-        self._plan = plan
+        self._plan, self._devices = plan, devices
         self._all = {name: WeightOffloader(device, recorder.of(name), file_weights) for name, device in devices.items()}
         if plan.schedule:
             passes = [(each.component, each.method) for each in plan.schedule for _ in range(each.runs)]
@@ -33,11 +39,46 @@ class DeviceOffloaders:
             }
             steps = plan.request.steps if plan.request is not None else None
             for name, manager in self._all.items():
-                manager.expect(steps, [each for each in passes if plan.device_of(each[0]) == name], unused, early)
+                manager.expect(steps, [each for each in passes if name in plan.parts_of(each[0])], unused, early)
 
-    def of(self, name: str) -> WeightOffloader:
-        """Return the manager of the component `name`."""
-        return self._all[self._plan.device_of(name)]
+    def of(self, name: str) -> WeightOffloader | PartOffloaders:
+        """Return the manager of the component `name`, or those of its parts as one."""
+        managers = self.by_part(name)
+        return managers[0] if len(managers) == 1 else PartOffloaders(tuple(managers))
+
+    def by_part(self, name: str) -> list[WeightOffloader]:
+        """Return the manager of each part of the component `name`: one, unless it is split."""
+        return [self._all[device] for device in self._plan.parts_of(name)]
+
+    def devices_of(self, name: str) -> list[Device]:
+        """Return the device of each part of the component `name`."""
+        return [self._devices[device] for device in self._plan.parts_of(name)]
+
+    def left_in_files(self, name: str, module: nn.Module) -> set[int]:
+        """Return ids of weights of `module`, the component `name`, that are read from files when they are used."""
+        left: set[int] = set()
+        for part, plan, device in self._parts(name, module):
+            own = {id(weight) for weight in part.parameters()}
+            left |= own.intersection(left_in_files(module, plan, separate=device.separate))
+        return left
+
+    def place(self, name: str, module: nn.Module, undo: ExitStack) -> None:
+        """Place the weights of `module`, the component `name`, and load them as it runs; `undo` reverts that."""
+        managers, parts = self.by_part(name), self._parts(name, module)
+        # as a whole: what stays as loaded depends on all of it
+        managers[0].store(name, module, self._chosen(name), undo)
+        for manager, (part, plan, _) in zip(managers, parts, strict=True):
+            manager.place(name, part, plan, undo)
+        for manager, (part, plan, _) in zip(managers, parts, strict=True):
+            manager.stream(name, part, plan, undo)
+
+    def _parts(self, name: str, module: nn.Module) -> list[tuple[nn.Module, ComponentPlan, Device]]:
+        chosen = self._chosen(name)
+        views = part_views(name, module, chosen) if chosen.split else [module]
+        return list(zip(views, self._plan.parts_of(name).values(), self.devices_of(name), strict=True))
+
+    def _chosen(self, name: str) -> ComponentPlan:
+        return self._plan.components.get(name, ComponentPlan())
 
     def begin(self, steps: int | None) -> None:
         """Begin a call with `steps` steps (None: the default number)."""

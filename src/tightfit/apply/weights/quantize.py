@@ -49,7 +49,7 @@ def check_kinds(components: Mapping[str, nn.Module], plan: Plan, device_of: Call
     """
     for name, module in components.items():
         chosen, device = plan.components.get(name, ComponentPlan()), device_of(name)
-        resident = not chosen.moves(separate=device.separate) and not device.swaps_parameters
+        resident = not (chosen.moves(separate=device.separate) or device.swaps_parameters or chosen.split)
         for path, weight in module.named_parameters():
             kind = type(weight)
             if kind is nn.Parameter or is_traceable_wrapper_subclass(weight):

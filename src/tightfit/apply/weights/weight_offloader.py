@@ -12,6 +12,7 @@ from tightfit.apply.activations.ffn_chunking import inside_feed_forwards
 from tightfit.apply.weights.backward_passes import BackwardPasses
 from tightfit.apply.weights.call_order import CallKey, CallOrder
 from tightfit.apply.weights.differentiable_streamer import DifferentiableStreamer
+from tightfit.apply.weights.network_parts import blocks_of, inspect_part, network_of
 from tightfit.apply.weights.oom_retry import retry_blocks_on_oom, retry_on_oom
 from tightfit.apply.weights.quantize import store_weights
 from tightfit.apply.weights.quantized_tensor import StoredWeight
@@ -21,7 +22,7 @@ from tightfit.apply.weights.weight_groups import WeightGroup, weight_groups_of
 from tightfit.apply.weights.weight_store import HOST, Held, moved
 from tightfit.devices.device import Device
 from tightfit.devices.memory import trim_heap
-from tightfit.measure.modules import find_blocks, inspect_component, layer_weights, weight_bytes, weight_tensors
+from tightfit.measure.modules import layer_weights, weight_bytes, weight_tensors
 from tightfit.measure.recorder import Recorder
 from tightfit.plan.component_cost import backward_bytes
 from tightfit.plan.component_order import CoResidencyTracker
@@ -97,16 +98,16 @@ class WeightOffloader:
         trim_heap()
 
     def stream(self, name: str, module: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
-        """Load and evict the weights of `module`, the component `name`, as it runs."""
+        """Load and evict the weights of `module`, the component `name` or a part of it (PartView), as it runs."""
         if not plan.moves(separate=self._device.separate):
             return
-        component = inspect_component(name, module)
+        network, component = network_of(module), inspect_part(name, module)
         if plan.placement == "stream":
             plan = resolve_streaming(component, plan)
-        inside = inside_feed_forwards(module) if plan.ffn_chunk else {}
+        inside = inside_feed_forwards(network) if plan.ffn_chunk else {}
         unused = {method: parts for (whose, method), parts in self._unused.items() if whose == name}
         stores, weight_of = self._store_factory.stores(plan, undo), self._file_weights.weight_of
-        groups = weight_groups_of(module, component, plan.granularity or "layer", stores, weight_of, inside, unused)
+        groups = weight_groups_of(network, component, plan.granularity or "layer", stores, weight_of, inside, unused)
         self._store_factory.settle(module)
         undo.callback(_release, groups)
         if plan.pinned:
@@ -119,7 +120,7 @@ class WeightOffloader:
         undo.callback(streamer.close)
         self._streamers[name] = streamer
         if self._device.separate:
-            retry_blocks_on_oom(find_blocks(module), lambda block: self.free_memory(name, block), undo)
+            retry_blocks_on_oom(blocks_of(module), lambda block: self.free_memory(name, block), undo)
         streamer.set_aside()
         undo.callback(self._give_back, name)
         if self._device.separate:
