@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,19 +26,14 @@ from tightfit.report.timeline import draw_timeline
 from tightfit.run.call_arguments import call_arguments
 from tightfit.run.files import check_timeline, check_writable, output_paths, save_pictures, writing
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
-from tightfit.run.load import load, load_made
-from tightfit.run.models import DTYPES, find_model, stored_dtype
+from tightfit.run.models import DTYPES, find_model, model_title, stored_dtype
 from tightfit.run.plan_options import Limits, demo_request
-from tightfit.run.plan_target import PlanTarget, plan_target_of
-from tightfit.run.planning_context import plan_within
 from tightfit.run.prompt import Prompt
+from tightfit.run.run_target import RunOptions, RunTarget
 from tightfit.run.simulate import SimulationRun, unlimited_card
-from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 
 __all__ = ["Job", "export_model"]
-
-DEMO = "tightfit demo model"
 
 
 @dataclass
@@ -60,14 +54,9 @@ class Job:
 
     def prepare(self) -> None:
         """Check all arguments, before anything is loaded or written."""
-        Plan.from_mapping(self.choices)
-        self._plan_target: PlanTarget | None = (
-            plan_target_of(self.limits, self.device) if self.limits is not None else None
-        )
-        named = self.choices.get("device") if self.device is None else self.device
-        self._target: Device = self._plan_target.devices[0] if self._plan_target else choose_device(named)
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise InputError(unknown_name("dtype", self.dtype, DTYPES), dtype=self.dtype)
+        target = RunOptions(self.choices, self.limits, self.device, self.dtype).target()
+        self._run_target: RunTarget = target
+        self._target: Device = target.device
         if self.snapshot is not None:
             self._target.check_history()
         if self.timeline is not None:
@@ -99,19 +88,9 @@ class Job:
         if self.model is None:
             self.request = demo_request(self.request)
         elapsed = stopwatch()
-        default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
-        dtype = self.dtype or default
-        if self._plan_target is None and not self.choices and self._target.kind == "cuda":
-            self._plan_target = PlanTarget(Limits(None), (self._target,))
-        if self._plan_target is not None:
-            made = plan_within(self._folder.path, self.request, self._plan_target, dtype)
-            self._target = self._plan_target.host_of(made.plan)
-            self._pipe, fitted = load_made(self._folder, dtype, self._plan_target, made)
-        else:
-            choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
-            self._pipe, fitted = load(
-                self._folder.path, plan=choices, request=self.request, device=self._target, dtype=dtype
-            )
+        self._pipe, fitted = self._run_target.load(self._folder, self.request)
+        if self._run_target.plan_target is not None:
+            self._target = self._run_target.plan_target.host_of(fitted.plan)
         call_arguments(self._pipe, self.prompt, self.request)
         self.fitted: Fitted = fitted
         self._loading = elapsed()
@@ -135,7 +114,7 @@ class Job:
             "prompt": self.prompt.text,
             "seed": str(self.prompt.seed),
             "plan": self.report.plan.to_json(),
-            "model": os.fsencode(self._folder.path.name).decode(errors="replace") if self.model else DEMO,
+            "model": model_title(self.model, self._folder),
         }
         self._outputs = output_paths(self.out, self.prompt.text, len(pictures))  # names may be taken by now
         save_pictures(pictures, self._outputs, metadata | {"Software": "tightfit"})
