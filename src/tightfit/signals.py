@@ -12,10 +12,11 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["end_on_signals", "end_process", "ignore_signals", "unfinished"]
+__all__ = ["end_on_signals", "end_process", "ignore_signals", "keeping_handlers", "unfinished"]
 
 unfinished: set[str] = set()  # paths of files that are deleted where a signal ends the process
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -32,6 +33,17 @@ def ignore_signals() -> None:
     """Ignore the signals from now on: everything is done."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Put back the handlers after the block, in which a library may set its own."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
