@@ -46,7 +46,7 @@ class RayCluster:
             _Run(ray, model, options, requests, writer).to_the_end()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     """An actor, and what it does."""
 
@@ -58,7 +58,7 @@ class _Worker:
     last: Request | None = None  # the kind of request that its pipeline is planned for
 
 
-@dataclass
+@dataclass(eq=False)
 class _PlannedNode:
     """A node, and what requests need on it."""
 
@@ -221,7 +221,8 @@ class _Run:
 
     def _collect(self) -> None:
         """Wait a moment for results, and take those that are there."""
-        doing = {worker.waiting_for: functools.partial(self._ended, worker) for worker in self._workers}
+        busy = [worker for worker in self._workers if worker.waiting_for is not None]
+        doing = {worker.waiting_for: functools.partial(self._ended, worker) for worker in busy}
         for node in self._nodes.values():
             if node.waiting_for is not None:
                 doing[node.waiting_for] = functools.partial(self._predicted, node)

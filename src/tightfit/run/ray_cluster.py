@@ -32,6 +32,8 @@ def connected(address: str | None, options: RunOptions) -> Iterator[Any]:
         import ray
     except ImportError as error:
         raise InputError(f"--ray needs Ray ({error}): pip install 'tightfit[ray]'") from None
+    with contextlib.suppress(AttributeError):  # Ray 2.60 prints a paragraph for each lost worker, at any logging level
+        ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
     quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     try:
         with keeping_handlers():
