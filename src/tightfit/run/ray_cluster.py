@@ -8,11 +8,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import psutil
+
 from tightfit.devices.choose import find_machine
 from tightfit.errors import InputError, RunError
 from tightfit.run.batch_placement import NodeCapacity, Placement
 from tightfit.run.run_target import RunOptions
-from tightfit.signals import keeping_handlers
+from tightfit.signals import keeping_handlers, started
 
 __all__ = ["BYTES", "OfferedNode", "connected", "offered_nodes"]
 
@@ -34,6 +36,7 @@ def connected(address: str | None, options: RunOptions) -> Iterator[Any]:
         raise InputError(f"--ray needs Ray ({error}): pip install 'tightfit[ray]'") from None
     with contextlib.suppress(AttributeError):  # Ray 2.60 prints a paragraph for each lost worker, at any logging level
         ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+    before = _children()
     quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     try:
         with keeping_handlers():
@@ -45,10 +48,18 @@ def connected(address: str | None, options: RunOptions) -> Iterator[Any]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = "on this computer" if address is None else f"at {address}"
         raise RunError(f"no Ray cluster {where}: {' '.join(str(error).split())}", address=address) from error
+    own = [] if address is not None else [each for each in _children() if each not in before]
+    started.extend(own)  # Ray's agents outlive a driver that is ended by a signal by more than half a minute
     try:
         yield ray
     finally:
         ray.shutdown()
+        started[:] = [each for each in started if each not in own]
+
+
+def _children() -> list[psutil.Process]:
+    """All processes that this one started, directly or not."""
+    return psutil.Process().children(recursive=True)
 
 
 def _own_bytes(options: RunOptions) -> int:
