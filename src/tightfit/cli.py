@@ -7,12 +7,32 @@ import logging
 import random
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
+from tightfit.batch_command import BATCH_EXAMPLES, batch
 from tightfit.checkpoint_commands import SHARD_EXAMPLES, shard
+from tightfit.command_options import (
+    Allow,
+    AsJson,
+    Backward,
+    Batch,
+    Changes,
+    Dtype,
+    Frames,
+    Guidance,
+    Level,
+    Negative,
+    Pixels,
+    PlanFile,
+    Ram,
+    RunCommand,
+    Steps,
+    Timeline,
+    Where,
+    Within,
+)
 from tightfit.errors import InputError
 from tightfit.run.launched_ranks import launched_rank
 from tightfit.run.plan_options import (
@@ -34,38 +54,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 
-# options shared by several commands
-Level = Annotated[int | None, typer.Option(help="0 all on the device … 3 the least memory.")]
-PlanFile = Annotated[Path | None, typer.Option(help="YAML or JSON file of plan fields.")]
-Within = Annotated[str | None, typer.Option("--budget", help="What the device may hold. Default: what it has.")]
-Ram = Annotated[str | None, typer.Option(help="What may wait in RAM; on a CPU, all of the process.")]
-Allow = Annotated[list[str] | None, typer.Option(help="With --budget: a lossy technique, if need be, e.g. fp8.")]
-Changes = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="A plan field.")]
-Pixels = Annotated[int | None, typer.Option(help="Pixels.")]
-Frames = Annotated[int | None, typer.Option(help="Frames of a video.")]
-Steps = Annotated[int | None, typer.Option(help="Denoising steps.")]
-Guidance = Annotated[float | None, typer.Option(help="How strongly the prompt steers.")]
-Batch = Annotated[int, typer.Option(help="Pictures of the same prompt.")]
-Backward = Annotated[
-    str | None,
-    typer.Option(metavar="KIND", help="With a backward pass: lora, lora:16, parameters or inputs."),
-]
-Timeline = Annotated[Path | None, typer.Option(help="Draw where the memory goes, as PNG or SVG.")]
-Negative = Annotated[str | None, typer.Option("--negative-prompt", help="What to keep away from.")]
-Where = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda, cuda:1, loopback, or the first of several: cuda,cpu.")
-]
-Dtype = Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Last line of stdout: one JSON object.")]
-
-
-class _Run(TyperCommand):
-    """A command whose usage line names its positional arguments: [MODEL] PROMPT."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return ["[OPTIONS]", "[MODEL]", "PROMPT"]
-
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tightfit {metadata.version('tightfit')}")
@@ -85,7 +73,7 @@ def main(
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-@app.command(cls=_Run, help=RUN_EXAMPLES)
+@app.command(cls=RunCommand, help=RUN_EXAMPLES)
 def run(
     words: Annotated[list[str], typer.Argument(metavar="[MODEL] PROMPT", help="What to draw, and with what.")],
     *,
@@ -266,6 +254,7 @@ def chart(
             typer.echo(made.to_json())
 
 
+app.command(cls=RunCommand, help=BATCH_EXAMPLES)(batch)
 app.command(help=SHARD_EXAMPLES)(shard)
 
 

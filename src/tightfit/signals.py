@@ -12,12 +12,21 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-__all__ = ["end_on_signals", "end_process", "ignore_signals", "unfinished"]
+__all__ = ["end_on_signals", "end_process", "ignore_signals", "keeping_handlers", "started", "unfinished"]
+
+
+class Process(Protocol):
+    """A process, as psutil has it: `kill` does nothing to another one that got its number since, but raises."""
+
+    def kill(self) -> object: ...
+
 
 unfinished: set[str] = set()  # paths of files that are deleted where a signal ends the process
+started: list[Process] = []  # processes that are killed then, which would end late, or not at all
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -34,6 +43,17 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@contextlib.contextmanager
+def keeping_handlers() -> Iterator[None]:
+    """Put back the handlers after the block, in which a library may set its own."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     ignore_signals()
     name = signal.Signals(number).name
@@ -45,6 +65,9 @@ def end_process(code: int, kind: str, message: str) -> NoReturn:
     for path in list(unfinished):
         with contextlib.suppress(OSError):
             os.unlink(path)
+    for process in list(started):
+        with contextlib.suppress(Exception):  # it has ended
+            process.kill()
     clear = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # the line of a progress bar, which hides the cursor
     _write(2, f"{clear}tightfit: {message}\n")
     if "--json" in sys.argv:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +16,18 @@ from PIL.PngImagePlugin import PngInfo
 
 from tightfit.errors import InputError, RunError
 from tightfit.files import check_regular, replacing
+from tightfit.run.prompt import slug_of
 
-__all__ = ["check_timeline", "check_writable", "output_paths", "save_pictures", "writing"]
+__all__ = [
+    "check_count",
+    "check_timeline",
+    "check_writable",
+    "encoded_picture",
+    "numbered",
+    "output_paths",
+    "save_pictures",
+    "writing",
+]
 
 MOST = 10_000  # pictures of a call: each is a file that is looked for first
 
@@ -28,20 +38,26 @@ def output_paths(out: Path | None, prompt: str, count: int) -> list[Path]:
     If `out` is a folder, such names are used inside it; a file name is numbered if there are several images.
     InputError if `out` is neither a .png file nor a folder, and for more than MOST.
     """
-    if count > MOST:
-        raise InputError(f"a batch of {count:,} is too many: {MOST:,} at the most", batch=count)
+    check_count(count)
     if out is not None and not os.path.isdir(out):
         if out.suffix.lower() != ".png":
             raise InputError(f"--out {out} must be a .png file or a folder that exists", out=str(out))
-        return _numbered(out, count)
+        return numbered(out, count)
     folder = out or Path()
-    stem = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
+    stem = slug_of(prompt)
     names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    tries = (_numbered(folder / f"{name}.png", count) for name in names)
+    tries = (numbered(folder / f"{name}.png", count) for name in names)
     return next(paths for paths in tries if not any(map(os.path.lexists, paths)))
 
 
-def _numbered(path: Path, count: int) -> list[Path]:
+def check_count(count: int) -> None:
+    """Raise InputError for a batch of more than MOST pictures."""
+    if count > MOST:
+        raise InputError(f"a batch of {count:,} is too many: {MOST:,} at the most", batch=count)
+
+
+def numbered(path: Path, count: int) -> list[Path]:
+    """Return the paths of `count` images: `path`, or several with numbers."""
     return [path] if count == 1 else [path.with_name(f"{path.stem}-{index}{path.suffix}") for index in range(count)]
 
 
@@ -76,12 +92,23 @@ def save_pictures(pictures: list[Any], paths: list[Path], metadata: dict[str, st
 
     Either all files are written, or none.
     """
+    with contextlib.ExitStack() as whole:
+        for picture, path in zip(pictures, paths, strict=True):
+            with writing(path):
+                _save(picture, whole.enter_context(replacing(path)), metadata)
+
+
+def encoded_picture(picture: Any, metadata: dict[str, str]) -> bytes:
+    """Return the bytes of the file that `save_pictures` would write."""
+    file = io.BytesIO()
+    _save(picture, file, metadata)
+    return file.getvalue()
+
+
+def _save(picture: Any, file: Path | io.BytesIO, metadata: dict[str, str]) -> None:
     info = PngInfo()
     for key, value in metadata.items():
         info.add_itxt(key, value)
-    with contextlib.ExitStack() as whole:
-        for picture, path in zip(pictures, paths, strict=True):
-            frames: list[Image.Image] = picture if isinstance(picture, list) else [picture]
-            video = {"save_all": True, "append_images": frames[1:], "duration": 125} if len(frames) > 1 else {}
-            with writing(path):
-                frames[0].save(whole.enter_context(replacing(path)), format="PNG", pnginfo=info, **video)
+    frames: list[Image.Image] = picture if isinstance(picture, list) else [picture]
+    video = {"save_all": True, "append_images": frames[1:], "duration": 125} if len(frames) > 1 else {}
+    frames[0].save(file, format="PNG", pnginfo=info, **video)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch.utils._pytree import tree_map_only
 
 from tightfit.apply.activations.export_denoiser import export_module, find_denoiser, first_call
 from tightfit.apply.activations.exported.file import ExportedFile
-from tightfit.apply.fitting import Fitted
 from tightfit.checkpoint.folder import ModelFolder
 from tightfit.checkpoint.lazy_loading import build_folder
 from tightfit.demo.scenes import WORDS, unknown_words
@@ -28,19 +26,14 @@ from tightfit.run.call_arguments import call_arguments
 from tightfit.run.files import check_timeline, check_writable, output_paths, save_pictures, writing
 from tightfit.run.generate import Progress, generate, profiled, stopwatch, with_loading
 from tightfit.run.launched_ranks import ALONE, LaunchedRank
-from tightfit.run.load import load, load_made, load_on_rank
-from tightfit.run.models import DTYPES, find_model, stored_dtype
+from tightfit.run.models import DTYPES, find_model, model_title, stored_dtype
 from tightfit.run.plan_options import Limits, demo_request
-from tightfit.run.plan_target import PlanTarget, plan_target_of
-from tightfit.run.planning_context import plan_within
 from tightfit.run.prompt import Prompt
+from tightfit.run.run_target import RunOptions, RunTarget
 from tightfit.run.simulate import SimulationRun, unlimited_card
-from tightfit.schema.plan import Plan
 from tightfit.schema.request import Request
 
 __all__ = ["Job", "export_model"]
-
-DEMO = "tightfit demo model"
 
 
 @dataclass
@@ -62,15 +55,9 @@ class Job:
 
     def prepare(self) -> None:
         """Check all arguments, before anything is loaded or written."""
-        self.device = self.rank.device(self.device)
-        Plan.from_mapping(self.choices)
-        self._plan_target: PlanTarget | None = (
-            plan_target_of(self.limits, self.device) if self.limits is not None else None
-        )
-        named = self.choices.get("device") if self.device is None else self.device
-        self._target: Device = self._plan_target.devices[0] if self._plan_target else choose_device(named)
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise InputError(unknown_name("dtype", self.dtype, DTYPES), dtype=self.dtype)
+        target = RunOptions(self.choices, self.limits, self.rank.device(self.device), self.dtype).target()
+        self._run_target: RunTarget = target
+        self._target: Device = target.device
         if self.snapshot is not None:
             self._target.check_history()
         if self.timeline is not None:
@@ -102,29 +89,12 @@ class Job:
         if self.model is None:
             self.request = demo_request(self.request)
         elapsed = stopwatch()
-        default = "float32" if self._target.torch_device.type == "cpu" else stored_dtype(self._folder.components)
-        dtype = self.dtype or default
-        if self._plan_target is None and not self.choices and self._target.kind == "cuda":
-            self._plan_target = PlanTarget(Limits(None), (self._target,))
-        if self._plan_target is not None:
-            self._load_within(self._plan_target, dtype)
-        else:
-            choices = {name: value for name, value in self.choices.items() if name != "device"} or {"level": 0}
-            self._pipe, fitted = load(
-                self._folder.path, plan=choices, request=self.request, device=self._target, dtype=dtype,
-                parallel=self.rank.parallel(self.choices.get("context_attention")),
-            )  # fmt: skip
-            self.fitted: Fitted = fitted
+        parallel = self.rank.parallel(self.choices.get("context_attention"))
+        self._pipe, self.fitted = self._run_target.load(self._folder, self.request, parallel)
+        if self._run_target.plan_target is not None:
+            self._target = self._run_target.plan_target.host_of(self.fitted.plan)
         call_arguments(self._pipe, self.prompt, self.request)
         self._loading = elapsed()
-
-    def _load_within(self, plan_target: PlanTarget, dtype: str) -> None:
-        if (parallel := self.rank.parallel()) is not None:
-            self._pipe, self.fitted = load_on_rank(self._folder, dtype, plan_target, self.request, parallel)
-            return
-        made = plan_within(self._folder.path, self.request, plan_target, dtype)
-        self._target = plan_target.host_of(made.plan)
-        self._pipe, self.fitted = load_made(self._folder, dtype, plan_target, made)
 
     def run(self, progress: Progress | None = None, *, profile: bool = False) -> str:
         """Generate and write all outputs; return the profiler's table, or ""."""
@@ -146,7 +116,7 @@ class Job:
             "prompt": self.prompt.text,
             "seed": str(self.prompt.seed),
             "plan": self.report.plan.to_json(),
-            "model": os.fsencode(self._folder.path.name).decode(errors="replace") if self.model else DEMO,
+            "model": model_title(self.model, self._folder),
         }
         self._outputs = output_paths(self.out, self.prompt.text, len(pictures))  # names may be taken by now
         save_pictures(pictures, self._outputs, metadata | {"Software": "tightfit"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -16,7 +17,7 @@ from tightfit.checkpoint.folder import ComponentFolder, ModelFolder, check_folde
 from tightfit.checkpoint.headers import read_header
 from tightfit.errors import ModelError
 
-__all__ = ["DTYPES", "at_home", "find_model", "resolve_model", "stored_dtype"]
+__all__ = ["DTYPES", "at_home", "find_model", "model_title", "resolve_model", "stored_dtype"]
 
 DTYPES = ("bfloat16", "float16", "float32")  # compute dtypes that users may choose
 
@@ -31,6 +32,11 @@ def find_model(name: str | None) -> ModelFolder:
     if path.exists() or not _HUB_ID.fullmatch(name):
         return check_folder(path)
     return check_folder(_download(name))
+
+
+def model_title(name: str | None, folder: ModelFolder) -> str:
+    """Return what pictures of `folder`, which users call `name`, say of their model."""
+    return "tightfit demo model" if name is None else os.fsencode(folder.path.name).decode(errors="replace")
 
 
 def at_home(path: Path) -> Path:

@@ -24,6 +24,7 @@ __all__ = [
     "BudgetLike",
     "Limits",
     "call_request",
+    "check_steps",
     "demo_request",
     "limits_for",
     "limits_of",
@@ -127,11 +128,16 @@ def call_request(choices: dict[str, Any], negative: str | None = None, **fields:
     if options.get("batch") == 1:
         del options["batch"]  # the default: does not override
     request = Request.from_mapping(given | options if isinstance(given, dict) else given)
-    if (request.steps or 0) > MOST_STEPS:
-        raise RequestError(f"{request.steps} steps are too many: {MOST_STEPS:,} at the most", steps=request.steps)
+    check_steps(request)
     if negative is None:
         return request
     return request.model_copy(update={"arguments": request.arguments | {"negative_prompt": "text"}})
+
+
+def check_steps(request: Request) -> None:
+    """Raise RequestError for more than MOST_STEPS steps."""
+    if (request.steps or 0) > MOST_STEPS:
+        raise RequestError(f"{request.steps} steps are too many: {MOST_STEPS:,} at the most", steps=request.steps)
 
 
 def demo_request(request: Request) -> Request:

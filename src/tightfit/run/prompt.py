@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tightfit.errors import RequestError
 
-__all__ = ["Prompt"]
+__all__ = ["Prompt", "slug_of"]
 
 
 @dataclass(frozen=True)
@@ -25,3 +26,8 @@ class Prompt:
                 raise RequestError(f"the prompt is no text in UTF-8: {text[:40]!a}")
         if not 0 <= self.seed < 2**63:
             raise RequestError(f"the seed must be between 0 and 2⁶³ - 1, not {self.seed}", seed=self.seed)
+
+
+def slug_of(text: str) -> str:
+    """Return a file name made from a prompt, without suffix."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60] or "picture"
