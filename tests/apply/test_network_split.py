@@ -11,6 +11,7 @@ from torch import nn
 
 import tightfit
 from a_few import a_few
+from gradient_checks import assert_close, denoiser_call, gradients
 from more_pipelines import MORE_CASES
 from simulator.conftest import ACCELERATOR
 from tightfit import PlanError
@@ -380,3 +381,20 @@ def test_parts_have_placements_of_their_own(store: str) -> None:
     fitted.undo()
     fitted = tightfit.fit(pipe, plan=fitted.plan)  # as it is written to a file
     assert torch.equal(run(pipe, case).cpu(), wanted)
+
+
+@pytest.mark.parametrize("placement", [{"placement": "resident"}, {"placement": "stream"}], ids=["resident", "stream"])
+@pytest.mark.parametrize("name", ["StableDiffusion", "Flux"])
+def test_gradients_are_those_of_one_card(name: str, placement: dict[str, Any]) -> None:
+    network, args, kwargs = denoiser_call(name)
+    order = order_of(network)
+    one = tightfit.fit(network, level=0, device=ONE)
+    wanted = {key: value.cpu() for key, value in gradients(network, args, kwargs).items()}
+    one.undo()
+    split = {"split": {OTHER: order[len(order) // 2]}}
+    fitted = tightfit.fit(network, plan={"device": ONE, "components": {"model": placement | split}})
+    try:
+        for _ in range(2):
+            assert_close(gradients(network, args, kwargs), wanted)
+    finally:
+        fitted.undo()
