@@ -15,8 +15,8 @@ from tiny_pipelines import CASES
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
 CLOSE = 1e-5  # of the largest value: kernels round other numbers of rows differently
-TOO_SMALL: Trial = {"name": "StableDiffusion", "budget": "30MB"}
-CHANGED: Trial = {"name": "StableDiffusion", "level": 0, "changed": True}
+TOO_SMALL: Trial = {"name": "StableDiffusion", "budget": "30MB", "attention": "ring"}
+CHANGED: Trial = {"name": "StableDiffusion", "level": 0, "attention": "gathered", "changed": True}
 FAILS: Trial = {"name": "StableDiffusion", "level": 0, "fails": 1}
 
 
@@ -26,7 +26,7 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
         {"name": "StableDiffusion", "level": 0, "attention": "gathered"},
         {"name": "StableDiffusion", "level": 3, "attention": "heads"},
         {"name": "Flux", "level": 3, "attention": "ring"},
-        {"name": "StableDiffusion", "budget": "56MB"},
+        {"name": "StableDiffusion", "budget": "56MB", "attention": "ring"},
     ]
     said = run_ranks(2, [FAILS, TOO_SMALL, CHANGED, unseeded, *trials])
     check_failed(said)
@@ -41,7 +41,7 @@ def test_two_ranks_draw_what_one_process_draws() -> None:
     for trial, one, other in zip(trials, first, second, strict=True):
         if "budget" in trial:
             assert one["peak"] <= one["predicted"] <= 56e6
-            assert "because: attention of ranks by " in one["plan"]
+            assert " are sent: a call exchanges them with other ranks in " in one["plan"]
         assert one["apart"] <= CLOSE, (trial, one)
         assert one["apart"] == other["apart"]
         assert one["same"], trial
@@ -54,6 +54,16 @@ def test_a_rank_that_is_killed_ends_the_others_call() -> None:
     trial = {"name": "StableDiffusion", "level": 0, "killed": 1}
     (first,), _ = run_ranks(2, [trial], timeout=120)
     assert first["error"].startswith("RunError: rank 0: another rank ended or does not answer: "), first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Flux", "StableDiffusion"])
+def test_ranks_agree_on_attention(name: str) -> None:
+    said = [one for (one,) in run_ranks(2, [{"name": name, "budget": "200MB"}])]
+    assert all(one["apart"] <= CLOSE and one["same"] and one["undone"] for one in said)
+    (chosen,) = {next(line for line in one["plan"].splitlines() if "ranks share the rows" in line) for one in said}
+    (reason,) = {next(line for line in one["plan"].splitlines() if "attention of ranks by " in line) for one in said}
+    assert {"ring": "a ring", "gathered": "gathered keys", "heads": "heads"}[chosen.split()[-1]] in reason
 
 
 @pytest.mark.slow

@@ -64,15 +64,17 @@ def test_numbers_are_those_of_one_card_and_nothing_is_lost(case: TinyCase, devic
 
 
 @pytest.mark.parametrize(
-    ("ram", "place"),
+    ("ram", "places"),
     [
-        pytest.param("1GB", "cpu", marks=pytest.mark.slow),
-        ("100MiB", "disk"),
-        pytest.param(0, "disk", marks=pytest.mark.slow),
+        pytest.param("1GB", ("cpu", "cpu"), marks=pytest.mark.slow),
+        ("100MiB", ("disk", "cpu")),
+        pytest.param(0, ("disk", "disk"), marks=pytest.mark.slow),
     ],
 )
-def test_too_little_for_the_cards_goes_to_host_memory_and_then_to_the_disk(ram: str | int, place: str) -> None:
-    """148 MiB of a U-Net, on cards of 150 and 120 MiB."""
+def test_too_little_for_the_cards_goes_to_host_memory_and_then_to_the_disk(
+    ram: str | int, places: tuple[str, str]
+) -> None:
+    """148 MiB of a U-Net, on cards of 150 and 120 MiB: it is split, and each part has its own place."""
     cards_of(2**40)
     together = tightfit.fit(pipe := large_unet(), level=0, device=ONE)
     wanted = draw(pipe)
@@ -80,7 +82,8 @@ def test_too_little_for_the_cards_goes_to_host_memory_and_then_to_the_disk(ram: 
     cards = cards_of(150 * MIB, 120 * MIB)
     memory = {ONE: "150MiB", OTHER: "120MiB", "cpu": ram}
     fitted = tightfit.fit(pipe, device_map="balanced", max_memory=memory, request=REQUEST)
-    assert pipe.hf_device_map == {"unet": place, "vae": OTHER, "text_encoder": OTHER}
+    later = {f"unet.up_blocks.{index}": places[1] for index in range(2)}
+    assert pipe.hf_device_map == {"unet": places[0], "vae": OTHER, "text_encoder": OTHER, **later}
     assert fitted.plan.components["unet"].placement == "stream"
     assert torch.equal(draw(pipe), wanted)
     for card, name in zip(cards, (ONE, OTHER), strict=True):

@@ -382,7 +382,7 @@ def test_plan_knows_what_run_has_seen(
     job = Job(Prompt("a fox", 1), asked, choices={}, limits=limits, model=str(tiny_model), device="cpu", out=tmp_path)
     job.prepare()
     if store == "disk":
-        monkeypatch.setattr("tightfit.run.job.plan_within", from_disk)
+        monkeypatch.setattr("tightfit.run.run_target.plan_within", from_disk)
     job.load()
     assert {part.offload_to for part in job.fitted.plan.components.values()} == {store}
     job.run()

@@ -164,7 +164,7 @@ def test_a_run_of_the_command_line_is_planned_anew_too(
     job = Job(Prompt("a fox", 1), asked, choices={}, limits=limits, model=str(tiny_model), device="cpu", out=tmp_path)
     job.prepare()
     if store == "disk":
-        monkeypatch.setattr("tightfit.run.job.plan_within", from_disk)
+        monkeypatch.setattr("tightfit.run.run_target.plan_within", from_disk)
     job.load()
     assert {part.offload_to for part in job.fitted.plan.components.values()} == {store}
     exceeding(monkeypatch, lambda ask: ask == 5)

@@ -20,13 +20,16 @@ _MIDDLE, _LATE = "mid_block", "up_blocks."  # of a U-Net
 
 
 def block_order(blocks: Iterable[str], *, has_skips: bool) -> list[str]:
-    """Return the paths of `blocks` in the order in which they run; `has_skips`: of a U-Net, with its middle block."""
+    """Return the paths of `blocks` in the order in which they run; `has_skips`: of a U-Net, with its middle block.
+
+    What is in the middle block stays together: its own blocks run in turns.
+    """
     order = [path for path in blocks if path]
     late = [path for path in order if has_skips and path.startswith(_LATE)]
     if not late:
         return order
     early = [path for path in order if path.startswith("down_blocks.")]
-    others = [path for path in order if path not in {*early, *late}]
+    others = [path for path in order if path not in {*early, *late} and not path.startswith(f"{_MIDDLE}.")]
     return [*early, _MIDDLE, *late, *others]
 
 
@@ -83,7 +86,7 @@ def part_of(component: Component, chosen: ComponentPlan, index: int) -> Componen
     find = finder_of(component, chosen)
     layers = tuple(layer for layer in component.layers if find(layer.name) == index)
     blocks = tuple(block for block in component.blocks if block.name and find(block.name) == index)
-    size = sum(block.bytes for block in blocks) + _outside(component, layers, index)
+    size = sum(block.bytes for block in blocks) + _outside(component, find, index)
     share = size / max(component.bytes, 1)
     return component.model_copy(
         update={
@@ -97,12 +100,16 @@ def part_of(component: Component, chosen: ComponentPlan, index: int) -> Componen
     )
 
 
-def _outside(component: Component, layers: Sequence[object], index: int) -> int:
-    """Return the bytes outside of blocks that the part `index` has: in a later part, a U-Net's middle block."""
-    middle = sum(layer.bytes for layer in component.layers if layer.name.startswith(f"{_MIDDLE}."))
+def _outside(component: Component, find: Callable[[str], int], index: int) -> int:
+    """Return the bytes outside of blocks that the part `index` has: in a later part, of a U-Net's middle block."""
+    inside = tuple(f"{block.name}." for block in component.blocks if block.name)
+    middle = sum(
+        layer.bytes
+        for layer in component.layers
+        if layer.name.startswith(f"{_MIDDLE}.") and not f"{layer.name}.".startswith(inside)
+    )
     whole = next((block.bytes for block in component.blocks if not block.name), 0)
-    has_middle = any(getattr(layer, "name", "").startswith(f"{_MIDDLE}.") for layer in layers)
-    return (whole - middle) * (index == 0) + middle * has_middle
+    return (whole - middle) * (index == 0) + middle * (find(_MIDDLE) == index)
 
 
 def resolve_parts(
