@@ -267,7 +267,8 @@ def test_peak_memory_is_what_stays(tmp_path: Path, dtype: str) -> None:
             most = largest + 64 * MIB
         del model
     command = [sys.executable, "-c", PEAK, str(tmp_path / "full"), str(tmp_path / "tiny"), dtype]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    tests = Path(__file__).parents[1]  # where `anonymous_memory` is
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tests)
     assert run.returncode == 0, run.stderr[-2000:]
     above, stays, weights = map(int, run.stdout.split()[-3:])
     assert stays > weights
