@@ -17,6 +17,7 @@ from tightfit.devices.ram import held_bytes
 from tightfit.devices.ram_guard import check_ram
 from tightfit.errors import RunError, TightfitError
 from tightfit.progress import listening
+from tightfit.run.launched_ranks import rank_here
 from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["errors_as_lines", "log_to_stderr", "quiet_transformers", "say", "showing_steps"]
@@ -124,8 +125,7 @@ def _explained(error: Exception) -> TightfitError | None:
 def _ended(
     error: BaseException, message: str, code: int, as_json: bool, facts: dict[str, object] | None = None
 ) -> typer.Exit:
-    message = _shortened(" ".join(message.split()))
-    rank = int(os.environ.get("RANK", "0")) if "WORLD_SIZE" in os.environ else 0  # under torchrun
+    message, rank = _shortened(" ".join(message.split())), rank_here()
     if rank == 0:
         typer.secho(f"tightfit: {message}", err=True, fg="red")
     elif code == 1 and "ended_by" not in (facts or {}):  # else rank 0 says it

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from tightfit.errors import InputError
-from tightfit.run.launched_ranks import ALONE, LaunchedRank
+from tightfit.run.launched_ranks import ALONE, LaunchedRank, rank_here
 from tiny_pipelines import CASES
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -63,6 +63,23 @@ def test_bad_input_is_said_once(folder: Path) -> None:
     assert said.returncode != 0
     assert said.stderr.count("tightfit: ") == 1, said.stderr
     assert "wrote" not in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("said", "rank"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}, 1),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 0),  # a cluster's, not torchrun's
+        ({"RANK": "one", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}, 0),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, 0),
+    ],
+)
+def test_only_torchruns_variables_count(said: dict[str, str], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert rank_here() == rank
 
 
 def test_each_rank_has_a_card_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,15 +173,15 @@ class CallRunner:
                 logger.warning("nothing was learned from this call", exc_info=True)
 
     def move(self, device: Device) -> None:
+        """Run the calls on `device` from now on."""
         self._device, self.finished = device, self.finished and OutputReplayCache(device)
 
     def exceeded(self, held: int, during: bool) -> None:
         """Handle `held` bytes of RAM, above the limit: raise RamExceeded `during` a call, replan the next after one."""
-        if self.finished is None:
-            return
-        if during and self.finished.active:
-            raise RamExceeded(held)
-        self._held = held
+        if self.finished is not None:
+            if during and self.finished.active:
+                raise RamExceeded(held)
+            self._held = held
 
     def remark(self, what: str) -> None:
         """Add a note to the report of the next call."""

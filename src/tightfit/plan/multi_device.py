@@ -53,18 +53,16 @@ def plan_jointly(
 
     for storages in storages_of(footprint, allowed):
         search = search_with(storages)
-        fastest, guessed = search.best(budget.ram), _guessed(known.values(), members)
-        split = best_split(search, budget.ram, fastest)
-        if split is not None:
-            alone = search.best(budget.ram, _host_of(split.found))
-            reasons = [*split_reasons(split, fastest), *_reasons(split.search, split.found, split.found, alone)]
-            plan = _plan(split.search, machine, budget, split.found, [*reasons, *guessed], footprint, split.splits)
-            return with_device_map(plan, device_map)
+        whole = search.best(budget.ram)
+        split = best_split(search, budget.ram, whole)
+        splits, used, fastest = split or ({}, search, whole)
         if fastest is not None:
             balanced = search.device_map.strategy == "balanced"
-            found = search.balanced(budget.ram, fastest) if balanced else fastest
-            reasons = [*_reasons(search, found, fastest, search.best(budget.ram, _host_of(found))), *guessed]
-            return with_device_map(_plan(search, machine, budget, found, reasons, footprint, {}), device_map)
+            found = used.balanced(budget.ram, fastest) if balanced else fastest
+            reasons = [] if split is None else list(split_reasons(split, whole))
+            reasons += _reasons(used, found, fastest, search.best(budget.ram, _host_of(found)))
+            reasons += _guessed(known.values(), members)
+            return with_device_map(_plan(used, machine, budget, found, reasons, footprint, splits), device_map)
     others = [name for name in ("fp8", "int8") if name not in allowed]
     lossy = [
         name for name in others

@@ -30,13 +30,13 @@ class AskedParallelism(NamedTuple):
     ranks: ContextParallel
     ways: tuple[ContextAttention, ...]
 
-    def measured(self, device: Device) -> ContextParallel:
-        """Return the ranks with what it takes them to send tensors on `device`. Collective."""
+    def measured(self, device: Device) -> AskedParallelism:
+        """Return the same, with what it takes the ranks to send tensors on `device`. Collective."""
         group = self.ranks.group
         with group.call():
             group.count_ranks_here()
             rates = group.exchange_rates(device.torch_device, device.synchronize)
-        return replace(self.ranks, exchange_rates=rates)
+        return self._replace(ranks=replace(self.ranks, exchange_rates=rates))
 
 
 def parallelism_of(

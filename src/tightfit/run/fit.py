@@ -143,13 +143,10 @@ def _fit_within(
     earlier = getattr(pipe, HANDLE, None)
     if earlier is not None:
         earlier.undo()
-    ranks = asked and asked.measured(plan_target.devices[0])
+    asked = asked and asked.measured(plan_target.devices[0])
+    ranks = asked and asked.ranks
     with replaced(pipe), nullcontext() if ranks is None else ranks.group.call():
-        replanner = (
-            Replanner(pipe, plan_target)
-            if asked is None or ranks is None
-            else RankReplanner(pipe, plan_target, ranks, asked.ways)
-        )
+        replanner = RankReplanner(pipe, plan_target, *asked) if asked else Replanner(pipe, plan_target)
         plan = replanner.first_plan(pipe) if call_request is None else replanner.plan(pipe, call_request, example)
         target = plan_target.host_of(plan)
         fitted = apply_plan(pipe, plan, target, count_activations=count_activations, replans=replanner, parallel=ranks)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tightfit.errors import InputError
 
-__all__ = ["ALONE", "LaunchedRank", "launched_rank"]
+__all__ = ["ALONE", "LaunchedRank", "launched_rank", "rank_here"]
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,31 @@ ALONE = LaunchedRank(0, 1, 0)
 @contextlib.contextmanager
 def launched_rank() -> Iterator[LaunchedRank]:
     """Yield this process's rank, in a process group if there are others. Only the first one's stdout is shown."""
-    rank, size, local_rank = (int(os.environ.get(name, default)) for name, default in _VARIABLES.items())
-    if size == 1:
-        yield ALONE
+    own = _of_environment()
+    if own.size == 1:
+        yield own
         return
     import torch.distributed as dist
 
     from tightfit.devices.cuda_support import usable_cards
 
     if not dist.is_available():
-        raise InputError(f"{size} ranks need torch.distributed, which this build of torch lacks", size=size)
+        raise InputError(f"{own.size} ranks need torch.distributed, which this build of torch lacks", size=own.size)
     dist.init_process_group("cpu:gloo,cuda:nccl" if usable_cards() and dist.is_nccl_available() else "gloo")
-    with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(io.StringIO()):
-        yield LaunchedRank(rank, size, local_rank)
+    with contextlib.nullcontext() if own.writes else contextlib.redirect_stdout(io.StringIO()):
+        yield own
     dist.destroy_process_group()
 
 
-_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+def rank_here() -> int:
+    """Return this process's rank; 0 if torchrun did not start it."""
+    return _of_environment().rank
+
+
+def _of_environment() -> LaunchedRank:
+    """Return what torchrun's variables say; ALONE if torchrun did not start this process."""
+    said = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not all(text.isdecimal() for text in said):
+        return ALONE
+    rank, size, local_rank = map(int, said)
+    return LaunchedRank(rank, size, local_rank) if size > 1 else ALONE

@@ -151,9 +151,9 @@ def load_on_rank(
         if shared is None:  # the only rank
             made = plan_within(folder.path, request, plan_target, dtype, example)
             return load_made(folder, dtype, plan_target, made, count_activations=count_activations)
-        ranks = shared.measured(target)
+        ranks, ways = shared.measured(target)
         with ranks.group.call():
-            replans = RankReplanner(pipe, plan_target, ranks, shared.ways)
+            replans = RankReplanner(pipe, plan_target, ranks, ways)
             plan = replans.plan(pipe, call_request, example)
             file_weights = checkpoint.fill(_left_by(plan, target))
             fitted = Fitted(

@@ -102,16 +102,11 @@ def _partial(
 
 
 _aten = torch.ops.aten
-_FUSED: Mapping[str, Callable[..., Sequence[torch.Tensor]]] = {  # in order of preference; each also returns the sums
+_FUSED: Mapping[str, Callable[..., Sequence[torch.Tensor]]] = {  # each returns the attention and its log-sum-exp first
     "cpu": lambda q, k, v, scale: _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale),
     "flash": lambda q, k, v, scale: _aten._scaled_dot_product_flash_attention(q, k, v, scale=scale),
     "efficient": lambda q, k, v, scale: _aten._scaled_dot_product_efficient_attention(
-        q,
-        k,
-        v,
-        None,
-        True,
-        scale=scale,  # the log-sum-exp is wanted
+        q, k, v, attn_bias=None, compute_log_sumexp=True, scale=scale
     ),
 }
 
@@ -122,9 +117,8 @@ def _fused_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
         return "cpu"
     capability, flash = attention_support(query.device)
     call = AttentionCall.of(query, key, value, capability=capability, flash=flash)
-    if query.shape[-1] % 8:  # torch pads heads for flash attention, whose output is then wider
-        call = call._replace(flash=False)
-    return next((name for name in ("flash", "efficient") if unsupported(name, call) is None), None)
+    kernels = ("flash", "efficient") if query.shape[-1] % 8 == 0 else ("efficient",)  # flash needs padded heads else
+    return next((name for name in kernels if unsupported(name, call) is None), None)
 
 
 def _merged(

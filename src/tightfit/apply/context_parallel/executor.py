@@ -236,14 +236,14 @@ def _program_of(
     return (program if rebuild else make()), rebuild[0]
 
 
+WRAPPED = ("forward", "encode", "decode")
+
+
 def _without_wrappers(module: nn.Module) -> nn.Module:
     """Return `module` without what others put around its methods, which runs already: a profiler, a library's hook."""
     bare = object.__new__(type(module))
     vars(bare).update({name: value for name, value in vars(module).items() if name not in WRAPPED})
     return bare
-
-
-WRAPPED = ("forward", "encode", "decode")
 
 
 def _check_rows(program: Program, ranks: int) -> None:
