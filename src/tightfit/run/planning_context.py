@@ -43,8 +43,10 @@ __all__ = [
     "machine_of",
     "measured_machine",
     "plan_within",
+    "with_garbage_freed",
     "with_less_taken",
     "with_taken",
+    "within_group",
 ]
 
 
@@ -110,9 +112,25 @@ def machine_of(*targets: Device) -> Machine:
 def machine_now(*targets: Device) -> Machine:
     """Return `machine_of(targets)` after unused memory is freed: on a CPU, garbage is collected, the heap trimmed."""
     if not targets[0].separate:
-        gc.collect()
-        trim_heap()
+        _free_unused()
     return machine_of(*targets)
+
+
+def _free_unused() -> None:
+    gc.collect()
+    trim_heap()
+
+
+def with_garbage_freed(machine: Machine, target: Device, pipe: Any) -> Machine:
+    """Return `machine` with no more of its RAM taken than this process holds now beside the weights of `pipe`.
+
+    Others in the process may have freed memory since `machine` was described.
+    """
+    if target.separate:
+        return machine
+    _free_unused()
+    beside = max(held_bytes() - bytes_on(target, pipe), 0)
+    return with_less_taken(machine, {target.name: max((machine.ram_used or 0) - beside, 0)})
 
 
 def with_less_taken(machine: Machine, sizes: Mapping[str, int]) -> Machine:

@@ -26,6 +26,7 @@ from tightfit.run.planning_context import (
     PlannedFolder,
     bytes_on,
     machine_now,
+    with_garbage_freed,
     with_less_taken,
     with_taken,
     within_group,
@@ -220,8 +221,9 @@ class Replanner:
         if shape not in self._inputs_by_shape:
             raise _nothing_less(now, held)
         planning_inputs = self._inputs_by_shape[shape]
-        more = max(held - (planning_inputs.machine.ram_used or 0) - predicted, int(predicted * (1 - LESS)), 1)
-        machine = within_group(with_less_taken(planning_inputs.machine, {now.device: -more}))
+        machine = with_garbage_freed(planning_inputs.machine, self._devices[0], pipe)
+        more = max(held - (machine.ram_used or 0) - predicted, int(predicted * (1 - LESS)), 1)
+        machine = within_group(with_less_taken(machine, {now.device: -more}))
         planning_inputs = self._inputs_by_shape[shape] = self._with_missing_parts(
             now.request, planning_inputs._replace(machine=machine)
         )
