@@ -55,8 +55,8 @@ CARD = Accelerator(
     name="cuda:0", kind="cuda", bytes=80 * 2**30, free=79 * 2**30, allocated=2**20, product_name="NVIDIA H100",
     expandable_refused="the driver refuses them", compute_capability="9.0", flash=False,
     arithmetic_rates={"bfloat16": 1e15, "float32": 6.7e13}, memory_rate=3.35e12, link_rate=5.5e10,
-    link_rate_out=5.4e10, exchange_rate=1.5e11, exchange_latency=2e-5, launch_overhead=5e-6,
-    streamed_overhead=9e-6, resident_overhead=2e-6,
+    link_rate_out=5.4e10, exchange_rate=1.5e11, exchange_latency=2e-5, network_rate=1.25e10,
+    launch_overhead=5e-6, streamed_overhead=9e-6, resident_overhead=2e-6,
     channels_last_gains={"denoiser.float16": 1.2},
 )  # fmt: skip
 MACHINE = Machine(
@@ -187,7 +187,7 @@ LIVED = PhaseMeasurement(
 EXPERIENCE = CallMeasurement(plan="c0ffee", first_call=True, stored={"unet": "int8"}, phases=(LIVED,))
 PREDICTION = Prediction(
     model="sdxl", card="rtx3060", capacity=11, other_devices={"cuda:0": 8}, fits=True, plan=PLAN, trace=TRACE,
-    dtype="float16", rates="learned", would_fit="512 MiB",
+    dtype="float16", rates="learned", would_fit="512 MiB", sent_bytes=7,
 )  # fmt: skip
 EXAMPLES = [
     REQUEST, BUDGET, BUDGETS, CARD, MACHINE, UNIT, COMPONENT, WORKLOAD, TURN, USE, PASS, LEG, WAY, STRETCH, VARIANT,

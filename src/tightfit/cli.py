@@ -18,12 +18,15 @@ from tightfit.command_options import (
     AsJson,
     Backward,
     Batch,
+    CardsPerNode,
     Changes,
     Dtype,
     Frames,
     Guidance,
     Level,
+    Link,
     Negative,
+    Nodes,
     Pixels,
     PlanFile,
     Ram,
@@ -46,6 +49,7 @@ from tightfit.run.plan_options import (
     limits_of,
     plan_fields,
 )
+from tightfit.run.rank_layout import rank_layout
 from tightfit.terminal import errors_as_lines, log_to_stderr, quiet_transformers, say, showing_steps
 
 if TYPE_CHECKING:
@@ -137,6 +141,9 @@ def predict(
     ] = None,
     *,
     card: Annotated[str | None, typer.Option(help="A known card, e.g. rtx4090. Default: this computer.")] = None,
+    cards_per_node: CardsPerNode = None,
+    nodes: Nodes = None,
+    link: Link = None,
     budget: Within = None,
     ram: Ram = None,
     allow: Allow = None,
@@ -160,6 +167,7 @@ def predict(
         from tightfit.run.files import check_timeline
         from tightfit.run.predict import forecast
 
+        layout = rank_layout(cards_per_node, nodes, link)
         if timeline is not None:
             check_timeline(timeline)
         choices = plan_fields(plan, level, set_ or [])
@@ -168,7 +176,14 @@ def predict(
             choices, negative, height=height, width=width, frames=frames, steps=steps, guidance=guidance, batch=batch,
             backward=backward,
         )  # fmt: skip
-        prediction = forecast(model, card, choices, asked, say, limits, simulated=timeline is not None)
+        if layout is None:
+            prediction = forecast(model, card, choices, asked, say, limits, simulated=timeline is not None)
+        else:
+            from tightfit.run.predict_ranks import forecast_ranks
+
+            prediction = forecast_ranks(
+                model, card, layout, choices, asked, say, limits, simulated=timeline is not None
+            )
         typer.echo(describe(prediction, verbose=verbose))
         if timeline is not None:
             from tightfit.report.timeline import draw_timeline

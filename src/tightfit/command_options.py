@@ -13,12 +13,15 @@ __all__ = [
     "AsJson",
     "Backward",
     "Batch",
+    "CardsPerNode",
     "Changes",
     "Dtype",
     "Frames",
     "Guidance",
     "Level",
+    "Link",
     "Negative",
+    "Nodes",
     "Pixels",
     "PlanFile",
     "Ram",
@@ -44,6 +47,11 @@ Backward = Annotated[
     str | None,
     typer.Option(metavar="KIND", help="With a backward pass: lora, lora:16, parameters or inputs."),
 ]
+CardsPerNode = Annotated[
+    int | None, typer.Option(help="Cards of this kind in a computer, which share the rows of each operation.")
+]
+Nodes = Annotated[int | None, typer.Option(help="Computers with that many cards each.")]
+Link = Annotated[str | None, typer.Option(metavar="RATE", help="Between computers, e.g. 100Gbit.")]
 Timeline = Annotated[Path | None, typer.Option(help="Draw where the memory goes, as PNG or SVG.")]
 Negative = Annotated[str | None, typer.Option("--negative-prompt", help="What to keep away from.")]
 Where = Annotated[

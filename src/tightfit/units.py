@@ -1,16 +1,17 @@
-"""Sizes of memory: text ⇄ bytes; times → text. No other module parses or formats sizes.
+"""Sizes of memory: text ⇄ bytes; rates of links ← text; times → text. No other module parses or formats sizes.
 
 "8GB" is 8·10⁹ bytes (SI) and "8GiB" is 8·2³⁰ (IEC).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
 from tightfit.errors import InputError
 
-__all__ = ["format_bytes", "format_enough", "format_seconds", "parse_bytes"]
+__all__ = ["format_bytes", "format_enough", "format_seconds", "parse_bytes", "parse_rate"]
 
 LONGEST = 1000  # characters of a size: Python reads numbers of up to 4300 digits
 _FACTORS = {
@@ -18,6 +19,7 @@ _FACTORS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)(bit|b)(?:/s)?\s*", re.IGNORECASE)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -37,6 +39,19 @@ def parse_bytes(size: str | int) -> int:
         value = round(Fraction(match[1]) * _FACTORS[match[2].lower()])
     if value <= 0:
         raise InputError(f"a size must be at least one byte, not {size!r}", size=str(size))
+    return value
+
+
+def parse_rate(rate: str) -> float:
+    """Return the bytes per second of a link: text such as "100Gbit", "25 Gbit/s" or "12.5GB/s".
+
+    Raises InputError if `rate` is not positive or not a rate.
+    """
+    match = _RATE.fullmatch(rate) if len(rate) <= LONGEST else None
+    units = 8 if match and match[3].lower() == "bit" else 1  # in a byte
+    value = float(match[1]) * _FACTORS[match[2].lower() + "b"] / units if match else 0.0
+    if not 0 < value < math.inf:
+        raise InputError(f"{rate!r:.60} is not the rate of a link: write it like 100Gbit or 12.5GB/s", rate=rate)
     return value
 
 

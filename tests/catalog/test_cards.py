@@ -20,6 +20,7 @@ FIELDS = {
     "link",
     "source",
 }
+OPTIONAL = {"nvlink_rate"}  # bytes per second each way to the other cards of its computer
 RATE_OF_SIXTEEN_LANES = {"3.0": 12.0e9, "4.0": 25.0e9, "5.0": 50.0e9}
 GIB = 2**30
 
@@ -48,7 +49,7 @@ def capability(card: dict[str, Any]) -> tuple[int, int]:
 def test_a_card_is_well_formed(name: str) -> None:
     card = CARDS[name]
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)
-    assert set(card) == FIELDS
+    assert FIELDS <= set(card) <= FIELDS | OPTIONAL
     assert all(isinstance(card[field], str) and card[field] for field in ("title", "link", "source"))
     assert isinstance(card["bytes"], int)
     assert isinstance(card["memory_rate"], float)
@@ -94,6 +95,18 @@ def test_the_link_rate_is_that_of_the_named_link(name: str) -> None:
     link = re.fullmatch(r"PCIe (\d\.0) x(8|16)", card["link"])
     assert link is not None
     assert card["link_rate"] == pytest.approx(RATE_OF_SIXTEEN_LANES[link[1]] * int(link[2]) / 16)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_exchanges_between_cards_take_nvlink_or_the_host(name: str) -> None:
+    card, known = CARDS[name], known_card(name)
+    assert known.exchange_latency > 0
+    assert known.exchange_rate is not None
+    if "nvlink_rate" in card:
+        assert capability(card) in ((7, 0), (8, 0), (9, 0))  # SXM modules
+        assert known.exchange_rate > card["link_rate"]
+    else:
+        assert 0.4 * card["link_rate"] <= known.exchange_rate <= 0.6 * card["link_rate"]
 
 
 @pytest.mark.parametrize("name", [name for name in CARDS if name.endswith("-laptop")])

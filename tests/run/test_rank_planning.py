@@ -18,7 +18,7 @@ from tightfit.run.doubled_calls import doubled_inputs_of
 from tightfit.run.footprints import Measurer
 from tightfit.run.simulate import SimulationRun, unlimited_card
 from tightfit.schema.footprint import ComponentCall, Footprint
-from tightfit.schema.machine import KernelGroup
+from tightfit.schema.machine import EXCHANGES, KernelGroup
 from tightfit.schema.plan import ContextAttention
 from tightfit.schema.request import Request
 from tiny_pipelines import CASES
@@ -39,9 +39,7 @@ class Subject:
         self.doubled: dict[str, DoubledInputs | str] = doubled_inputs_of(self.pipe, REQUEST)
 
     def rank(self, rank: int, attention: ContextAttention, ranks: int = 2) -> ContextParallel:
-        with unlimited_card(LINKED) as card:
-            group = SimulatedRankGroup(rank, ranks, card)
-        return ContextParallel(group, RowShares.equal(ranks), attention, self.doubled)
+        return ContextParallel(SimulatedRankGroup(rank, ranks), RowShares.equal(ranks), attention, self.doubled)
 
     def footprint(self, parallel: ContextParallel | None) -> Footprint:
         return Measurer(self.pipe, parallel=parallel).measure(REQUEST, missing=lambda _: ())
@@ -91,7 +89,7 @@ def test_exchanges_are_counted_as_they_are_sent(subject: Subject) -> None:
     parallel = subject.rank(0, "gathered")
     (denoise,) = (phase for phase in subject.footprint(parallel).phases if phase.name == "denoise")
     (call,) = denoise.calls
-    counted = sum(group.traffic for group in work_of(call) if group.kind == "exchange")
+    counted = sum(group.traffic for group in work_of(call) if group.kind in EXCHANGES)
     with unlimited_card(LINKED) as card:
         run = SimulationRun(meta_copy(subject.pipe), card, {"level": 0}, REQUEST, parallel=parallel)
         group = run.fitted._parallel.group  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -35,6 +35,12 @@ LAUNCH_OVERHEAD = 10e-6  # host seconds for each kernel of a network in Python (
 # … and for each use of a streamed or a resident layer: half of what bench/host_cost.py measured for FLUX.1 on a busy
 # server's core, with torch's own CUDA code and no driver (28 us, of which the copy's launch took 2, and 4.6 us)
 STREAMED_OVERHEAD, RESIDENT_OVERHEAD = 13e-6, 2.3e-6
+# Between cards of a computer: fractions of the nominal rate each way, while as much comes back. NVLink: 375 of 450 GB/s
+# for copies between two H100 (NVIDIA/nccl issue 1264), 215 to 260 of 300 between A100 (NVIDIA/nccl-tests issue 149).
+# Through the host: 12.9 of 25 GB/s between RTX 4090, which cannot reach each other's memory (open-gpu-kernel-modules
+# issue 6 of tinygrad). Small messages of NCCL took 30 to 50 us (nccl-tests issue 214, nccl issue 1530).
+NVLINK_SHARE, THROUGH_HOST_SHARE = 0.83, 0.52
+EXCHANGE_LATENCY = 40e-6  # seconds
 
 
 class KnownComponent(Record):
@@ -113,10 +119,18 @@ def known_card(name: str) -> Accelerator:
         arithmetic_rates=rates,
         memory_rate=MEMORY_SHARE * facts["memory_rate"],
         link_rate=facts["link_rate"],
+        exchange_rate=_exchange_rate(facts),
+        exchange_latency=EXCHANGE_LATENCY,
         launch_overhead=LAUNCH_OVERHEAD,
         streamed_overhead=STREAMED_OVERHEAD,
         resident_overhead=RESIDENT_OVERHEAD,
     )
+
+
+def _exchange_rate(facts: Mapping[str, Any]) -> float:
+    """Bytes per second that a card sends to the others of its computer while it receives as much."""
+    nvlink: float | None = facts.get("nvlink_rate")
+    return THROUGH_HOST_SHARE * float(facts["link_rate"]) if nvlink is None else NVLINK_SHARE * nvlink
 
 
 def _own_name(what: str, name: str, names: Sequence[str]) -> str:

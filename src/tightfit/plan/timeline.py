@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tightfit.plan.prefetch import Lease, PrefetchOrder, PrefetchPolicy, Ring
-from tightfit.schema.machine import Accelerator, KernelGroup
+from tightfit.schema.machine import EXCHANGES, Accelerator, KernelGroup
 
 __all__ = [
     "Clocks",
@@ -33,16 +33,26 @@ class ComputeSegment(NamedTuple):
 
 
 def segment_of(work: Iterable[KernelGroup], device: Accelerator, group: str = "") -> ComputeSegment:
-    """Return the kernels of `work`, one after another on `device`, as one segment; what has no rate takes no time."""
-    seconds = launching = 0.0
+    """Return the kernels of `work`, one after another on `device`, as one segment; what has no rate takes no time.
+
+    Exchanges of a ring run beside attention: of n parts of it, all but the last.
+    """
+    seconds = launching = attention = ring = rings = 0.0
     for kernels in work:
-        if kernels.kind == "exchange":
-            seconds += kernels.kernels * device.exchange_latency + _over(kernels.traffic, device.exchange_rate)
+        if kernels.kind in EXCHANGES:
+            exchange = device.exchange_seconds(kernels.kind, kernels.kernels, kernels.traffic)
+            if kernels.kind.endswith("ring"):
+                ring, rings = ring + exchange, rings + kernels.kernels
+            else:
+                seconds += exchange
             continue
         rate = device.arithmetic_rate(kernels.kind, kernels.dtype)
         arithmetic = kernels.operations / rate if rate else 0.0
-        seconds += max(arithmetic, _over(kernels.traffic, device.memory_rate))
+        computing = max(arithmetic, _over(kernels.traffic, device.memory_rate))
+        attention += computing if kernels.kind == "attention" else 0.0
+        seconds += computing
         launching += kernels.kernels * device.launch_overhead
+    seconds += max(ring - attention * rings / (rings + 1), 0.0)
     return ComputeSegment(group, seconds + launching if device.is_cpu else seconds, launching)
 
 

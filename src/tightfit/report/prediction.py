@@ -119,6 +119,7 @@ def to_mapping(prediction: Prediction) -> dict[str, Any]:
             "seconds": trace.seconds if prediction.fits else None,
             "rates": prediction.rates,
         },
+        "sent_bytes": prediction.sent_bytes,
         "dtype": prediction.dtype,
         "would_fit": prediction.would_fit,
         "phases": [

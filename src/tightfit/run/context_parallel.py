@@ -21,7 +21,7 @@ from tightfit.run.plan_options import Limits
 from tightfit.schema.plan import ContextAttention
 from tightfit.schema.request import Request
 
-__all__ = ["AskedParallelism", "parallelism_of", "refuse_beside_ranks"]
+__all__ = ["AskedParallelism", "doubled_of", "parallelism_of", "refuse_beside_ranks"]
 
 
 class AskedParallelism(NamedTuple):
@@ -69,7 +69,7 @@ def parallelism_of(
     if (earlier := getattr(pipe, HANDLE, None)) is not None:  # only an unmodified pipeline can be measured
         earlier.undo()
     asked = Request.from_mapping(request) if isinstance(request, Mapping) else request or Request()
-    ranks = ContextParallel(group, RowShares.equal(group.size), ways[0], _doubled(pipe, asked))
+    ranks = ContextParallel(group, RowShares.equal(group.size), ways[0], doubled_of(pipe, asked))
     return AskedParallelism(ranks, ways)
 
 
@@ -109,7 +109,7 @@ def _checked(parallel: str | Mapping[str, Any], size: int) -> tuple[ContextAtten
     return (attention,)
 
 
-def _doubled(pipe: Any, request: Request) -> dict[str, DoubledInputs | str]:
+def doubled_of(pipe: Any, request: Request) -> dict[str, DoubledInputs | str]:
     """Return `doubled_inputs_of`, or why these are not known, for each denoiser."""
     try:
         return doubled_inputs_of(pipe, request)

@@ -218,6 +218,8 @@ Examples:
   tightfit plan wan-2.1-14b --card a100-80gb --frames 81 --json
   tightfit plan flux.1-dev --card rtx3060 --level 3 --timeline memory.png
   tightfit plan sdxl --card rtx3060 --budget 6GB --backward lora:16
+  tightfit plan wan-2.1-14b --card rtx4090 --cards-per-node 4 --budget 12GB
+  tightfit plan wan-2.1-14b --card h100 --cards-per-node 8 --nodes 2 --link 400Gbit
 
 MODEL is a known model, a diffusers folder or a hub id (only its small files
 and the headers of its weights are read); left out, the demo model. CARD is a
@@ -225,7 +227,9 @@ known card, or several with commas between; left out, this computer, measured
 once (tightfit machine). A wrong name is answered with those near it. With
 --backward, a backward pass follows each denoiser call: for a LoRA (of rank 4,
 or lora:RANK), for all parameters, or for the inputs, as guidance by gradients
-needs it. Exit code 3: it does not fit.
+needs it. With --cards-per-node and --nodes, cards of one kind share the rows
+of each operation, as under torchrun; times, bytes and budget are of each card.
+Exit code 3: it does not fit.
 """
 
 MACHINE_EXAMPLES = """Say what this computer has, and measure what it reaches.

@@ -11,20 +11,17 @@ import torch
 
 from tightfit.apply.context_parallel.executor import ContextParallel
 from tightfit.errors import BudgetTooSmall
+from tightfit.plan.rank_attention import attention_reason, exchange_reason
 from tightfit.run.calibration import PlanningInputs
 from tightfit.run.call_arguments import CallShape
 from tightfit.run.footprints import Measurer
 from tightfit.run.plan_target import PlanTarget
 from tightfit.run.replanning import Replanner
-from tightfit.schema.footprint import Footprint
 from tightfit.schema.machine import Machine
-from tightfit.schema.plan import ContextAttention, Plan, Reason
+from tightfit.schema.plan import ContextAttention, Plan
 from tightfit.schema.request import Request
-from tightfit.units import format_bytes, format_seconds
 
 __all__ = ["RankReplanner"]
-
-NAMES: Mapping[ContextAttention, str] = {"gathered": "gathered keys", "ring": "a ring", "heads": "heads"}
 
 
 class RankReplanner(Replanner):
@@ -93,8 +90,8 @@ class RankReplanner(Replanner):
         if inputs is not None:
             self._inputs_by_shape[shape] = inputs
             self.calibration_recorder.studies(plan, inputs)
-        reasons = [] if len(self._ways) == 1 else [_reason(way, seconds)]
-        reasons += [] if inputs is None else [_exchanged(inputs.footprint)]
+        reasons = [] if len(self._ways) == 1 else [attention_reason(way, seconds)]
+        reasons += [] if inputs is None else [exchange_reason(inputs.footprint)]
         return plan.model_copy(update={"reasons": (*plan.reasons, *reasons)})
 
     def _agreed(
@@ -121,19 +118,3 @@ class RankReplanner(Replanner):
 def _seconds(plan: Plan) -> float:
     """The predicted seconds of a call; 0 if nothing is predicted."""
     return sum(phase.seconds for phase in plan.forecast)
-
-
-def _exchanged(footprint: Footprint) -> Reason:
-    done = [(call, call.runs) for phase in footprint.phases for call in phase.calls]
-    work = [(group, runs) for call, runs in done for use in call.block_uses for group in use.work]
-    exchanges = [(group, runs) for group, runs in work if group.kind == "exchange"]
-    size, count = (sum(getattr(group, name) * runs for group, runs in exchanges) for name in ("traffic", "kernels"))
-    because = f"a call exchanges them with other ranks in {count} exchanges, counted in its predicted time"
-    return Reason(decision=f"{format_bytes(size)} are sent", because=because)
-
-
-def _reason(way: ContextAttention, seconds: Mapping[ContextAttention, float]) -> Reason:
-    others = [f"{NAMES[each]} {format_seconds(its)}" for each, its in seconds.items() if each != way]
-    because = f"predicted are {format_seconds(seconds[way])}; with " + " and ".join(others)
-    alone = "with no other kind does the call fit on all ranks"
-    return Reason(decision=f"attention of ranks by {NAMES[way]}", because=because if others else alone)

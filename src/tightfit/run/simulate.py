@@ -167,6 +167,12 @@ def _without_weights(model: Any, dtype: torch.dtype | None) -> tuple[Any, Reques
     return model, Request()
 
 
+def described(model: str | ModelFolder, request: Request, dtype: torch.dtype | None) -> tuple[Any, Request]:
+    """Return the pipeline of a known model or a folder, without weights, and `request` with no field left open."""
+    pipe, default = _without_weights(model, dtype)
+    return pipe, _filled(pipe, request, default)
+
+
 def _as_tensors(pipe: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """`arguments` with tensors as the output type instead of images or arrays, which need values."""
     taken = inspect.signature(type(pipe).__call__).parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,11 @@ from tightfit.errors import PlanError
 from tightfit.schema.base import Count, Positive, Rate, Real, Record, Size
 from tightfit.units import format_bytes
 
-__all__ = ["GROUP_SPARE", "Accelerator", "Budget", "KernelGroup", "LayerWork", "Machine"]
+__all__ = ["EXCHANGES", "GROUP_SPARE", "Accelerator", "Budget", "KernelGroup", "KernelKind", "LayerWork", "Machine"]
+
+Exchange = Literal["exchange", "network", "ring", "network-ring"]
+KernelKind = Literal["matmul", "convolution", "attention", "memory"] | Exchange
+EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 
 # bytes of a control group that plans leave, and from which on resident weights are evicted: that takes time, while
 # another process may take more
@@ -77,6 +81,9 @@ class Accelerator(Record):
     link_rate_out: Rate | None = None  # bytes per second, device to pinned host memory; None: as link_rate
     exchange_rate: Rate | None = None  # bytes per second that it sends to other ranks of a process group
     exchange_latency: Real = 0.0  # seconds of an exchange with other ranks, however small
+    network_rate: Rate | None = (
+        None  # bytes per second each way between its computer and others; None: as exchange_rate
+    )
     launch_overhead: Real = 0.0  # host seconds for each kernel or copy launched
     streamed_overhead: Real = 0.0  # host seconds to load a streamed layer and use it once, without the launch
     resident_overhead: Real = 0.0  # host seconds for each use of a layer that is already on the device
@@ -92,6 +99,11 @@ class Accelerator(Record):
         """Name for use in a sentence."""
         return "this CPU" if self.kind in ("cpu", "loopback") else f"the {self.product_name or self.name}"
 
+    def exchange_seconds(self, kind: str, count: int, size: int) -> float:
+        """Return the seconds of `count` exchanges of `size` bytes in all, of one of the EXCHANGES."""
+        rate = self.network_rate if kind.startswith("network") and self.network_rate else self.exchange_rate
+        return count * self.exchange_latency + (size / rate if rate else 0.0)
+
     def arithmetic_rate(self, kind: str, dtype: str) -> float | None:
         """Return operations per second for `kind` in `dtype`; the rate of float32 if the dtype has none; else None."""
         for key in (f"{kind}.{dtype}", dtype, f"{kind}.float32", "float32"):
@@ -101,12 +113,18 @@ class Accelerator(Record):
 
 
 class KernelGroup(Record):
-    """Sums over kernels of one kind and dtype and of similar arithmetic intensity (operations per byte)."""
+    """Sums over kernels of one kind and dtype and of similar arithmetic intensity (operations per byte).
 
-    kind: Literal["matmul", "convolution", "attention", "memory", "exchange"]
+    Exchanges with other ranks of a process group are kernels, too: "exchange" with ranks of the same computer,
+    "network" with those of other computers, and "ring" and "network-ring" where attention is computed meanwhile.
+    """
+
+    kind: KernelKind
     dtype: str
     operations: Count  # a multiply-add counts as two
-    traffic: Count  # bytes read and written on the device, weights included; of an exchange, bytes sent or received
+    # bytes read and written on the device, weights included; of an exchange, bytes sent or received, whichever is more,
+    # and where these go to other computers, by all cards of this one that do so at the same time
+    traffic: Count
     kernels: Positive  # number of kernels
 
 

@@ -125,6 +125,7 @@ class Prediction(Record):
     dtype: str | None = None  # dtype of most weights
     rates: Literal["nominal", "measured", "learned", "guessed"] = "nominal"  # source of the rates used for times
     would_fit: str | None = None  # what would fit, if this does not
+    sent_bytes: Count = 0  # what each rank sends to the others, of several that share the rows
 
     @property
     def peak_reserved(self) -> int:

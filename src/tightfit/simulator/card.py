@@ -51,6 +51,7 @@ class SimulatedCard:
         None  # called where values are unknown: raises, or returns to use zeros
     )
     _streams: int = 0  # number of streams beside stream 0
+    _beside: int = 0  # the stream of `run_beside`; 0: none yet
     _workspaces: dict[tuple[int, int], Block] = field(default_factory=dict)  # cuBLAS workspaces by (stream, bytes)
 
     def __post_init__(self) -> None:
@@ -112,6 +113,17 @@ class SimulatedCard:
             for watch in self.kernel_callbacks:
                 watch(work)
         self._let_pass(work)
+
+    def run_beside(self, work: KernelCost) -> Callable[[], None]:
+        """Start a kernel beside the current stream, after what was submitted to it; return how to make it wait."""
+        submitted = self.record()
+        for watch in self.kernel_callbacks:
+            watch(work)
+        beside = self._beside = self._beside or self.new_stream()
+        self.timeline.wait(beside, submitted)
+        self.timeline.run(beside, "beside", round(duration(work, self.accelerator) * self.time_scale))
+        ended = self.timeline.record(beside)
+        return lambda: self.timeline.wait(self.stream, ended)
 
     def repeat(self, work: KernelCost) -> None:
         """Same as `do`, but without allocating buffers: the caller does that."""

@@ -8,20 +8,19 @@ card's rates are multiplied by the efficiency that was measured or is assumed fo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from tightfit.catalog.cuda import product_workspaces
-from tightfit.schema.machine import Accelerator
+from tightfit.schema.machine import EXCHANGES, Accelerator, KernelKind
 from tightfit.simulator.output_layouts import GROUP_NORM_KEEPS_CHANNELS_LAST, normed_by_cudnn, suggested
 
-__all__ = ["KernelCost", "Kind", "duration", "kernel_cost_of"]
+__all__ = ["KernelCost", "duration", "kernel_cost_of"]
 
-Kind = Literal["matmul", "convolution", "attention", "memory", "exchange"]
 aten = torch.ops.aten
-_KINDS: dict[Any, Kind] = {
+_KINDS: dict[Any, KernelKind] = {
     aten.mm: "matmul",
     aten.addmm: "matmul",
     aten.bmm: "matmul",
@@ -55,10 +54,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 class KernelCost:
     """The cost of one operation: `operations` in FLOP, `bytes` of memory traffic.
 
-    Of an "exchange" between ranks of a process group, `bytes` are those sent or received, whichever is more.
+    Of an exchange with other ranks, `bytes` are those of `KernelGroup.traffic`.
     """
 
-    kind: Kind
+    kind: KernelKind
     dtype: torch.dtype
     operations: int
     bytes: int
@@ -93,9 +92,8 @@ def kernel_cost_of(
 
 def duration(work: KernelCost, accelerator: Accelerator) -> int:
     """Nanoseconds that `work` takes at the rates of `accelerator`; an unknown rate counts as no time."""
-    if work.kind == "exchange":
-        sending = work.bytes / accelerator.exchange_rate if accelerator.exchange_rate else 0.0
-        return round((accelerator.exchange_latency + sending) * 1e9)
+    if work.kind in EXCHANGES:
+        return round(accelerator.exchange_seconds(work.kind, 1, work.bytes) * 1e9)
     rate = accelerator.arithmetic_rate(work.kind, str(work.dtype).removeprefix("torch."))
     arithmetic = work.operations / rate if rate else 0.0
     memory = work.bytes / accelerator.memory_rate if accelerator.memory_rate else 0.0

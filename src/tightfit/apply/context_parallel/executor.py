@@ -60,8 +60,9 @@ class ContextParallel:
     @property
     def mark(self) -> str:
         """What a call's measurement on this rank depends on, as text."""
-        inputs = sorted(self.doubled.items())
-        return f"rank {self.group.rank} of {self.shares}, attention {self.attention}, inputs {inputs}"
+        inputs, per_node = sorted(self.doubled.items()), getattr(self.group, "per_node", self.group.size)
+        place = f"rank {self.group.rank} of {self.shares}, {per_node} a computer"
+        return f"{place}, attention {self.attention}, inputs {inputs}"
 
     def following(self, plan: Plan) -> ContextParallel:
         """Return the same with the kind of attention that `plan` chose."""
@@ -69,7 +70,7 @@ class ContextParallel:
 
     def simulated(self, card: SimulatedCard) -> ContextParallel:
         """Return the same for this rank alone, on a simulated card."""
-        return replace(self, group=SimulatedRankGroup(self.group.rank, self.group.size, card))
+        return replace(self, group=SimulatedRankGroup.like(self.group, card))
 
     @contextlib.contextmanager
     def call(self, device: Device) -> Iterator[None]:

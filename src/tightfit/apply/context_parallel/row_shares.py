@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from tightfit.apply.activations.strips.rows import Span
@@ -13,7 +15,10 @@ __all__ = ["RowShares", "Transfer", "missing", "transfers"]
 
 @dataclass(frozen=True)
 class RowShares:
-    """Contiguous shares of any number of rows, in the order of ranks, in proportion to their `speeds`."""
+    """Contiguous shares of any number of rows, in the order of ranks, in proportion to their `speeds`.
+
+    Of equal shares, which differ by a row at the most, rank 0 has the largest of any number of rows.
+    """
 
     speeds: tuple[float, ...]
 
@@ -26,7 +31,8 @@ class RowShares:
         return Span(self._border(rank, rows), self._border(rank + 1, rows))
 
     def _border(self, rank: int, rows: int) -> int:
-        return round(rows * sum(self.speeds[:rank]) / sum(self.speeds))
+        share = Fraction(sum(self.speeds[:rank])) / Fraction(sum(self.speeds))  # exact: ceil of 2.0000001 would be 3
+        return math.ceil(rows * share)
 
 
 class Transfer(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from tightfit.apply.context_parallel.rank_group import RankGroup
+from tightfit.schema.machine import Exchange
 from tightfit.simulator.card import SimulatedCard
 from tightfit.simulator.kernel_costs import KernelCost
 
@@ -15,11 +16,19 @@ __all__ = ["SimulatedRankGroup"]
 
 
 class SimulatedRankGroup(RankGroup):
-    """Rank `rank` of `size`, on `card`, whose clock every exchange takes. What is received has no values."""
+    """Rank `rank` of `size`, of which `per_node` consecutive ones are on one computer. What is received has no values.
 
-    def __init__(self, rank: int, size: int, card: SimulatedCard) -> None:
-        self.rank, self.size, self.bytes_sent = rank, size, 0
+    Exchanges take the clock of `card`; without one, this says only which rank is meant.
+    """
+
+    def __init__(self, rank: int, size: int, per_node: int | None = None, card: SimulatedCard | None = None) -> None:
+        self.rank, self.size, self.per_node, self.bytes_sent = rank, size, per_node or size, 0
         self._card = card
+
+    @classmethod
+    def like(cls, group: RankGroup, card: SimulatedCard) -> SimulatedRankGroup:
+        """Return the rank of `group`, on `card`."""
+        return cls(group.rank, group.size, getattr(group, "per_node", None), card)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -33,18 +42,37 @@ class SimulatedRankGroup(RankGroup):
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         found = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in range(self.size)]
-        self._exchanged(tensor.dtype, tensor.nbytes * (self.size - 1), tensor.nbytes * (self.size - 1))
+        others = [(rank, tensor) for rank in range(self.size) if rank != self.rank]
+        self._started(others, others)()
         return found
+
+    def pass_on(self, tensor: torch.Tensor, coming: torch.Tensor) -> Callable[[], None]:
+        (after, before), crossing = (
+            ((self.rank + 1) % self.size, (self.rank - 1) % self.size),
+            self.per_node < self.size,
+        )
+        crossing = crossing and not (self._is_here(after) and self._is_here(before))
+        self.bytes_sent += tensor.nbytes
+        size = max(tensor.nbytes, coming.nbytes)  # of each computer, one rank sends to another at a time
+        return self._card_in_use.run_beside(KernelCost("network-ring" if crossing else "ring", tensor.dtype, 0, size))
 
     def _started(
         self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]
     ) -> Callable[[], None]:
-        tensors = [tensor for _, tensor in (*sent, *received)]
-        if tensors:
-            counts = (sum(tensor.nbytes for _, tensor in each) for each in (sent, received))
-            self._exchanged(tensors[0].dtype, *counts)
+        self.bytes_sent += sum(tensor.nbytes for _, tensor in sent)
+        kinds: tuple[tuple[Exchange, bool, int], ...] = (("exchange", True, 1), ("network", False, self.per_node))
+        for kind, here, cards in kinds:
+            ways = [[tensor for rank, tensor in way if self._is_here(rank) == here] for way in (sent, received)]
+            if tensors := [*ways[0], *ways[1]]:
+                size = max(sum(tensor.nbytes for tensor in way) for way in ways)
+                self._card_in_use.run_kernel(KernelCost(kind, tensors[0].dtype, 0, size * cards))
         return lambda: None
 
-    def _exchanged(self, dtype: torch.dtype, sent: int, received: int) -> None:
-        self.bytes_sent += sent
-        self._card.run_kernel(KernelCost("exchange", dtype, 0, max(sent, received)))
+    def _is_here(self, rank: int) -> bool:
+        """Whether another rank is on the same computer."""
+        return rank // self.per_node == self.rank // self.per_node
+
+    @property
+    def _card_in_use(self) -> SimulatedCard:
+        assert self._card is not None, "this rank is on no card"
+        return self._card

@@ -1,0 +1,158 @@
+"""A model on several cards that share its rows → the Prediction of one of them; no card is there, and nothing is sent.
+
+Shares are equal, so the first rank has the most rows, and the second has neighbours on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+
+from tightfit.apply.context_parallel.doubled_inputs import DoubledInputs
+from tightfit.apply.context_parallel.executor import ContextParallel
+from tightfit.apply.context_parallel.row_shares import RowShares
+from tightfit.apply.context_parallel.simulated_ranks import SimulatedRankGroup
+from tightfit.catalog.known import card_called, known_card
+from tightfit.checkpoint.folder import ModelFolder
+from tightfit.checkpoint.loading import quietly
+from tightfit.errors import BudgetTooSmall, PlanError
+from tightfit.plan.default_rates import computer_with
+from tightfit.plan.planner import make_plan
+from tightfit.plan.rank_attention import attention_reason, exchange_reason, exchanged_bytes, exchanges_of
+from tightfit.run.context_parallel import doubled_of
+from tightfit.run.count import counted
+from tightfit.run.footprints import Measurer
+from tightfit.run.models import resolve_model, stored_dtype
+from tightfit.run.plan_options import Limits, demo_request
+from tightfit.run.rank_layout import RankLayout
+from tightfit.run.simulate import described
+from tightfit.schema.footprint import Footprint
+from tightfit.schema.machine import Accelerator
+from tightfit.schema.plan import ContextAttention
+from tightfit.schema.request import Request
+from tightfit.schema.results import Prediction
+
+__all__ = ["SharedCall", "forecast_ranks"]
+
+NOTE = "this is computed for one rank, of which each is assumed to have a card like this and as many rows"
+
+
+def forecast_ranks(
+    model: str | None, card: str | None, layout: RankLayout, choices: dict[str, Any], request: Request,
+    say: Callable[[str], AbstractContextManager[object]], limits: Limits | None = None, *, simulated: bool = False,
+) -> Prediction:  # fmt: skip
+    """Predict the call `request` of `model` on the cards of `layout`, all like the known `card`.
+
+    Each runs it under `choices` of Plan fields, or under the plan for it within `limits`. Unless `choices` say how
+    attention reaches the keys of other ranks, the fastest way that fits is taken. Slow steps run inside `say(…)`.
+    Raises as `forecast` does.
+    """
+    if card is None or "," in card:
+        raise PlanError(
+            f"{layout.ranks} ranks have cards of one kind, not {card or 'of this computer'}: --card rtx4090"
+        )
+    if simulated:
+        raise PlanError(f"{layout.ranks} ranks are computed, not simulated: leave out --timeline")
+    if request.backward is not None:
+        raise PlanError(f"ranks run calls with gradients whole: leave out --backward {request.backward}")
+    if (planned := choices.get("context", layout.ranks)) != layout.ranks:
+        raise PlanError(f"the plan is for {planned} ranks, and these are {layout.ranks}", context=planned)
+    which, _ = resolve_model(model)
+    accelerator = known_card(card).model_copy(update={"network_rate": layout.link_rate})
+    asked = choices.get("context_attention")
+    with say("planning"):
+        call = SharedCall.of(which, demo_request(request) if model is None else request, accelerator, layout)
+        found, refusal = dict[ContextAttention, Prediction](), None
+        for way in get_args(ContextAttention) if asked is None else (asked,):
+            try:
+                found[way] = call.predicted(0, way, choices, limits)
+            except BudgetTooSmall as error:
+                refusal = error
+        if refusal is not None and not found:
+            raise refusal
+        fitting = {way: each.trace.seconds for way, each in found.items() if each.fits}
+        way = min(fitting or found, key=lambda way: found[way].trace.seconds)
+        prediction = found[way]
+        if layout.ranks > 2:
+            prediction = _joined(prediction, call.predicted(1, way, choices, limits))
+    reasons = [*prediction.plan.reasons, *([attention_reason(way, fitting)] if fitting and asked is None else [])]
+    plan = prediction.plan.model_copy(update={"reasons": tuple(reasons)})
+    title = which if isinstance(which, str) else model or "the demo model"
+    cards = f"{layout.described} × {card_called(card)}"
+    return prediction.model_copy(update={"plan": plan, "model": title, "card": cards})
+
+
+@dataclass(frozen=True)
+class SharedCall:
+    """A call of a model whose rows the cards of a layout share."""
+
+    model: str | ModelFolder
+    request: Request
+    accelerator: Accelerator
+    layout: RankLayout
+    dtype: str | None
+    doubled: Mapping[str, DoubledInputs | str]  # which inputs of a denoiser grow with the height, or why it runs whole
+
+    @classmethod
+    def of(cls, model: str | ModelFolder, request: Request, accelerator: Accelerator, layout: RankLayout) -> SharedCall:
+        dtype = None if isinstance(model, str) else stored_dtype(model.components)
+        with quietly():
+            pipe, whole = described(model, request, getattr(torch, dtype) if dtype else None)
+            return cls(model, request, accelerator, layout, dtype, doubled_of(pipe, whole))
+
+    def predicted(
+        self, rank: int, way: ContextAttention, choices: Mapping[str, Any], limits: Limits | None
+    ) -> Prediction:
+        """Return what `rank` does, with attention in that `way`. Raises BudgetTooSmall."""
+        layout, footprint = self.layout, self._footprint(rank, way)
+        on_ranks = {"context": layout.ranks, "context_attention": way}
+        if limits is None and choices.keys() - on_ranks.keys():
+            fields = {**choices, **on_ranks}
+        else:
+            budget, allow = (limits.budget, limits.allow) if limits is not None else (None, ())
+            plan = make_plan(footprint, computer_with(self.accelerator), budget, allow)
+            reasons = (*plan.reasons, exchange_reason(footprint, layout.per_node))
+            plan = plan.model_copy(update={**on_ranks, "reasons": reasons})
+            fields = plan.model_dump(mode="json", exclude={"device", "request"})
+        found = counted(footprint, self.accelerator, fields, title="", card=None, note=NOTE)
+        trace = found.trace.model_copy(update={"notes": (*found.trace.notes, *self._whole(footprint))})
+        return found.model_copy(update={"trace": trace, "sent_bytes": exchanged_bytes(footprint, layout.per_node)})
+
+    def ranks(self, rank: int, way: ContextAttention) -> ContextParallel:
+        """Return the ranks that share the rows, as seen by `rank`."""
+        group = SimulatedRankGroup(rank, self.layout.ranks, self.layout.per_node)
+        return ContextParallel(group, RowShares.equal(self.layout.ranks), way, self.doubled)
+
+    def _footprint(self, rank: int, way: ContextAttention) -> Footprint:
+        subject = self.model if isinstance(self.model, str) else self.model.path
+        expandable = self.accelerator.expandable_refused is None
+        return Measurer(subject, self.dtype, expandable=expandable, parallel=self.ranks(rank, way)).measure(
+            self.request
+        )
+
+    def _whole(self, footprint: Footprint) -> Iterator[str]:
+        """Yield a sentence on each denoiser that every rank runs whole."""
+        sharing = {call.component for phase in footprint.phases for call in phase.calls if exchanges_of(call)}
+        for component in footprint.components:
+            if component.role == "denoiser" and component.name not in sharing:
+                reason = self.doubled.get(component.name, "it is not called")
+                because = reason if isinstance(reason, str) else f"it cannot be divided among {self.layout.ranks} ranks"
+                yield f"{component.name} runs whole on every rank: {because}"
+
+
+def _joined(one: Prediction, other: Prediction) -> Prediction:
+    """Return `one`, each of its phases with the time and memory of that rank which needs more."""
+    phases = [
+        own.model_copy(update={field: max(getattr(own, field), getattr(its, field)) for field in _SIZES})
+        for own, its in zip(one.trace.phases, other.trace.phases, strict=True)
+    ]
+    seconds = max(one.trace.seconds, other.trace.seconds)
+    trace = one.trace.model_copy(update={"phases": tuple(phases), "seconds": seconds})
+    return one.model_copy(update={"trace": trace, "fits": one.fits and other.fits})
+
+
+_SIZES = ("seconds", "peak_bytes", "peak_weights", "peak_reserved")
