@@ -58,6 +58,7 @@ bench: $(READY)  ## measure, and write bench/results/
 	$(BIN)/python bench/streaming.py
 	$(BIN)/python bench/budgets.py
 	$(BIN)/python bench/several.py
+	$(BIN)/python bench/ranks.py
 	PYTHONPATH=tests $(BIN)/python -W ignore bench/device_maps.py
 	$(BIN)/python bench/rivals.py
 	$(BIN)/python bench/weights.py

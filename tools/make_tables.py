@@ -24,6 +24,7 @@ RESULTS = ROOT / "bench/results"
 PAGES = (
     ROOT / "README.md", ROOT / "src/tightfit/demo/model/README.md",
     *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "demo-model", "device-maps", "prediction-accuracy")),
+    ROOT / "docs" / "torchrun.md",
 )  # fmt: skip
 OURS = "tightfit"  # among contenders
 SWITCHES = {  # of diffusers, as bench/rivals.py calls them
@@ -411,6 +412,28 @@ def device_maps() -> str:
     return table(("", "each card", "diffusers: lost", fullest, "tightfit: lost", fullest), rows)
 
 
+def ranks() -> str:
+    """Cards that share rows: time against one card, bytes sent, peak, and each kind of attention alone."""
+    rows = []
+    for row in read("ranks-simulated")["rows"].values():
+        cards = f"{row['cards']} × {row['card']}" + (f" of {row['budget']} GB" if row["budget"] else "")
+        asked = f"{row['model']}, {row['request']}"
+        if "refused" in row:
+            rows.append((asked, cards, row["refused"], *[NONE] * 5))
+            continue
+        one, seconds = row["one card"], row["seconds"]
+        alone = isinstance(one, str)
+        ways = (
+            f"{way} {format_seconds(its['clock']) if 'clock' in its else 'refused'}" for way, its in row["ways"].items()
+        )
+        times = "refused" if alone else format_seconds(one), format_seconds(seconds)
+        faster = NONE if alone else f"{one / seconds:.2f} ×"
+        said = format_bytes(row["sent"]), format_bytes(row["peak"])
+        rows.append((asked, cards, *times, faster, *said, f"{row['attention']} ({', '.join(ways)})"))
+    head = "", "cards", "one card", "together", "faster", "sent by each", "peak of each", "attention (each alone)"
+    return table(head, rows)
+
+
 def _mapped(side: dict[str, Any]) -> str:
     """What came of a call with a device map."""
     if "refused" in side:
@@ -433,6 +456,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "loading": loading,
     "reliability": reliability,
     "published": published,
+    "ranks": ranks,
     "streaming": streaming,
     "budgets": budgets,
     "rivals": rivals,
