@@ -145,6 +145,29 @@ def test_no_home_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lookup(Plan, {"a": 1}) is None
 
 
+HOMELESS = """
+import pwd
+
+def unknown(_):
+    raise KeyError
+
+pwd.getpwuid = unknown  # as for a user without an entry
+from tightfit.__main__ import main
+main()
+"""
+
+
+def test_a_process_without_home_runs_without_a_cache(tiny_model: Path) -> None:
+    """Not only this package looks for a home, but the libraries too."""
+    places = ("HOME", "XDG_CACHE_HOME", "HF_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in places}
+    words = ("run", str(tiny_model), "a fox", *SMALL[:-4], "--device", "loopback", "--budget", "200MB")
+    program = [sys.executable, "-W", "ignore", "-c", HOMELESS, *words, "--out", "fox.png"]
+    done = subprocess.run(program, check=False, text=True, timeout=300, env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in Path.cwd().iterdir()] == ["fox.png"]
+
+
 def test_text_that_is_not_utf8(tiny_model: Path) -> None:
     odd = b"a \xff fox".decode(errors="surrogateescape")
     for prompt in ({"text": odd}, {"text": "a fox", "negative": odd}):
