@@ -384,8 +384,10 @@ SPOILT = [missing, no_index, truncated, missing_shard, pickled, lacking, without
 
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_a_model_that_cannot_be_used_is_one_line(model: Path, spoil: Callable[[Path], str]) -> None:
+    """A plan is refused as a run is: both would be wrong in the same way."""
     message = spoil(model)
     refused(tightfit_("run", model, "a fox", *SMALL, *PICTURE, "--json"), "ModelError", message)
+    refused(tightfit_("plan", model, "--card", "rtx3060", *SMALL[:6], "--json"), "ModelError", message)
     assert files() == []
 
 
