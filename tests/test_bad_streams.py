@@ -16,10 +16,14 @@ from typer.testing import CliRunner, Result
 
 from tightfit import cli, files, terminal
 from tightfit.errors import InputError, PlanError, RequestError, RunError
+from tightfit.measure.kept_rates import kept_file, read_kept
 from tightfit.run import files as run_files
 from tightfit.run.answer_cache import keep, lookup
+from tightfit.run.calibration import CalibrationStore
 from tightfit.run.call_arguments import Prompt
+from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Plan
+from tightfit.schema.results import CallMeasurement
 
 SMALL = ("--height", "64", "--width", "64", "--steps", "1", "--seed", "1", "--device", "cpu", "--out", "fox.png")
 
@@ -74,6 +78,19 @@ def test_nothing_waits_for_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     kept.unlink()
     os.mkfifo(kept)
     assert lookup(Plan, {"a": 1}) is None
+
+
+def test_no_rates_and_no_measurements_are_read_from_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept_file().parent.mkdir()
+    os.mkfifo(kept_file())
+    assert read_kept() == {}
+    measured = CalibrationStore({"a": 1}, Accelerator(name="cpu", kind="cpu", bytes=1))
+    measured.add(CallMeasurement(plan="x", phases=()))
+    (kept,) = (tmp_path / "tightfit/experiences").iterdir()
+    kept.unlink()
+    os.mkfifo(kept)
+    assert measured.read() == ()
 
 
 def test_a_full_disk_names_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -379,7 +379,12 @@ def without_words(model: Path) -> str:
     return r"tokenizer has no words for CLIPTokenizer.*it needs tokenizer\.json or vocab\.json and"
 
 
-SPOILT = [missing, no_index, truncated, missing_shard, pickled, lacking, without_words]
+def unknown_dtype(model: Path) -> str:
+    (model / UNET).write_bytes((model / UNET).read_bytes().replace(b'"F32"', b'"F99"', 1))
+    return r"has '.*' as 'F99': tensors are read as F64, F32"
+
+
+SPOILT = [missing, no_index, truncated, missing_shard, pickled, lacking, without_words, unknown_dtype]
 
 
 @pytest.mark.parametrize("spoil", SPOILT)
