@@ -16,10 +16,14 @@ from typer.testing import CliRunner, Result
 
 from tightfit import cli, files, terminal
 from tightfit.errors import InputError, PlanError, RequestError, RunError
+from tightfit.measure.kept_rates import kept_file, read_kept
 from tightfit.run import files as run_files
 from tightfit.run.answer_cache import keep, lookup
+from tightfit.run.calibration import CalibrationStore
 from tightfit.run.call_arguments import Prompt
+from tightfit.schema.machine import Accelerator
 from tightfit.schema.plan import Plan
+from tightfit.schema.results import CallMeasurement
 
 SMALL = ("--height", "64", "--width", "64", "--steps", "1", "--seed", "1", "--device", "cpu", "--out", "fox.png")
 
@@ -74,6 +78,19 @@ def test_nothing_waits_for_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     kept.unlink()
     os.mkfifo(kept)
     assert lookup(Plan, {"a": 1}) is None
+
+
+def test_no_rates_and_no_measurements_are_read_from_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept_file().parent.mkdir()
+    os.mkfifo(kept_file())
+    assert read_kept() == {}
+    measured = CalibrationStore({"a": 1}, Accelerator(name="cpu", kind="cpu", bytes=1))
+    measured.add(CallMeasurement(plan="x", phases=()))
+    (kept,) = (tmp_path / "tightfit/experiences").iterdir()
+    kept.unlink()
+    os.mkfifo(kept)
+    assert measured.read() == ()
 
 
 def test_a_full_disk_names_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +160,29 @@ def test_no_home_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", nowhere)
     keep(Plan(level=1), {"a": 1})
     assert lookup(Plan, {"a": 1}) is None
+
+
+HOMELESS = """
+import pwd
+
+def unknown(_):
+    raise KeyError
+
+pwd.getpwuid = unknown  # as for a user without an entry
+from tightfit.__main__ import main
+main()
+"""
+
+
+def test_a_process_without_home_runs_without_a_cache(tiny_model: Path) -> None:
+    """Not only this package looks for a home, but the libraries too."""
+    places = ("HOME", "XDG_CACHE_HOME", "HF_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in places}
+    words = ("run", str(tiny_model), "a fox", *SMALL[:-4], "--device", "loopback", "--budget", "200MB")
+    program = [sys.executable, "-W", "ignore", "-c", HOMELESS, *words, "--out", "fox.png"]
+    done = subprocess.run(program, check=False, text=True, timeout=300, env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in Path.cwd().iterdir()] == ["fox.png"]
 
 
 def test_text_that_is_not_utf8(tiny_model: Path) -> None:

@@ -379,13 +379,20 @@ def without_words(model: Path) -> str:
     return r"tokenizer has no words for CLIPTokenizer.*it needs tokenizer\.json or vocab\.json and"
 
 
-SPOILT = [missing, no_index, truncated, missing_shard, pickled, lacking, without_words]
+def unknown_dtype(model: Path) -> str:
+    (model / UNET).write_bytes((model / UNET).read_bytes().replace(b'"F32"', b'"F99"', 1))
+    return r"has '.*' as 'F99': tensors are read as F64, F32"
+
+
+SPOILT = [missing, no_index, truncated, missing_shard, pickled, lacking, without_words, unknown_dtype]
 
 
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_a_model_that_cannot_be_used_is_one_line(model: Path, spoil: Callable[[Path], str]) -> None:
+    """A plan is refused as a run is: both would be wrong in the same way."""
     message = spoil(model)
     refused(tightfit_("run", model, "a fox", *SMALL, *PICTURE, "--json"), "ModelError", message)
+    refused(tightfit_("plan", model, "--card", "rtx3060", *SMALL[:6], "--json"), "ModelError", message)
     assert files() == []
 
 

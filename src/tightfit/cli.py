@@ -70,10 +70,11 @@ def main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Handle the options of the program itself, and silence torchao's import messages."""
+    """Handle the options of the program itself, and silence messages of libraries while they are imported."""
     # where torchao is installed, diffusers 0.42 imports it for every command, and logs appear: torchao 0.18 names its
-    # kernels for other computers, torch 2.13 what torchao should change, diffusers which torchao it misses
-    for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer"):
+    # kernels for other computers, torch 2.13 what torchao should change, diffusers which torchao it misses;
+    # matplotlib says where its cache is if the user has no home
+    for name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer", "matplotlib"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

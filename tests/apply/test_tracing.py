@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -427,6 +428,11 @@ def test_numbers_in_the_code_go_with_it(tmp_path: Path) -> None:
     assert forward_of(module, ExportedFile.load(tmp_path / "tabled.traced"))(torch.ones(3)).tolist() == [1, 2, 3]
 
 
+def _replace_by_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
 def _rewritten(file: Path, name: str, content: str) -> None:
     parts = {part: zipfile.ZipFile(file).read(part) for part in zipfile.ZipFile(file).namelist()}
     with zipfile.ZipFile(file, "w") as archive:
@@ -438,6 +444,7 @@ def _rewritten(file: Path, name: str, content: str) -> None:
     ("spoil", "message"),
     [
         (lambda file: file.unlink(), "cannot read .*No such file"),
+        (_replace_by_pipe, "cannot read .*: it is no file, but a pipe"),
         (lambda file: file.write_text("not a zip"), "is no exported denoiser"),
         (lambda file: file.write_bytes(file.read_bytes()[:-200]), "is no exported denoiser, or not all of one"),
         (lambda file: zipfile.ZipFile(file, "w").close(), "no item named 'manifest.json'"),
@@ -568,6 +575,12 @@ def test_compiled_once_it_is_kept_where_nobody_else_may_write(tmp_path: Path, mo
         forward(module, x)
     torch.testing.assert_close(forward(module, x), module(x))
     assert len(made) == 2
+
+    _replace_by_pipe(file)
+    with pytest.raises(
+        RunError, match=r"cannot read .*\.pt2: it is no file, but a pipe, a device or the like: remove it"
+    ):
+        exported_forward(module, exported_file, CompiledProgram(exported_file, folder))(module, x)
 
     folder.chmod(0o770)
     with pytest.raises(RunError, match="may be written to by others"):

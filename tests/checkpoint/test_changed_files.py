@@ -91,6 +91,18 @@ def test_a_change_between_two_calls(change: Callable[[Path], None], loaded: Any,
         run(loaded.pipe, CASE)
 
 
+@pytest.mark.parametrize("change", [overwrite, overwrite_and_set_time_back, cut])
+def test_a_change_during_a_call(change: Callable[[Path], None], loaded: Any, weights: Path) -> None:
+    """The first step has read all weights; the second one reads them again."""
+
+    def write(*_: Any) -> dict[str, Any]:
+        change(weights)
+        return {}
+
+    with pytest.raises(ModelError, match=f"{weights} was changed while it was in use"):
+        loaded.pipe(**CASE.call(), callback_on_step_end=write)
+
+
 def test_an_open_file_that_is_replaced_is_read_on(loaded: Any, weights: Path) -> None:
     wanted = run(loaded.pipe, CASE)
     replace(weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import subprocess
 import sys
 import time
@@ -204,6 +205,35 @@ def test_a_limit_that_shrinks_ends_it_with_figures(group: Group) -> None:
     _, err = process.communicate(timeout=60)
     assert (process.returncode, group.kills) == (3, 0)
     assert "out of memory: of the" in err
+
+
+TAKES = """
+import sys, time
+from tightfit.devices.ram import group_memory
+pieces = []
+while group_memory().free > int(sys.argv[1]):
+    pieces.append(bytearray(2**20))
+    time.sleep(0.005)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("left", [2, 8])
+def test_a_neighbour_that_takes_nearly_all_ends_it_with_figures(left: int, group: Group) -> None:
+    group.write("limit_in_bytes", 200 * MIB)
+    process = group.start("-c", GROWS, "0")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    neighbour = group.start("-c", TAKES, str(left * MIB))
+    try:
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, group.kills) == (3, 0)
+        assert "out of memory: of the 200 MiB that this process's control group may hold" in err
+        assert re.search(r"others and the system 1\d\d MiB", err)
+    finally:
+        for each in (process, neighbour):
+            each.kill()
+            each.communicate()
 
 
 # whole commands, with the demo model

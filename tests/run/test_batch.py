@@ -95,6 +95,9 @@ def test_bytes_that_are_no_text_and_files_without_requests_are_refused() -> None
         read_lines(write("", " "), LineDefaults(Request()))
     with pytest.raises(InputError, match=r"cannot read the requests missing: No such file"):
         read_lines(Path("missing"), LineDefaults(Request()))
+    os.mkfifo("pipe")
+    with pytest.raises(InputError, match=r"cannot read the requests pipe: it is no file, but a pipe"):
+        read_lines(Path("pipe"), LineDefaults(Request()))
 
 
 def test_lines_go_over_options_and_seeds_are_made_from_prompts() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -304,6 +306,33 @@ def refusals() -> Iterator[tuple[Any, Mapping[str, Any], type[Exception], str]]:
     yield Choosy(), {"request": {"steps": 3}, "inputs": [(4, 8)]}, InputError, "a single Choosy has no request"
     yield "sd-1.5", {"request": {"stepps": 3}}, RequestError, "did you mean 'steps'?"
     yield "sd-1.5", {"inputs": [(4, 8)]}, InputError, "a pipeline's inputs go by name, not as list"
+
+
+AT_ONCE = """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+import torch
+from tightfit import measure_footprint
+
+start = Barrier(3)
+
+def measured(width, wait=lambda: None):
+    network = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(20)))
+    wait()
+    return measure_footprint(network, inputs=[(4, width)])
+
+widths = (16, 64, 256)
+with ThreadPoolExecutor(3) as pool:
+    together = list(pool.map(lambda width: measured(width, start.wait), widths))
+assert together == [measured(width) for width in widths]
+"""
+
+
+def test_three_threads_that_measure_first() -> None:
+    """All but one failed, or measured on another one's card."""
+    command = [sys.executable, "-W", "ignore", "-c", AT_ONCE]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("subject", "options", "error", "message"), [*refusals()])

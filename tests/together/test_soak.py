@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import random
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 import tightfit
+from tiny_pipelines import PIXELS
 from together.trials import SIZES
 from together.ways import BUDGET, DISK, LEVEL, MIB, ROUNDING, Way, draw, made
 
@@ -58,3 +61,22 @@ def test_threads_draw_their_pictures_in_flat_memory(way: Way, threads: int, call
         fitted.undo()
         assert fitted.live().weights == 0 <= weights
         assert torch.equal(draw(pipe), expected[SIZES[0]])
+
+
+def test_a_call_of_another_thread_is_planned_for() -> None:
+    """It was taken for a part of the call that was running, whose plan is for another size."""
+    small, large = PIXELS // 2, 2 * PIXELS
+    expected = draw(made(BUDGET.scale), large)
+    with BUDGET.ready(), ThreadPoolExecutor(1) as pool:
+        pipe, others = made(BUDGET.scale), list[Future[torch.Tensor]]()
+        fitted = BUDGET.fit(pipe, request={"height": small, "width": PIXELS})
+
+        def begin_another(*_: Any) -> dict[str, Any]:
+            if not others:
+                others.append(pool.submit(draw, pipe, large))
+                time.sleep(0.5)  # until it waits for this call
+            return {}
+
+        draw(pipe, small, callback_on_step_end=begin_another)
+        assert (others[0].result(60) - expected).abs().max() <= ROUNDING * expected.abs().max()
+        assert fitted.plan.request.height == large

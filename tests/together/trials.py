@@ -91,9 +91,9 @@ LORA: dict[str, Callable[[Any], object]] = {
 }
 
 
-def lora_in_a_callback(pipe: Any, fit: Fit) -> Pictures:
-    load(pipe)
-    fit(pipe)
+def lora_in_a_callback(pipe: Any, fit: Fit, *, after: bool = False) -> Pictures:
+    for do in (fit, load) if after else (load, fit):
+        do(pipe)
 
     def weaker(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
         pipe.set_adapters("made", 1 - step / 4)
@@ -805,7 +805,11 @@ GROUPS: dict[str, list[Trial]] = {
         fused("loaded after, undone, then fused and unloaded", "fit", "load", "undo", "fuse", "unfuse", "unload"),
         fused("moved to the host and back (`set_lora_device`)", "load", "fit", "only to host", "to device", "undo"),
         Trial("two of the U-Net loaded before, one of them hot-swapped after", hot_swapped),
+        fused("loaded after, moved to the host and back (`set_lora_device`)",
+              "fit", "load", "only to host", "to device", "undo"),
         Trial("scaled and fused in a callback", lora_in_a_callback, tolerance=FUSED),
+        Trial("loaded after, scaled and fused in a callback", functools.partial(lora_in_a_callback, after=True),
+              tolerance=FUSED),
         Trial("loaded in a callback", load_in_a_callback),
     ],
     "IP-Adapter": [

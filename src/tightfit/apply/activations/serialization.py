@@ -15,9 +15,17 @@ from safetensors import SafetensorError
 
 from tightfit.apply.activations.exporting import HERE
 from tightfit.errors import ModelError
-from tightfit.files import replacing
+from tightfit.files import check_regular, replacing
 
-__all__ = ["DAMAGED", "find_operation", "part_of", "read_argument", "write_bundle", "written_argument"]
+__all__ = [
+    "DAMAGED",
+    "find_operation",
+    "open_bundle",
+    "part_of",
+    "read_argument",
+    "write_bundle",
+    "written_argument",
+]
 
 
 _TOUCHES_FILES = {"aten.from_file.default", "aten.from_file.out"}
@@ -99,6 +107,12 @@ def write_bundle(path: Path, parts: Mapping[str, str | bytes]) -> None:
     with replacing(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         for name, content in parts.items():  # no timestamp: equal content gives equal bytes
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+
+
+def open_bundle(path: Path) -> zipfile.ZipFile:
+    """Open the file `path` that `write_bundle` wrote. OSError if it is missing, or no file but a pipe or a folder."""
+    check_regular(path)
+    return zipfile.ZipFile(path)
 
 
 def part_of(archive: zipfile.ZipFile, name: str) -> bytes:

@@ -25,7 +25,7 @@ from tightfit.apply.activations.exported.file import ExportedFile
 from tightfit.apply.activations.exported.program import ExportedNetwork
 from tightfit.devices.choose import choose_device
 from tightfit.errors import PlanError, RunError
-from tightfit.files import replacing
+from tightfit.files import check_regular, replacing
 
 __all__ = ["CompiledProgram"]
 
@@ -72,6 +72,10 @@ class CompiledProgram:
             )
         _check_own(self._folder)
         file = self._folder / f"{self._key(device)}.pt2"
+        try:
+            check_regular(file)
+        except OSError as error:
+            raise RunError(f"cannot read {file}: {error.strerror}: remove it", path=str(file)) from None
         if not file.exists():
             self._compile(file, device, inputs, weights)
         index = -1 if device.index is None else device.index

@@ -6,7 +6,6 @@ The file is a zip archive of `manifest.json`, `graph.json` and `constants.safete
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import load, save
 
 from tightfit.apply.activations.exported.graph import ExportedGraph
-from tightfit.apply.activations.serialization import DAMAGED, part_of, write_bundle
+from tightfit.apply.activations.serialization import DAMAGED, open_bundle, part_of, write_bundle
 from tightfit.errors import InputError, ModelError
 from tightfit.schema.base import Record
 
@@ -92,7 +91,7 @@ def write_exported(exported_file: ExportedFile, path: Path) -> None:
 def read_exported(path: Path) -> ExportedFile:
     """Read the file at `path`; ModelError if it is no exported network of this format."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_bundle(path) as archive:
             manifest = json.loads(part_of(archive, _MANIFEST))
             _check_format(path, manifest)
             graph = json.loads(part_of(archive, _GRAPH))

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.apply.activations.exporting import HERE
 from tightfit.apply.activations.serialization import (
     find_operation,
+    open_bundle,
     part_of,
     read_argument,
     write_bundle,
@@ -142,7 +143,7 @@ def kept_strip_plan(mark: str, program: Program, working: int, maps: FeatureMaps
         return find_strip_plan(program, working, maps, moves=moves)
     mark = f"{mark}-{code_mark():.16}-{working}-{maps}"
     file = folder / f"{mark}.zip"
-    with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # damage counts as missing
+    with contextlib.suppress(Exception), open_bundle(file) as bundle:  # damage counts as missing
         return strip_plan_from_json(_words(file, bundle, _STRIP_PLAN, mark), program)
     strip_plan = find_strip_plan(program, working, maps, moves=moves)
     _write_parts(file, {_STRIP_PLAN: json.dumps({"mark": mark, **strip_plan_to_json(strip_plan)})})
@@ -164,7 +165,7 @@ def _is_passing(reason: UnsupportedGraph) -> bool:
 
 def _read_entry(file: Path, mark: str, double: nn.Module, inputs: Sequence[torch.Tensor]) -> Program | str | None:
     """Return the content of `file`, a Program or why there is none; None if it is missing or unusable."""
-    with contextlib.suppress(Exception), zipfile.ZipFile(file) as bundle:  # damage counts as missing
+    with contextlib.suppress(Exception), open_bundle(file) as bundle:  # damage counts as missing
         written = _words(file, bundle, _PROGRAM, mark)
         if "reason" in written:
             return str(written["reason"])
