@@ -65,7 +65,8 @@ def tried(rank: int, trial: Trial) -> Trial:
     case = next(case for case in (*CASES, *MORE_CASES) if case.name == trial["name"])
     expected = run(case.make(), case)
     pipe = case.make()
-    parallel = {"context": dist.get_world_size(), "attention": trial.get("attention", "auto")}
+    groups = trial.get("cfg", 1)
+    parallel = {"context": dist.get_world_size() // groups, "cfg": groups, "attention": trial.get("attention", "auto")}
     asked = case.call()
     request = {ours: asked[name] for ours, name in NAMES.items() if name in asked}
     within = {name: trial[name] for name in ("level", "budget") if name in trial}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,9 @@ from tightfit.apply.activations.strips.program import Program
 from tightfit.apply.activations.strips.program_inputs import LiveWeights, usual_generators
 from tightfit.apply.activations.strips.stages import StageGraph
 from tightfit.apply.activations.strips.workarounds import work_around
+from tightfit.apply.context_parallel.batch_halves import BatchHalves
 from tightfit.apply.context_parallel.doubled_inputs import ComponentArguments, DoubledInputs, rebuilt
+from tightfit.apply.context_parallel.guidance_ranks import GuidanceRanks
 from tightfit.apply.context_parallel.rank_group import ExchangeRates, RankGroup
 from tightfit.apply.context_parallel.rank_plan import RankPlan
 from tightfit.apply.context_parallel.rank_runner import RankRunner
@@ -51,17 +54,34 @@ class ContextParallel:
     attention: ContextAttention
     doubled: Mapping[str, DoubledInputs | str]  # of denoisers; or why one runs whole on every rank
     exchange_rates: ExchangeRates | None = None  # None: not measured
+    guidance: GuidanceRanks | None = None  # None: all ranks are one group
+
+    @property
+    def rows(self) -> RankGroup:
+        """The ranks that share the rows of denoisers."""
+        return self.group if self.guidance is None else self.guidance.rows
 
     @property
     def choices(self) -> dict[str, Any]:
         """Its fields of a Plan."""
-        return {"context": self.group.size, "context_attention": self.attention}
+        groups = self.group.size // self.rows.size
+        return {"context": self.rows.size, "context_attention": self.attention, "cfg_groups": groups}
+
+    def of_method(self, method: str) -> tuple[RankGroup, RowShares]:
+        """Return the ranks that share the rows of a component's `method`, and the share of each.
+
+        An autoencoder has no guidance: all ranks share its rows.
+        """
+        if self.guidance is None or method == "forward":
+            return self.rows, self.shares
+        return self.group, RowShares.equal(self.group.size)
 
     @property
     def mark(self) -> str:
         """What a call's measurement on this rank depends on, as text."""
         inputs, per_node = sorted(self.doubled.items()), getattr(self.group, "per_node", self.group.size)
-        place = f"rank {self.group.rank} of {self.shares}, {per_node} a computer"
+        group = "" if self.guidance is None else f"guidance group {self.guidance.number}, "
+        place = f"{group}rank {self.rows.rank} of {self.shares}, {per_node} a computer"
         return f"{place}, attention {self.attention}, inputs {inputs}"
 
     def following(self, plan: Plan) -> ContextParallel:
@@ -70,7 +90,8 @@ class ContextParallel:
 
     def simulated(self, card: SimulatedCard) -> ContextParallel:
         """Return the same for this rank alone, on a simulated card."""
-        return replace(self, group=SimulatedRankGroup.like(self.group, card))
+        group = SimulatedRankGroup.like(self.group, card)
+        return replace(self, group=group, guidance=self.guidance and self.guidance.simulated(card))
 
     @contextlib.contextmanager
     def call(self, device: Device) -> Iterator[None]:
@@ -87,13 +108,17 @@ class ContextParallel:
 
         @functools.wraps(call)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            before = self.group.bytes_sent
+            before = self._bytes_sent
             found = call(*args, **kwargs)
-            sent = format_bytes(self.group.bytes_sent - before)
+            sent = format_bytes(self._bytes_sent - before)
             note(f"rank {self.group.rank} of {self.group.size}: {sent} were sent to other ranks")
             return found
 
         return noted
+
+    @property
+    def _bytes_sent(self) -> int:
+        return self.group.bytes_sent + (self.guidance.bytes_sent if self.guidance else 0)
 
 
 @dataclass
@@ -114,6 +139,7 @@ class ParallelMethod:
     ) -> None:
         self._kind, self._name, self._method = kind, name, method
         self._parallel, self._recorder = parallel, recorder
+        self._group, self._shares = parallel.of_method(method)
         self._known = LatestUsed[Any, _PreparedCall | str]()  # or the reason why not, by arguments
         self._settings: NetworkSettings | None = None  # with which these were prepared
 
@@ -129,7 +155,7 @@ class ParallelMethod:
             if isinstance(prepared, str):
                 self._recorder.note(f"{self._name}.{self._method} runs whole on every rank: {prepared}")
                 return plain(module, *args, **kwargs)
-            group = self._parallel.group
+            group = self._group
             with group.call():
                 group.check_same(self._name, tensors)
                 runner = RankRunner(prepared.plan, group, prepared.weights, self._recorder)
@@ -151,8 +177,8 @@ class ParallelMethod:
             try:
                 with self._recorder.uncounted():
                     program, rebuild = self._take_apart(_without_wrappers(module), call)
-                    _check_rows(program, self._parallel.group.size)
-                    plan = RankPlan(StageGraph(program), self._parallel.shares, self._parallel.attention)
+                    _check_rows(program, self._group.size)
+                    plan = RankPlan(StageGraph(program), self._shares, self._parallel.attention)
                     found = _PreparedCall(plan, LiveWeights(module, program), rebuild)
             except UnsupportedGraph as reason:
                 found = str(reason)
@@ -174,13 +200,20 @@ class ParallelMethod:
 
 def check_ranks(plan: Plan, parallel: ContextParallel | None) -> None:
     """Raise PlanError if `plan` is for another number of ranks than run it."""
-    ranks = 1 if parallel is None else parallel.group.size
-    if plan.context != ranks:
+    rows, groups = (1, 1) if parallel is None else (parallel.rows.size, parallel.group.size // parallel.rows.size)
+    if (plan.context, plan.cfg_groups) != (rows, groups):
+        kinds, fields = {"context": plan.context}, "context"
+        if plan.cfg_groups > 1:
+            kinds["cfg"], fields = plan.cfg_groups, "context and cfg_groups"
         raise PlanError(
-            f"the plan is for {plan.context} ranks, and {ranks} would run it: give fit "
-            f'parallel={{"context": {plan.context}}} on that many ranks, or leave context out of the plan',
-            context=plan.context, ranks=ranks,
+            f"the plan is for {_counted(plan.context, plan.cfg_groups)}, and {_counted(rows, groups)} would run it: "
+            f"give fit parallel={json.dumps(kinds)} on that many ranks, or leave {fields} out of the plan",
+            context=plan.context, ranks=rows * groups,
         )  # fmt: skip
+
+
+def _counted(ranks: int, groups: int) -> str:
+    return f"{ranks} ranks" if groups == 1 else f"{groups} groups of {ranks} ranks"
 
 
 def parallel_forward(
@@ -190,7 +223,12 @@ def parallel_forward(
     if parallel is None or find_role(name, module) != "denoiser":
         return {}
     kind = type(module)
-    return {"forward": ParallelMethod(kind, name, "forward", parallel, recorder).wrapped(kind.forward)}
+    forward: Callable[..., Any] = kind.forward
+    if parallel.rows.size > 1:
+        forward = ParallelMethod(kind, name, "forward", parallel, recorder).wrapped(forward)
+    if parallel.guidance is not None:
+        forward = BatchHalves(name, parallel.guidance, recorder).wrapped(forward)
+    return {"forward": forward}
 
 
 def parallel_methods(
