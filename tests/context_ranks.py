@@ -14,17 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 Trial = dict[str, Any]
 
 
-def run_ranks(size: int, trials: Sequence[Trial], timeout: float = 600) -> list[list[Trial]]:
-    """Run the trials on `size` ranks, and return what each rank printed."""
+def run_ranks(
+    size: int, trials: Sequence[Trial], timeout: float = 600, module: str = "context_ranks"
+) -> list[list[Trial]]:
+    """Run the trials of `module` on `size` ranks, and return what each rank printed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", "-m", "context_ranks"]
+        command = [sys.executable, "-W", "ignore", "-m", module]
         ranks = [
             subprocess.Popen(
                 [*command, str(rank), str(size), f"{folder}/store", json.dumps(trials)],
@@ -44,7 +46,7 @@ def run_ranks(size: int, trials: Sequence[Trial], timeout: float = 600) -> list[
     ]
 
 
-def main() -> None:
+def main(tried: Callable[[int, Trial], Trial]) -> None:
     import torch.distributed as dist
 
     rank, size, store, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
@@ -65,8 +67,7 @@ def tried(rank: int, trial: Trial) -> Trial:
     case = next(case for case in (*CASES, *MORE_CASES) if case.name == trial["name"])
     expected = run(case.make(), case)
     pipe = case.make()
-    groups = trial.get("cfg", 1)
-    parallel = {"context": dist.get_world_size() // groups, "cfg": groups, "attention": trial.get("attention", "auto")}
+    parallel = {"context": dist.get_world_size(), "attention": trial.get("attention", "auto")}
     asked = case.call()
     request = {ours: asked[name] for ours, name in NAMES.items() if name in asked}
     within = {name: trial[name] for name in ("level", "budget") if name in trial}
@@ -144,4 +145,4 @@ HELD = 20  # seconds
 NAMES = {"height": "height", "width": "width", "frames": "num_frames"}
 
 if __name__ == "__main__":
-    main()
+    main(tried)

@@ -25,11 +25,21 @@ from tightfit.apply.method_overrides import override_class_members
 from tightfit.errors import RunError
 from tightfit.measure.modules import compiled_around, find_blocks
 
-__all__ = ["Batch", "chunk_blocks", "cut_items", "find_batch", "in_chunks", "laid_out_as", "why_not_split"]
+__all__ = [
+    "PLAIN",
+    "Batch",
+    "chunk_blocks",
+    "cut_items",
+    "find_batch",
+    "in_chunks",
+    "laid_out_as",
+    "why_coupled",
+    "why_not_split",
+]
 
 TABLES = re.compile(r"img_ids|txt_ids|rotary|rope|freqs|indices")  # names of position tables, of 1 or 2 dimensions
 AXES = 4  # most axes of a position: (positions, 3) is a table, (items, tokens) is not
-_PLAIN = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
+PLAIN = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
 
 @dataclass(frozen=True)
@@ -95,20 +105,21 @@ def find_batch(network: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def why_not_split(network: nn.Module, batch: Batch, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     """Return the reason why `batch` cannot be split into items in this call of `network`; None: it can."""
-    return _why_unknown(batch, args, kwargs) or _why_coupled(network)
+    return _why_unknown(batch, args, kwargs) or why_coupled(network)
 
 
 def _why_unknown(batch: Batch, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     both = (batch.count, batch.count)
     for value in tree_leaves((args, kwargs)):
-        if not isinstance(value, _PLAIN):
+        if not isinstance(value, PLAIN):
             return f"it is given a {type(value).__name__}, which cannot be split"
         if isinstance(value, torch.Tensor) and value.ndim >= 4 and value.shape[:2] == both and value is not batch.first:
             return f"items may lie along either of the first two dimensions of a tensor of {tuple(value.shape)}"
     return None
 
 
-def _why_coupled(network: nn.Module) -> str | None:
+def why_coupled(network: nn.Module) -> str | None:
+    """Return the reason why `network` may do other things with one item than with several; None: it does not."""
     for module in network.modules():
         if getattr(vars(module).get("_diffusers_hook"), "hooks", None):
             return "hooks of diffusers keep what they saw from call to call"

@@ -36,9 +36,7 @@ class BatchHalves:
         @functools.wraps(forward)
         def run(network: nn.Module, *args: Any, **kwargs: Any) -> Any:
             batch, call = find_batch(network, args, kwargs), call_signature(args, kwargs)
-            reason = why_not_halved(network, args, kwargs) or self._whole.get(call)
-            if batch is None or reason is not None:
-                self._recorder.note(f"{self._name}: both groups of ranks compute whole batches: {reason}")
+            if batch is None or call in self._whole or why_not_halved(network, args, kwargs) is not None:
                 return forward(network, *args, **kwargs)
             guidance, half = self._guidance, batch.count // 2
             with guidance.branches.call():

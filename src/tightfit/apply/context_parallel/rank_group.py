@@ -169,6 +169,11 @@ class RankGroup:
                     name=name, rank=rank,
                 )  # fmt: skip
 
+    def digest(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return one number of all `tensors`, to be compared by `check_same`."""
+        sums = self._sums(tensors)
+        return (sums * torch.arange(1, len(sums) + 1, dtype=sums.dtype, device=sums.device)).sum()
+
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack([tensor.double().sum().to(tensors[0].device) for tensor in tensors])
 
