@@ -112,7 +112,7 @@ class PairedDenoiser:
             form: OutputForm | str = OutputForm.of(output)
         except UnknownOutput as error:
             form = str(error)
-        if not _same(before, branches.digest(tensors)):
+        if not branches.are_same(before, branches.digest(tensors)):
             form = "it writes to its arguments"
         elif not settings.unchanged:
             self._tries[key] = tries = self._tries.get(key, 0) + 1
@@ -162,11 +162,3 @@ def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tenso
 
 def _any_deferred(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(isinstance(leaf, DeferredTensor) for leaf in _tensors(args, kwargs))
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two digests are equal; those of a simulated card's tensors have no values."""
-    try:
-        return torch.equal(one.nan_to_num(), other.nan_to_num())
-    except RunError:
-        return True

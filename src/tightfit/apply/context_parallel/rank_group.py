@@ -162,7 +162,7 @@ class RankGroup:
         """Raise RunError if ranks give the component `name` different inputs: each must be given the same call."""
         own = self._sums(tensors)
         for rank, its in enumerate(self.all_gather(own)):
-            if not torch.equal(its.nan_to_num(), own.nan_to_num()):
+            if not self.are_same(its, own):
                 raise RunError(
                     f"{name}: rank {rank} was called with other values than rank {self.rank}: "
                     "give every rank the same arguments, and a generator with the same seed",
@@ -173,6 +173,10 @@ class RankGroup:
         """Return one number of all `tensors`, to be compared by `check_same`."""
         sums = self._sums(tensors)
         return (sums * torch.arange(1, len(sums) + 1, dtype=sums.dtype, device=sums.device)).sum()
+
+    def are_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two sums, or two digests, are equal."""
+        return torch.equal(one.nan_to_num(), other.nan_to_num())
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack([tensor.double().sum().to(tensors[0].device) for tensor in tensors])
