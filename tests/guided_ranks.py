@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from context_ranks import Trial, apart, main
+from context_ranks import NAMES, Trial, apart, main
 
 HEIGHTS = (64, 64, 96)
 
@@ -27,7 +27,9 @@ def tried(rank: int, trial: Trial) -> Trial:
     before = run(pipe, case)
     within = {name: trial[name] for name in ("level", "budget", "plan") if name in trial}
     parallel = {"context": dist.get_world_size() // 2, "cfg": 2, "attention": trial.get("attention", "auto")}
-    fitted = tightfit.fit(pipe, **within, device="loopback", parallel=parallel)
+    usual = case.call()
+    request = {ours: usual[name] for ours, name in NAMES.items() if name in usual}
+    fitted = tightfit.fit(pipe, **within, device="loopback", request=request, parallel=parallel)
     if "reads" in trial:
         called(single, READERS[trial["reads"]])
         called(pipe, READERS[trial["reads"]])
