@@ -32,6 +32,7 @@ def tried(rank: int, trial: Trial) -> Trial:
     fitted = tightfit.fit(pipe, **within, device="loopback", request=request, parallel=parallel)
     if "reads" in trial:
         called(single, READERS[trial["reads"]])
+    if "reads" in trial and trial.get("reader", rank) == rank:
         called(pipe, READERS[trial["reads"]])
     found, said = [], []
     for height in HEIGHTS[: trial.get("calls")]:
@@ -41,7 +42,8 @@ def tried(rank: int, trial: Trial) -> Trial:
         try:
             found.append(pipe(**asked)[0].float())
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"} | again(rank, pipe, case, before)
+            ended = {"error": f"{type(error).__name__}: {error}"}
+            return ended if "reads" in trial else ended | {"apart": apart(run(pipe, case), before)}
         said.append(list(fitted.report().trace.notes))
     expected = [single(**case.call(height) | trial.get("call", {}))[0].float() for height in HEIGHTS[: len(found)]]
     report = fitted.report()
@@ -56,12 +58,6 @@ def tried(rank: int, trial: Trial) -> Trial:
         "peak": max(phase.peak_bytes for phase in report.trace.phases),
         "runs": sum(phase.runs for phase in report.trace.phases if phase.name == "denoise"),
     }
-
-
-def again(rank: int, pipe: Any, case: Any, before: Any) -> Trial:
-    from tiny_pipelines import run
-
-    return {"apart": apart(run(pipe, case), before)}
 
 
 def fail(*_: Any) -> Any:

@@ -26,10 +26,9 @@ TWICE = {"true_cfg_scale": 2.0, "negative_prompt": "blurry"}  # Flux calls its d
 def guided(pipe: Any, number: int, context: int = 1) -> ContextParallel:
     """The first rank of a guidance group, of two groups of `context` ranks."""
     doubled: Mapping[str, DoubledInputs | str] = doubled_inputs_of(pipe, REQUEST) if context > 1 else {}
-    with unlimited_card(LINKED) as card:
-        whole, rows, branches = (
-            SimulatedRankGroup(*each, card) for each in ((number * context, 2 * context), (0, context), (number, 2))
-        )
+    whole, rows, branches = (
+        SimulatedRankGroup(*each) for each in ((number * context, 2 * context), (0, context), (number, 2))
+    )
     guidance = GuidanceRanks(number, rows, branches)
     return ContextParallel(whole, RowShares.equal(context), "gathered", doubled, guidance=guidance)
 

@@ -68,6 +68,17 @@ def test_an_output_that_is_read_early_is_right(reads: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_reads_early_alone_gets_an_error() -> None:
+    trial = {"name": "Flux", "level": 0, "calls": 1, "reads": "sum", "reader": 1}
+    (one,), (other,) = run_ranks(2, [trial], module="guided_ranks")
+    for each in (one, other):
+        assert re.match(
+            r"RunError: transformer: rank \d was called with other values, or read an output earlier, than rank \d",
+            each["error"],
+        ), each
+
+
+@pytest.mark.slow
 def test_without_guidance_both_groups_compute_the_same() -> None:
     once, odd, late = drawn(
         2,
@@ -117,5 +128,5 @@ def test_what_is_asked_of_guidance_groups_is_checked_first(parallel: Any, messag
 
 
 def test_a_plan_for_two_groups_is_for_as_many_ranks() -> None:
-    with pytest.raises(PlanError, match=r"for 2 groups of 2 ranks, and 1 ranks would run it: .* cfg_groups"):
+    with pytest.raises(PlanError, match=r"the plan is for 4 ranks in 2 groups, and 1 would run it: .*cfg_groups out"):
         tightfit.fit(CASES[0].make(), plan={"context": 2, "cfg_groups": 2}, device="loopback")

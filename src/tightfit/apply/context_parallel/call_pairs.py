@@ -55,7 +55,7 @@ class OutputForm:
 
 
 @dataclass(frozen=True)
-class _FirstCall:
+class _WaitingCall:
     """A first call whose output was not exchanged yet."""
 
     name: str
@@ -72,7 +72,7 @@ class CallPairs:
     def __init__(self, guidance: GuidanceRanks) -> None:
         self.guidance = guidance
         self._depth = 0  # pipeline calls in progress, within one another
-        self._first: _FirstCall | None = None
+        self._first: _WaitingCall | None = None
         self._ends: dict[str, Callable[[], None]] = {}
 
     @property
@@ -113,7 +113,7 @@ class CallPairs:
         digest = self.guidance.branches.digest(inputs)
         own = form.taken(compute()) if self.guidance.number == 0 else None
         output = DeferredOutput(form.tensors, form.device, self.complete)
-        self._first = _FirstCall(name, form, digest, own, output, read)
+        self._first = _WaitingCall(name, form, digest, own, output, read)
         return form.rebuild(list(output.tensors))
 
     def complete(self) -> None:
@@ -140,14 +140,14 @@ class CallPairs:
         return form.rebuild(own if self.guidance.number == 1 else found)
 
     def _exchange(
-        self, first: _FirstCall, second: torch.Tensor | None, what: float, sent: Sequence[torch.Tensor],
+        self, first: _WaitingCall, second: torch.Tensor | None, what: float, sent: Sequence[torch.Tensor],
         wanted: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:  # fmt: skip
         """Send some tensors to the other group, and return those that came from it, like `wanted`."""
         branches, other = self.guidance.branches, 1 - self.guidance.number
         inputs = [torch.full_like(first.inputs, what), first.inputs, second if second is not None else first.inputs]
         with branches.call():
-            branches.check_same(first.name, inputs)
+            branches.check_same(first.name, inputs, "was called with other values, or read an output earlier,")
             coming = [torch.empty(like.shape, dtype=like.dtype, device=first.form.device) for like in wanted]
             branches.exchange([(other, each.contiguous()) for each in sent], [(other, each) for each in coming])
         pairs = zip(coming, wanted, strict=True)

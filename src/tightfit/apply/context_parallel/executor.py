@@ -126,14 +126,14 @@ def check_ranks(plan: Plan, parallel: ContextParallel | None) -> None:
         if plan.cfg_groups > 1:
             kinds["cfg"], fields = plan.cfg_groups, "context and cfg_groups"
         raise PlanError(
-            f"the plan is for {_counted(plan.context, plan.cfg_groups)}, and {_counted(rows, groups)} would run it: "
-            f"give fit parallel={json.dumps(kinds)} on that many ranks, or leave {fields} out of the plan",
+            f"the plan is for {_counted(plan.context, plan.cfg_groups, ' ranks')}, and {_counted(rows, groups)} would "
+            f"run it: give fit parallel={json.dumps(kinds)} on that many ranks, or leave {fields} out of the plan",
             context=plan.context, ranks=rows * groups,
         )  # fmt: skip
 
 
-def _counted(ranks: int, groups: int) -> str:
-    return f"{ranks} ranks" if groups == 1 else f"{groups} groups of {ranks} ranks"
+def _counted(ranks: int, groups: int, unit: str = "") -> str:
+    return f"{ranks * groups}{unit}" + f" in {groups} groups" * (groups > 1)
 
 
 def parallel_forward(

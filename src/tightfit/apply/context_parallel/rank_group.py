@@ -158,13 +158,16 @@ class RankGroup:
         wait()
         return time.perf_counter() - began
 
-    def check_same(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise RunError if ranks give the component `name` different inputs: each must be given the same call."""
+    def check_same(self, name: str, tensors: Sequence[torch.Tensor], did: str = "was called with other values") -> None:
+        """Raise RunError if ranks give the component `name` different inputs: each must be given the same call.
+
+        `did` says in the error what another rank did.
+        """
         own = self._sums(tensors)
         for rank, its in enumerate(self.all_gather(own)):
             if not self.are_same(its, own):
                 raise RunError(
-                    f"{name}: rank {rank} was called with other values than rank {self.rank}: "
+                    f"{name}: rank {rank} {did} than rank {self.rank}: "
                     "give every rank the same arguments, and a generator with the same seed",
                     name=name, rank=rank,
                 )  # fmt: skip

@@ -34,7 +34,7 @@ class SimulatedRankGroup(RankGroup):
     def call(self) -> Iterator[None]:
         yield
 
-    def check_same(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+    def check_same(self, name: str, tensors: Sequence[torch.Tensor], did: str = "") -> None:
         self.all_gather(self._sums(tensors))
 
     def are_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
