@@ -91,6 +91,14 @@ def test_without_guidance_both_groups_compute_the_same() -> None:
 
 
 @pytest.mark.slow
+def test_calls_that_carry_something_to_the_next_are_made_in_both_groups() -> None:
+    trial: Trial = {"name": "Flux", "level": 0, "calls": 1, "call": {"num_inference_steps": 3}}
+    hooks, forwards = drawn(2, trial | {"counts": "hook"}, trial | {"counts": "forward"})
+    assert all("a hook of somebody else's is on FluxTransformer2DModel" in each["notes"][0][0] for each in hooks)
+    assert all(f"{SAME}3 calls each changed the network's attributes" in each["notes"][0] for each in forwards)
+
+
+@pytest.mark.slow
 def test_ranks_keep_to_their_budgets() -> None:
     halves, pairs = drawn(2, {"name": "StableDiffusion", "budget": "60MB"}, {"name": "Flux", "budget": "140MB"})
     for each in (*halves, *pairs):
